@@ -1,0 +1,1 @@
+"""Airflow provider for machine-learning stages."""

@@ -1,0 +1,1 @@
+"""Backends behind one seam: local, kubernetes and vm, found by name."""

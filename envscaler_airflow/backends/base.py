@@ -1,0 +1,180 @@
+"""The seam between the owner and whatever runs an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from envscaler_airflow.planning.offers import Allocation, Offer
+
+NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"]
+"""``lost``: known to be gone without an end of its own. ``unknown``: cannot be told from here; never dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRequest:
+    """All that a backend needs to start one attempt. No field holds a secret but ``secret_env``.
+
+    Attributes:
+        store_url: Run store, as the courier opens it.
+        run_prefix: The run's folder below the store, ``deployment/dag/run/task/map``.
+        run_label: ``dag_id.task_id`` for people and labels; never a path.
+        generation, attempt: Which life this is.
+        allocation: Offer and nodes.
+        command: Entrypoint, already rendered.
+        env: Plain variables.
+        secret_env: Variables whose values are secrets. Never written to disk, rendered or logged.
+        spec: The frozen, resolved spec as JSON (what ``spec.yaml`` holds).
+        store_options: Connection options of the store that hold no secret.
+        deadline_s: The machine ends itself after so many seconds; None: no deadline.
+        grace_s: Seconds between a graceful stop and the kill.
+        python: Interpreter for the courier and the wrapper on the local backend; None: this one.
+    """
+
+    store_url: str
+    run_prefix: str
+    run_label: str
+    generation: int
+    attempt: int
+    allocation: Allocation
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    store_options: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float | None = None
+    grace_s: float = 30.0
+    python: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Names what was started, for any process that can reach it.
+
+    Attributes:
+        backend: ``local``, ``kubernetes``, ``vm``.
+        name: Unique name that carries run, generation and attempt.
+        details: JSON of the backend's own (host, boot id, pid, start time; uid; instance ids).
+    """
+
+    backend: str
+    name: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as it stands in events and trigger arguments."""
+        return {"backend": self.backend, "name": self.name, "details": dict(self.details)}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Handle:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: A field is missing.
+        """
+        try:
+            return cls(str(body["backend"]), str(body["name"]), dict(body.get("details", {})))
+        except (KeyError, TypeError) as err:
+            raise ValueError(f"handle: {err!r}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """What the backend itself knows of one node.
+
+    Attributes:
+        node: Index, 0 to nodes - 1.
+        state: See :data:`NodeState`.
+        exit_code, signal: How it ended, when it did and the backend saw it.
+        reason: One of protocol.END_REASONS or the provider's own word; ``""`` while it runs.
+        detail: One line for people.
+    """
+
+    node: int
+    state: NodeState
+    exit_code: int | None = None
+    signal: int | None = None
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStatus:
+    """All nodes of an attempt, as the backend sees them now."""
+
+    nodes: tuple[NodeStatus, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """True when every node is ended or lost: nothing of it runs any more, and that is known."""
+        return bool(self.nodes) and all(node.state in ("ended", "lost") for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageInterval:
+    """Billed time of one node by the provider's own timestamps, seconds since the epoch.
+
+    ``end`` is None while it is held.
+    """
+
+    node: int
+    start: float
+    end: float | None
+
+
+class Backend(Protocol):
+    """Starts, watches and stops attempts. Every method may be repeated."""
+
+    name: str
+
+    def offers(self) -> tuple[Offer, ...]:
+        """What can be had here, priced."""
+
+    def render(self, request: AttemptRequest) -> dict[str, Any]:
+        """What ``submit`` would send, as JSON and without secrets. Pure; golden-tested."""
+
+    def submit(self, request: AttemptRequest) -> Handle:
+        """Start the attempt, or adopt it when this very attempt was started before.
+
+        Raises:
+            CapacityError: None to be had now.
+            BackendError: The system said no; ``.transient`` tells whether to try again.
+            SpecError: The request asks for what this backend can never give.
+        """
+
+    def find(self, request: AttemptRequest) -> Handle | None:
+        """The handle of this attempt if ``submit`` got as far as starting it, else None."""
+
+    def observe(self, handle: Handle) -> AttemptStatus:
+        """State of every node. What cannot be told is ``unknown``.
+
+        Raises:
+            BackendError: No answer at all.
+        """
+
+    def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """Ask for a graceful end, and kill after *grace_s* seconds; returns at once.
+
+        ``grace_s=0`` kills now. Stopping what is gone is no error.
+        """
+
+    def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
+        """Billed intervals so far, one or more for each node."""
+
+    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """What the nodes printed, ``(node, bytes)``, from byte offset *since* of each node.
+
+        For people near the machine; the run's logs are in the store.
+        """
+
+    def release(self, handle: Handle) -> None:
+        """Remove what an ended attempt left on the machine. Never touches a live one."""
+
+
+@runtime_checkable
+class NoticesInterruption(Protocol):
+    """A backend that learns of an interruption before it happens."""
+
+    def interruption(self, handle: Handle) -> float | None:
+        """Seconds until the loss, None when none is announced."""

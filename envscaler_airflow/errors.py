@@ -1,0 +1,85 @@
+"""Every error of envscaler-airflow, by what the caller can do about it.
+
+Runs on Python 3.8 with the standard library alone: the training container
+raises these too.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional
+
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "CapacityError",
+    "CheckpointError",
+    "EnvScalerError",
+    "NoOfferError",
+    "ProtocolError",
+    "RunFailedError",
+    "SpecError",
+    "StoreError",
+]
+
+
+class EnvScalerError(Exception):
+    """Anything that envscaler-airflow raises on purpose."""
+
+
+class SpecError(EnvScalerError):
+    """The spec is wrong: change it. Never retried.
+
+    Attributes:
+        faults: One message for each fault, ``file:line: path: got; write this``.
+    """
+
+    def __init__(self, message: str, *, faults: Optional[List[str]] = None) -> None:
+        """Keep *faults* apart, so that a tool can list them; *message* is what is shown."""
+        super().__init__(message)
+        self.faults = faults if faults is not None else [message]
+
+
+class NoOfferError(EnvScalerError):
+    """No offer fits the request; the message names the nearest miss. Never retried."""
+
+
+class BudgetError(EnvScalerError):
+    """The money is spent: the stage is checkpointed and stopped."""
+
+
+class CapacityError(EnvScalerError):
+    """None to be had now: the next offer is tried, then this one later."""
+
+
+class BackendError(EnvScalerError):
+    """The provider or the system said no.
+
+    Attributes:
+        status: The provider's status code, None when there was no answer.
+        transient: True when the same call may succeed later.
+    """
+
+    def __init__(self, message: str, *, status: Optional[int] = None, transient: bool = False) -> None:
+        """Say whether the same call may succeed later."""
+        super().__init__(message)
+        self.status = status
+        self.transient = transient
+
+
+class StoreError(BackendError):
+    """The run store cannot be read or written. Unknown, never 'absent' and never 'dead'."""
+
+
+class CheckpointError(EnvScalerError):
+    """A checkpoint is missing, torn or has a wrong hash: the one before is used."""
+
+
+class ProtocolError(EnvScalerError):
+    """The two sides disagree on a version or wrote what the protocol forbids.
+
+    Training goes on, moves are refused, and the message names both versions.
+    """
+
+
+class RunFailedError(EnvScalerError):
+    """The stage itself failed: its exit code and last lines are in the message."""

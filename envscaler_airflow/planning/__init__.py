@@ -1,0 +1,1 @@
+"""Pure planning: offers, sizing, performance and the planner."""

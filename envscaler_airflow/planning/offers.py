@@ -1,0 +1,123 @@
+"""Offers and allocations: what can be had, and what a stage holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+CapacityType = Literal["spot", "on-demand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One instance type, or slice of a machine, at one place and capacity type.
+
+    Attributes:
+        cloud: ``aws``, ``gcp``, ..., ``kubernetes`` or ``local``.
+        region: Region; ``""`` for local.
+        zone: Zone; None when any will do.
+        instance_type: The provider's name; ``cpu-2`` for a local slice of two cores.
+        capacity_type: ``spot`` or ``on-demand``.
+        vcpus: Virtual CPUs per node, > 0.
+        memory_gib: Memory per node, GiB, > 0.
+        gpu_name: Canonical GPU name; None without GPU.
+        gpus: GPUs per node.
+        gpu_memory_gb: Nominal memory of one GPU, GB; None without GPU or unknown.
+        usd_per_hour: Price of one node; None is unknown, 0 is free.
+        price_source: Where the price is from, with its date; a shadow price says so here.
+    """
+
+    cloud: str
+    region: str
+    instance_type: str
+    capacity_type: CapacityType
+    vcpus: float
+    memory_gib: float
+    zone: str | None = None
+    gpu_name: str | None = None
+    gpus: int = 0
+    gpu_memory_gb: float | None = None
+    usd_per_hour: float | None = None
+    price_source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and nonsense here, once."""
+        for name in ("vcpus", "memory_gib"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+        if self.usd_per_hour is not None and not 0 <= self.usd_per_hour < math.inf:
+            raise ValueError(f"usd_per_hour must be finite and >= 0, got {self.usd_per_hour!r}")
+        if self.gpus < 0 or (self.gpus > 0) != (self.gpu_name is not None):
+            raise ValueError(f"gpus={self.gpus!r} does not go with gpu_name={self.gpu_name!r}")
+
+    @property
+    def name(self) -> str:
+        """``aws/us-east-1/us-east-1a/g5.xlarge/spot``; empty parts left out; ``local/cpu-2`` for local."""
+        parts = [self.cloud, self.region, self.zone, self.instance_type]
+        if self.cloud != "local":
+            parts.append(self.capacity_type)
+        return "/".join(part for part in parts if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as it stands in events and in plan.json."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Offer:
+        """Read what :meth:`to_dict` wrote; unknown fields are ignored.
+
+        Raises:
+            ValueError: A field is missing or out of range.
+        """
+        try:
+            return cls(**{name: body[name] for name in cls.__slots__ if name in body})
+        except TypeError as err:
+            raise ValueError(f"offer: {err}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """An offer times a number of nodes: what one attempt lives on.
+
+    Attributes:
+        offer: One node of it.
+        nodes: Number of nodes, >= 1.
+    """
+
+    offer: Offer
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse an allocation of nothing."""
+        if self.nodes < 1:
+            raise ValueError(f"nodes must be >= 1, got {self.nodes!r}")
+
+    @property
+    def name(self) -> str:
+        """``2 x local/cpu-1``; the offer's name alone for one node."""
+        return self.offer.name if self.nodes == 1 else f"{self.nodes} x {self.offer.name}"
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of all nodes; None when unknown."""
+        price = self.offer.usd_per_hour
+        return None if price is None else price * self.nodes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as it stands in events and in plan.json."""
+        return {"offer": self.offer.to_dict(), "nodes": self.nodes}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Allocation:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: A field is missing or out of range.
+        """
+        try:
+            return cls(Offer.from_dict(body["offer"]), nodes=int(body.get("nodes", 1)))
+        except (KeyError, TypeError) as err:
+            raise ValueError(f"allocation: {err!r}") from err

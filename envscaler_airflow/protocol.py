@@ -1,0 +1,441 @@
+"""What the owner's side and the training's side write to each other, versioned.
+
+The owner writes :class:`Control`; the training's side writes :class:`Status`,
+:class:`Manifest`, metrics and logs. Everything read from the other side is
+data: bounded in size, checked here, never a path or a command.
+
+Runs on Python 3.8 with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+
+from envscaler_airflow.errors import ProtocolError
+
+SCHEMA = "1.0"
+"""``major.minor``. Readers take this and the previous minor, and ignore unknown fields."""
+
+MAX_JSON_BYTES = 1 << 20
+"""Largest control, status or manifest read, bytes. Chosen: 20 times a 64-node manifest of 200 files."""
+
+EXIT_LEFT = 85
+"""Wrapper: asked to leave, checkpointed, left. Chosen outside sysexits (64-78) and shells (126-165)."""
+EXIT_ORPHANED = 86
+"""Wrapper: the owner's lease stood still for ``orphan_after``; checkpointed and left. Chosen likewise."""
+EXIT_STOPPED = 87
+"""Wrapper: asked to stop; stopped within its grace, with or without a checkpoint. Chosen likewise."""
+EXIT_SETUP_FAILED = 88
+"""Courier or wrapper: workdir, inputs or checkpoint could not be laid out. Chosen likewise."""
+EXIT_NOT_FOUND = 127
+"""The command does not exist, as shells say it."""
+
+ACTIONS = ("run", "checkpoint", "leave", "stop")
+"""What a control asks: go on, save now and go on, save and exit with EXIT_LEFT, exit within the grace."""
+ALIGNMENTS = ("now", "step", "epoch")
+PHASES = ("setup", "restoring", "running", "checkpointing", "leaving", "uploading", "ended")
+"""Life of one node of one attempt. ``uploading``: the command has ended, outputs are on their way."""
+HEALTHS = ("ok", "stalled")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+_CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
+_T = TypeVar("_T", bound="Message")
+
+
+def control_name(generation: int, attempt: int) -> str:
+    """Store name, relative to the run's folder, of what the owner asks of an attempt."""
+    return f"control/g{generation}-a{attempt}.json"
+
+
+def status_name(generation: int, attempt: int, node: int) -> str:
+    """Store name of what a node last said."""
+    return f"status/g{generation}-a{attempt}-n{node}.json"
+
+
+def metrics_name(generation: int, attempt: int, node: int, chunk: int) -> str:
+    """Store name of a closed chunk of metrics (JSON lines)."""
+    return f"metrics/g{generation}-a{attempt}-n{node}-{chunk:06d}.jsonl"
+
+
+def log_name(generation: int, attempt: int, node: int, chunk: int) -> str:
+    """Store name of a closed chunk of stdout and stderr."""
+    return f"logs/g{generation}-a{attempt}-n{node}-{chunk:06d}.log"
+
+
+def checkpoint_name(generation: int, step: int, attempt: int) -> str:
+    """Folder name under ``checkpoints/``; sorts by step within a generation."""
+    return f"g{generation}-step-{step:08d}-a{attempt}"
+
+
+def parse_checkpoint_name(name: str) -> Optional[Tuple[int, int, int]]:
+    """``(generation, step, attempt)`` of a checkpoint folder, None when it is not one."""
+    match = _CHECKPOINT.match(name)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def is_safe_relative_path(path: str) -> bool:
+    """True for ``a/b.bin``: relative, no empty, ``.`` or ``..`` part, no NUL or backslash, at most 1024."""
+    if not path or len(path) > 1024 or "\0" in path or "\\" in path:
+        return False
+    return all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+@dataclass(frozen=True)
+class Message:
+    """A JSON object with ``schema``; subclasses are what is on the wire."""
+
+    def to_json(self) -> bytes:
+        """Compact UTF-8 JSON; unknown (None) fields are left out."""
+        body = {"schema": SCHEMA}
+        body.update(_plain(self))
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls: Type[_T], text: Union[bytes, str], *, where: str) -> _T:
+        """Read *text* written by this or the previous minor version.
+
+        Raises:
+            ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
+        """
+        if len(text) > MAX_JSON_BYTES:
+            raise ProtocolError(f"{where}: {len(text)} bytes, at most {MAX_JSON_BYTES} are read")
+        try:
+            body = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as err:
+            raise ProtocolError(f"{where}: not JSON: {err}") from err
+        if not isinstance(body, dict):
+            raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
+        check_schema(body.get("schema"), where=where)
+        message: _T = _build(cls, body, where)
+        return message
+
+
+def check_schema(schema: object, *, where: str) -> None:
+    """Refuse another major version; a newer or older minor is read, unknown fields are ignored.
+
+    Raises:
+        ProtocolError: Names both versions.
+    """
+    ours = SCHEMA.split(".")[0]
+    if not isinstance(schema, str) or schema.split(".")[0] != ours:
+        raise ProtocolError(f"{where}: schema {schema!r}, this side speaks {SCHEMA}")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _plain(item) for name, item in pairs if item is not None}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:
+    hints = get_type_hints(cls)
+    values = {}
+    for item in dataclasses.fields(cls):
+        if item.name in body:
+            values[item.name] = _read(hints[item.name], body[item.name], f"{where}: {item.name}")
+    try:
+        return cls(**values)
+    except TypeError as err:
+        raise ProtocolError(f"{where}: {err}") from err
+    except ValueError as err:
+        raise ProtocolError(f"{where}: {err}") from err
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    origin: Any = getattr(hint, "__origin__", None)
+    args: Tuple[Any, ...] = getattr(hint, "__args__", ())
+    if origin is Union:  # Optional[...]
+        return None if value is None else _read(args[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected a list")
+        return tuple(_read(args[0], item, where) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
+        return {str(key): _read(args[1], item, where) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
+        return _build(hint, value, where)  # type: ignore[arg-type]
+    if hint is Any:
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        expected = getattr(hint, "__name__", hint)
+        raise ProtocolError(f"{where}: got {value!r:.80}, expected {expected}")
+    return value
+
+
+def _check(value: object, allowed: Tuple[str, ...], name: str) -> None:
+    if value not in allowed:
+        raise ValueError("{} must be one of {}, got {!r}".format(name, ", ".join(allowed), value))
+
+
+def _check_finite(**values: Optional[float]) -> None:
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Control(Message):
+    """What the owner asks of one attempt (``control/g1-a3.json``, overwritten).
+
+    Attributes:
+        sequence: Grows with every write; a node acknowledges it in its status.
+        action: One of :data:`ACTIONS`.
+        align: When ``checkpoint`` and ``leave`` are carried out: ``now`` means the next step
+            boundary without waiting for more, ``step`` the same, ``epoch`` the end of an epoch.
+        align_timeout_s: Longest wait for the alignment, seconds; then the next step boundary.
+        grace_s: Seconds from the request to a kill, for ``leave`` after the alignment and for ``stop``.
+        reason: Shown to people.
+        candidates: Checkpoint folder names that node 0 may resume from, best first; what earlier
+            attempts write later is void. Checkpoints of this very attempt may be used besides.
+        restore_from: URI of another run's checkpoint folder, for a fresh run that begins from it.
+        orphan_after_s: Seconds without a change of the lease after which the courier ends the attempt.
+    """
+
+    sequence: int = 0
+    action: str = "run"
+    align: str = "step"
+    align_timeout_s: float = 3600.0
+    grace_s: float = 30.0
+    reason: str = ""
+    candidates: Tuple[str, ...] = ()
+    restore_from: Optional[str] = None
+    orphan_after_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no reader could carry out."""
+        _check(self.action, ACTIONS, "action")
+        _check(self.align, ALIGNMENTS, "align")
+        _check_finite(
+            align_timeout_s=self.align_timeout_s, grace_s=self.grace_s, orphan_after_s=self.orphan_after_s
+        )
+        for name in self.candidates:
+            if parse_checkpoint_name(name) is None:
+                raise ValueError(f"candidates: {name!r} is no checkpoint name")
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """What the training said of itself; every field None when unknown.
+
+    Attributes:
+        step: Optimizer steps done in this generation, restored ones included.
+        total_steps: Steps that the whole training takes.
+        epoch: Epochs finished.
+        epochs: Epochs that the whole training takes.
+        samples: Samples seen in this generation, restored ones included.
+        tokens: Tokens, likewise.
+        batch: Global batch size of the last step, samples.
+        loss: Last reported loss (may be negative; NaN is reported as None with ``loss_is_nan``).
+        loss_is_nan: True when the last loss was NaN or infinite.
+        accuracy: Last reported accuracy, in [0, 1] or per cent as the training says it.
+        step_time_s: Mean seconds per step over the last window.
+        data_time_s: Part of it spent waiting for data.
+        sync_time_s: Part of it spent synchronising gradients.
+        steps_per_s: Steps / seconds over the last window, stalls included.
+        samples_per_s: Samples / seconds over the last window.
+        phase: ``loading``, ``training``, ``evaluation`` or a name of the user's own.
+        repeated_samples: Samples used again since the restore, as far as known.
+        noise_scale: Gradient noise scale in samples, when the training reports it.
+    """
+
+    step: Optional[int] = None
+    total_steps: Optional[int] = None
+    epoch: Optional[int] = None
+    epochs: Optional[int] = None
+    samples: Optional[int] = None
+    tokens: Optional[int] = None
+    batch: Optional[int] = None
+    loss: Optional[float] = None
+    loss_is_nan: Optional[bool] = None
+    accuracy: Optional[float] = None
+    step_time_s: Optional[float] = None
+    data_time_s: Optional[float] = None
+    sync_time_s: Optional[float] = None
+    steps_per_s: Optional[float] = None
+    samples_per_s: Optional[float] = None
+    phase: Optional[str] = None
+    repeated_samples: Optional[int] = None
+    noise_scale: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class Ended(Message):
+    """How the command of a node ended.
+
+    Attributes:
+        exit_code: 0 to 255; None when a signal ended it.
+        signal: Signal number; None when it exited.
+        reason: ``succeeded``, ``left``, ``stopped``, ``orphaned``, ``failed``, ``not-found``,
+            ``setup-failed``, ``out-of-memory``, ``cuda-out-of-memory``, ``killed``, ``disk-full``.
+        detail: One line for people.
+        last_lines: Last lines of its output, secrets masked, at most 100.
+    """
+
+    exit_code: Optional[int] = None
+    signal: Optional[int] = None
+    reason: str = "failed"
+    detail: str = ""
+    last_lines: Tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a reason that no reader knows."""
+        _check(self.reason, END_REASONS, "reason")
+
+
+END_REASONS = (
+    "succeeded",
+    "left",
+    "stopped",
+    "orphaned",
+    "failed",
+    "not-found",
+    "setup-failed",
+    "out-of-memory",
+    "cuda-out-of-memory",
+    "killed",
+    "disk-full",
+)
+
+
+@dataclass(frozen=True)
+class Status(Message):
+    """What a node last said (``status/g1-a3-n0.json``, every 15 s and on change).
+
+    Attributes:
+        generation, attempt, node: Whose status this is.
+        sequence: Grows with every write. A reader tells the age with its own clock, from the
+            moment it saw the number change.
+        phase: One of :data:`PHASES`.
+        health: One of :data:`HEALTHS`.
+        control_sequence: Last control that was taken up.
+        progress: What the training said.
+        start_step: Step that this attempt began at (0 fresh, else the checkpoint's).
+        restored_from: Checkpoint folder name or URI that node 0 chose; None when fresh.
+        restore_s, checkpoint_s: Seconds of the restore and of the last checkpoint (save and upload).
+        rejected: Checkpoints that were found torn at the restore, each with its reason.
+        last_checkpoint: Newest folder name whose manifest is in the store.
+        last_checkpoint_step: Its step.
+        checkpoints: How many this attempt has completed.
+        cpu_seconds: CPU seconds used by the command so far.
+        usage: Aggregates of the last window, e.g. ``cpu_percent``, ``memory_bytes``,
+            ``memory_peak_bytes``, ``gpu0_utilization_percent``; absent when not measured.
+        address: Where node 0 can be reached by the other nodes.
+        ended: None while the command runs.
+        outputs: Output name to the URI of its folder, once uploaded with a manifest.
+        agent_version: Version of the agent that wrote it.
+        message: One line for people.
+    """
+
+    generation: int = 0
+    attempt: int = 0
+    node: int = 0
+    sequence: int = 0
+    phase: str = "setup"
+    health: str = "ok"
+    control_sequence: int = 0
+    progress: Progress = field(default_factory=Progress)
+    start_step: Optional[int] = None
+    restored_from: Optional[str] = None
+    restore_s: Optional[float] = None
+    checkpoint_s: Optional[float] = None
+    rejected: Tuple[str, ...] = ()
+    last_checkpoint: Optional[str] = None
+    last_checkpoint_step: Optional[int] = None
+    checkpoints: int = 0
+    cpu_seconds: Optional[float] = None
+    usage: Dict[str, float] = field(default_factory=dict)
+    address: Optional[str] = None
+    ended: Optional[Ended] = None
+    outputs: Dict[str, str] = field(default_factory=dict)
+    agent_version: str = ""
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse phases and healths that no reader knows."""
+        _check(self.phase, PHASES, "phase")
+        _check(self.health, HEALTHS, "health")
+
+
+@dataclass(frozen=True)
+class ManifestFile(Message):
+    """One file of a checkpoint or output.
+
+    Attributes:
+        path: Relative to the folder; see :func:`is_safe_relative_path`.
+        size: Bytes.
+        sha256: 64 lower-case hex digits.
+        node: Node that uploaded it.
+    """
+
+    path: str = ""
+    size: int = 0
+    sha256: str = ""
+    node: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse paths that leave the folder and hashes of the wrong form."""
+        if not is_safe_relative_path(self.path):
+            raise ValueError(f"path {self.path!r:.200} is not a plain relative path")
+        if self.size < 0:
+            raise ValueError(f"size must be >= 0, got {self.size}")
+        if not re.match(r"[0-9a-f]{64}\Z", self.sha256):
+            raise ValueError(f"sha256 must be 64 hex digits, got {self.sha256!r:.80}")
+
+
+@dataclass(frozen=True)
+class Manifest(Message):
+    """Written last; a folder without it does not count.
+
+    Attributes:
+        kind: ``checkpoint``, ``directory`` or ``file`` (an output that is one file).
+        files: All files of all ranks.
+        step, epoch, samples, world_size, global_batch: State of the training, for checkpoints.
+        generation, attempt: Who wrote it.
+        cooperative: True when the training saved it through ``Session``; False for a snapshot.
+    """
+
+    kind: str = "checkpoint"
+    files: Tuple[ManifestFile, ...] = ()
+    step: Optional[int] = None
+    epoch: Optional[int] = None
+    samples: Optional[int] = None
+    world_size: Optional[int] = None
+    global_batch: Optional[int] = None
+    generation: int = 0
+    attempt: int = 0
+    cooperative: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse unknown kinds and a path named twice."""
+        _check(self.kind, ("checkpoint", "directory", "file"), "kind")
+        paths = [item.path for item in self.files]
+        if len(set(paths)) != len(paths):
+            raise ValueError("files: a path is named twice")
+
+
+def is_safe_name(name: str) -> bool:
+    """True for names of outputs, nodes and files in the exchange folder."""
+    return bool(_NAME.match(name)) and ".." not in name
+
+
+__all__: List[str] = [name for name in dir() if not name.startswith("_")]
