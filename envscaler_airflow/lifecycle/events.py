@@ -1,0 +1,151 @@
+"""Events: what changes a run's state, numbered, append-only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import SCHEMA, check_schema
+
+MAX_EVENT_BYTES = 1 << 18
+"""Largest event written or read, bytes. Chosen: 100 last lines of 2 KiB and a plan fit."""
+
+EVENT_TYPES = frozenset(
+    {
+        "generation",  # a fresh start of the run: generation, reason, spec_hash, restore_from, budget_usd
+        "owner",  # another try took the run over: reason, spec_hash
+        "attempt-intended",  # generation, attempt, allocation, reason, candidates, spec_hash, memory_bytes
+        "attempt-started",  # generation, attempt, handle
+        "attempt-stopping",  # generation, attempt, why, grace_s, align, request, target
+        "attempt-ended",  # generation, attempt, outcome, failure, detail, step, checkpoint, usage, usd, ...
+        "move-requested",  # target, reason, numbers, from_attempt
+        "move-accepted",  # request, reason
+        "move-refused",  # request, reason
+        "stop-requested",  # reason, by
+        "succeeded",  # generation, outputs
+        "failed",  # generation, reason, failure
+        "stopped",  # generation, reason
+        "delivered",  # to whom: the actor
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who wrote an event: one try of the stage's task, or a shell.
+
+    Attributes:
+        ti_id: Airflow's task instance id, new with every try; a uuid of its own outside Airflow.
+        try_number: Airflow's try number, from 1.
+        max_tries: Airflow's ``max_tries``; a clear sets it anew, a retry does not.
+    """
+
+    ti_id: str
+    try_number: int = 1
+    max_tries: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"ti_id": self.ti_id, "try_number": self.try_number, "max_tries": self.max_tries}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Actor:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ProtocolError: A field is missing or of the wrong type.
+        """
+        try:
+            return cls(str(body["ti_id"]), int(body["try_number"]), int(body["max_tries"]))
+        except (KeyError, TypeError, ValueError) as err:
+            raise ProtocolError(f"actor: {err!r}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One numbered fact.
+
+    Attributes:
+        number: From 1, without gaps; the file's name and the only order there is.
+        type: One of :data:`EVENT_TYPES`; others are kept and change nothing.
+        body: JSON.
+        writer: uuid of the writing process, by which it knows its own events again.
+        at: Writer's clock, seconds since the epoch. For people; never compared.
+        actor: On whose behalf; None for requests by people and sensors.
+    """
+
+    number: int
+    type: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+    writer: str = ""
+    at: float = 0.0
+    actor: Actor | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """False for a type that a newer version writes."""
+        return self.type in EVENT_TYPES
+
+    def to_json(self) -> bytes:
+        """Compact UTF-8 JSON.
+
+        Raises:
+            ProtocolError: Larger than :data:`MAX_EVENT_BYTES`, or not JSON.
+        """
+        actor = self.actor.to_dict() if self.actor else None
+        whole = {
+            "schema": SCHEMA,
+            "number": self.number,
+            "type": self.type,
+            "writer": self.writer,
+            "at": self.at,
+            "actor": actor,
+            "body": dict(self.body),
+        }
+        try:
+            text = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
+        except (TypeError, ValueError) as err:
+            raise ProtocolError(f"event {self.number} ({self.type}): {err}") from err
+        if len(text) > MAX_EVENT_BYTES:
+            raise ProtocolError(
+                f"event {self.number} ({self.type}): {len(text)} bytes, at most {MAX_EVENT_BYTES} are written"
+            )
+        return text
+
+    @classmethod
+    def from_json(cls, text: bytes, *, where: str) -> Event:
+        """Read an event of this major version; unknown fields and types are kept harmlessly.
+
+        Raises:
+            ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
+        """
+        if len(text) > MAX_EVENT_BYTES:
+            raise ProtocolError(f"{where}: {len(text)} bytes, at most {MAX_EVENT_BYTES} are read")
+        try:
+            whole = json.loads(text)
+        except (ValueError, RecursionError) as err:
+            raise ProtocolError(f"{where}: not JSON: {err}") from err
+        if not isinstance(whole, dict):
+            raise ProtocolError(f"{where}: got {type(whole).__name__}, expected an object")
+        check_schema(whole.get("schema"), where=where)
+        return cls._from_whole(whole, where)
+
+    @classmethod
+    def _from_whole(cls, whole: Mapping[str, Any], where: str) -> Event:
+        body, actor = whole.get("body", {}), whole.get("actor")
+        if not isinstance(body, dict) or not isinstance(whole.get("type"), str):
+            raise ProtocolError(f"{where}: an event needs a type and an object as body")
+        try:
+            return cls(
+                number=int(whole["number"]),
+                type=whole["type"],
+                body=body,
+                writer=str(whole.get("writer", "")),
+                at=float(whole.get("at", 0.0)),
+                actor=Actor.from_dict(actor) if actor is not None else None,
+            )
+        except (KeyError, TypeError, ValueError) as err:
+            raise ProtocolError(f"{where}: {err!r}") from err

@@ -1,0 +1,313 @@
+"""State of a run: the fold of its events. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.lifecycle.events import Actor, Event
+from envscaler_airflow.planning.offers import Allocation
+
+AttemptPhase = Literal["intended", "started", "stopping", "ended"]
+RunStatus = Literal["none", "active", "succeeded", "failed", "stopped"]
+
+OUTCOMES = (
+    "succeeded",
+    "left",
+    "stopped",
+    "orphaned",
+    "lost",
+    "killed",
+    "out-of-memory",
+    "cuda-out-of-memory",
+    "disk-full",
+    "setup-failed",
+    "not-found",
+    "stalled",
+    "failed",
+    "not-started",
+)
+"""How an attempt ended. ``not-started``: the backend refused it, nothing ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptState:
+    """One life on one allocation.
+
+    Attributes:
+        generation, number: Which one.
+        allocation: What it holds.
+        reason: Why it was begun.
+        phase: ``stopping`` once the owner asked it to go.
+        spec_hash: Of the spec that it runs.
+        candidates: Checkpoints that it may resume from.
+        memory_bytes: Memory limit per node where it was raised after an out-of-memory; None as in the spec.
+        handle: The backend's, once started.
+        stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled``, ``timeout``; ``""`` while running.
+        stop_number: Number of the stopping event, which is the sequence of its control.
+        target: Where a move goes.
+        ended: Body of the ``attempt-ended`` event; empty before.
+        intended_at, started_at, stopping_at, ended_at: Owner's clock, for people and reports.
+    """
+
+    generation: int
+    number: int
+    allocation: Allocation
+    reason: str = ""
+    phase: AttemptPhase = "intended"
+    spec_hash: str = ""
+    candidates: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    handle: Mapping[str, Any] | None = None
+    stop_why: str = ""
+    stop_number: int = 0
+    stop: Mapping[str, Any] = field(default_factory=dict)
+    target: Allocation | None = None
+    ended: Mapping[str, Any] = field(default_factory=dict)
+    intended_at: float = 0.0
+    started_at: float | None = None
+    stopping_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """True from the intent to the end: something of it may be running."""
+        return self.phase != "ended"
+
+    @property
+    def outcome(self) -> str:
+        """One of :data:`OUTCOMES`; ``""`` before the end."""
+        return str(self.ended.get("outcome", ""))
+
+    @property
+    def step(self) -> int | None:
+        """Last step it was seen at; None when unknown."""
+        step = self.ended.get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Step of the newest checkpoint that it completed; None when it made none."""
+        step = self.ended.get("checkpoint_step")
+        return step if isinstance(step, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody asked of the owner and the owner has not answered yet."""
+
+    number: int
+    type: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """All that the events say.
+
+    Attributes:
+        number: Last event folded; the next one is ``number + 1``.
+        status: ``active`` from the first generation on, until the run succeeded, failed or was stopped.
+        generation: Current generation, from 1; 0 before the first.
+        begun: Body of its ``generation`` event.
+        begun_by: Actor that began it.
+        owner: Actor that may act.
+        owner_number: Number of the event by which it became the owner.
+        actors: Every actor seen, in order.
+        spec_hash: Of the current spec.
+        attempts: All attempts of all generations, in order.
+        pending: Requests without an answer, in order.
+        outputs: Of the current generation, once it succeeded.
+        delivered: Actors that the result was delivered to, of the current generation.
+        reason: Why the run failed or was stopped.
+        failure: Class of the failure.
+        unknown: Numbers of events of types that this version does not know.
+    """
+
+    number: int = 0
+    status: RunStatus = "none"
+    generation: int = 0
+    begun: Mapping[str, Any] = field(default_factory=dict)
+    begun_by: Actor | None = None
+    begun_at: float | None = None
+    owner: Actor | None = None
+    owner_number: int = 0
+    actors: tuple[Actor, ...] = ()
+    spec_hash: str = ""
+    attempts: tuple[AttemptState, ...] = ()
+    pending: tuple[Request, ...] = ()
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    delivered: tuple[Actor, ...] = ()
+    reason: str = ""
+    failure: str = ""
+    unknown: tuple[int, ...] = ()
+
+    @property
+    def current(self) -> AttemptState | None:
+        """Newest attempt of the current generation, None before the first."""
+        if self.attempts and self.attempts[-1].generation == self.generation:
+            return self.attempts[-1]
+        return None
+
+    @property
+    def live(self) -> AttemptState | None:
+        """The attempt of any generation that may still run, None when none may."""
+        return self.attempts[-1] if self.attempts and self.attempts[-1].is_live else None
+
+    def attempts_of(self, generation: int) -> tuple[AttemptState, ...]:
+        """Attempts of one generation, in order."""
+        return tuple(item for item in self.attempts if item.generation == generation)
+
+
+def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
+    """State after *events*, from *state* on. Linear in the number of events.
+
+    Raises:
+        ProtocolError: A number is missing or repeated, or a known event lacks a field.
+    """
+    now = state or RunState()
+    for event in events:
+        if event.number != now.number + 1:
+            raise ProtocolError(f"event {event.number} follows {now.number}: one is missing or repeated")
+        apply = _APPLY.get(event.type)
+        try:
+            now = apply(now, event) if apply else replace(now, unknown=(*now.unknown, event.number))
+        except (KeyError, TypeError, ValueError) as err:
+            raise ProtocolError(f"event {event.number} ({event.type}): {err!r}") from err
+        now = replace(_with_actor(now, event.actor), number=event.number)
+    return now
+
+
+def _with_actor(state: RunState, actor: Actor | None) -> RunState:
+    if actor is None or actor in state.actors:
+        return state
+    return replace(state, actors=(*state.actors, actor))
+
+
+def _generation(state: RunState, event: Event) -> RunState:
+    return replace(
+        state,
+        status="active",
+        generation=int(event.body["generation"]),
+        begun=event.body,
+        begun_by=event.actor,
+        begun_at=event.at,
+        owner=event.actor,
+        owner_number=event.number,
+        spec_hash=str(event.body["spec_hash"]),
+        outputs={},
+        delivered=(),
+        pending=(),
+        reason="",
+        failure="",
+    )
+
+
+def _owner(state: RunState, event: Event) -> RunState:
+    spec_hash = str(event.body.get("spec_hash") or state.spec_hash)
+    status: RunStatus = "succeeded" if state.status == "succeeded" else "active"
+    return replace(
+        state,
+        owner=event.actor,
+        owner_number=event.number,
+        spec_hash=spec_hash,
+        status=status,
+        reason="",
+        failure="",
+    )
+
+
+def _intended(state: RunState, event: Event) -> RunState:
+    body = event.body
+    memory = body.get("memory_bytes")
+    attempt = AttemptState(
+        generation=int(body["generation"]),
+        number=int(body["attempt"]),
+        allocation=Allocation.from_dict(body["allocation"]),
+        reason=str(body.get("reason", "")),
+        spec_hash=str(body.get("spec_hash", "")),
+        candidates=tuple(body.get("candidates", ())),
+        memory_bytes=int(memory) if memory is not None else None,
+        intended_at=event.at,
+    )
+    return replace(state, attempts=(*state.attempts, attempt))
+
+
+def _change(state: RunState, event: Event, **changes: Any) -> RunState:
+    """Change the attempt that the event names; a late word about an older one changes nothing."""
+    last = state.attempts[-1] if state.attempts else None
+    key = (int(event.body["generation"]), int(event.body["attempt"]))
+    if last is None or (last.generation, last.number) != key or not last.is_live:
+        return state
+    return replace(state, attempts=(*state.attempts[:-1], replace(last, **changes)))
+
+
+def _started(state: RunState, event: Event) -> RunState:
+    handle = event.body["handle"]
+    live = state.live
+    phase: AttemptPhase = "stopping" if live is not None and live.phase == "stopping" else "started"
+    return _change(state, event, phase=phase, handle=handle, started_at=event.at)
+
+
+def _stopping(state: RunState, event: Event) -> RunState:
+    body, target = event.body, event.body.get("target")
+    return _change(
+        state,
+        event,
+        phase="stopping",
+        stop_why=str(body["why"]),
+        stop_number=event.number,
+        stop=body,
+        target=Allocation.from_dict(target) if target else None,
+        stopping_at=event.at,
+    )
+
+
+def _ended(state: RunState, event: Event) -> RunState:
+    return _change(state, event, phase="ended", ended=event.body, ended_at=event.at)
+
+
+def _requested(state: RunState, event: Event) -> RunState:
+    return replace(state, pending=(*state.pending, Request(event.number, event.type, event.body)))
+
+
+def _answered(state: RunState, event: Event) -> RunState:
+    number = int(event.body["request"])
+    return replace(state, pending=tuple(item for item in state.pending if item.number != number))
+
+
+def _succeeded(state: RunState, event: Event) -> RunState:
+    return replace(state, status="succeeded", outputs=dict(event.body.get("outputs", {})), pending=())
+
+
+def _failed(state: RunState, event: Event) -> RunState:
+    reason, failure = str(event.body.get("reason", "")), str(event.body.get("failure", ""))
+    return replace(state, status="failed", reason=reason, failure=failure, pending=())
+
+
+def _stopped(state: RunState, event: Event) -> RunState:
+    return replace(state, status="stopped", reason=str(event.body.get("reason", "")), pending=())
+
+
+def _delivered(state: RunState, event: Event) -> RunState:
+    return replace(state, delivered=(*state.delivered, event.actor) if event.actor else state.delivered)
+
+
+_APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
+    "generation": _generation,
+    "owner": _owner,
+    "attempt-intended": _intended,
+    "attempt-started": _started,
+    "attempt-stopping": _stopping,
+    "attempt-ended": _ended,
+    "move-requested": _requested,
+    "move-accepted": _answered,
+    "move-refused": _answered,
+    "stop-requested": _requested,
+    "succeeded": _succeeded,
+    "failed": _failed,
+    "stopped": _stopped,
+    "delivered": _delivered,
+}
