@@ -1,22 +1,27 @@
 """The state machine of a run: events, their fold, and what comes next. Pure."""
 
+from envscaler_airflow.lifecycle.ends import End, NodeFacts, Observed, end_of
 from envscaler_airflow.lifecycle.events import EVENT_TYPES, MAX_EVENT_BYTES, Actor, Event
-from envscaler_airflow.lifecycle.state import (
-    OUTCOMES,
-    AttemptState,
-    Request,
-    RunState,
-    fold,
-)
+from envscaler_airflow.lifecycle.state import OUTCOMES, AttemptState, Request, RunState, fold
+from envscaler_airflow.lifecycle.steps import Action, Entry, Facts, enter, next_action
 
 __all__ = [
     "EVENT_TYPES",
     "MAX_EVENT_BYTES",
     "OUTCOMES",
+    "Action",
     "Actor",
     "AttemptState",
+    "End",
+    "Entry",
     "Event",
+    "Facts",
+    "NodeFacts",
+    "Observed",
     "Request",
     "RunState",
+    "end_of",
+    "enter",
     "fold",
+    "next_action",
 ]

@@ -22,7 +22,7 @@ EVENT_TYPES = frozenset(
         "attempt-stopping",  # generation, attempt, why, grace_s, align, request, target
         "attempt-ended",  # generation, attempt, outcome, failure, detail, step, checkpoint, usage, usd, ...
         "move-requested",  # target, reason, numbers, from_attempt
-        "move-accepted",  # request, reason
+        "move-accepted",  # request, reason, numbers, and all of attempt-stopping (why is "move")
         "move-refused",  # request, reason
         "stop-requested",  # reason, by
         "succeeded",  # generation, outputs

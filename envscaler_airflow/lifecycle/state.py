@@ -45,10 +45,13 @@ class AttemptState:
         candidates: Checkpoints that it may resume from.
         memory_bytes: Memory limit per node where it was raised after an out-of-memory; None as in the spec.
         handle: The backend's, once started.
-        stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled``, ``timeout``; ``""`` while running.
+        stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled`` or ``timeout``; ``""``
+            while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
+        stop: Body of the stopping event; empty before.
         target: Where a move goes.
         ended: Body of the ``attempt-ended`` event; empty before.
+        ended_number: Number of its ``attempt-ended`` event; 0 before.
         intended_at, started_at, stopping_at, ended_at: Owner's clock, for people and reports.
     """
 
@@ -66,6 +69,7 @@ class AttemptState:
     stop: Mapping[str, Any] = field(default_factory=dict)
     target: Allocation | None = None
     ended: Mapping[str, Any] = field(default_factory=dict)
+    ended_number: int = 0
     intended_at: float = 0.0
     started_at: float | None = None
     stopping_at: float | None = None
@@ -115,6 +119,8 @@ class RunState:
         begun_by: Actor that began it.
         owner: Actor that may act.
         owner_number: Number of the event by which it became the owner.
+        counted_from: Number of the event since which failures count towards giving up: the start of the
+            generation, or the clear of a run that had failed or was stopped.
         actors: Every actor seen, in order.
         spec_hash: Of the current spec.
         attempts: All attempts of all generations, in order.
@@ -134,6 +140,7 @@ class RunState:
     begun_at: float | None = None
     owner: Actor | None = None
     owner_number: int = 0
+    counted_from: int = 0
     actors: tuple[Actor, ...] = ()
     spec_hash: str = ""
     attempts: tuple[AttemptState, ...] = ()
@@ -196,6 +203,7 @@ def _generation(state: RunState, event: Event) -> RunState:
         begun_at=event.at,
         owner=event.actor,
         owner_number=event.number,
+        counted_from=event.number,
         spec_hash=str(event.body["spec_hash"]),
         outputs={},
         delivered=(),
@@ -212,11 +220,18 @@ def _owner(state: RunState, event: Event) -> RunState:
         state,
         owner=event.actor,
         owner_number=event.number,
+        counted_from=event.number if state.status in ("failed", "stopped") else state.counted_from,
         spec_hash=spec_hash,
         status=status,
         reason="",
         failure="",
+        pending=state.pending if state.live else _without_old_stops(state.pending, event.number),
     )
+
+
+def _without_old_stops(pending: tuple[Request, ...], owner_number: int) -> tuple[Request, ...]:
+    """A stop asked of an earlier owner stops its attempt, not the run under the new owner."""
+    return tuple(r for r in pending if r.type != "stop-requested" or r.number > owner_number)
 
 
 def _intended(state: RunState, event: Event) -> RunState:
@@ -252,12 +267,12 @@ def _started(state: RunState, event: Event) -> RunState:
 
 
 def _stopping(state: RunState, event: Event) -> RunState:
-    body, target = event.body, event.body.get("target")
+    body, target, request = event.body, event.body.get("target"), event.body.get("request")
     return _change(
-        state,
+        replace(state, pending=tuple(item for item in state.pending if item.number != request)),
         event,
         phase="stopping",
-        stop_why=str(body["why"]),
+        stop_why=str(body.get("why", "move")),
         stop_number=event.number,
         stop=body,
         target=Allocation.from_dict(target) if target else None,
@@ -265,8 +280,14 @@ def _stopping(state: RunState, event: Event) -> RunState:
     )
 
 
+def _accepted(state: RunState, event: Event) -> RunState:
+    """A move that is accepted is the asking of the attempt to go, in one event."""
+    return _answered(_stopping(state, event), event)
+
+
 def _ended(state: RunState, event: Event) -> RunState:
-    return _change(state, event, phase="ended", ended=event.body, ended_at=event.at)
+    now = _change(state, event, phase="ended", ended=event.body, ended_at=event.at, ended_number=event.number)
+    return replace(now, pending=_without_old_stops(now.pending, now.owner_number))
 
 
 def _requested(state: RunState, event: Event) -> RunState:
@@ -303,7 +324,7 @@ _APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
     "attempt-stopping": _stopping,
     "attempt-ended": _ended,
     "move-requested": _requested,
-    "move-accepted": _answered,
+    "move-accepted": _accepted,
     "move-refused": _answered,
     "stop-requested": _requested,
     "succeeded": _succeeded,

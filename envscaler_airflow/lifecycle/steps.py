@@ -1,0 +1,325 @@
+"""What the owner does next. Pure: state and facts in, one action out.
+
+The controller carries the action out, records it as events, and asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envscaler_airflow.lifecycle.ends import USER_ERRORS, End, Observed, end_of
+from envscaler_airflow.lifecycle.events import Actor
+from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState
+from envscaler_airflow.planning.offers import Allocation
+
+MAX_FRUITLESS_ATTEMPTS = 5
+"""Attempts in a row without a newer checkpoint after which a run fails. Chosen: DESIGN section 4."""
+BACKOFF_FIRST_S = 10.0
+BACKOFF_LAST_S = 600.0
+"""First and longest wait between starts after an involuntary end, seconds. Source: DESIGN section 4."""
+OOM_MEMORY_FACTOR = 1.5
+"""Memory of the next attempt after an out-of-memory, times the last. Chosen: three rises triple it."""
+
+EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What ``execute`` finds and does first.
+
+    Attributes:
+        kind: ``begin`` a new generation, ``adopt`` the run, ``deliver`` its result.
+        reason: For the log and the event.
+        respec: True when the run goes on with the new spec.
+    """
+
+    kind: EntryKind
+    reason: str
+    respec: bool = False
+
+
+def enter(state: RunState, actor: Actor, *, spec_hash: str, fresh: bool = False) -> Entry:
+    """The table "at execute": what a new try of the stage's task does with what it finds.
+
+    Args:
+        state: Fold of the run's events.
+        actor: This try.
+        spec_hash: Of the spec that the DAG file holds now.
+        fresh: ``restart="fresh"``: begin a generation once per clear, not once per retry.
+    """
+    if state.generation == 0:
+        return Entry("begin", "first start")
+    if _is_made_again(state, actor):
+        return Entry("begin", "the DAG run was deleted and made again")
+    if fresh and (state.begun_by is None or state.begun_by.max_tries != actor.max_tries):
+        return Entry("begin", "restart='fresh'")
+    if state.status == "succeeded":
+        if not state.delivered:
+            return Entry("deliver", "succeeded before, not yet delivered")
+        if state.delivered[-1].max_tries == actor.max_tries:
+            return Entry("deliver", "delivered before to a try that did not end well")
+        return Entry("begin", "cleared after success")
+    cleared = state.owner is None or state.owner.max_tries != actor.max_tries
+    respec = cleared and spec_hash != state.spec_hash
+    if state.status in ("failed", "stopped"):
+        return Entry("adopt", f"goes on after it {_past(state.status)}", respec=respec)
+    return Entry("adopt", "taken over from the try before", respec=respec)
+
+
+def _past(status: str) -> str:
+    return {"failed": "failed", "stopped": "was stopped"}[status]
+
+
+def _is_made_again(state: RunState, actor: Actor) -> bool:
+    known = {seen.ti_id for seen in state.actors}
+    highest = max((seen.try_number for seen in state.actors), default=0)
+    return actor.ti_id not in known and actor.try_number <= highest
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the owner knows beside the events.
+
+    Attributes:
+        observed: The live attempt; None when none is live or nothing could be learned.
+        spent_usd: Metered cost of this generation; None when a price is unknown.
+        budget_usd: Most that this generation may cost; None for no bound.
+        backoff_is_over: True when this call comes after the wait that the last one asked for.
+        is_overdue: True when an attempt that was asked to go did not within its time.
+        memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.
+        memory_cap_bytes: Most that memory may be raised to after an out-of-memory; None for the offer's.
+        oom_memory_factor: See :data:`OOM_MEMORY_FACTOR`.
+        max_fruitless_attempts: See :data:`MAX_FRUITLESS_ATTEMPTS`.
+    """
+
+    observed: Observed | None = None
+    spent_usd: float | None = None
+    budget_usd: float | None = None
+    backoff_is_over: bool = False
+    is_overdue: bool = False
+    memory_limit_bytes: int | None = None
+    memory_cap_bytes: int | None = None
+    oom_memory_factor: float = OOM_MEMORY_FACTOR
+    max_fruitless_attempts: int = MAX_FRUITLESS_ATTEMPTS
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do.
+
+    ``start``: intend and start the next attempt, on *target* when given. ``carry-out``: submit the
+    intended one. ``end``: record *end*. ``stop``: ask the live attempt to go, for *why*. ``kill``: its
+    time is over. ``judge``: answer a move request. ``refuse``: answer it with no. ``wait``: nothing now.
+    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over.
+    """
+
+    kind: Literal[
+        "start",
+        "carry-out",
+        "end",
+        "stop",
+        "kill",
+        "judge",
+        "refuse",
+        "wait",
+        "succeed",
+        "fail",
+        "halt",
+        "deliver",
+    ]
+    reason: str = ""
+    why: str = ""
+    target: Allocation | None = None
+    memory_bytes: int | None = None
+    backoff_s: float = 0.0
+    end: End | None = None
+    request: Request | None = None
+    failure: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def next_action(state: RunState, facts: Facts) -> Action:
+    """The next thing to do; the caller records it and asks again until it is a wait or an end."""
+    if state.status == "succeeded":
+        return Action("deliver")
+    if state.status == "failed":
+        return Action("fail", reason=state.reason, failure=state.failure)
+    if state.status == "stopped":
+        return Action("halt", reason=state.reason)
+    live = state.live
+    if live is None:
+        return _between_attempts(state, facts)
+    if live.phase == "intended":
+        return Action("carry-out", reason=live.reason)
+    return _while_live(state, live, facts)
+
+
+def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
+    end = end_of(facts.observed, stalled=live.stop_why == "stalled") if facts.observed else None
+    if end is not None:
+        return Action("end", end=end)
+    if live.phase == "stopping":
+        moves = _first(state.pending, "move-requested")
+        if moves is not None:
+            return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
+        if facts.is_overdue:
+            return Action("kill", reason="it did not go within its time")
+        return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
+    return _asked_of(state, live, facts) or Action("wait", reason="runs")
+
+
+def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
+    stop = _first(state.pending, "stop-requested")
+    if stop is not None:
+        return Action("stop", why="stop", request=stop, reason=str(stop.body.get("reason", "asked to stop")))
+    if live.generation != state.generation:
+        return Action("stop", why="stop", reason="it belongs to an earlier generation")
+    if live.spec_hash != state.spec_hash:
+        return Action("stop", why="spec-changed", reason="the spec changed and the task was cleared")
+    if _is_over_budget(facts):
+        reason = f"${facts.spent_usd:.2f} of the budget of ${facts.budget_usd:.2f} are spent"
+        return Action("stop", why="budget", reason=reason)
+    head = facts.observed.head if facts.observed else None
+    if head is not None and head.health == "stalled":
+        return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
+    move = _first(state.pending, "move-requested")
+    return Action("judge", request=move) if move is not None else None
+
+
+def _is_over_budget(facts: Facts) -> bool:
+    return (
+        facts.budget_usd is not None and facts.spent_usd is not None and facts.spent_usd >= facts.budget_usd
+    )
+
+
+def _first(pending: Iterable[Request], kind: str) -> Request | None:
+    return next((item for item in pending if item.type == kind), None)
+
+
+def _between_attempts(state: RunState, facts: Facts) -> Action:
+    stop = _first(state.pending, "stop-requested")
+    if stop is not None:
+        return Action("halt", reason=str(stop.body.get("reason", "asked to stop")))
+    move = _first(state.pending, "move-requested")
+    if move is not None:
+        return Action("refuse", request=move, reason="no attempt is live; the request is stale")
+    last = state.current
+    if last is None:
+        return Action("start", reason="first attempt of the generation")
+    if last.outcome == "succeeded":
+        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
+    return _after_stop(state, last) or _after_failure(state, last, facts)
+
+
+def _after_stop(state: RunState, last: AttemptState) -> Action | None:
+    """What follows an end that the owner asked for; None when the end was not of its asking."""
+    taken_over = state.owner_number > last.stop_number
+    if last.stop_why == "stop":
+        if not taken_over:
+            return Action("halt", reason=str(last.stop.get("reason", "asked to stop")))
+        return Action("start", reason="taken up again after a stop")
+    if last.stop_why == "timeout" and not taken_over:
+        return Action("fail", reason=str(last.stop.get("reason", "timed out")), failure="timeout")
+    if last.stop_why == "budget" and not taken_over:
+        return Action("fail", reason=str(last.stop.get("reason", "")), failure="budget")
+    if last.stop_why == "move" and last.target is not None:
+        return Action("start", reason="moved", target=last.target)
+    if last.stop_why == "spec-changed":
+        return Action("start", reason="the spec changed")
+    return None
+
+
+def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
+    counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.counted_from)
+    if not counted:
+        return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
+    memory = _raised_memory(facts) if last.outcome == "out-of-memory" else None
+    if last.outcome == "out-of-memory" and memory is None:
+        return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
+    failure = _hopeless(counted, facts)
+    if failure is not None:
+        return failure
+    if not facts.backoff_is_over:
+        return Action("wait", reason=f"after: {last.outcome}", backoff_s=backoff_s(counted))
+    detail = last.ended.get("detail")
+    reason = f"after: {last.outcome}" + (f" ({detail})" if detail else "")
+    return Action("start", reason=reason, target=_next_allocation(last), memory_bytes=memory)
+
+
+def _next_allocation(last: AttemptState) -> Allocation | None:
+    """Where it was; None (plan anew) when that could not be had."""
+    return None if last.outcome == "not-started" else last.target or last.allocation
+
+
+def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
+    """Seconds to wait before the next start: doubles with each end in a row that brought nothing."""
+    refused = 0
+    for attempt in reversed(attempts):
+        if attempt.outcome != "not-started":
+            break
+        refused += 1
+    exponent = max(0, count_fruitless(attempts) + refused - 1)
+    return min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2.0 ** min(exponent, 16))
+
+
+def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
+    """How many of the last attempts in a row ended unasked without a newer checkpoint.
+
+    Ends that the owner asked for count as progress; attempts that could not be had do not count.
+    """
+    count, newest = 0, -1
+    for attempt in attempts:
+        if attempt.outcome == "not-started":
+            continue
+        step = attempt.checkpoint_step
+        is_newer = step is not None and step > newest
+        newest = max(newest, -1 if step is None else step)
+        count = 0 if is_newer or attempt.stop_why in ("move", "spec-changed", "stop") else count + 1
+    return count
+
+
+def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
+    last = attempts[-1]
+    if last.outcome in USER_ERRORS:
+        made_steps = last.step is not None and last.step > (last.ended.get("start_step") or 0)
+        if not made_steps:
+            return Action("fail", reason=_words(last, "before its first step"), failure=last.outcome)
+        before = attempts[-2] if len(attempts) > 1 else None
+        if before is not None and _is_same_error(before, last):
+            return Action("fail", reason=_words(last, f"twice at step {last.step}"), failure=last.outcome)
+    fruitless = count_fruitless(attempts)
+    if fruitless >= facts.max_fruitless_attempts:
+        reason = _words(last, f"{fruitless} attempts in a row without a newer checkpoint")
+        return Action("fail", reason=reason, failure=last.outcome)
+    return None
+
+
+def _is_same_error(one: AttemptState, other: AttemptState) -> bool:
+    keys = ("outcome", "exit_code", "signal", "step")
+    return all(one.ended.get(key) == other.ended.get(key) for key in keys)
+
+
+def _words(last: AttemptState, when: str) -> str:
+    code = last.ended.get("exit_code")
+    exits = f", exit code {code}" if code is not None else ""
+    detail = last.ended.get("detail") or ""
+    return f"{last.outcome} {when}{exits}" + (f": {detail}" if detail else "")
+
+
+def _raised_memory(facts: Facts) -> int | None:
+    limit, cap = facts.memory_limit_bytes, facts.memory_cap_bytes
+    if limit is None or (cap is not None and limit >= cap):
+        return None
+    raised = int(limit * facts.oom_memory_factor)
+    return raised if cap is None else min(raised, cap)
+
+
+def _at_cap(facts: Facts) -> str:
+    limit = facts.memory_limit_bytes
+    gib = "unknown" if limit is None else f"{limit / 2**30:.2f} GiB"
+    return (
+        f"out of memory at its cap ({gib} per node): give resources.limits.memory or "
+        f"failure.oom_memory_cap more"
+    )
