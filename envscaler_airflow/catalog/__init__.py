@@ -1,0 +1,12 @@
+"""Offers and GPU facts with a source and a date for each price.
+
+Small for now: the on-demand list prices that the local backend needs as shadow
+prices. ``price_rows`` reads a packaged table, and ``shadow_offer`` names the
+nearest type.
+"""
+
+from envscaler_airflow.catalog.gpus import canonical_gpu
+from envscaler_airflow.catalog.shadow import scaled_price, shadow_offer
+from envscaler_airflow.catalog.tables import PRICES_AS_OF, PriceRow, price_rows
+
+__all__ = ["PRICES_AS_OF", "PriceRow", "canonical_gpu", "price_rows", "scaled_price", "shadow_offer"]
