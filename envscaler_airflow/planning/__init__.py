@@ -1,1 +1,40 @@
 """Pure planning: offers, sizing, performance and the planner."""
+
+from envscaler_airflow.planning.objective import (
+    STRATEGIES,
+    Estimate,
+    Overheads,
+    Strategy,
+    estimate,
+    value_of_hour,
+)
+from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
+from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, measure, merged
+from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, Work, plan
+from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits
+
+__all__ = [
+    "STRATEGIES",
+    "Allocation",
+    "Candidate",
+    "CapacityType",
+    "Estimate",
+    "Goal",
+    "Misfit",
+    "Offer",
+    "Overheads",
+    "Plan",
+    "Rejected",
+    "Requirements",
+    "Speed",
+    "Speedup",
+    "Strategy",
+    "Work",
+    "estimate",
+    "known_speeds",
+    "measure",
+    "merged",
+    "misfits",
+    "plan",
+    "value_of_hour",
+]

@@ -1,0 +1,179 @@
+"""The one formula: expected cost + value_of_hour x expected time, over the work left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.performance import Z_80, Speed
+from envscaler_airflow.planning.record import Record, check_finite
+
+SECONDS_PER_HOUR = 3600.0
+
+Strategy = Literal["cost", "balanced", "performance", "deadline"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+PERFORMANCE_FACTOR = 100.0
+"""``performance`` pays this times the balanced value of an hour. Chosen: time decides unless it is equal."""
+
+_LARGEST_EXPONENT = 50.0
+"""Above it an attempt without a checkpoint never ends. Chosen: e^50 restarts are more than all time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads(Record):
+    """Seconds that are paid for and train nothing.
+
+    Attributes:
+        start_s: From leaving one allocation (or from nothing) to the first step on the next:
+            save, stop, wait, provision, set up, restore.
+        start_stdev_s: Standard deviation of *start_s*, 0 when it is a guess without one.
+        checkpoint_s: Seconds that training stands still for one checkpoint.
+        checkpoint_every_s: Seconds of training between two; None: the work is not saved on the way.
+    """
+
+    start_s: float = 0.0
+    start_stdev_s: float = 0.0
+    checkpoint_s: float = 0.0
+    checkpoint_every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative seconds."""
+        check_finite(start_s=self.start_s, start_stdev_s=self.start_stdev_s, checkpoint_s=self.checkpoint_s)
+        if self.checkpoint_every_s is not None and not 0 < self.checkpoint_every_s < math.inf:
+            raise ValueError(f"checkpoint_every_s must be finite and > 0, got {self.checkpoint_every_s!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate(Record):
+    """What finishing the work left on one allocation takes.
+
+    Attributes:
+        hours, hours_low, hours_high: Expected, 10th and 90th percentile.
+        start_s, train_s, checkpoint_s, interruption_s: Parts of the expected time; the last is
+            restarts and lost work together.
+        usd, usd_low, usd_high: Money for the same; None when the price is unknown.
+        objective: ``usd + value_of_hour * hours``; None when the price is unknown.
+    """
+
+    hours: float
+    hours_low: float
+    hours_high: float
+    start_s: float
+    train_s: float
+    checkpoint_s: float
+    interruption_s: float
+    usd: float | None = None
+    usd_low: float | None = None
+    usd_high: float | None = None
+    objective: float | None = None
+
+
+def estimate(
+    units: float,
+    speed: Speed,
+    *,
+    usd_per_hour: float | None,
+    value_of_hour: float = 0.0,
+    overheads: Overheads | None = None,
+    interruptions_per_hour: float = 0.0,
+    is_start: bool = True,
+) -> Estimate:
+    """Expected time and cost of *units* of work at *speed*.
+
+    Args:
+        units: Work left, >= 0.
+        speed: Speed on the allocation.
+        usd_per_hour: Price of all its nodes; None is unknown. Start-up is billed too.
+        value_of_hour: USD that an hour of waiting is worth, >= 0.
+        overheads: Seconds without training; none when None.
+        interruptions_per_hour: Losses of the allocation an hour (Poisson), >= 0.
+        is_start: False for staying where it runs: no start-up, but interruptions restart.
+
+    Raises:
+        ValueError: An argument is negative or not finite.
+
+    Source:
+        J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
+        dumps, FGCS 22 (2006), equation 20: ``T = M e^(R/M) (e^((tau+delta)/M) - 1) W / tau``.
+    """
+    check_finite(
+        units=units,
+        usd_per_hour=usd_per_hour,
+        value_of_hour=value_of_hour,
+        interruptions_per_hour=interruptions_per_hour,
+    )
+    extra = overheads or Overheads()
+    start_s = extra.start_s if is_start else 0.0
+    start_spread = Z_80 * extra.start_stdev_s if is_start else 0.0
+    train_s, low_s, high_s = speed.seconds_for(units), *speed.seconds_range(units)
+    held_s = start_s + _seconds_with_interruptions(train_s, extra, interruptions_per_hour)
+    checkpoints_s = _checkpoint_seconds(train_s, extra)
+    low_h, high_h = (
+        (start + _seconds_with_interruptions(took, extra, interruptions_per_hour)) / SECONDS_PER_HOUR
+        for start, took in ((max(0.0, start_s - start_spread), low_s), (start_s + start_spread, high_s))
+    )
+    hours = held_s / SECONDS_PER_HOUR
+    usd = None if usd_per_hour is None else hours * usd_per_hour
+    return Estimate(
+        hours=hours,
+        hours_low=min(low_h, hours),
+        hours_high=max(high_h, hours),
+        start_s=start_s,
+        train_s=train_s,
+        checkpoint_s=checkpoints_s,
+        interruption_s=max(0.0, held_s - start_s - train_s - checkpoints_s),
+        usd=usd,
+        usd_low=None if usd_per_hour is None else min(low_h, hours) * usd_per_hour,
+        usd_high=None if usd_per_hour is None else max(high_h, hours) * usd_per_hour,
+        objective=None if usd is None else usd + value_of_hour * hours,
+    )
+
+
+def _checkpoint_seconds(train_s: float, overheads: Overheads) -> float:
+    every = overheads.checkpoint_every_s
+    return 0.0 if every is None else overheads.checkpoint_s * train_s / every
+
+
+def _seconds_with_interruptions(train_s: float, overheads: Overheads, per_hour: float) -> float:
+    if per_hour == 0 or train_s == 0:
+        return train_s + _checkpoint_seconds(train_s, overheads)
+    every = overheads.checkpoint_every_s
+    segment_s = train_s if every is None else min(every, train_s)
+    saving_s = overheads.checkpoint_s if every is not None and every < train_s else 0.0
+    between_s = SECONDS_PER_HOUR / per_hour
+    restart = math.exp(min(overheads.start_s / between_s, _LARGEST_EXPONENT))
+    segment = math.expm1(min((segment_s + saving_s) / between_s, _LARGEST_EXPONENT))
+    return between_s * restart * segment * train_s / segment_s
+
+
+def value_of_hour(
+    strategy: str, allocations: Iterable[Allocation] = (), *, stated_usd: float | None = None
+) -> float | None:
+    """USD that an hour of waiting is worth under *strategy*.
+
+    ``cost`` and ``deadline``: 0 (``deadline`` makes time a constraint instead). ``balanced``:
+    the on-demand $/h of the cheapest feasible allocation. ``performance``: 100 times that.
+    *stated_usd* (the user's ``value_of_hour``) goes before all. None: no on-demand price is known.
+
+    Raises:
+        ValueError: Another strategy, or a stated value that is negative or not finite.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if stated_usd is not None:
+        check_finite(value_of_hour=stated_usd)
+        return stated_usd
+    if strategy in ("cost", "deadline"):
+        return 0.0
+    prices = [
+        price
+        for item in allocations
+        if item.offer.capacity_type == "on-demand" and (price := item.usd_per_hour) is not None
+    ]
+    if not prices:
+        return None
+    return min(prices) * (PERFORMANCE_FACTOR if strategy == "performance" else 1.0)

@@ -1,0 +1,179 @@
+"""How fast a stage runs on an allocation, and how sure we are.
+
+A speed is in units a second; the unit (steps, samples, tokens) is the caller's
+and the same throughout one decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from envscaler_airflow.planning.record import Record, check_finite
+
+SpeedSource = Literal["measured", "stated", "fitted", "datasheet", "user", "bound"]
+"""``bound``: not believed, but surely not slower."""
+
+Z_80 = 1.2816
+"""Half-width in standard deviations of a range that holds 80 %. Source: standard normal table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed(Record):
+    """Speed on one allocation, taken as log-normal.
+
+    Attributes:
+        mean: Units a second, > 0.
+        stdev: Standard deviation of what we believe of the mean, >= 0; not of single steps.
+        source: Where it is from.
+        seconds: How long it was measured, training seconds; 0 when it was not.
+    """
+
+    mean: float
+    stdev: float
+    source: SpeedSource = "measured"
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and a machine that would never finish."""
+        if not 0 < self.mean < math.inf:
+            raise ValueError(f"mean must be finite and > 0, got {self.mean!r}")
+        check_finite(stdev=self.stdev, seconds=self.seconds)
+
+    @property
+    def relative_stdev(self) -> float:
+        """``stdev / mean``."""
+        return self.stdev / self.mean
+
+    def seconds_for(self, units: float) -> float:
+        """Expected seconds for *units*: ``units / mean * (1 + (stdev / mean)^2)``.
+
+        The second factor is exact for a log-normal speed: an unsure speed costs time.
+        """
+        return units / self.mean * (1 + self.relative_stdev**2)
+
+    def seconds_range(self, units: float) -> tuple[float, float]:
+        """10th and 90th percentile of the seconds for *units* (log-normal)."""
+        variance = math.log1p(self.relative_stdev**2)
+        median = units / self.mean * math.exp(variance / 2)
+        spread = math.exp(Z_80 * math.sqrt(variance))
+        return median / spread, median * spread
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup(Record):
+    """A stated ratio: *offer* does *mean* times the units a second of *relative_to*.
+
+    Attributes:
+        offer, relative_to: Allocation names, as ``Allocation.name`` writes them.
+        mean: Ratio, > 0.
+        stdev: What the author believes of it, >= 0.
+        source: Who states it.
+    """
+
+    offer: str
+    relative_to: str
+    mean: float
+    stdev: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and a ratio of nothing."""
+        if not 0 < self.mean < math.inf:
+            raise ValueError(f"mean must be finite and > 0, got {self.mean!r}")
+        check_finite(stdev=self.stdev)
+
+    def applied_to(self, base: Speed) -> Speed:
+        """Speed of *offer*, given that of *relative_to*. Relative variances add up."""
+        return self._scaled(base, self.mean)
+
+    def inverted_on(self, base: Speed) -> Speed:
+        """Speed of *relative_to*, given that of *offer*."""
+        return self._scaled(base, 1 / self.mean)
+
+    def _scaled(self, base: Speed, ratio: float) -> Speed:
+        mean = base.mean * ratio
+        return Speed(mean, mean * math.hypot(base.relative_stdev, self.stdev / self.mean), "stated")
+
+
+def known_speeds(
+    measured: Mapping[str, Speed], stated: Iterable[Speedup] = (), *, trusted_after_s: float = 0.0
+) -> dict[str, Speed]:
+    """All speeds that can be told, by allocation name.
+
+    What was measured for at least *trusted_after_s* stands as it is, and replaces what
+    was stated. From there stated ratios are followed, in both directions, the surest
+    way first. Ratios alone give no speed.
+    """
+    known = {
+        name: speed
+        for name, speed in sorted(measured.items())
+        if speed.source != "measured" or speed.seconds >= trusted_after_s
+    }
+    ratios = sorted(stated, key=lambda item: (item.offer, item.relative_to, item.mean, item.stdev))
+    while found := _one_step(known, ratios):
+        name, speed = min(found, key=lambda pair: (pair[1].relative_stdev, pair[0], pair[1].mean))
+        known[name] = speed
+    return known
+
+
+def _one_step(known: Mapping[str, Speed], ratios: Iterable[Speedup]) -> list[tuple[str, Speed]]:
+    found = []
+    for ratio in ratios:
+        if ratio.relative_to in known and ratio.offer not in known:
+            found.append((ratio.offer, ratio.applied_to(known[ratio.relative_to])))
+        elif ratio.offer in known and ratio.relative_to not in known:
+            found.append((ratio.relative_to, ratio.inverted_on(known[ratio.offer])))
+    return found
+
+
+def measure(points: Sequence[tuple[float, float]]) -> Speed | None:
+    """Speed from what one observer saw of one attempt: ``(seconds, units done)`` in order.
+
+    Seconds are of one clock, the observer's or the agent's. The mean is units over seconds
+    from the first point to the last; its standard deviation is the standard error over the
+    windows between points, weighted by their length, and never below 1 % (chosen: a clock
+    and a step count are no better than that). None with fewer than two points or no progress.
+    """
+    windows = [
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in pairwise(points)
+        if after[0] > before[0] and after[1] >= before[1]
+    ]
+    seconds = sum(window[0] for window in windows)
+    units = sum(window[1] for window in windows)
+    if seconds <= 0 or units <= 0:
+        return None
+    mean = units / seconds
+    if len(windows) == 1:
+        return Speed(mean, mean * ONE_WINDOW_STDEV, "measured", seconds)
+    squares = sum(took * (done / took - mean) ** 2 for took, done in windows) / seconds
+    error = math.sqrt(squares / (len(windows) - 1))
+    return Speed(mean, max(error, 0.01 * mean), "measured", seconds)
+
+
+ONE_WINDOW_STDEV = 0.1
+"""Relative stdev of a speed seen in one window only. Chosen: wide enough to wait for a second one."""
+
+
+def merged(earlier: Speed | None, later: Speed | None) -> Speed | None:
+    """Two measurements of the same allocation as one, weighted by their seconds.
+
+    A measurement replaces what was only stated. Used when a stage comes back to an
+    allocation that it has been on.
+    """
+    if earlier is None or later is None:
+        return later or earlier
+    if earlier.source != "measured" or later.source != "measured":
+        return later if later.source == "measured" else earlier
+    seconds = earlier.seconds + later.seconds
+    if seconds <= 0:
+        return later
+    old, new = earlier.seconds / seconds, later.seconds / seconds
+    mean = old * earlier.mean + new * later.mean
+    return replace(
+        later, mean=mean, stdev=math.hypot(old * earlier.stdev, new * later.stdev), seconds=seconds
+    )

@@ -1,0 +1,280 @@
+"""Which offer and how many nodes a stage starts on, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from envscaler_airflow.errors import NoOfferError
+from envscaler_airflow.planning.objective import (
+    SECONDS_PER_HOUR,
+    Estimate,
+    Overheads,
+    Strategy,
+    estimate,
+    value_of_hour,
+)
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.planning.performance import Speed
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits
+
+_UNKNOWN_LAST = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal(Record):
+    """What the user wants of the whole: money, time, or both.
+
+    Attributes:
+        strategy: ``cost``, ``balanced``, ``performance`` or ``deadline``.
+        value_of_hour_usd: The user's own value of an hour; None: by strategy.
+        budget_usd: Money left for this generation; None: no limit.
+        deadline_s: Seconds left to the deadline; None: none.
+    """
+
+    strategy: Strategy = "cost"
+    value_of_hour_usd: float | None = None
+    budget_usd: float | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative limits."""
+        check_finite(
+            value_of_hour_usd=self.value_of_hour_usd,
+            budget_usd=self.budget_usd,
+            deadline_s=self.deadline_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Record):
+    """What is to be done, and what is known of how fast.
+
+    Attributes:
+        units: Units of the whole work; None when unknown.
+        unit: ``steps``, ``samples``, ``tokens``.
+        speeds: By allocation name, units a second.
+        overheads: Start-up and checkpoint seconds.
+        interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
+    """
+
+    units: float | None = None
+    unit: str = "steps"
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    overheads: Overheads = field(default_factory=Overheads)
+    interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse NaN."""
+        check_finite(units=self.units, **self.interruptions_per_hour)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Record):
+    """An allocation that would do.
+
+    Attributes:
+        allocation: Offer and nodes.
+        usd_per_hour: Price of all nodes; None is unknown.
+        speed: None when unknown.
+        estimate: None when speed or work is unknown.
+        is_safe: False when the 90th percentile of time or money is over the deadline or budget.
+    """
+
+    allocation: Allocation
+    usd_per_hour: float | None = None
+    speed: Speed | None = None
+    estimate: Estimate | None = None
+    is_safe: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected(Record):
+    """An allocation that would not, with every need that it misses; the first one excluded it."""
+
+    allocation: Allocation
+    misfits: tuple[Misfit, ...]
+
+    @property
+    def reason(self) -> str:
+        """The first reason."""
+        return self.misfits[0].reason
+
+    @property
+    def distance(self) -> tuple[int, float, str]:
+        """How near a miss it was: needs missed, then the sum of what is missing, then the name."""
+        return len(self.misfits), sum(item.shortfall for item in self.misfits), self.allocation.name
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Record):
+    """What to start on.
+
+    Attributes:
+        chosen: The best candidate; None when nothing fits.
+        candidates: All that fit, best first.
+        rejected: All that do not, the nearest miss first.
+        value_of_hour_usd: What an hour was worth in the objective; None: could not be told.
+        notes: What is unknown or was assumed, for people.
+    """
+
+    chosen: Candidate | None
+    candidates: tuple[Candidate, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    value_of_hour_usd: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def pick(self) -> Allocation:
+        """The chosen allocation.
+
+        Raises:
+            NoOfferError: Nothing fits; names the nearest miss.
+        """
+        if self.chosen is not None:
+            return self.chosen.allocation
+        if not self.rejected:
+            raise NoOfferError("there is no offer at all to choose from: check the backend and the catalog")
+        nearest = self.rejected[0]
+        reasons = "; ".join(item.reason for item in nearest.misfits)
+        others = f" ({len(self.rejected)} offers looked at)" if len(self.rejected) > 1 else ""
+        raise NoOfferError(f"no offer fits{others}; the nearest, {nearest.allocation.name}: {reasons}")
+
+
+def plan(
+    requirements: Requirements,
+    offers: Iterable[Offer],
+    *,
+    goal: Goal | None = None,
+    work: Work | None = None,
+) -> Plan:
+    """Choose an allocation by expected cost + value_of_hour x expected time.
+
+    Candidates without a known speed come after those with one, and among themselves go by
+    $/h; without a known price they come last, and never count as free. Candidates whose
+    90th percentile breaks deadline or budget come after those that keep them; those whose
+    10th percentile breaks it are rejected. Equal ones go by time, then by name.
+    """
+    goal, work = goal or Goal(), work or Work()
+    fitting, rejected = _split(requirements, offers)
+    hour = value_of_hour(goal.strategy, fitting, stated_usd=goal.value_of_hour_usd)
+    candidates = []
+    for allocation in fitting:
+        candidate = _candidate(allocation, work, goal, hour or 0.0)
+        found = _goal_misfits(requirements, candidate, goal)
+        if found:
+            rejected.append(Rejected(allocation, found))
+        else:
+            candidates.append(candidate)
+    candidates.sort(key=lambda item: _rank(item, goal))
+    return Plan(
+        chosen=candidates[0] if candidates else None,
+        candidates=tuple(candidates),
+        rejected=tuple(sorted(rejected, key=lambda item: item.distance)),
+        value_of_hour_usd=hour,
+        notes=tuple(_notes(candidates, work, goal, hour)),
+    )
+
+
+def _split(requirements: Requirements, offers: Iterable[Offer]) -> tuple[list[Allocation], list[Rejected]]:
+    fitting, rejected = [], []
+    for offer in offers:
+        found = misfits(requirements, offer)
+        if found:
+            rejected.append(Rejected(Allocation(offer, requirements.min_nodes), found))
+            continue
+        counts = range(requirements.min_nodes, requirements.max_nodes + 1)
+        fitting += [Allocation(offer, nodes) for nodes in counts]
+    return fitting, rejected
+
+
+def _candidate(allocation: Allocation, work: Work, goal: Goal, hour_usd: float) -> Candidate:
+    speed, price = work.speeds.get(allocation.name), allocation.usd_per_hour
+    if speed is None or work.units is None:
+        return Candidate(allocation, price, speed)
+    expected = estimate(
+        work.units,
+        speed,
+        usd_per_hour=price,
+        value_of_hour=hour_usd,
+        overheads=work.overheads,
+        interruptions_per_hour=work.interruptions_per_hour.get(allocation.offer.name, 0.0),
+    )
+    is_late = _is_over(expected.hours_high * SECONDS_PER_HOUR, goal.deadline_s)
+    is_dear = _is_over(expected.usd_high, goal.budget_usd)
+    return Candidate(allocation, price, speed, expected, is_safe=not (is_late or is_dear))
+
+
+def _is_over(value: float | None, limit: float | None) -> bool:
+    return limit is not None and (value is None or value > limit)
+
+
+def _goal_misfits(requirements: Requirements, candidate: Candidate, goal: Goal) -> tuple[Misfit, ...]:
+    price, expected = candidate.usd_per_hour, candidate.estimate
+    found = []
+    if requirements.max_usd_per_hour is not None:
+        found.append(_over("max_usd_per_hour", price, requirements.max_usd_per_hour, "USD an hour"))
+    if goal.budget_usd is not None and (price is None or expected is not None):
+        usd = None if expected is None else expected.usd_low
+        found.append(_over("budget", usd, goal.budget_usd, "USD to finish"))
+    if goal.deadline_s is not None and expected is not None:
+        hours = goal.deadline_s / SECONDS_PER_HOUR
+        found.append(_over("deadline", expected.hours_low, hours, "hours to finish"))
+    if candidate.allocation.offer.capacity_type == "spot" and not requirements.can_checkpoint:
+        tolerated = requirements.tolerated_loss_h
+        if expected is None or expected.hours > tolerated:
+            reason = (
+                f"spot may end any time, and the stage has no checkpoint and may run over {tolerated:g} h"
+            )
+            found.append(Misfit("checkpoint", reason))
+    return tuple(item for item in found if item is not None)
+
+
+def _over(need: str, value: float | None, limit: float, unit: str) -> Misfit | None:
+    if value is None:
+        return Misfit(need, f"its price is unknown, and {need} is {limit:g}")
+    if value <= limit:
+        return None
+    return Misfit(need, f"takes {value:.3g} {unit} at best, {need} is {limit:.3g}", 1 - limit / value)
+
+
+def _rank(candidate: Candidate, goal: Goal) -> tuple[Any, ...]:
+    price = _UNKNOWN_LAST if candidate.usd_per_hour is None else candidate.usd_per_hour
+    name, expected = candidate.allocation.name, candidate.estimate
+    if expected is None:
+        return (candidate.usd_per_hour is None, 2, price, 0.0, name)
+    worth = _UNKNOWN_LAST if expected.objective is None else expected.objective
+    if candidate.is_safe:
+        return (candidate.usd_per_hour is None, 0, worth, expected.hours, name)
+    by_time = expected.hours if goal.deadline_s is not None else worth
+    return (candidate.usd_per_hour is None, 1, by_time, worth, name)
+
+
+def _notes(candidates: Sequence[Candidate], work: Work, goal: Goal, hour: float | None) -> list[str]:
+    notes = []
+    timed = [item for item in candidates if item.estimate is not None]
+    if candidates and not timed:
+        what = "work" if work.speeds else "speed"
+        notes.append(f"no {what} is known yet: ranked by USD an hour, without times")
+    elif len(timed) < len(candidates):
+        notes.append(
+            f"speed known for {len(timed)} of {len(candidates)} candidates; the others come after them"
+        )
+    if hour is None:
+        notes.append(
+            f"no on-demand price is known, so an hour counts 0 USD although {goal.strategy} was asked"
+        )
+    unpriced = sum(item.usd_per_hour is None for item in candidates)
+    if unpriced:
+        notes.append(f"price unknown for {unpriced} of {len(candidates)} candidates; they come last")
+    if timed and not any(item.is_safe for item in timed):
+        notes.append("no candidate keeps deadline and budget for sure; the most likely one is chosen")
+    if any(_has_unknown_risk(item, work) for item in timed):
+        notes.append("the interruption rate of some spot offers is unknown and counted as none")
+    return notes
+
+
+def _has_unknown_risk(candidate: Candidate, work: Work) -> bool:
+    offer = candidate.allocation.offer
+    return offer.capacity_type == "spot" and offer.name not in work.interruptions_per_hour

@@ -1,0 +1,169 @@
+"""Whether a running stage should move, from facts alone.
+
+``decide(observation, policy)`` serves the live sensor, the owner's validation, ``explain``
+and the simulator. No clock, network, log or random: the same observation under the same
+policy gives the same decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.scaling.cost_to_finish import cost_to_finish
+from envscaler_airflow.scaling.decision import (
+    Check,
+    Decision,
+    Memory,
+    Policy,
+    Proposal,
+    ThresholdRule,
+    Want,
+    remember,
+)
+from envscaler_airflow.scaling.guards import holds, holds_all
+from envscaler_airflow.scaling.observation import (
+    Done,
+    Observation,
+    Sample,
+    recent,
+    usage_samples,
+    work_of,
+)
+from envscaler_airflow.scaling.outlook import Outlook, outlook
+from envscaler_airflow.scaling.threshold import threshold
+
+Propose = Callable[[Observation, Policy], Proposal]
+"""A policy: pure, and run behind the same guards as every other."""
+
+POLICIES: Mapping[str, Propose] = {"cost-to-finish": cost_to_finish, "threshold": threshold}
+"""Policies by name. Others come from entry points: whoever loads them passes the larger table."""
+
+
+def decide(
+    observation: Observation, policy: Policy, *, policies: Mapping[str, Propose] = POLICIES
+) -> Decision:
+    """Keep, move, or recommend a move.
+
+    The policy proposes; the guards hold back; a move must have been wanted for the
+    stabilization window without a break. The first proposal that passes all is taken.
+
+    Raises:
+        ValueError: No policy of that name.
+    """
+    proposal = _proposal(observation, policy, policies)
+    since = observation.elapsed_s
+    wanted = {
+        want.target.name: min(observation.wanted.get(want.target.name, since), since)
+        for want in proposal.wants
+        if holds(observation, policy, want) is None
+    }
+    reason = holds_all(observation, policy)
+    if reason is not None:
+        is_blind = observation.health != "ok" or observation.phase != "running"
+        return _keep(observation, policy, proposal, reason, {} if is_blind else wanted)
+    reasons = []
+    for want in proposal.wants:
+        reason = holds(observation, policy, want) or _unsettled(since, wanted, want, policy)
+        if reason is None:
+            return _move(want, policy, proposal, wanted)
+        reasons.append(f"{want.reason}, but {reason}")
+    return _keep(observation, policy, proposal, reasons[0] if reasons else proposal.reason, wanted)
+
+
+def validate(
+    observation: Observation,
+    policy: Policy,
+    target: Allocation,
+    *,
+    is_forced: bool = False,
+    policies: Mapping[str, Propose] = POLICIES,
+) -> Decision:
+    """Judge a requested move to *target* on fresh facts, before the owner accepts it.
+
+    The same code as :func:`decide` with *target* as the only candidate. The stabilization
+    window was waited for before the request, so it is not asked again; ``pending`` must not
+    name the request that is judged.
+
+    Args:
+        observation: Fresh facts.
+        policy: The stage's policy; with ``recommend_only`` the answer is never ``move``.
+        target: What the request asks for.
+        is_forced: A person asked: the policy's opinion is not wanted, the guards stand,
+            and cool-down, epochs and the count of moves do not bind a person.
+        policies: As for :func:`decide`.
+    """
+    fresh = replace(observation, candidates=(target,))
+    settled = replace(policy, stabilization_s=0.0)
+    if not is_forced:
+        return decide(fresh, settled, policies=policies)
+    view = outlook(fresh, settled)
+    moving = view.moving(target, speed=view.slowest(target))
+    want = Want(target, "asked for by a person", view.staying, moving)
+    unbound = replace(settled, cooldown_s=0.0, min_epochs_between=0, max_moves=None)
+    return decide(fresh, unbound, policies={policy.name: lambda _seen, _policy: Proposal((want,))})
+
+
+def replay(check: Check, *, policies: Mapping[str, Propose] = POLICIES) -> Decision:
+    """Decide a recorded check again; equal to ``check.decision`` under the same version."""
+    return decide(check.observation, check.policy, policies=policies)
+
+
+def _proposal(observation: Observation, policy: Policy, policies: Mapping[str, Propose]) -> Proposal:
+    propose = policies.get(policy.name)
+    if propose is None:
+        raise ValueError(f"policy must be one of {', '.join(sorted(policies))}, got {policy.name!r}")
+    return propose(observation, policy)
+
+
+def _unsettled(now_s: float, wanted: Mapping[str, float], want: Want, policy: Policy) -> str | None:
+    held_s = now_s - wanted.get(want.target.name, now_s)
+    if held_s >= policy.stabilization_s:
+        return None
+    return f"it is wanted for {held_s:.0f} s of {policy.stabilization_s:.0f} s"
+
+
+def _move(want: Want, policy: Policy, proposal: Proposal, wanted: Mapping[str, float]) -> Decision:
+    return Decision(
+        action="recommend" if policy.recommend_only else "move",
+        target=want.target,
+        reason=want.reason,
+        policy=policy.name,
+        numbers=dict(proposal.numbers),
+        wanted=wanted,
+    )
+
+
+def _keep(
+    observation: Observation, policy: Policy, proposal: Proposal, reason: str, wanted: Mapping[str, float]
+) -> Decision:
+    numbers = dict(proposal.numbers)
+    return Decision("keep", observation.current, reason, policy.name, numbers, wanted)
+
+
+__all__ = [
+    "POLICIES",
+    "Check",
+    "Decision",
+    "Done",
+    "Memory",
+    "Observation",
+    "Outlook",
+    "Policy",
+    "Proposal",
+    "Propose",
+    "Sample",
+    "ThresholdRule",
+    "Want",
+    "cost_to_finish",
+    "decide",
+    "outlook",
+    "recent",
+    "remember",
+    "replay",
+    "threshold",
+    "usage_samples",
+    "validate",
+    "work_of",
+]

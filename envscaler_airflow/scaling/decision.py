@@ -1,0 +1,194 @@
+"""Rules of a stage, what a policy proposes, and what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envscaler_airflow.planning import Allocation, Estimate, Speed
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.scaling.observation import Observation
+
+Action = Literal["keep", "move", "recommend"]
+Across = Literal["mean", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdRule(Record):
+    """Scale out above and in below a metric.
+
+    Attributes:
+        metric: Name or shell pattern; all that match on a node are averaged.
+        above: Scale out above this; None: never out.
+        below: Scale in below this; None: never in.
+        samples: Checks in a row that must agree.
+        for_s: Seconds that they must span besides; 0: the count alone.
+        step: Nodes added or removed at a time.
+        across: How nodes are put together.
+
+    Source:
+        Defaults 80, 40 and 3: the requirement's own. The dead band between them is hysteresis.
+    """
+
+    metric: str
+    above: float | None = 80.0
+    below: float | None = 40.0
+    samples: int = 3
+    for_s: float = 0.0
+    step: int = 1
+    across: Across = "mean"
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that would scale in and out at the same value."""
+        check_finite(above=self.above, below=self.below, for_s=self.for_s)
+        if self.above is not None and self.below is not None and self.below >= self.above:
+            raise ValueError(f"below must be less than above, got {self.below!r} and {self.above!r}")
+        if self.samples < 1 or self.step < 1:
+            raise ValueError(f"samples and step must be >= 1, got {self.samples!r} and {self.step!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy(Record):
+    """How a stage may be scaled: the spec's ``scaling`` block with numbers for words.
+
+    Attributes:
+        name: Key of the registry: ``cost-to-finish``, ``threshold``, ...
+        min_nodes, max_nodes: Never fewer, never more.
+        value_of_hour: USD that an hour of waiting is worth.
+        tolerance: Part of the cost of staying that a move must save. HPA's tolerance, 0.1 by
+            default: KEP-4951, kubernetes/enhancements.
+        stabilization_s: Seconds that a move must have been wanted without a break. Chosen: two
+            checks of the sensor's default interval.
+        cooldown_s: Seconds between moves; an hour, as required.
+        min_epochs_between: Epochs between moves; one, as required.
+        warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer
+            than the slow first steps of most trainings.
+        max_moves: Moves in a generation; None: no limit.
+        recommend_only: Say what would be done, and do not do it.
+        rules: Of the threshold policy.
+    """
+
+    name: str = "cost-to-finish"
+    min_nodes: int = 1
+    max_nodes: int = 1
+    value_of_hour: float = 0.0
+    tolerance: float = 0.1
+    stabilization_s: float = 60.0
+    cooldown_s: float = 3600.0
+    min_epochs_between: int = 1
+    warmup_s: float = 30.0
+    max_moves: int | None = None
+    recommend_only: bool = False
+    rules: tuple[ThresholdRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse NaN, an empty range of nodes and a tolerance that nothing can meet."""
+        check_finite(
+            value_of_hour=self.value_of_hour,
+            stabilization_s=self.stabilization_s,
+            cooldown_s=self.cooldown_s,
+            min_epochs_between=self.min_epochs_between,
+            warmup_s=self.warmup_s,
+            max_moves=self.max_moves,
+        )
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ValueError(f"nodes must be 1 or more, min to max, got {self.min_nodes}..{self.max_nodes}")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Want(Record):
+    """A move that a policy wants.
+
+    Attributes:
+        target: Where to.
+        reason: Why, for people.
+        staying, moving: What finishing takes in both cases; None when it cannot be told.
+    """
+
+    target: Allocation
+    reason: str
+    staying: Estimate | None = None
+    moving: Estimate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a policy says, before the guards: moves it wants, best first, or why none.
+
+    Attributes:
+        wants: Best first; empty: keep.
+        reason: Why none is wanted.
+        numbers: Everything it looked at, JSON.
+    """
+
+    wants: tuple[Want, ...] = ()
+    reason: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Record):
+    """What to do, and why.
+
+    Attributes:
+        action: ``keep``, ``move``, or ``recommend`` for a move in recommend-only mode.
+        target: Where to; the current allocation for ``keep``.
+        reason: Shown to the user as it is.
+        policy: Name of the policy.
+        numbers: What the policy computed, JSON.
+        wanted: Since when each wanted allocation has been wanted; goes into the next observation.
+    """
+
+    action: Action
+    target: Allocation
+    reason: str
+    policy: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Record):
+    """One recorded check: what was seen, under which policy, and what was decided.
+
+    It is a line of ``decisions/``, and enough to decide again.
+    """
+
+    observation: Observation
+    policy: Policy
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Record):
+    """What an observer carries from check to check: a fold of the recorded checks.
+
+    Attributes:
+        elapsed_s: Of the last check; a restarted observer goes on from here.
+        generation: Of the last check.
+        wanted: As the last decision left it.
+        speeds: Last measured speed of each allocation in this generation.
+    """
+
+    elapsed_s: float = 0.0
+    generation: int = 0
+    wanted: Mapping[str, float] = field(default_factory=dict)
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+
+    def after(self, check: Check) -> Memory:
+        """Memory once *check* is recorded; a new generation begins with none of the old."""
+        seen = check.observation
+        speeds = dict(self.speeds) if seen.generation == self.generation else {}
+        speeds.update(seen.speeds)
+        return Memory(seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds)
+
+
+def remember(checks: Iterable[Check]) -> Memory:
+    """Rebuild the memory from recorded checks, oldest first; recording one twice changes nothing."""
+    memory = Memory()
+    for check in checks:
+        memory = memory.after(check)
+    return memory

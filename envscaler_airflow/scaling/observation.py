@@ -1,0 +1,164 @@
+"""What one scaling check saw: everything that a decision depends on, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.protocol import Progress
+
+Health = Literal["ok", "stalled", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(Record):
+    """One metric of one node at one check.
+
+    Attributes:
+        at_s: ``Observation.elapsed_s`` of the check that read it.
+        node: Index of the node.
+        metric: Name, as in ``Status.usage``.
+        value: Finite.
+    """
+
+    at_s: float
+    node: int
+    metric: str
+    value: float
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and infinity: a metric that cannot be told is left out."""
+        check_finite(at_s=self.at_s)
+        if not math.isfinite(self.value):
+            raise ValueError(f"value must be finite, got {self.value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation(Record):
+    """Facts of one check. None is unknown, never 0.
+
+    Attributes:
+        current: What the stage runs on.
+        candidates: What it might run on; may hold *current*, in any order.
+        elapsed_s: Seconds on the observer's own clock, going on from the last recorded value
+            after a restart. Only differences count.
+        generation, attempt: Whose facts these are.
+        health: ``unknown`` when no status is fresh enough to tell.
+        phase: Of the attempt, as in protocol.PHASES; only ``running`` can be moved.
+        unit: What work is counted in: ``steps``, ``epochs``, ``samples`` or ``tokens``.
+        units_done, units_total: Work done in this generation, and the whole.
+        epoch: Epochs finished.
+        speeds: Measured in this generation, by allocation name, in units a second.
+        speedups: Stated in the spec.
+        overheads: Of a move and of checkpoints.
+        interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
+        samples: Metrics of the current attempt in the recent past.
+        spent_usd, budget_usd: Of this generation; no budget is None.
+        deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
+        since_move_s, since_move_epochs: Since the last move was carried out; None: never or unknown.
+        moves: Moves carried out in this generation.
+        pending: What is already under way (a request without an answer, a move), in words.
+        free_nodes: Nodes that can be had on top of what is held, by offer name; absent is unknown.
+        wanted: Since when (``elapsed_s``) each allocation has been wanted without a break.
+    """
+
+    current: Allocation
+    candidates: tuple[Allocation, ...] = ()
+    elapsed_s: float = 0.0
+    generation: int = 1
+    attempt: int = 1
+    health: Health = "ok"
+    phase: str = "running"
+    unit: str = "steps"
+    units_done: float | None = None
+    units_total: float | None = None
+    epoch: int | None = None
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    speedups: tuple[Speedup, ...] = ()
+    overheads: Overheads = field(default_factory=Overheads)
+    interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+    spent_usd: float | None = None
+    budget_usd: float | None = None
+    deadline_left_s: float | None = None
+    since_move_s: float | None = None
+    since_move_epochs: int | None = None
+    moves: int = 0
+    pending: str | None = None
+    free_nodes: Mapping[str, int] = field(default_factory=dict)
+    wanted: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative amounts, so that no comparison below can lie."""
+        check_finite(
+            elapsed_s=self.elapsed_s,
+            units_done=self.units_done,
+            units_total=self.units_total,
+            epoch=self.epoch,
+            spent_usd=self.spent_usd,
+            budget_usd=self.budget_usd,
+            since_move_s=self.since_move_s,
+            since_move_epochs=self.since_move_epochs,
+            moves=self.moves,
+            **self.interruptions_per_hour,
+            **self.wanted,
+        )
+        if self.deadline_left_s is not None and not math.isfinite(self.deadline_left_s):
+            raise ValueError(f"deadline_left_s must be finite, got {self.deadline_left_s!r}")
+
+    @property
+    def units_left(self) -> float | None:
+        """Work left, >= 0; None when unknown."""
+        if self.units_done is None or self.units_total is None:
+            return None
+        return max(0.0, self.units_total - self.units_done)
+
+    def others(self) -> tuple[Allocation, ...]:
+        """Candidates other than the current one, each name once, by name."""
+        by_name = {item.name: item for item in self.candidates if item.name != self.current.name}
+        return tuple(by_name[name] for name in sorted(by_name))
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Record):
+    """Work as a training reports it, in the best unit that it gives.
+
+    Attributes:
+        unit: ``steps``, or ``epochs`` when only their total is known.
+        done, total: None when unknown.
+    """
+
+    unit: str
+    done: float | None
+    total: float | None
+
+
+def work_of(progress: Progress) -> Done:
+    """Work done and its total: in steps when their total is reported, else in finished epochs.
+
+    A speed goes in the same unit: for ``epochs`` it is measured between ends of epochs.
+    """
+    step, epoch, epochs = progress.step, progress.epoch, progress.epochs
+    if step is not None and progress.total_steps is not None:
+        return Done("steps", float(step), float(progress.total_steps))
+    if epoch is not None and epochs is not None:
+        return Done("epochs", float(epoch), float(epochs))
+    return Done("steps", None if step is None else float(step), None)
+
+
+def usage_samples(at_s: float, node: int, usage: Mapping[str, float | None]) -> tuple[Sample, ...]:
+    """Samples of what one node's status said; what is not finite is left out as missing."""
+    return tuple(
+        Sample(at_s, node, name, value)
+        for name, value in sorted(usage.items())
+        if value is not None and math.isfinite(value)
+    )
+
+
+def recent(samples: Iterable[Sample], *, now_s: float, window_s: float) -> tuple[Sample, ...]:
+    """Samples not older than *window_s*: what an observation needs to carry."""
+    return tuple(item for item in samples if now_s - item.at_s <= window_s)

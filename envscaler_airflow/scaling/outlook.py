@@ -1,0 +1,85 @@
+"""What finishing the work left takes, staying or moving: the numbers under every policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds
+from envscaler_airflow.scaling.decision import Policy
+from envscaler_airflow.scaling.observation import Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Known speeds and the estimate of staying; asks :meth:`moving` for the others.
+
+    Attributes:
+        observation, policy: As given.
+        speeds: Measured long enough, or stated relative to one that was.
+        staying: None when it cannot be told; then *unknown* says why.
+    """
+
+    observation: Observation
+    policy: Policy
+    speeds: dict[str, Speed]
+    staying: Estimate | None
+    unknown: str = ""
+
+    def moving(self, target: Allocation, *, speed: Speed | None = None) -> Estimate | None:
+        """Estimate of moving to *target* at its known *speed*; None when speed or work is unknown."""
+        speed = speed or self.speeds.get(target.name)
+        return _estimate(self.observation, self.policy, target, speed, is_start=True)
+
+    def slowest(self, target: Allocation) -> Speed | None:
+        """Known speed of *target*, or a bound on the safe side for other node counts of the same offer.
+
+        More nodes are no slower than now, fewer lose at most their share: half the nodes, half
+        the speed. None for another offer, and when the speed here is unknown.
+        """
+        here = self.observation.current
+        known, speed = self.speeds.get(target.name), self.speeds.get(here.name)
+        if known is not None or speed is None or target.offer.name != here.offer.name:
+            return known
+        share = min(1.0, target.nodes / here.nodes)
+        return Speed(speed.mean * share, speed.stdev * share, "bound")
+
+
+def outlook(observation: Observation, policy: Policy) -> Outlook:
+    """What can be told of finishing, from the facts of one check."""
+    speeds = known_speeds(observation.speeds, observation.speedups, trusted_after_s=policy.warmup_s)
+    here = observation.current
+    if observation.units_left is None:
+        return Outlook(observation, policy, speeds, None, f"work left is unknown: {_what(observation)}")
+    if here.name not in speeds or speeds[here.name].source != "measured":
+        measured = observation.speeds.get(here.name)
+        seconds = 0.0 if measured is None else measured.seconds
+        reason = f"speed on {here.name} is measured for {seconds:.0f} s of {policy.warmup_s:.0f} s"
+        return Outlook(observation, policy, speeds, None, reason)
+    staying = _estimate(observation, policy, here, speeds[here.name], is_start=False)
+    return Outlook(observation, policy, speeds, staying)
+
+
+def _what(observation: Observation) -> str:
+    missing = "how many are done" if observation.units_done is None else "how many there are in all"
+    return f"the training does not report its {observation.unit}, {missing}"
+
+
+def _estimate(
+    observation: Observation,
+    policy: Policy,
+    allocation: Allocation,
+    speed: Speed | None,
+    *,
+    is_start: bool,
+) -> Estimate | None:
+    if speed is None or observation.units_left is None:
+        return None
+    return estimate(
+        observation.units_left,
+        speed,
+        usd_per_hour=allocation.usd_per_hour,
+        value_of_hour=policy.value_of_hour,
+        overheads=observation.overheads,
+        interruptions_per_hour=observation.interruptions_per_hour.get(allocation.offer.name, 0.0),
+        is_start=is_start,
+    )
