@@ -1,0 +1,408 @@
+"""The one place that acts: observe, decide, record the intent, act, record.
+
+Only a stage's owner calls it: slices of the operator on a worker, or a shell
+that waits. Every step can be repeated; a slice that dies at any line is
+followed by one that reads the events and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envscaler_airflow import protocol
+from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.controller import choose, facts, freeze, judge, report
+from envscaler_airflow.controller.stage import (
+    Delivered,
+    Stage,
+    StoppedError,
+    SupersededError,
+    Waiting,
+    Wake,
+    Watching,
+)
+from envscaler_airflow.errors import BackendError, BudgetError, CapacityError, RunFailedError
+from envscaler_airflow.lifecycle import Action, Actor, AttemptState, Facts, RunState, enter, fold, next_action
+from envscaler_airflow.protocol import Control
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.checkpoints import candidates
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.lease import renew_lease
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 30.0
+"""From asking an attempt to go to killing it, seconds. Source: Kubernetes' terminationGracePeriodSeconds."""
+OVERDUE_MARGIN_S = 60.0
+"""Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
+
+_Result = RunState | Waiting | Delivered
+
+
+class Controller:
+    """Acts for one run, on behalf of one try of its stage's task."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        key: RunKey,
+        backend: Backend,
+        actor: Actor,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Act on the run *key* in *store*, through *backend*, as *actor*."""
+        self._store = store
+        self._key = key
+        self._prefix = key.prefix
+        self._backend = backend
+        self._actor = actor
+        self._clock = clock
+        self._log = EventLog(store, self._prefix, clock=clock)
+
+    def enter(self, stage: Stage) -> Waiting | Delivered:
+        """What ``execute`` does: begin, adopt or deliver, then go on as far as possible.
+
+        Raises:
+            RunFailedError, BudgetError, StoppedError: The run is over; never retry.
+            SpecError, NoOfferError: The spec must change; never retry.
+            SupersededError: Another try owns the run.
+            StoreError, BackendError: No answer; try again when transient.
+        """
+        state = self._log.load()
+        frozen = freeze.freeze(stage)
+        entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=stage.restart == "fresh")
+        log.info("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
+        if entry.kind == "begin":
+            freeze.write(self._store, self._key, frozen)
+            state = self._append(
+                state, "generation", self._generation_body(state, stage, frozen, entry.reason)
+            )
+        else:
+            body: dict[str, Any] = {"reason": entry.reason}
+            if entry.respec:
+                freeze.write(self._store, self._key, frozen)
+                body["spec_hash"] = frozen.spec_hash
+            elif frozen.spec_hash != state.spec_hash:
+                log.warning(
+                    "run=%s the DAG's spec differs from the frozen one; it counts from the next clear",
+                    self._prefix,
+                )
+            state = self._append(state, "owner", body)
+        return self._run(state, stage, Wake("entry"))
+
+    def resume(self, stage: Stage, wake: Wake) -> Waiting | Delivered:
+        """What every later slice does. Raises as :meth:`enter`."""
+        log.info("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
+        return self._run(self._log.load(), stage, wake)
+
+    def time_out(self, stage: Stage, reason: str) -> None:
+        """Ask the live attempt to checkpoint and go, since the task's time is over; returns at once."""
+        state = self._log.load()
+        self._check_owner(state)
+        live = state.live
+        if live is not None and live.phase != "stopping":
+            self._stop(state, Action("stop", why="timeout", reason=reason), stage)
+
+    def _run(self, state: RunState, stage: Stage, wake: Wake) -> Waiting | Delivered:
+        while True:
+            self._check_owner(state)
+            action = next_action(state, self._facts(state, stage, wake))
+            log.info(
+                "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
+            )
+            result = self._ACTIONS[action.kind](self, state, action, stage)
+            if isinstance(result, Waiting | Delivered):
+                return result
+            if action.kind in ("start", "end", "kill"):
+                wake = Wake("status")
+            state = result
+
+    def _facts(self, state: RunState, stage: Stage, wake: Wake) -> Facts:
+        live, last = state.live, state.current
+        observed = None
+        if live is not None and live.handle is not None:
+            observed = facts.observe(self._store, self._prefix, self._backend, live, silent_s=wake.silent_s)
+        failure = stage.spec.failure
+        return Facts(
+            observed=observed,
+            spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
+            budget_usd=stage.budget_usd,
+            backoff_is_over=wake.kind in ("backoff", "entry"),
+            is_overdue=wake.kind == "overdue",
+            memory_limit_bytes=choose.memory_limit_bytes(stage.spec, last),
+            memory_cap_bytes=choose.memory_cap_bytes(stage.spec, self._backend.offers()),
+            oom_memory_factor=failure.oom_memory_factor,
+            max_fruitless_attempts=failure.max_fruitless_attempts,
+        )
+
+    # -- actions: each returns the state after it, or what ends the slice
+
+    def _start(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        allocation = action.target or choose.allocation(
+            self._store, self._prefix, state, stage, self._backend.offers()
+        )
+        attempt = len(state.attempts_of(state.generation)) + 1
+        body = {
+            "generation": state.generation,
+            "attempt": attempt,
+            "allocation": allocation.to_dict(),
+            "reason": action.reason,
+            "candidates": list(candidates(self._store, self._prefix, state.generation)),
+            "spec_hash": state.spec_hash,
+        }
+        if action.memory_bytes is not None:
+            body["memory_bytes"] = action.memory_bytes
+        return self._append(state, "attempt-intended", body)
+
+    def _carry_out(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del action
+        live = _live(state)
+        renew_lease(self._store, self._prefix, holder=self._actor.ti_id, log_cursor={})
+        self._first_control(state, live, stage)
+        request = freeze.attempt_request(self._store, self._prefix, self._key, stage, live)
+        try:
+            handle = self._backend.submit(request)
+        except CapacityError as err:
+            return self._not_started(state, live, "capacity", err)
+        except BackendError as err:
+            if err.transient:
+                raise
+            return self._not_started(state, live, "backend", err)
+        body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
+        return self._append(state, "attempt-started", body)
+
+    def _first_control(self, state: RunState, live: AttemptState, stage: Stage) -> None:
+        """Written only when absent: a stop that came first must not be overwritten."""
+        control = Control(
+            action="run" if live.generation == state.generation else "stop",
+            candidates=live.candidates,
+            restore_from=state.begun.get("restore_from"),
+            orphan_after_s=stage.spec.failure.orphan_after_s,
+            grace_s=GRACE_S,
+        )
+        name = protocol.control_name(live.generation, live.number)
+        self._store.create(f"{self._prefix}/{name}", control.to_json())
+
+    def _not_started(self, state: RunState, live: AttemptState, failure: str, err: Exception) -> _Result:
+        body = {
+            "generation": live.generation,
+            "attempt": live.number,
+            "outcome": "not-started",
+            "failure": failure,
+            "detail": str(err),
+            "usage": [],
+            "usd": 0.0,
+        }
+        return self._append(state, "attempt-ended", body)
+
+    def _end(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del stage
+        live, end = _live(state), action.end
+        if end is None or live.handle is None:
+            raise RuntimeError("an end needs a started attempt")
+        usage = facts.usage_of(self._backend, live)
+        body = {
+            "generation": live.generation,
+            "attempt": live.number,
+            **end.to_dict(),
+            **report.measured(self._store, self._prefix, live),
+            "usage": [[item.node, item.start, item.end] for item in usage or ()],
+        }
+        usd = facts.usd_of(live, usage, now=self._clock())
+        if usd is not None:
+            body["usd"] = usd
+        state = self._append(state, "attempt-ended", body)
+        self._backend.release(Handle.from_dict(live.handle))
+        return state
+
+    def _stop(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        live = _live(state)
+        body = self._stop_body(live, action, stage, align="now" if action.why == "stop" else "step")
+        if action.request is not None:
+            body["request"] = action.request.number
+        after = self._append(state, "attempt-stopping", body)
+        return self._ask_to_go(after, stage) if after.live and after.live.phase == "stopping" else after
+
+    def _stop_body(self, live: AttemptState, action: Action, stage: Stage, *, align: str) -> dict[str, Any]:
+        del stage
+        return {
+            "generation": live.generation,
+            "attempt": live.number,
+            "why": action.why,
+            "reason": action.reason,
+            "align": align,
+            "grace_s": GRACE_S,
+        }
+
+    def _ask_to_go(self, state: RunState, stage: Stage) -> RunState:
+        """Write the control of a stopping attempt; repeated by every slice until it went."""
+        live = _live(state)
+        control = Control(
+            sequence=live.stop_number,
+            action="stop" if live.stop_why == "stalled" else "leave",
+            align=str(live.stop.get("align", "step")),
+            align_timeout_s=stage.spec.checkpoint_align_timeout_s,
+            grace_s=float(live.stop.get("grace_s", GRACE_S)),
+            reason=str(live.stop.get("reason", "")),
+            candidates=live.candidates,
+            restore_from=state.begun.get("restore_from"),
+            orphan_after_s=stage.spec.failure.orphan_after_s,
+        )
+        name = protocol.control_name(live.generation, live.number)
+        self._store.write(f"{self._prefix}/{name}", control.to_json())
+        return state
+
+    def _kill(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        live = _live(state)
+        log.warning("run=%s attempt=%d kill: %s", self._prefix, live.number, action.reason)
+        if live.handle is not None:
+            self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
+        return self._waiting(state, stage, action.reason)
+
+    def _judge(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        if action.request is None:
+            raise RuntimeError("nothing to judge")
+        live = _live(state)
+        verdict = judge.judge(self._store, self._prefix, state, stage, self._backend, action.request)
+        body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
+        if verdict.target is None:
+            return self._append(state, "move-refused", body)
+        body |= self._stop_body(live, replace(action, why="move"), stage, align=stage.spec.checkpoint_align)
+        body |= {"target": verdict.target.to_dict(), "reason": verdict.reason}
+        after = self._append(state, "move-accepted", body)
+        return self._ask_to_go(after, stage) if after.live and after.live.phase == "stopping" else after
+
+    def _refuse(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del stage
+        if action.request is None:
+            raise RuntimeError("nothing to refuse")
+        return self._append(
+            state, "move-refused", {"request": action.request.number, "reason": action.reason}
+        )
+
+    def _wait(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        if action.backoff_s:
+            reason = f"{action.reason}; next start in {action.backoff_s:.0f} s"
+            watching = Watching(state.number, state.generation, backoff_s=action.backoff_s)
+            return Waiting(watching, reason)
+        if state.live is not None and state.live.phase == "stopping":
+            self._ask_to_go(state, stage)
+        return self._waiting(state, stage, action.reason)
+
+    def _waiting(self, state: RunState, stage: Stage, reason: str) -> Waiting:
+        live = _live(state)
+        stopping = live.phase == "stopping"
+        overdue = None
+        if stopping:
+            align = stage.spec.checkpoint_align_timeout_s if live.stop.get("align") == "epoch" else 0.0
+            overdue = align + float(live.stop.get("grace_s", GRACE_S)) + OVERDUE_MARGIN_S
+        watching = Watching(
+            number=state.number,
+            generation=live.generation,
+            attempt=live.number,
+            nodes=live.allocation.nodes,
+            handle=live.handle,
+            stopping=stopping,
+            overdue_after_s=overdue,
+        )
+        return Waiting(watching, reason)
+
+    def _succeed(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del stage
+        body = {"generation": state.generation, "outputs": action.extra.get("outputs", {})}
+        return self._append(state, "succeeded", body)
+
+    def _fail(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del stage
+        if state.status != "failed":
+            body = {"generation": state.generation, "reason": action.reason, "failure": action.failure}
+            return self._append(state, "failed", body)
+        message = report.failure_message(state)
+        self._write_result(state, report.run_report(state, now=self._clock()))
+        raise BudgetError(message) if state.failure == "budget" else RunFailedError(message)
+
+    def _halt(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del stage
+        if state.status != "stopped":
+            return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
+        self._write_result(state, report.run_report(state, now=self._clock()))
+        raise StoppedError(f"the run was stopped: {state.reason}; clear the task to take it up again")
+
+    def _deliver(self, state: RunState, action: Action, stage: Stage) -> _Result:
+        del action, stage
+        after = self._append(state, "delivered", {"generation": state.generation})
+        if after.number == state.number or self._actor not in after.delivered:
+            return after
+        body = report.run_report(after, now=self._clock())
+        self._write_result(after, body)
+        return Delivered(dict(after.outputs), body)
+
+    def _write_result(self, state: RunState, body: Mapping[str, Any]) -> None:
+        whole = {
+            "schema": protocol.SCHEMA,
+            "status": state.status,
+            "generation": state.generation,
+            "outputs": dict(state.outputs),
+            "reason": state.reason,
+            "report": body,
+        }
+        self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
+
+    # -- events
+
+    def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
+        """State after the event, or after whatever another writer put at its number."""
+        event = self._log.append(state.number, kind, body, actor=self._actor)
+        if event is not None:
+            log.info("run=%s event=%d type=%s", self._prefix, event.number, kind)
+            return fold([event], state)
+        return fold(self._log.read(after=state.number), state)
+
+    def _check_owner(self, state: RunState) -> None:
+        if state.owner is None or state.owner.ti_id != self._actor.ti_id:
+            owner = state.owner.ti_id if state.owner else "nobody"
+            raise SupersededError(f"run {self._prefix} is owned by {owner}, not by {self._actor.ti_id}")
+
+    @staticmethod
+    def _generation_body(state: RunState, stage: Stage, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
+        body = {
+            "generation": state.generation + 1,
+            "reason": reason,
+            "spec_hash": frozen.spec_hash,
+            "spec_source": stage.spec_source,
+            "strategy": stage.strategy,
+        }
+        optional = {
+            "restore_from": stage.restore_from,
+            "budget_usd": stage.budget_usd,
+            "deadline_s": stage.deadline_s,
+        }
+        return body | {name: value for name, value in optional.items() if value is not None}
+
+    _ACTIONS: Mapping[str, Callable[[Controller, RunState, Action, Stage], _Result]] = {
+        "start": _start,
+        "carry-out": _carry_out,
+        "end": _end,
+        "stop": _stop,
+        "kill": _kill,
+        "judge": _judge,
+        "refuse": _refuse,
+        "wait": _wait,
+        "succeed": _succeed,
+        "fail": _fail,
+        "halt": _halt,
+        "deliver": _deliver,
+    }
+
+
+def _live(state: RunState) -> AttemptState:
+    if state.live is None:
+        raise RuntimeError(f"event {state.number}: no live attempt")
+    return state.live

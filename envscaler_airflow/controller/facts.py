@@ -1,0 +1,85 @@
+"""Gather what the owner knows beside the events. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
+from envscaler_airflow.store.base import Store
+
+SECONDS_PER_HOUR = 3600.0
+
+
+def observe(
+    store: Store, prefix: str, backend: Backend, attempt: AttemptState, *, silent_s: float
+) -> Observed | None:
+    """The nodes of a started attempt, as backend and store know them; None when it has no handle."""
+    if attempt.handle is None:
+        return None
+    try:
+        seen: AttemptStatus | None = backend.observe(Handle.from_dict(attempt.handle))
+    except BackendError:
+        seen = None
+    key = (attempt.generation, attempt.number)
+    known = {node.node: node for node in seen.nodes} if seen else {}
+    nodes = []
+    for index in range(attempt.allocation.nodes):
+        status, node = read_status(store, prefix, attempt=key, node=index), known.get(index)
+        if node is None:
+            nodes.append(NodeFacts(index, "unknown", status=status))
+        else:
+            nodes.append(
+                NodeFacts(
+                    index,
+                    node.state,
+                    exit_code=node.exit_code,
+                    signal=node.signal,
+                    reason=node.reason,
+                    detail=node.detail,
+                    status=status,
+                )
+            )
+    return Observed(tuple(nodes), silent_s=silent_s)
+
+
+def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
+    """Billed intervals; None when the backend cannot tell now."""
+    if attempt.handle is None:
+        return ()
+    try:
+        return backend.usage(Handle.from_dict(attempt.handle))
+    except BackendError:
+        return None
+
+
+def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:
+    """Cost of *intervals* at the attempt's price; None when price or time is unknown.
+
+    Args:
+        attempt: Whose allocation sets the price.
+        intervals: One or more for each node.
+        now: Clock of the machine that is billed, for intervals that are still open.
+    """
+    price = attempt.allocation.offer.usd_per_hour
+    if price is None or intervals is None:
+        return None
+    seconds = sum(max(0.0, (item.end if item.end is not None else now) - item.start) for item in intervals)
+    return seconds * price / SECONDS_PER_HOUR
+
+
+def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
+    """Metered cost of the current generation so far; None when any part of it is unknown."""
+    total = 0.0
+    for attempt in state.attempts_of(state.generation):
+        if attempt.is_live:
+            part = usd_of(attempt, usage_of(backend, attempt), now=now)
+        else:
+            usd = attempt.ended.get("usd")
+            part = float(usd) if isinstance(usd, int | float) else None
+        if part is None:
+            return None
+        total += part
+    return total

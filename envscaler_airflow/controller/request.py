@@ -1,0 +1,102 @@
+"""Ask the owner of a run for something: what sensors, shells and kill paths do.
+
+Nothing here starts or replaces an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from envscaler_airflow import protocol
+from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.lifecycle import Event, RunState
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import Control
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+
+KILL_GRACE_S = 30.0
+"""Seconds between a user's kill and the end of the machine. Source: Kubernetes' default grace."""
+
+
+def request_stop(store: Store, prefix: str, *, reason: str, by: str) -> Event:
+    """Ask the owner to checkpoint and stop the run.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    return EventLog(store, prefix).append_request("stop-requested", {"reason": reason, "by": by}, actor=None)
+
+
+def request_move(
+    store: Store,
+    prefix: str,
+    *,
+    target: Allocation,
+    from_attempt: tuple[int, int],
+    because: Mapping[str, Any],
+) -> Event:
+    """Ask the owner to move the live attempt to *target*.
+
+    Args:
+        store: Run store.
+        prefix: The run's folder.
+        target: Where to.
+        from_attempt: ``(generation, attempt)`` that the numbers were taken from; the request is
+            stale for any other.
+        because: ``reason`` and ``numbers`` of the decision, JSON.
+    """
+    body = {**because, "target": target.to_dict(), "from_attempt": list(from_attempt)}
+    return EventLog(store, prefix).append_request("move-requested", body, actor=None)
+
+
+def answer_to(state: RunState, request: int, log: EventLog) -> Event | None:
+    """The owner's answer to the request with that number, None while there is none."""
+    if any(item.number == request for item in state.pending):
+        return None
+    for event in log.read(after=request):
+        if event.type in ("move-accepted", "move-refused") and event.body.get("request") == request:
+            return event
+        if event.type in ("generation", "succeeded", "failed", "stopped"):
+            return event
+    return None
+
+
+def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str) -> bool:
+    """What a user's kill of a deferred task does: ask the attempt to save and go, wait for nothing.
+
+    Acts only while the run's last owner is *ti_id*: on a clear, the old try is told after the new
+    one has begun. Returns whether it acted.
+
+    Raises:
+        StoreError: The store cannot be read or written; the lease ends the attempt then.
+    """
+    log = EventLog(store, prefix)
+    state = log.load()
+    live = state.live
+    if state.owner is None or state.owner.ti_id != ti_id or live is None:
+        return False
+    event = log.append_request("stop-requested", {"reason": reason, "by": f"ti {ti_id}"}, actor=None)
+    control = Control(
+        sequence=event.number,
+        action="leave",
+        align="now",
+        grace_s=KILL_GRACE_S,
+        reason=reason,
+        candidates=live.candidates,
+    )
+    name = protocol.control_name(live.generation, live.number)
+    store.write(f"{prefix}/{name}", control.to_json())
+    if live.handle is not None:
+        _stop_gracefully(backend, Handle.from_dict(live.handle))
+    return True
+
+
+def _stop_gracefully(backend: Backend, handle: Handle) -> None:
+    try:
+        backend.stop(handle, grace_s=KILL_GRACE_S)
+    except BackendError as err:
+        if not err.transient:
+            raise

@@ -1,0 +1,147 @@
+"""What a stage's task asks for, and what the controller answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from envscaler_airflow.errors import EnvScalerError, ProtocolError
+from envscaler_airflow.spec import EnvSpec
+
+WakeKind = Literal["entry", "status", "request", "backoff", "overdue", "silent", "superseded", "timeout"]
+
+
+class SupersededError(EnvScalerError):
+    """Another try owns the run now: this one stops acting and touches nothing."""
+
+
+class StoppedError(EnvScalerError):
+    """The run was stopped on somebody's request. Never retried; a clear takes it up again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What the task asks for now. Counts at the start of a generation and at a clear.
+
+    Attributes:
+        spec: Resolved spec.
+        spec_source: Path as the user wrote it.
+        spec_folder: Folder that the spec's ``workdir`` is relative to.
+        parameters, inputs: As rendered by Airflow or given on the command line.
+        strategy: ``cost``, ``balanced``, ``performance`` or ``deadline``.
+        value_of_hour: USD; None to take the strategy's.
+        deadline_s: Seconds from the first start of the generation; None for none.
+        budget_usd: Most that a generation may cost; None for no bound.
+        restart: ``fresh`` begins a generation once per clear.
+        restore_from: URI of another run's checkpoint that a fresh generation begins from.
+        resolve_secret: Turns a reference (``secret:NAME/key``) into its value; called at a start only.
+        store_options: Connection options of the store that the courier needs; no secrets.
+    """
+
+    spec: EnvSpec
+    spec_source: str
+    spec_folder: Path
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    strategy: str = "balanced"
+    value_of_hour: float | None = None
+    deadline_s: float | None = None
+    budget_usd: float | None = None
+    restart: Literal["resume", "fresh"] = "resume"
+    restore_from: str | None = None
+    resolve_secret: Callable[[str], str] | None = None
+    store_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Why a slice of the owner runs: what a watcher saw. A hint; the slice looks for itself.
+
+    Attributes:
+        kind: ``entry`` for ``execute`` itself.
+        silent_s: Seconds without a sign of the attempt, by the watcher's own clock.
+        detail: For the log.
+    """
+
+    kind: WakeKind = "entry"
+    silent_s: float = 0.0
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: the payload of a trigger's event."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Wake:
+        """Read what :meth:`to_dict` wrote; unknown fields are ignored.
+
+        Raises:
+            ProtocolError: A kind that this version does not know.
+        """
+        kind = body.get("kind", "entry")
+        if kind not in WakeKind.__args__:  # type: ignore[attr-defined]
+            raise ProtocolError(f"wake: kind {kind!r} is not known to this version")
+        return cls(kind, float(body.get("silent_s", 0.0)), str(body.get("detail", "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What to watch until something is to be done. JSON: it is a trigger's argument.
+
+    Attributes:
+        number: Last event that the owner folded.
+        generation, attempt: The live attempt; attempt 0 when only a wait is to be sat out.
+        nodes: Of the attempt.
+        handle: The backend's; None when only a wait is to be sat out.
+        backoff_s: Seconds to wait from now; None for no wait.
+        stopping: True when the attempt was asked to go.
+        overdue_after_s: Seconds from now after which it is overdue; None when it was not asked.
+    """
+
+    number: int
+    generation: int
+    attempt: int = 0
+    nodes: int = 1
+    handle: Mapping[str, Any] | None = None
+    backoff_s: float | None = None
+    stopping: bool = False
+    overdue_after_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {**asdict(self), "handle": dict(self.handle) if self.handle is not None else None}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Watching:
+        """Read what this or an older version wrote; unknown fields are ignored.
+
+        Raises:
+            ProtocolError: A field is missing.
+        """
+        try:
+            return cls(**{name: body[name] for name in cls.__slots__ if name in body})
+        except TypeError as err:
+            raise ProtocolError(f"watching: {err}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing to do now: watch, and come back with what was seen."""
+
+    watching: Watching
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The stage succeeded.
+
+    Attributes:
+        outputs: Output name to its URI.
+        report: Cost report, JSON.
+    """
+
+    outputs: dict[str, str]
+    report: dict[str, Any]
