@@ -1,0 +1,382 @@
+"""What a run cost, where the money went, and what a static plan would have cost.
+
+Pure: billed intervals, prices and steps in, a :class:`Bill` out. What is not known stays
+None and is named in the notes; it is never counted as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.record import Record, check_finite
+
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Record):
+    """Billed time of one node, seconds since the epoch by the provider's own clock.
+
+    ``end`` is None while it is held.
+    """
+
+    node: int
+    start: float
+    end: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse NaN; an end before its start counts as nothing."""
+        check_finite(start=self.start, end=self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Use(Record):
+    """One attempt, as far as its bill goes.
+
+    Attributes:
+        generation, attempt: Which.
+        allocation: What it was on, with its price.
+        held: Billed intervals of its nodes; None: the provider did not tell; empty: never held.
+        why_ended: ``moved``, ``lost``, ``succeeded``, ...; ``""`` while it runs.
+        provisioning_s: Seconds from held to the first step: start, setup, restore. None: unknown.
+        idle_s: Seconds held with no training after that: stalls, saves, the way out. None: unknown.
+        first_step, last_step: Step that it began at, and the last one that it did.
+        kept_step: Step that the next attempt resumed from, or the result holds; None: not known yet.
+    """
+
+    generation: int
+    attempt: int
+    allocation: Allocation
+    held: tuple[Held, ...] | None = None
+    why_ended: str = ""
+    provisioning_s: float | None = None
+    idle_s: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    kept_step: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative amounts."""
+        check_finite(
+            provisioning_s=self.provisioning_s,
+            idle_s=self.idle_s,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            kept_step=self.kept_step,
+        )
+
+    @property
+    def name(self) -> str:
+        """``g1-a3``."""
+        return f"g{self.generation}-a{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Record):
+    """Training stood still between two attempts.
+
+    Attributes:
+        before, after: Attempts around it.
+        why: ``move``, ``loss``, ...
+        total_s: From the last step to the next one; None: unknown.
+        parts: Seconds by part, e.g. ``checkpoint``, ``stop``, ``worker_slot``, ``start``,
+            ``setup``, ``restore``; absent is unknown.
+    """
+
+    before: int
+    after: int
+    why: str = ""
+    total_s: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative amounts."""
+        check_finite(total_s=self.total_s, **self.parts)
+
+    @property
+    def other_s(self) -> float | None:
+        """Seconds that no part accounts for; None when the total is unknown."""
+        return None if self.total_s is None else max(0.0, self.total_s - sum(self.parts.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Record):
+    """One amount by what it was spent on. None: cannot be told.
+
+    Attributes:
+        compute: Training that counts.
+        lost: Training that was done again, since no checkpoint held it.
+        provisioning: Before the first step.
+        idle: Held without training otherwise.
+    """
+
+    compute: float | None = None
+    lost: float | None = None
+    provisioning: float | None = None
+    idle: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line(Record):
+    """The bill of one attempt.
+
+    Attributes:
+        use: Its facts.
+        node_hours: Billed, all nodes together; None: unknown.
+        wall_s: From the first node held to the last one given back; None: unknown or never held.
+        usd_per_node_hour: Price; None: unknown.
+        usd: ``node_hours * usd_per_node_hour``; None: one of them is unknown.
+        steps: Steps done; None: unknown.
+        lost_steps: Of these, done again; None: unknown.
+        hours: Node-hours by what they went to.
+        usd_split: The same in USD.
+    """
+
+    use: Use
+    node_hours: float | None = None
+    wall_s: float | None = None
+    usd_per_node_hour: float | None = None
+    usd: float | None = None
+    steps: int | None = None
+    lost_steps: int | None = None
+    hours: Split = field(default_factory=Split)
+    usd_split: Split = field(default_factory=Split)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticPlan(Record):
+    """The first allocation, held on-demand for the whole work, without a move or a loss.
+
+    Attributes:
+        allocation: Which.
+        hours: Provisioning of the first attempt, then all steps at its speed; None: unknown.
+        usd: ``hours`` at the on-demand price; None: unknown.
+        assumption: How it was told, for people.
+    """
+
+    allocation: Allocation
+    hours: float | None = None
+    usd: float | None = None
+    assumption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bill(Record):
+    """What a run cost.
+
+    Attributes:
+        lines: One for each attempt.
+        pauses: Between attempts.
+        usd: All attempts; None when any of them is unknown.
+        known_usd: Those that are known.
+        node_hours: All attempts; None when unknown for any.
+        wall_s: First node held to last node given back; None without an attempt.
+        steps, lost_steps: All attempts; None when unknown for any.
+        hours, usd_split: All attempts by what it went to; a part is None when unknown for any.
+        static: The comparison; None without an attempt.
+        saved_usd: Static minus actual, below 0 when it cost more; None when either is unknown.
+        notes: What is unknown, and why.
+    """
+
+    lines: tuple[Line, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    usd: float | None = None
+    known_usd: float = 0.0
+    node_hours: float | None = None
+    wall_s: float | None = None
+    steps: int | None = None
+    lost_steps: int | None = None
+    hours: Split = field(default_factory=Split)
+    usd_split: Split = field(default_factory=Split)
+    static: StaticPlan | None = None
+    saved_usd: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def bill(
+    uses: Iterable[Use],
+    *,
+    now: float,
+    pauses: Iterable[Pause] = (),
+    total_steps: int | None = None,
+    on_demand_usd_per_node_hour: float | None = None,
+) -> Bill:
+    """Add up a run.
+
+    Args:
+        uses: Attempts, any order.
+        now: Provider's time to which nodes still held are billed, seconds since the epoch.
+        pauses: Between attempts.
+        total_steps: Of the whole work; None: those done and kept so far.
+        on_demand_usd_per_node_hour: For the static plan, when the first allocation was spot.
+    """
+    ordered = sorted(uses, key=lambda use: (use.generation, use.attempt))
+    lines = tuple(_line(use, now) for use in ordered)
+    usds = [line.usd for line in lines]
+    usd = _sum(usds)
+    static = _static(lines, total_steps, on_demand_usd_per_node_hour) if lines else None
+    paid = None if static is None or static.usd is None or usd is None else static.usd - usd
+    steps, lost = _sum([line.steps for line in lines]), _sum([line.lost_steps for line in lines])
+    return Bill(
+        lines=lines,
+        pauses=tuple(sorted(pauses, key=lambda item: (item.before, item.after))),
+        usd=usd,
+        known_usd=sum(item for item in usds if item is not None),
+        node_hours=_sum([line.node_hours for line in lines]),
+        wall_s=_wall_s([held for use in ordered for held in use.held or ()], now),
+        steps=None if steps is None else int(steps),
+        lost_steps=None if lost is None else int(lost),
+        hours=_total([line.hours for line in lines]),
+        usd_split=_total([line.usd_split for line in lines]),
+        static=static,
+        saved_usd=paid,
+        notes=tuple(_notes(lines, static)),
+    )
+
+
+def spent_usd(uses: Iterable[Use], *, now: float) -> float | None:
+    """What the attempts cost up to *now*, for the budget; None when any of it is unknown."""
+    return _sum([_line(use, now).usd for use in uses])
+
+
+def _line(use: Use, now: float) -> Line:
+    node_hours, price = _node_hours(use, now), use.allocation.offer.usd_per_hour
+    steps = _difference(use.last_step, use.first_step)
+    # What a running attempt has done counts until something is lost.
+    kept = use.last_step if use.kept_step is None and not use.why_ended else use.kept_step
+    lost_steps = None if steps is None else _difference(use.last_step, kept)
+    if steps is not None and lost_steps is not None:
+        lost_steps = min(lost_steps, steps)
+    hours = _split_hours(use, node_hours, steps, lost_steps)
+    return Line(
+        use=use,
+        node_hours=node_hours,
+        wall_s=_wall_s(use.held or (), now),
+        usd_per_node_hour=price,
+        usd=None if price is None or node_hours is None else node_hours * price,
+        steps=steps,
+        lost_steps=lost_steps,
+        hours=hours,
+        usd_split=_priced(hours, price),
+    )
+
+
+def _node_hours(use: Use, now: float) -> float | None:
+    if use.held is None:
+        return None
+    return sum(_seconds(held, now) for held in use.held) / SECONDS_PER_HOUR
+
+
+def _split_hours(use: Use, node_hours: float | None, steps: int | None, lost_steps: int | None) -> Split:
+    """Provisioning and idle as stated, within what is billed; the rest by steps kept and lost."""
+    nodes = use.allocation.nodes
+    if node_hours == 0:
+        return Split(0.0, 0.0, 0.0, 0.0)
+    if node_hours is None or use.provisioning_s is None:
+        return Split()
+    provisioning = min(use.provisioning_s * nodes / SECONDS_PER_HOUR, node_hours)
+    if use.idle_s is None:
+        return Split(provisioning=provisioning)
+    idle = min(use.idle_s * nodes / SECONDS_PER_HOUR, node_hours - provisioning)
+    training = max(0.0, node_hours - provisioning - idle)
+    if steps == 0:
+        return Split(0.0, 0.0, provisioning, idle + training)
+    if steps is None or lost_steps is None:
+        return Split(provisioning=provisioning, idle=idle)
+    lost = training * lost_steps / steps
+    return Split(training - lost, lost, provisioning, idle)
+
+
+def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | None) -> StaticPlan:
+    allocation = lines[0].use.allocation
+    there = (line for line in lines if line.steps and line.use.allocation.name == allocation.name)
+    first = next(there, lines[0])
+    steps = total_steps if total_steps is not None else _steps_kept(lines)
+    trained = None
+    if first.hours.compute is not None and first.hours.lost is not None:
+        trained = (first.hours.compute + first.hours.lost) / allocation.nodes
+    if steps is None or trained is None or not first.steps or first.hours.provisioning is None:
+        why = f"the speed of {first.use.name} on {allocation.name} is unknown"
+        return StaticPlan(allocation, assumption=why)
+    start = first.hours.provisioning / allocation.nodes
+    hours = start + trained / first.steps * steps
+    price = on_demand
+    if price is None and allocation.offer.capacity_type == "on-demand":
+        price = allocation.offer.usd_per_hour
+    return StaticPlan(
+        allocation,
+        hours=hours,
+        usd=None if price is None else hours * price * allocation.nodes,
+        assumption=f"{steps} steps at the speed that {first.use.name} had, started once",
+    )
+
+
+def _steps_kept(lines: Sequence[Line]) -> int | None:
+    kept = [
+        line.steps - line.lost_steps
+        for line in lines
+        if line.steps is not None and line.lost_steps is not None
+    ]
+    return sum(kept) if len(kept) == len(lines) else None
+
+
+def _notes(lines: Sequence[Line], static: StaticPlan | None) -> list[str]:
+    notes = []
+    for line in lines:
+        if line.node_hours is None:
+            notes.append(f"{line.use.name}: the provider did not say how long it was held")
+        elif line.usd is None:
+            notes.append(f"{line.use.name}: the price of {line.use.allocation.offer.name} is unknown")
+        if line.node_hours == 0:
+            continue
+        if line.use.provisioning_s is None or line.use.idle_s is None:
+            notes.append(f"{line.use.name}: how long it took to start or stood idle is unknown")
+        elif line.steps is None or line.lost_steps is None:
+            notes.append(f"{line.use.name}: steps done or kept are unknown")
+    if static is not None and static.hours is None:
+        notes.append(f"static plan: {static.assumption}")
+    elif static is not None and static.usd is None:
+        notes.append(f"static plan: the on-demand price of {static.allocation.name} is unknown")
+    return notes
+
+
+def _seconds(held: Held, now: float) -> float:
+    return max(0.0, (now if held.end is None else held.end) - held.start)
+
+
+def _wall_s(held: Sequence[Held], now: float) -> float | None:
+    if not held:
+        return None
+    ends = [now if item.end is None else item.end for item in held]
+    return max(0.0, max(ends) - min(item.start for item in held))
+
+
+def _difference(last: int | None, first: int | None) -> int | None:
+    return None if last is None or first is None else max(0, last - first)
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _total(splits: Sequence[Split]) -> Split:
+    return Split(
+        compute=_sum([item.compute for item in splits]),
+        lost=_sum([item.lost for item in splits]),
+        provisioning=_sum([item.provisioning for item in splits]),
+        idle=_sum([item.idle for item in splits]),
+    )
+
+
+def _priced(hours: Split, price: float | None) -> Split:
+    if price is None:
+        return Split()
+    return Split(
+        compute=None if hours.compute is None else hours.compute * price,
+        lost=None if hours.lost is None else hours.lost * price,
+        provisioning=None if hours.provisioning is None else hours.provisioning * price,
+        idle=None if hours.idle is None else hours.idle * price,
+    )
