@@ -1,0 +1,275 @@
+"""What a run store is, and how one is opened and checked.
+
+Synchronous: what runs in an event loop calls it in threads. Three stores, one contract
+(``tests/contract/test_store_contract.py``): a folder, an S3 bucket, and whatever fsspec knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.store.file import FileStore
+from envscaler_airflow.store.names import MAX_BYTES, check_name, check_prefix, check_tree, join
+
+DEPLOYMENT = "deployment.json"
+"""Holds the deployment's uuid of a store in a folder. No run's folder has a dot in its name."""
+
+_USERINFO = re.compile(r"[^/@]*:[^/@]*@")
+_SAME_STORE = (
+    "operator, triggerer, API server and courier must all see the same store: set [envscaler] store_url "
+    "to a folder that they share (file:///...) or to an object store (s3://..., gs://...)"
+)
+
+
+class Store(Protocol):
+    """Bytes by name, below one root.
+
+    Names are relative (``events/000001.json``); a name that is absolute or has a ``..`` part is a
+    :class:`ProtocolError`, and so is a symbolic link on the way. What cannot be told, whatever the
+    reason, is a :class:`StoreError`; it is never "absent". Safe to use from several threads.
+    """
+
+    @property
+    def url(self) -> str:
+        """URL of the root, which :func:`open_store` opens again with the same options."""
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Bytes of *name*; None when it is absent.
+
+        Raises:
+            StoreError: It cannot be told.
+            ProtocolError: Larger than *max_bytes*.
+        """
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put *data* at *name*, atomically, over what was there."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put *data* at *name* unless something is there: True when this call did.
+
+        Raises:
+            StoreError: It cannot be told whether this call did; the caller reads it back.
+        """
+
+    def delete(self, name: str) -> None:
+        """Delete *name*; nothing happens when it is absent."""
+
+    def delete_tree(self, prefix: str) -> None:
+        """Delete everything below *prefix*, manifests first; never the whole store."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Every name below the folder *prefix* (``""``: all), relative to the root, sorted."""
+
+    def children(self, prefix: str) -> list[str]:
+        """First parts of the names below *prefix*: its files and folders, sorted."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of *name*; None when it is absent."""
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Copy the local file *path* to *name*, streaming; not visible before it is complete."""
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Copy *name* to the local file *path*, streaming; atomic.
+
+        Raises:
+            StoreError: It is absent or cannot be read.
+        """
+
+    def uri(self, name: str) -> str:
+        """URL of *name*, or of the folder *name*."""
+
+
+class StoreView:
+    """One folder of a store, as a store of its own."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        """See *store* from *prefix*."""
+        self._store = store
+        self._prefix = check_prefix(prefix)
+
+    @property
+    def url(self) -> str:
+        """URL of the folder."""
+        return self._store.uri(self._prefix)
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """See :meth:`Store.read`."""
+        return self._store.read(self._name(name), max_bytes=max_bytes)
+
+    def write(self, name: str, data: bytes) -> None:
+        """See :meth:`Store.write`."""
+        self._store.write(self._name(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See :meth:`Store.create`."""
+        return self._store.create(self._name(name), data)
+
+    def delete(self, name: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._store.delete(self._name(name))
+
+    def delete_tree(self, prefix: str) -> None:
+        """See :meth:`Store.delete_tree`."""
+        self._store.delete_tree(join(self._prefix, check_tree(prefix)))
+
+    def names(self, prefix: str) -> list[str]:
+        """See :meth:`Store.names`."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        return [name[skip:] for name in self._store.names(join(self._prefix, check_prefix(prefix)))]
+
+    def children(self, prefix: str) -> list[str]:
+        """See :meth:`Store.children`."""
+        return self._store.children(join(self._prefix, check_prefix(prefix)))
+
+    def size(self, name: str) -> int | None:
+        """See :meth:`Store.size`."""
+        return self._store.size(self._name(name))
+
+    def put_file(self, name: str, path: Path) -> None:
+        """See :meth:`Store.put_file`."""
+        self._store.put_file(self._name(name), path)
+
+    def get_file(self, name: str, path: Path) -> None:
+        """See :meth:`Store.get_file`."""
+        self._store.get_file(self._name(name), path)
+
+    def uri(self, name: str) -> str:
+        """See :meth:`Store.uri`."""
+        return self._store.uri(join(self._prefix, check_prefix(name)))
+
+    def _name(self, name: str) -> str:
+        # Checked here too: joined to the folder, an empty name would be the folder itself.
+        return join(self._prefix, check_name(name))
+
+
+def for_run(store: Store, prefix: str) -> Store:
+    """*store* as seen from a run's folder: names are relative to it, and cannot leave it."""
+    return StoreView(store, prefix)
+
+
+def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
+    """Open ``file:///path``, ``/path``, ``s3://bucket/path`` or any URL that fsspec knows.
+
+    Nothing is read or written yet, see :func:`check_store`. Paths are taken as they stand, without
+    percent-decoding.
+
+    Args:
+        url: Where the store is.
+        options: For the store: see :class:`~envscaler_airflow.store.s3.S3Store` for ``s3://``; what the
+            filesystem takes for fsspec's; none for a folder.
+
+    Raises:
+        SpecError: The URL or an option cannot be used, or a package is missing.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "file", url
+    if _USERINFO.match(rest):
+        raise SpecError(f"store {scheme}://...: credentials in a URL end up in logs; use a connection")
+    if scheme == "file":
+        return FileStore(_folder(url, rest))
+    return _open_s3(rest, options) if scheme == "s3" else _open_filesystem(url, options)
+
+
+def _folder(url: str, rest: str) -> Path:
+    path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not path.startswith("/"):
+        raise SpecError(
+            f"store {url!r} is not an absolute path: write file:///srv/envscaler or s3://bucket/path"
+        )
+    return Path(path)
+
+
+def _open_s3(rest: str, options: Mapping[str, Any] | None) -> Store:
+    try:
+        from envscaler_airflow.store.s3 import S3Store  # noqa: PLC0415 - boto3 is an extra
+    except ImportError as err:
+        raise SpecError(
+            f"store s3://{rest}: {err}: install the [amazon] extra: pip install 'envscaler-airflow[amazon]'"
+        ) from err
+    bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise SpecError(f"store s3://{rest} names no bucket: write s3://bucket/path")
+    return S3Store(bucket, prefix, options)
+
+
+def _open_filesystem(url: str, options: Mapping[str, Any] | None) -> Store:
+    from envscaler_airflow.store.filesystem import FilesystemStore  # noqa: PLC0415 - fsspec is slow to import
+
+    return FilesystemStore(url, options)
+
+
+def check_store(store: Store, prefix: str = "") -> None:
+    """Create, refuse to create again, overwrite, read and delete one small file below *prefix*.
+
+    Raises:
+        StoreError: One of these did not do what it says; the message names who must see this store.
+    """
+    name = join(check_prefix(prefix), f".check-{uuid.uuid4().hex}")
+    try:
+        fault = _probe(store, name)
+    except StoreError as err:
+        told = f"store {store.url} cannot be used: {err}; {_SAME_STORE}"
+        raise StoreError(told, status=err.status, transient=err.transient) from err
+    if fault is not None:
+        raise StoreError(f"store {store.url} cannot be used: {fault}; {_SAME_STORE}")
+
+
+def _probe(store: Store, name: str) -> str | None:
+    if not store.create(name, b"1"):
+        return "a new name was said to exist"
+    try:
+        if store.create(name, b"2"):
+            return "one name was created twice (If-None-Match ignored?), so two owners could both win"
+        store.write(name, b"3")
+        if store.read(name) != b"3":
+            return "what was written was not read back"
+    finally:
+        store.delete(name)
+    return None if store.read(name) is None else "what was deleted is still there"
+
+
+def deployment_of(store: Store, configured: str | None) -> str:
+    """Name of this Airflow deployment: *configured*, or for a folder a uuid that is kept in it.
+
+    Raises:
+        SpecError: None is configured and the store is not a folder: two deployments that share a
+            bucket would take each other's runs for their own.
+        StoreError: The folder cannot be read or written.
+        ProtocolError: Its ``deployment.json`` is not ours.
+    """
+    if configured and configured.strip():
+        return configured.strip()
+    if not isinstance(store, FileStore):
+        raise SpecError(
+            f"[envscaler] deployment is not set, and other deployments may share the store {store.url}: "
+            "set it to a name of this Airflow's own (AIRFLOW__ENVSCALER__DEPLOYMENT=team-prod)"
+        )
+    text = _kept_deployment(store)
+    try:
+        body = json.loads(text)
+        check_schema(body["schema"], where=store.uri(DEPLOYMENT))
+        return str(uuid.UUID(body["deployment"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ProtocolError(f"{store.uri(DEPLOYMENT)} holds no deployment's uuid: {err!r}") from err
+
+
+def _kept_deployment(store: FileStore) -> bytes:
+    if store.root.exists():
+        text = store.read(DEPLOYMENT)
+        if text is not None:
+            return text
+    body = {"schema": SCHEMA, "deployment": str(uuid.uuid4())}
+    store.create(DEPLOYMENT, json.dumps(body).encode())
+    text = store.read(DEPLOYMENT)
+    if text is None:
+        raise StoreError(f"{store.uri(DEPLOYMENT)} was deleted while it was made", transient=True)
+    return text

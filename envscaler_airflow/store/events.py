@@ -1,0 +1,235 @@
+"""The events of a run in the store: numbered files, created exclusively, folded into the run's state."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, Actor, Event, RunState, fold
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import check_prefix, join
+
+SNAPSHOT_EVERY = 500
+"""Events between two snapshots. Source: DESIGN section 4 (``snapshot-000500``)."""
+MAX_SNAPSHOT_BYTES = 1 << 26
+"""Largest snapshot written or read, bytes. Chosen: 8,000 events of 8 KiB; beyond it events are read."""
+_REQUEST_TRIES = 100
+"""Races that a request may lose before its writer gives up. Chosen: an owner appends one event a second."""
+
+
+def event_name(number: int) -> str:
+    """Store name, relative to the run's folder, of event *number*."""
+    return f"events/{number:06d}.json"
+
+
+def snapshot_name(number: int) -> str:
+    """Store name of the fold of events 1 to *number*."""
+    return f"events/snapshot-{number:06d}.json"
+
+
+class EventLog:
+    """The events of one run, for one writer.
+
+    Two writers never both have a number: it is created exclusively. When the store's answer was lost
+    or said "exists", the number is read back; the writer's own event there means that it won.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str = "",
+        *,
+        clock: Callable[[], float] = time.time,
+        writer: str | None = None,
+        snapshots: bool = True,
+    ) -> None:
+        """Open the events below *prefix*; nothing is read yet.
+
+        Args:
+            store: The run store, or a view of the run's folder.
+            prefix: The run's folder; ``""`` for a view of it.
+            clock: Seconds since the epoch, for people.
+            writer: uuid of this writer; a new one when None. Never share one between writers.
+            snapshots: False for a reader that must write nothing.
+        """
+        self._store = store
+        self._prefix = check_prefix(prefix)
+        self._clock = clock
+        self._snapshots = snapshots
+        self._state = RunState()
+        self._known = 0
+        self.writer = writer or str(uuid.uuid4())
+
+    def read(self, after: int = 0) -> list[Event]:
+        """Events from *after* + 1 on, up to the first number that is absent.
+
+        Raises:
+            StoreError: An event cannot be read, which is not the same as absent.
+            ProtocolError: An event is not of this major version, or not an event.
+        """
+        return [event for event, _ in self._following(after)]
+
+    def load(self) -> RunState:
+        """State after all events. Reads only those that came since the last call or snapshot.
+
+        Raises:
+            StoreError: An event cannot be read.
+            ProtocolError: An event is not of this major version, or does not follow the one before.
+        """
+        if self._state.number == 0:
+            self._state = self._newest_snapshot() or self._state
+        state, waiting = self._state, list[Event]()
+        for event, text in self._following(state.number):
+            waiting.append(event)
+            if event.number % SNAPSHOT_EVERY == 0:
+                state, waiting = fold(waiting, state), []
+                self._keep(state, text)
+        self._state = fold(waiting, state)
+        return self._state
+
+    def append(
+        self, after: int, event_type: str, body: Mapping[str, Any], /, *, actor: Actor | None = None
+    ) -> Event | None:
+        """Try to make this event number *after* + 1; None when another event has that number.
+
+        After None the caller folds the new events and decides anew.
+
+        Raises:
+            StoreError: It cannot be told whether the event is there.
+            ProtocolError: Event *after* does not exist, or this one is too large.
+        """
+        if after > self._known and self._text(after) is None:
+            raise ProtocolError(f"{self._where(after)} is absent: an event cannot follow it")
+        event = Event(after + 1, event_type, body, self.writer, self._clock(), actor)
+        won = self._settle(event_name(event.number), event.to_json())
+        self._known = max(self._known, event.number)
+        return event if won else None
+
+    def append_request(
+        self, event_type: str, body: Mapping[str, Any], /, *, actor: Actor | None = None
+    ) -> Event:
+        """Append what needs no decision, at whatever number is free.
+
+        Raises:
+            StoreError: It cannot be told whether the event is there, or others always came first.
+        """
+        for _ in range(_REQUEST_TRIES):
+            event = self.append(self._last(), event_type, body, actor=actor)
+            if event is not None:
+                return event
+        raise StoreError(
+            f"{self._where(self._known)}: other writers came first {_REQUEST_TRIES} times", transient=True
+        )
+
+    def _following(self, after: int) -> Iterator[tuple[Event, bytes]]:
+        number = after + 1
+        while (text := self._text(number)) is not None:
+            where = self._where(number)
+            event = Event.from_json(text, where=where)
+            if event.number != number:
+                raise ProtocolError(f"{where}: says that it is event {event.number}")
+            self._known = max(self._known, number)
+            yield event, text
+            number += 1
+
+    def _text(self, number: int) -> bytes | None:
+        return self._store.read(self._name(event_name(number)), max_bytes=MAX_EVENT_BYTES)
+
+    def _last(self) -> int:
+        """Highest number that exists, found in few looks: numbers have no gaps."""
+        low, step = self._known, 1
+        while self._exists(event_name(low + step)):
+            low, step = low + step, step * 2
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._exists(event_name(middle)) else (low, middle)
+        self._known = low
+        return low
+
+    def _settle(self, name: str, text: bytes) -> bool:
+        """True when *text* is what stands at *name*, whatever the store answered."""
+        for _ in range(2):
+            failure: StoreError | None = None
+            try:
+                if self._store.create(self._name(name), text):
+                    return True
+            except StoreError as err:
+                failure = err
+            stored = self._read_back(name, failure)
+            if stored is not None:
+                return stored == text
+            if failure is not None:
+                raise failure
+        raise StoreError(
+            f"{self._store.uri(self._name(name))} is said to exist and is absent", transient=True
+        )
+
+    def _read_back(self, name: str, failure: StoreError | None) -> bytes | None:
+        try:
+            return self._store.read(self._name(name), max_bytes=MAX_EVENT_BYTES)
+        except ProtocolError:
+            return b""  # too large to be ours
+        except StoreError as err:
+            raise failure or err from err
+
+    def _newest_snapshot(self) -> RunState | None:
+        """State of the newest snapshot that can be trusted, None when none can."""
+        try:
+            count = self._count_snapshots()
+            for index in range(count, max(0, count - 3), -1):
+                state = self._snapshot(index * SNAPSHOT_EVERY)
+                if state is not None:
+                    return state
+        except StoreError:
+            return None  # the events themselves tell whether the store can be read
+        return None
+
+    def _count_snapshots(self) -> int:
+        low, high = 0, 1
+        while self._exists(snapshot_name(high * SNAPSHOT_EVERY)):
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            exists = self._exists(snapshot_name(middle * SNAPSHOT_EVERY))
+            low, high = (middle, high) if exists else (low, middle)
+        return low
+
+    def _snapshot(self, number: int) -> RunState | None:
+        from envscaler_airflow.store import snapshots  # noqa: PLC0415 - pydantic, only for long runs
+
+        try:
+            text = self._store.read(self._name(snapshot_name(number)), max_bytes=MAX_SNAPSHOT_BYTES)
+            event = self._text(number)
+            if text is None or event is None:
+                return None
+            return snapshots.unpack(text, number=number, event=event)
+        except ProtocolError:
+            return None
+
+    def _keep(self, state: RunState, event: bytes) -> None:
+        """Write a snapshot of *state*, whose last event is *event*; over one that cannot be trusted."""
+        if not self._snapshots:
+            return
+        from envscaler_airflow.store import snapshots  # noqa: PLC0415 - pydantic, only for long runs
+
+        name, text = self._name(snapshot_name(state.number)), snapshots.pack(state, event=event)
+        if len(text) > MAX_SNAPSHOT_BYTES:
+            return
+        try:
+            if not self._store.create(name, text) and self._snapshot(state.number) is None:
+                self._store.write(name, text)
+        except StoreError:
+            return  # a snapshot only saves time
+
+    def _exists(self, name: str) -> bool:
+        return self._store.size(self._name(name)) is not None
+
+    def _name(self, name: str) -> str:
+        return join(self._prefix, name)
+
+    def _where(self, number: int) -> str:
+        return self._store.uri(self._name(event_name(number)))

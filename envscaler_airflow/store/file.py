@@ -1,0 +1,348 @@
+"""The run store in a folder: ``file://`` URLs and absolute paths."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.store.names import (
+    MANIFEST,
+    MAX_BYTES,
+    check_name,
+    check_prefix,
+    check_tree,
+    is_name,
+    join,
+    landing,
+)
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp\Z")
+_TRIES = 16
+"""How often a write meets a folder that a delete is just removing. Chosen: each try needs another delete."""
+_COPY_BYTES = 1 << 20
+_LASTING = frozenset(
+    {
+        errno.EACCES,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.ENOTSUP,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+"""Errors that the same call meets again; all others (full or stale disks, too many files) may pass."""
+
+
+class FileStore:
+    """Files below one folder.
+
+    ``write`` goes through a temporary file, fsync and rename, ``create`` through a temporary file,
+    fsync and link, so a reader sees a whole file or none, and of two creators one wins. Every part of
+    a name is opened without following symbolic links, so nothing in the tree can lead outside; the
+    root itself may be a link. Folders that became empty are removed, as an object store has none.
+
+    The folder must be on a filesystem with hard links (ext4, xfs, btrfs, NFS, EFS, ...).
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Use *root*, which the first write makes.
+
+        Raises:
+            ProtocolError: *root* is not absolute.
+        """
+        if not root.is_absolute():
+            raise ProtocolError(f"store folder {str(root)!r} is not absolute: write file:///path")
+        self.root = Path(os.path.normpath(root))
+        self.url = f"file://{self.root}"
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Bytes of *name*; None when it is absent."""
+        with self._told(name):
+            file = self._open(name)
+            if file is None:
+                return None
+            with file:
+                size = os.fstat(file.fileno()).st_size
+                data = file.read(max_bytes + 1) if size <= max_bytes else b""
+        size = max(size, len(data))
+        if size > max_bytes:
+            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put *data* at *name*, atomically, over what was there."""
+        self._put(name, lambda file: file.write(data), exclusive=False)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put *data* at *name* unless something is there: True when this call did."""
+        return self._put(name, lambda file: file.write(data), exclusive=True)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Copy the local file *path* to *name*, atomically."""
+
+        def fill(file: BinaryIO) -> None:
+            source.seek(0)
+            shutil.copyfileobj(source, file, _COPY_BYTES)
+
+        with path.open("rb") as source:
+            self._put(name, fill, exclusive=False)
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Copy *name* to the local file *path*, atomically."""
+        with self._told(name):
+            file = self._open(name)
+        if file is None:
+            raise StoreError(f"{self.uri(name)} is absent")
+        with file, landing(path) as temporary, temporary.open("wb") as target:
+            while chunk := self._chunk(file, name):
+                target.write(chunk)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of *name*; None when it is absent."""
+        with self._told(name):
+            file = self._open(name)
+            if file is None:
+                return None
+            with file:
+                return os.fstat(file.fileno()).st_size
+
+    def delete(self, name: str) -> None:
+        """Delete *name*; nothing happens when it is absent."""
+        *folders, last = check_name(name).split("/")
+        with self._told(name), self._folder(folders) as folder:
+            if folder is None:
+                return
+            # Linux says EISDIR for a folder, POSIX says EPERM; in an object store a folder is nothing.
+            with suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(last, dir_fd=folder)
+        self._prune(folders)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Delete everything below *prefix*, manifests first."""
+        bare = check_tree(prefix)
+        for name in self.names(bare):
+            if name.endswith(f"/{MANIFEST}"):
+                self.delete(name)
+        *folders, last = bare.split("/")
+        with self._told(bare), self._folder(folders) as folder:
+            if folder is not None:
+                _remove_tree(last, folder)
+        self._prune(folders)
+
+    def names(self, prefix: str) -> list[str]:
+        """Every name below *prefix*, sorted."""
+        bare = check_prefix(prefix)
+        with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
+            return [] if folder is None else sorted(join(bare, name) for name in _walk(folder))
+
+    def children(self, prefix: str) -> list[str]:
+        """First parts of the names below *prefix*, sorted."""
+        bare = check_prefix(prefix)
+        with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
+            return [] if folder is None else sorted(_children(folder))
+
+    def uri(self, name: str) -> str:
+        """``file://`` and the path of *name*, not percent-encoded, as fsspec and Airflow read it."""
+        bare = check_prefix(name)
+        return f"{self.url}/{bare}" if bare else self.url
+
+    def _put(self, name: str, fill: Callable[[BinaryIO], object], *, exclusive: bool) -> bool:
+        *folders, last = check_name(name).split("/")
+        if _TEMPORARY.match(last):
+            raise ProtocolError(f"name {name!r} has the form of this store's temporary files: use another")
+        with self._told(name):
+            for _ in range(_TRIES):
+                # A delete may remove the empty folder between our making it and our first file in it.
+                with suppress(FileNotFoundError), self._folder(folders, make=True) as folder:
+                    assert folder is not None
+                    return _place(folder, last, fill, exclusive=exclusive)
+            raise FileNotFoundError(errno.ENOENT, "its folder is removed again and again")
+
+    def _open(self, name: str) -> BinaryIO | None:
+        *folders, last = check_name(name).split("/")
+        with self._folder(folders) as folder:
+            if folder is None:
+                return None
+            try:
+                descriptor = os.open(last, _READ, dir_fd=folder)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                _refuse_link(last, folder)
+                raise
+        file = os.fdopen(descriptor, "rb")
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return file
+        file.close()
+        if stat.S_ISDIR(mode):
+            return None
+        raise ProtocolError(f"{self.uri(name)} is neither a file nor a folder: remove it")
+
+    def _chunk(self, file: BinaryIO, name: str) -> bytes:
+        with self._told(name):
+            return file.read(_COPY_BYTES)
+
+    @contextmanager
+    def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int | None]:
+        """Descriptor of the folder; None when it is absent and not to be made."""
+        descriptor: int | None = self._open_root(make=make)
+        try:
+            for part in parts:
+                assert descriptor is not None
+                inner = _enter(descriptor, part, make=make)
+                os.close(descriptor)
+                descriptor = inner
+                if descriptor is None:
+                    break
+            yield descriptor
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _open_root(self, *, make: bool) -> int:
+        try:
+            return os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if not make:
+                # A folder that is not mounted must not look like a store without runs.
+                raise StoreError(f"store folder {self.root} does not exist: nothing was written yet, or "
+                                 "it is not mounted here", transient=True) from None  # fmt: skip
+            self.root.mkdir(parents=True, exist_ok=True)
+            return os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
+
+    def _prune(self, parts: list[str]) -> None:
+        for depth in range(len(parts), 0, -1):
+            with suppress(OSError, ProtocolError), self._folder(parts[: depth - 1]) as folder:
+                if folder is not None:
+                    os.rmdir(parts[depth - 1], dir_fd=folder)
+                    continue
+            return
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as err:
+            lasting = err.errno in _LASTING
+            raise StoreError(f"{self.uri(name)}: {err.strerror or err}", transient=not lasting) from err
+
+
+def _enter(folder: int, part: str, *, make: bool) -> int | None:
+    """Open the folder *part* of *folder*; None when it is absent or a file, and not to be made."""
+    try:
+        return os.open(part, _FOLDER, dir_fd=folder)
+    except FileNotFoundError:
+        if not make:
+            return None
+    except OSError as err:
+        _refuse_link(part, folder)
+        if err.errno == errno.ENOTDIR and not make:
+            return None
+        raise
+    with suppress(FileExistsError):
+        os.mkdir(part, dir_fd=folder)
+    return os.open(part, _FOLDER, dir_fd=folder)
+
+
+def _refuse_link(part: str, folder: int) -> None:
+    """Say what is wrong when opening *part* failed because it is a symbolic link.
+
+    Raises:
+        ProtocolError: It is one.
+    """
+    with suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise ProtocolError(f"{part!r} is a symbolic link: the run store holds none; remove it")
+
+
+def _place(folder: int, last: str, fill: Callable[[BinaryIO], object], *, exclusive: bool) -> bool:
+    temporary = f".{uuid.uuid4().hex}.tmp"
+    try:
+        with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if exclusive:
+            placed = _link(temporary, last, folder)
+        else:
+            os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            placed = True
+        os.fsync(folder)
+        return placed
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+
+
+def _link(temporary: str, last: str, folder: int) -> bool:
+    try:
+        os.link(temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        # NFS repeats a request whose answer was lost, and then says "exists" of our own link.
+        return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1
+    return True
+
+
+def _remove_tree(last: str, folder: int) -> None:
+    try:
+        mode = os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        os.unlink(last, dir_fd=folder)
+    elif stat.S_ISDIR(mode):
+        with suppress(FileNotFoundError):
+            shutil.rmtree(last, dir_fd=folder)
+
+
+def _walk(folder: int) -> Iterator[str]:
+    """Names of the plain files below *folder*, links not followed."""
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        if not is_name(entry.name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk_into(folder, entry.name)
+        elif entry.is_file(follow_symlinks=False) and not _TEMPORARY.match(entry.name):
+            yield entry.name
+
+
+def _walk_into(folder: int, part: str) -> Iterator[str]:
+    try:
+        inner = os.open(part, _FOLDER, dir_fd=folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        for name in _walk(inner):
+            yield f"{part}/{name}"
+    finally:
+        os.close(inner)
+
+
+def _children(folder: int) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        if not is_name(entry.name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            if next(_walk_into(folder, entry.name), None) is not None:
+                yield entry.name
+        elif entry.is_file(follow_symlinks=False) and not _TEMPORARY.match(entry.name):
+            yield entry.name

@@ -1,0 +1,200 @@
+"""The run store on any other filesystem that fsspec knows: ``gs://``, ``abfs://``, ``oss://``, ``memory://``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.store.names import (
+    MAX_BYTES,
+    check_name,
+    check_prefix,
+    check_tree,
+    child_of,
+    join,
+    landing,
+    manifests_first,
+)
+
+ATOMIC_CREATE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory"})
+"""Protocols whose ``pipe_file(mode="create")`` leaves the choice of the winner to the service.
+
+Source: gcsfs/core.py (ifGenerationMatch=0), adlfs/spec.py (overwrite=False is If-None-Match: *),
+fsspec/implementations/memory.py (one process).
+"""
+
+
+class FilesystemStore:
+    """Objects below a URL that fsspec knows.
+
+    How strong ``create`` is depends on the filesystem, see :attr:`create_is_atomic`:
+
+    - ``gs://`` (gcsfs), ``abfs://``, ``az://`` (adlfs): the service lets one of two creators win.
+    - ``memory://``: likewise, within one process; for tests.
+    - all others (``oss://``, ``sftp://``, ``hdfs://``, ...): asked whether it exists, written, read back.
+      Two creators within the same moment can both believe that they won. Give such a store one
+      owner: one Airflow, and no ``envscaler submit`` beside it.
+
+    ``write`` and ``put_file`` are atomic where the filesystem makes an object visible when it is
+    complete, as object stores do.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """Open *url* with fsspec; *options* go to the filesystem.
+
+        Raises:
+            SpecError: fsspec does not know the protocol, or its package is missing.
+        """
+        try:
+            self._fs, root = url_to_fs(url, **dict(options or {}))
+        except ImportError as err:
+            raise SpecError(f"store {url}: {err}") from err
+        except ValueError as err:
+            raise SpecError(
+                f"store {url}: {err}: write file:///path, s3://bucket/path or gs://bucket/path"
+            ) from err
+        self._root: str = root.rstrip("/")
+        self.url = url.rstrip("/") if not url.endswith("://") else url
+        protocol = self._fs.protocol
+        self.create_is_atomic = bool(
+            ATOMIC_CREATE & set((protocol,) if isinstance(protocol, str) else protocol)
+        )
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Bytes of *name*; None when it is absent."""
+        path = self._path(name)
+        with self._told(name):
+            size = self._size(path)
+            if size is None:
+                return None
+            try:
+                data = self._fs.cat_file(path) if size <= max_bytes else b""
+            except FileNotFoundError:
+                return None
+        size = max(size, len(data))
+        if size > max_bytes:
+            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
+        return bytes(data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put *data* at *name* over what was there."""
+        path = self._path(name)
+        with self._told(name):
+            self._pipe(path, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put *data* at *name* unless something is there: True when this call did."""
+        path = self._path(name)
+        with self._told(name):
+            if not self.create_is_atomic:
+                return self._create_weakly(path, data)
+            try:
+                self._pipe(path, data, mode="create")
+            except FileExistsError:
+                return False
+        return True
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Copy the local file *path* to *name*."""
+        target, size = self._path(name), path.stat().st_size
+        with self._told(name):
+            self._fs.put_file(str(path), target)
+            stored = self._size(target)
+        if stored != size:
+            raise StoreError(f"{self.uri(name)}: {stored} of {size} bytes arrived", transient=True)
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Copy *name* to the local file *path*, atomically."""
+        source = self._path(name)
+        with landing(path) as temporary, self._told(name):
+            if self._size(source) is None:
+                raise StoreError(f"{self.uri(name)} is absent")
+            self._fs.get_file(source, str(temporary))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of *name*; None when it is absent."""
+        path = self._path(name)
+        with self._told(name):
+            return self._size(path)
+
+    def delete(self, name: str) -> None:
+        """Delete *name*; nothing happens when it is absent."""
+        path = self._path(name)
+        with self._told(name):
+            if self._size(path) is None:
+                return
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError:
+                return
+
+    def delete_tree(self, prefix: str) -> None:
+        """Delete everything below *prefix*, manifests first."""
+        for name in manifests_first(self.names(check_tree(prefix))):
+            self.delete(name)
+
+    def names(self, prefix: str) -> list[str]:
+        """Every name below *prefix*, sorted."""
+        bare = check_prefix(prefix)
+        with self._told(bare):
+            self._fs.invalidate_cache()
+            try:
+                paths = self._fs.find(join(self._root, bare) or "/")
+            except FileNotFoundError:
+                return []
+        below = f"{self._root}/"
+        names = (str(path)[len(below) :] for path in paths if str(path).startswith(below))
+        return sorted(name for name in names if name.startswith(f"{bare}/" if bare else "") and name)
+
+    def children(self, prefix: str) -> list[str]:
+        """First parts of the names below *prefix*, sorted."""
+        bare = check_prefix(prefix)
+        return sorted({child_of(name, bare) for name in self.names(bare)})
+
+    def uri(self, name: str) -> str:
+        """The URL of *name*."""
+        bare = check_prefix(name)
+        if not bare:
+            return self.url
+        return f"{self.url}{bare}" if self.url.endswith("/") else f"{self.url}/{bare}"
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _pipe(self, path: str, data: bytes, **mode: str) -> None:
+        try:
+            self._fs.pipe_file(path, data, **mode)
+        except FileNotFoundError:
+            # Object stores have no folders; where there are some, they are made on demand.
+            self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            self._fs.pipe_file(path, data, **mode)
+
+    def _size(self, path: str) -> int | None:
+        self._fs.invalidate_cache()
+        try:
+            facts = self._fs.info(path)
+        except FileNotFoundError:
+            return None
+        return int(facts["size"]) if facts["type"] == "file" else None
+
+    def _create_weakly(self, path: str, data: bytes) -> bool:
+        if self._size(path) is not None:
+            return False
+        self._pipe(path, data)
+        return bool(self._fs.cat_file(path) == data)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except EnvScalerError:
+            raise
+        except PermissionError as err:
+            raise StoreError(f"{self.uri(name)}: {err}") from err
+        except Exception as err:
+            raise StoreError(f"{self.uri(name)}: {type(err).__name__}: {err}", transient=True) from err

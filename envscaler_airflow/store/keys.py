@@ -1,0 +1,97 @@
+"""The key of a run, and the folder that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envscaler_airflow.errors import ProtocolError
+
+MAX_PART_BYTES = 80
+"""Longest part of a run's folder, bytes. Source: DESIGN section 4."""
+_HASH_DIGITS = 10
+_PLAIN = frozenset((string.ascii_letters + string.digits + "_-").encode())
+_CUT = "~"
+"""Stands before the hash of a part that was cut: no encoded part holds it, so none looks like a cut one."""
+
+
+def encode_part(text: str) -> str:
+    """One part of a run's folder: percent-encoded outside ``[A-Za-z0-9_-]``, at most 80 bytes.
+
+    A longer one is cut and ends with ``~`` and 10 hex digits of the sha256 of *text*, so different
+    texts give different parts. ``..`` is a legal dag_id and becomes ``%2E%2E``.
+
+    Raises:
+        ValueError: *text* is empty.
+    """
+    if not text:
+        raise ValueError("a part of a run's key is empty")
+    raw = text.encode("utf-8", "surrogatepass")
+    pieces = [chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in raw]
+    whole = "".join(pieces)
+    if len(whole) <= MAX_PART_BYTES:
+        return whole
+    room = MAX_PART_BYTES - len(_CUT) - _HASH_DIGITS
+    while len(whole) > room:
+        whole = whole[: -len(pieces.pop())]
+    return f"{whole}{_CUT}{hashlib.sha256(raw).hexdigest()[:_HASH_DIGITS]}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """Which run: one execution of a stage in a DAG run, the try number left out.
+
+    Attributes:
+        deployment: ``[envscaler] deployment``, see :func:`~envscaler_airflow.store.base.deployment_of`.
+        dag_id, run_id, task_id: Airflow's; outside Airflow chosen by who submits.
+        map_index: Of a mapped task; -1 when it is not mapped, as Airflow says it.
+        team: Airflow's team, None where it has none.
+    """
+
+    deployment: str
+    dag_id: str
+    run_id: str
+    task_id: str
+    map_index: int = -1
+    team: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a key without a name."""
+        for name in ("deployment", "dag_id", "run_id", "task_id"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty")
+        if self.team == "":
+            raise ValueError("team is empty: leave it out where Airflow has none")
+
+    @property
+    def prefix(self) -> str:
+        """Folder of the run: ``deployment[.team]/dag/run/task/map``; no part holds a dot but that one."""
+        first = encode_part(self.deployment)
+        if self.team is not None:
+            first = f"{first}.{encode_part(self.team)}"
+        rest = (self.dag_id, self.run_id, self.task_id, str(self.map_index))
+        return "/".join([first, *(encode_part(part) for part in rest)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as it stands in ``run.json`` and in triggers."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> RunKey:
+        """Read what :meth:`to_dict` wrote; unknown fields are ignored.
+
+        Raises:
+            ProtocolError: A field is missing or of the wrong type.
+        """
+        values: dict[str, Any] = {name: body[name] for name in cls.__slots__ if name in body}
+        for name, value in values.items():
+            expected: type = int if name == "map_index" else str
+            if type(value) is not expected and not (name == "team" and value is None):
+                raise ProtocolError(f"run key: {name}: got {value!r:.80}, expected {expected.__name__}")
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as err:
+            raise ProtocolError(f"run key: {err}") from err

@@ -1,0 +1,119 @@
+"""The owner's lease: a counter that somebody must keep raising, or the courier ends the attempt."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import join
+
+LEASE = "lease/run.json"
+RENEW_EVERY_S = 60.0
+"""Seconds between renewals. Source: DESIGN section 4."""
+MAX_LEASE_BYTES = 1 << 20
+"""Largest lease read, bytes. Chosen: a log cursor for 10,000 nodes fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What the owner's side last said.
+
+    Attributes:
+        counter: Grows with every renewal; the only thing that ages are told by.
+        holder: Who renewed it: a trigger or a slice. For people.
+        log_cursor: Node to ``[chunk, byte offset]``: how far the training's log was shown.
+    """
+
+    counter: int
+    holder: str = ""
+    log_cursor: Mapping[str, list[int]] = field(default_factory=dict)
+
+
+def read_lease(store: Store, prefix: str = "") -> Lease | None:
+    """The lease of the run at *prefix*; None when none was ever written.
+
+    Raises:
+        StoreError: It cannot be told.
+        ProtocolError: It is not a lease of this major version.
+    """
+    name = join(prefix, LEASE)
+    text = store.read(name, max_bytes=MAX_LEASE_BYTES)
+    if text is None:
+        return None
+    where = store.uri(name)
+    try:
+        body = json.loads(text)
+        check_schema(body.get("schema"), where=where)
+        cursor = {str(node): [int(at[0]), int(at[1])] for node, at in body.get("log_cursor", {}).items()}
+        return Lease(int(body["counter"]), str(body.get("holder", "")), cursor)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as err:
+        raise ProtocolError(f"{where}: not a lease: {err!r}") from err
+
+
+def renew_lease(
+    store: Store, prefix: str = "", *, holder: str, log_cursor: Mapping[str, Any] | None = None
+) -> Lease:
+    """Raise the counter by one and say how far the log was shown; None keeps the cursor.
+
+    A lease that cannot be understood is begun anew: to renew it is this side's job alone.
+
+    Raises:
+        StoreError: It cannot be read or written.
+    """
+    try:
+        last = read_lease(store, prefix)
+    except ProtocolError:
+        last = None
+    counter = last.counter + 1 if last else 1
+    kept = last.log_cursor if last else {}
+    cursor = (
+        kept if log_cursor is None else {node: [int(at[0]), int(at[1])] for node, at in log_cursor.items()}
+    )
+    body = {
+        "schema": SCHEMA,
+        "counter": counter,
+        "holder": holder,
+        "log_cursor": dict(cursor),
+    }
+    store.write(join(prefix, LEASE), json.dumps(body, separators=(",", ":")).encode())
+    return Lease(counter, holder, cursor)
+
+
+class LeaseWatch:
+    """How long the lease has stood still, by the watcher's own monotonic clock.
+
+    Only time between two readings that showed the same lease counts, and of a longer gap only
+    *max_gap_s*: neither an unreadable store nor a suspended machine is an expiry, since the owner
+    may have been as cut off as the watcher.
+    """
+
+    def __init__(
+        self, monotonic: Callable[[], float] = time.monotonic, *, max_gap_s: float = 2 * RENEW_EVERY_S
+    ) -> None:
+        """Watch with the clock *monotonic*; look at least every *max_gap_s* seconds."""
+        self._monotonic = monotonic
+        self._max_gap_s = max_gap_s
+        self._last: tuple[int, str] | None = None
+        self._seen_at: float | None = None
+        self._unchanged_s = 0.0
+
+    def seen(self, lease: Lease | None) -> None:
+        """The store was read and showed *lease* (None: proven absent). Call nothing when it was not."""
+        now = self._monotonic()
+        shown = (lease.counter, lease.holder) if lease else None
+        if self._seen_at is None or shown != self._last:
+            self._unchanged_s = 0.0
+        else:
+            self._unchanged_s += min(now - self._seen_at, self._max_gap_s)
+        self._last, self._seen_at = shown, now
+
+    @property
+    def unchanged_s(self) -> float:
+        """Seconds for which the lease was seen to stand still, up to the last reading; 0 before the first."""
+        return self._unchanged_s

@@ -1,0 +1,92 @@
+"""Names inside a store, and how a download lands on the local disk."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from envscaler_airflow.errors import ProtocolError
+
+MAX_BYTES = 1 << 24
+"""Largest object that :meth:`Store.read` returns unless told otherwise, bytes. Chosen: 16 manifests."""
+
+MAX_NAME_BYTES = 1024
+"""Longest name with its root, bytes. Source: Amazon S3 user guide, "Creating object key names"."""
+
+MANIFEST = "manifest.json"
+"""Deleted before its folder, so that a half-deleted folder never looks complete."""
+
+
+def check_name(name: str) -> str:
+    """Return *name* when it stays below the root: ``a/b.json``, without empty, ``.`` or ``..`` parts.
+
+    Raises:
+        ProtocolError: It is absolute, leaves the root, is too long or holds NUL, backslash or
+            what UTF-8 cannot say.
+    """
+    if not is_name(name):
+        raise ProtocolError(
+            f"name {name!r:.200} does not stay inside the store: write it as 'folder/file.json'"
+        )
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Return *prefix* without its trailing slash; ``""`` is the root.
+
+    Raises:
+        ProtocolError: As :func:`check_name`.
+    """
+    bare = prefix[:-1] if prefix.endswith("/") and prefix != "/" else prefix
+    return check_name(bare) if bare else ""
+
+
+def check_tree(prefix: str) -> str:
+    """Return *prefix* when a tree below it may be deleted: never the whole store.
+
+    Raises:
+        ProtocolError: As :func:`check_name`, and for ``""``.
+    """
+    return check_name(check_prefix(prefix))
+
+
+def is_name(name: str) -> bool:
+    """True when *name* stays below the root, see :func:`check_name`."""
+    if not name or "\0" in name or "\\" in name:
+        return False
+    try:
+        if len(name.encode()) > MAX_NAME_BYTES:
+            return False
+    except UnicodeEncodeError:
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def join(prefix: str, name: str) -> str:
+    """``prefix/name``; either may be ``""``."""
+    return f"{prefix}/{name}" if prefix and name else prefix or name
+
+
+def child_of(name: str, prefix: str) -> str:
+    """First part of *name* below *prefix*: ``b`` of ``a/b/c`` below ``a``."""
+    return name[len(prefix) + 1 if prefix else 0 :].split("/", 1)[0]
+
+
+def manifests_first(names: list[str]) -> list[str]:
+    """*names* in the order in which a tree is deleted."""
+    return sorted(names, key=lambda name: (name.rsplit("/", 1)[-1] != MANIFEST, name))
+
+
+@contextmanager
+def landing(path: Path) -> Iterator[Path]:
+    """Yield a temporary file beside *path*, which becomes *path* when nothing was raised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()

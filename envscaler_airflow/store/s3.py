@@ -1,0 +1,262 @@
+"""The run store in a bucket: ``s3://`` URLs, by boto3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import boto3.exceptions
+import boto3.session
+from botocore import exceptions as refusals
+from botocore.config import Config
+
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.store.names import (
+    MAX_BYTES,
+    check_name,
+    check_prefix,
+    check_tree,
+    child_of,
+    join,
+    landing,
+    manifests_first,
+)
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+_SESSION_OPTIONS = frozenset(
+    {"aws_access_key_id", "aws_secret_access_key", "aws_session_token", "profile_name", "region_name"}
+)
+_CLIENT_OPTIONS = frozenset({"endpoint_url", "verify"})
+_OPTIONS = _SESSION_OPTIONS | _CLIENT_OPTIONS | {"session", "client", "config", "extra_args"}
+_BATCH = 1000
+"""Keys deleted by one request. Source: Amazon S3 API reference, DeleteObjects."""
+_TRANSIENT = frozenset(
+    {
+        "OperationAborted",
+        "RequestTimeout",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "ConditionalRequestConflict",
+    }
+)
+_CONFIG: dict[str, Any] = {
+    # Chosen: a trigger's thread must come back within a minute or so, whatever the network does.
+    "connect_timeout": 10,
+    "read_timeout": 30,
+    "retries": {"mode": "standard", "total_max_attempts": 4},
+}
+
+
+class S3Store:
+    """Objects below ``s3://bucket/prefix``.
+
+    ``create`` is a PUT with ``If-None-Match: *``: of two creators one wins. S3 says 412 to the other,
+    or 409 while both are under way. A store behind *endpoint_url* must know this header too
+    (MinIO, Ceph, Cloudflare R2 do); :func:`check_store` finds out. Failed requests are repeated by
+    botocore, so an answer "exists" can be about our own object: who must know reads it back.
+
+    The identity needs GetObject, PutObject, DeleteObject and, on the bucket, ListBucket; without the
+    last S3 says 403 where it should say 404.
+    """
+
+    def __init__(self, bucket: str, prefix: str = "", options: Mapping[str, Any] | None = None) -> None:
+        """Use *bucket* with the credentials that boto3 finds, or those in *options*.
+
+        Args:
+            bucket: Name of the bucket.
+            prefix: Folder within it.
+            options: ``endpoint_url``, ``region_name``, ``profile_name``, ``aws_access_key_id``,
+                ``aws_secret_access_key``, ``aws_session_token``, ``verify``; ``config`` for
+                botocore's Config; ``extra_args`` for every upload (e.g. ``ServerSideEncryption``);
+                ``session`` or ``client`` for a boto3 object made elsewhere.
+
+        Raises:
+            SpecError: An option is not known.
+        """
+        self._bucket = bucket
+        self._prefix = check_prefix(prefix)
+        given = dict(options or {})
+        _refuse_unknown(given)
+        self._extra: dict[str, Any] = dict(given.get("extra_args") or {})
+        self._client = _client(given)
+        self.url = f"s3://{join(bucket, self._prefix)}"
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Bytes of *name*; None when it is absent."""
+        with self._told(name):
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
+            except self._client.exceptions.NoSuchKey:
+                return None
+            with answer["Body"] as body:
+                size = answer["ContentLength"]
+                data = body.read() if size <= max_bytes else b""
+        if size > max_bytes:
+            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put *data* at *name*, atomically, over what was there."""
+        with self._told(name):
+            self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=data, **self._extra)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put *data* at *name* unless something is there: True when this call did."""
+        key = self._key(name)
+        with self._told(name):
+            try:
+                self._client.put_object(
+                    Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*", **self._extra
+                )
+            except refusals.ClientError as err:
+                if _status(err) in (409, 412):
+                    return False
+                raise
+        return True
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Upload the local file *path* to *name*, in parts when large; visible when complete."""
+        key = self._key(name)
+        with path.open("rb") as source, self._told(name):
+            self._client.upload_fileobj(source, self._bucket, key, ExtraArgs=self._extra or None)
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Download *name* to the local file *path*, atomically."""
+        key = self._key(name)
+        with landing(path) as temporary, temporary.open("wb") as target, self._told(name):
+            self._client.download_fileobj(self._bucket, key, target)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of *name*; None when it is absent."""
+        key = self._key(name)
+        with self._told(name):
+            try:
+                return self._client.head_object(Bucket=self._bucket, Key=key)["ContentLength"]
+            except refusals.ClientError as err:
+                if _status(err) != 404:
+                    raise
+            # HEAD has no body, so a missing bucket looks like a missing object.
+            self._client.head_bucket(Bucket=self._bucket)
+        return None
+
+    def delete(self, name: str) -> None:
+        """Delete *name*; nothing happens when it is absent."""
+        with self._told(name):
+            self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
+
+    def delete_tree(self, prefix: str) -> None:
+        """Delete everything below *prefix*, manifests first."""
+        keys = [self._key(name) for name in manifests_first(self.names(check_tree(prefix)))]
+        with self._told(prefix):
+            for start in range(0, len(keys), _BATCH):
+                self._delete_batch(keys[start : start + _BATCH])
+
+    def names(self, prefix: str) -> list[str]:
+        """Every name below *prefix*, sorted."""
+        bare = check_prefix(prefix)
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        with self._told(bare):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._below(bare)
+            )
+            keys = [item["Key"][skip:] for page in pages for item in page.get("Contents", ())]
+        # Consoles make "folders" by empty objects that end with a slash.
+        return sorted(key for key in keys if not key.endswith("/"))
+
+    def children(self, prefix: str) -> list[str]:
+        """First parts of the names below *prefix*, sorted."""
+        below = self._below(check_prefix(prefix))
+        with self._told(prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=below, Delimiter="/"
+            )
+            found: set[str] = set()
+            for page in pages:
+                found.update(item["Key"] for item in page.get("Contents", ()) if item["Key"] != below)
+                found.update(item["Prefix"] for item in page.get("CommonPrefixes", ()))
+        return sorted(child_of(key[len(below) :], "") for key in found)
+
+    def uri(self, name: str) -> str:
+        """``s3://bucket/key`` of *name*."""
+        return f"s3://{join(self._bucket, join(self._prefix, check_prefix(name)))}"
+
+    def _key(self, name: str) -> str:
+        return join(self._prefix, check_name(name))
+
+    def _below(self, bare: str) -> str:
+        whole = join(self._prefix, bare)
+        return f"{whole}/" if whole else ""
+
+    def _delete_batch(self, keys: list[str]) -> None:
+        answer = self._client.delete_objects(
+            Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        )
+        for error in answer.get("Errors", ()):
+            code, key = error.get("Code", "unknown error"), error.get("Key", "?")
+            raise StoreError(
+                f"s3://{self._bucket}/{key}: not deleted: {code}",
+                transient=code in _TRANSIENT or code == "InternalError",
+            )
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except refusals.ClientError as err:
+            raise self._refused(err, name) from err
+        except (refusals.NoCredentialsError, refusals.PartialCredentialsError) as err:
+            raise StoreError(
+                f"{self.uri(name)}: {err}: give the connection or the machine AWS credentials"
+            ) from err
+        except (refusals.ParamValidationError, refusals.ProfileNotFound) as err:
+            raise StoreError(f"{self.uri(name)}: {err}") from err
+        except (refusals.BotoCoreError, boto3.exceptions.Boto3Error) as err:
+            raise StoreError(f"{self.uri(name)}: no answer: {err}", transient=True) from err
+
+    def _refused(self, err: refusals.ClientError, name: str) -> StoreError:
+        status, code = _status(err), err.response.get("Error", {}).get("Code", "")
+        hint = ""
+        if status == 403:
+            hint = " (without s3:ListBucket on the bucket S3 also says this of what is absent)"
+        elif code == "NoSuchBucket" or status == 404:
+            hint = " (no such bucket or object)"
+        return StoreError(
+            f"{self.uri(name)}: {err}{hint}",
+            status=status,
+            transient=status is None or status >= 500 or status == 429 or code in _TRANSIENT,
+        )
+
+
+def _status(err: refusals.ClientError) -> int | None:
+    status: int | None = err.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            near = get_close_matches(name, sorted(_OPTIONS), n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(_OPTIONS))}"
+            raise SpecError(f"store option {name!r} is not known for s3://{hint}")
+
+
+def _client(options: Mapping[str, Any]) -> S3Client:
+    if options.get("client") is not None:
+        client: S3Client = options["client"]
+        return client
+    chosen = {name: value for name, value in options.items() if value is not None}
+    session = chosen.get("session") or boto3.session.Session(
+        **{name: chosen[name] for name in _SESSION_OPTIONS & chosen.keys()}
+    )
+    config = Config(**{**_CONFIG, **chosen.get("config", {})})
+    made: S3Client = session.client(
+        "s3", config=config, **{name: chosen[name] for name in _CLIENT_OPTIONS & chosen.keys()}
+    )
+    return made
