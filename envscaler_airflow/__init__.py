@@ -1,1 +1,137 @@
-"""Airflow provider for machine-learning stages."""
+"""Right-sized, resumable machine-learning stages for Apache Airflow.
+
+Every public name is imported on first use, so that a DAG file pays only for what
+it names and a training image needs nothing but the standard library (Python 3.8).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Dict, List
+
+if TYPE_CHECKING:
+    from envscaler_airflow import agent as agent
+    from envscaler_airflow.hooks.checkpoint import CheckpointHook as CheckpointHook
+    from envscaler_airflow.operators.params import spec_params as spec_params
+    from envscaler_airflow.operators.stage import EnvStageOperator as EnvStageOperator
+    from envscaler_airflow.sensors.scaling import ScalingSensor as ScalingSensor
+
+__all__ = [
+    "CheckpointHook",
+    "EnvStageOperator",
+    "ScalingSensor",
+    "__version__",
+    "agent",
+    "get_provider_info",
+    "spec_params",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointHook": "envscaler_airflow.hooks.checkpoint",
+    "EnvStageOperator": "envscaler_airflow.operators.stage",
+    "ScalingSensor": "envscaler_airflow.sensors.scaling",
+    "spec_params": "envscaler_airflow.operators.params",
+}
+_MODULES = {"agent"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import *name* from where it lives.
+
+    Raises:
+        AttributeError: No such public name.
+    """
+    if name in _MODULES:
+        return importlib.import_module(f"envscaler_airflow.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'envscaler_airflow' has no attribute {name!r}")
+
+
+def __dir__() -> List[str]:
+    """Public names, imported or not."""
+    return sorted({*globals(), *__all__})
+
+
+def get_provider_info() -> Dict[str, Any]:
+    """What Airflow shows of this provider: operators, hooks, the connection form and the settings."""
+    name = "envscaler"
+    return {
+        "package-name": "envscaler-airflow",
+        "name": name,
+        "description": "Machine-learning stages from one environment spec, right-sized and resumable.",
+        "integrations": [{"integration-name": name, "tags": ["software"]}],
+        "operators": [{"integration-name": name, "python-modules": ["envscaler_airflow.operators.stage"]}],
+        "sensors": [{"integration-name": name, "python-modules": ["envscaler_airflow.sensors.scaling"]}],
+        "triggers": [
+            {
+                "integration-name": name,
+                "python-modules": [
+                    "envscaler_airflow.triggers.stage",
+                    "envscaler_airflow.triggers.scaling",
+                ],
+            }
+        ],
+        "hooks": [{"integration-name": name, "python-modules": ["envscaler_airflow.hooks.checkpoint"]}],
+        "connection-types": [_store_connection()],
+        "extra-links": ["envscaler_airflow.operators.links.RunStoreLink"],
+        "config": {
+            "envscaler": {
+                "description": "Settings of envscaler-airflow.",
+                "options": {
+                    "store_url": _option(
+                        "URL of the run store, as operators, triggerer, API server and machines all see "
+                        "it: an absolute path, file://, s3:// or another fsspec URL.",
+                        "s3://ml-runs/envscaler",
+                    ),
+                    "deployment": _option(
+                        "Name of this Airflow within the store. Required for a store that several "
+                        "deployments can reach; a file store without one gets a generated name.",
+                        "production",
+                    ),
+                    "local_root": _option(
+                        "Folder for attempts of the local backend; /var/tmp/envscaler-<uid> when empty.",
+                        "/scratch/envscaler",
+                    ),
+                },
+            }
+        },
+    }
+
+
+def _option(description: str, example: str) -> Dict[str, Any]:
+    return {
+        "description": description,
+        "version_added": "0.1.0",
+        "type": "string",
+        "example": example,
+        "default": "",
+    }
+
+
+def _store_connection() -> Dict[str, Any]:
+    text = {"type": ["string", "null"]}
+    return {
+        "connection-type": "envscaler_store",
+        "hook-class-name": "envscaler_airflow.hooks.checkpoint.CheckpointHook",
+        "hook-name": "envscaler run store",
+        "conn-fields": {
+            "store_url": {
+                "label": "Store URL",
+                "schema": text,
+                "description": "s3://bucket/prefix, file:///path or another fsspec URL",
+            },
+            "region_name": {"label": "Region", "schema": text, "description": "S3 only"},
+            "endpoint_url": {
+                "label": "Endpoint URL",
+                "schema": text,
+                "description": "S3-compatible stores only; empty for AWS",
+            },
+        },
+        "ui-field-behaviour": {
+            "hidden-fields": ["host", "schema", "port"],
+            "relabeling": {"login": "Access key id", "password": "Secret access key"},
+            "placeholders": {"login": "empty: the machine's own identity"},
+        },
+    }

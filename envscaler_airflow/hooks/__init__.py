@@ -1,0 +1,1 @@
+"""Airflow hooks: connections and settings become objects that the rooms below take."""

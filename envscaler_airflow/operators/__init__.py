@@ -1,0 +1,1 @@
+"""Airflow operators: the owner of a run."""

@@ -1,0 +1,1 @@
+"""Airflow sensors: they look, and ask the owner."""

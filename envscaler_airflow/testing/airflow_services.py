@@ -1,0 +1,343 @@
+"""A real Airflow of one's own: separate processes, a throwaway home, free ports.
+
+``AirflowServices`` starts scheduler (with LocalExecutor), triggerer, dag
+processor and API server, each in a session of its own, on SQLite, with a config
+file in the home. A Ctrl-C in the terminal therefore reaches only the caller: the
+``with`` block ends and :meth:`AirflowServices.stop` ends everything that the
+home has started, training that was detached on purpose included. Should the
+caller itself be killed, a guard process does the same at once. Nothing outside
+the home is read or written, and only processes that carry the home's mark are
+ended (see ``processes.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import httpx
+import psutil
+
+from envscaler_airflow.testing import processes
+from envscaler_airflow.testing.airflow_api import AirflowApi
+
+Component = Literal["api-server", "scheduler", "dag-processor", "triggerer"]
+COMPONENTS: tuple[Component, ...] = ("api-server", "scheduler", "dag-processor", "triggerer")
+"""In the order in which they are started."""
+
+_HEALTH = {"scheduler": "scheduler", "dag-processor": "dag_processor", "triggerer": "triggerer"}
+_START_S = 180.0
+"""Longest start, seconds. Chosen: eight times what it takes on two idle cores."""
+_GRACE_S = 5.0
+"""From the request to the kill, seconds. Chosen: a throwaway Airflow has nothing to save."""
+
+
+class AirflowServices(AirflowApi):
+    """Starts, asks, breaks and stops one Airflow.
+
+    Args:
+        home: Its AIRFLOW_HOME; made if absent. Configuration, database, logs and, unless
+            *config* says otherwise, the run store (``store``) and attempts (``local``) lie in it.
+        dags_folder: Where its DAG files are.
+        env: More environment variables for all of its processes.
+        config: ``{section: {key: value}}`` over the defaults below.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        dags_folder: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        config: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Choose ports and write the configuration; nothing is started yet."""
+        self.home = home.resolve()
+        self.home.mkdir(parents=True, exist_ok=True)
+        self._port, log_port, trigger_port = _free_ports(3)
+        super().__init__(f"http://127.0.0.1:{self._port}")
+        settings = _settings(self.home, dags_folder.resolve(), self.url)
+        settings["logging"] |= {"worker_log_server_port": log_port, "trigger_log_server_port": trigger_port}
+        for section, values in (config or {}).items():
+            settings.setdefault(section, {}).update(values)
+        _write_config(self.home / "airflow.cfg", settings)
+        self.env = _environment(self.home) | dict(env or {})
+        self._started: dict[Component, subprocess.Popen[bytes]] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, timeout_s: float = _START_S) -> Self:
+        """Make the database, start all four and return when all are healthy.
+
+        Raises:
+            RuntimeError: One of them ended; the end of its log is in the message.
+            TimeoutError: Not healthy within *timeout_s*.
+        """
+        self._guard = processes.start_guard(self.home)
+        try:
+            self._run("db", "migrate")
+            for component in COMPONENTS:
+                self._launch(component)
+            self.wait(self._is_healthy, timeout_s=timeout_s, what="a healthy Airflow")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop, whatever happened."""
+        self.stop()
+
+    def log(self, component: Component) -> Path:
+        """File with all that *component* printed."""
+        return self.home / f"{component}.log"
+
+    def pids(self, component: Component) -> list[int]:
+        """Live processes of *component*: its own and those in its session, its first one first."""
+        process = self._started.get(component)
+        if process is None:
+            return []
+        members = (
+            found.pid for found in processes.belonging_to(self.home) if _session(found.pid) == process.pid
+        )
+        return sorted(members, key=lambda pid: (pid != process.pid, pid))
+
+    def task_pids(self, dag_id: str, run_id: str, task_id: str, *, map_index: int = -1) -> list[int]:
+        """The worker's processes of a running task: its runner, then the runner's supervisor."""
+        pid = self.task(dag_id, run_id, task_id, map_index=map_index)["pid"]
+        if pid is None or not psutil.pid_exists(pid):
+            return []
+        return [pid, psutil.Process(pid).ppid()]
+
+    def kill(self, component: Component, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Send *sig*: SIGKILL to every process of *component* (workers too), others to its first one.
+
+        SIGKILL returns when all are gone.
+        """
+        process = self._started[component]
+        if sig != signal.SIGKILL:
+            process.send_signal(sig)
+            return
+        found = [member for pid in self.pids(component) if (member := processes.find(pid))]
+        for member in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(timeout=10)
+        psutil.wait_procs(found, timeout=10)
+
+    def restart(self, component: Component, *, timeout_s: float = 60) -> None:
+        """Start *component* again, after ending it if it still lives; return when it is healthy."""
+        if self._started[component].poll() is None:
+            self._end(component)
+        self._launch(component)
+        since = time.time()
+        self.wait(
+            lambda: self._is_healthy() and self._has_beaten(component, since),
+            timeout_s=timeout_s,
+            what=f"a healthy {component}",
+        )
+
+    def stop(self) -> list[str]:
+        """End everything that was started below the home; returns what did not end when asked to.
+
+        May be repeated. SIGINT, SIGTERM and SIGHUP wait until it is done.
+        """
+        with _signals_held():
+            # The API server last: what the others still have to say goes through it.
+            self._end(*(name for name in self._started if name != "api-server"))
+            self._end(*(name for name in self._started if name == "api-server"))
+            killed = processes.end_all(self.home)
+            if self._guard is not None and self._guard.stdin is not None:
+                self._guard.stdin.close()
+                self._guard.wait(timeout=30)
+                self._guard = None
+            (self.home / "sessions").unlink(missing_ok=True)
+            self._started.clear()
+            self.close()
+        return killed
+
+    def _run(self, *arguments: str) -> None:
+        with (self.home / "commands.log").open("ab") as log:
+            done = subprocess.run(
+                [sys.executable, "-m", "airflow", *arguments],
+                env=self.env,
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=False,
+                start_new_session=True,
+            )
+        if done.returncode != 0:
+            tail = _tail(self.home / "commands.log")
+            raise RuntimeError(f"airflow {' '.join(arguments)}: exit code {done.returncode}\n{tail}")
+
+    def _launch(self, component: Component) -> None:
+        with self.log(component).open("ab") as log:
+            self._started[component] = subprocess.Popen(
+                [sys.executable, "-m", "airflow", component],
+                env=self.env,
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        processes.note_session(self.home, self._started[component].pid)
+
+    def _end(self, *components: Component) -> None:
+        for component in components:
+            self._started[component].send_signal(signal.SIGTERM)
+        give_up = time.monotonic() + _GRACE_S
+        for component in components:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._started[component].wait(timeout=max(0.0, give_up - time.monotonic()))
+            self.kill(component, signal.SIGKILL)
+
+    def _is_healthy(self) -> bool:
+        for component, process in self._started.items():
+            if process.poll() is not None:
+                raise RuntimeError(
+                    f"{component}: exit code {process.returncode}\n{_tail(self.log(component))}"
+                )
+        try:
+            found = self.health()
+        except httpx.HTTPError:
+            return False
+        return all(found.get(name) == "healthy" for name in _HEALTH.values())
+
+    def _has_beaten(self, component: Component, since: float) -> bool:
+        """True when *component* has a job that began after *since* (one clock: all is on this machine)."""
+        if component not in _HEALTH:
+            return True
+        jobs = self.call("GET", "/jobs", job_state="running", order_by="-start_date", limit=20)["jobs"]
+        kind = {"scheduler": "SchedulerJob", "dag-processor": "DagProcessorJob", "triggerer": "TriggererJob"}
+        begun = [job["start_date"] for job in jobs if job["job_type"] == kind[component]]
+        return any(_epoch(start) >= since for start in begun)
+
+
+def _settings(home: Path, dags: Path, url: str) -> dict[str, dict[str, object]]:
+    """Short intervals for two cores; everything else is Airflow's default."""
+    port = url.rsplit(":", 1)[1]
+    return {
+        "core": {
+            "dags_folder": dags,
+            "executor": "LocalExecutor",
+            "parallelism": 4,
+            "load_examples": False,
+            "dags_are_paused_at_creation": False,
+            "simple_auth_manager_all_admins": True,
+            "fernet_key": _fernet_key(),
+            "plugins_folder": home / "plugins",
+            "hostname_callable": "socket.gethostname",
+            "test_connection": "Enabled",
+        },
+        "database": {"sql_alchemy_conn": f"sqlite:///{home}/airflow.db"},
+        "api": {
+            "host": "127.0.0.1",
+            "port": port,
+            "base_url": url,
+            "workers": 1,
+            "secret_key": secrets.token_hex(16),
+        },
+        "api_auth": {"jwt_secret": secrets.token_hex(32)},
+        "logging": {"base_log_folder": home / "logs", "colored_console_log": False},
+        "scheduler": {
+            "job_heartbeat_sec": 2,
+            "scheduler_heartbeat_sec": 1,
+            "scheduler_idle_sleep_time": 0.5,
+            "scheduler_health_check_threshold": 15,
+            "orphaned_tasks_check_interval": 10,
+            "task_instance_heartbeat_timeout": 20,
+            "task_instance_heartbeat_timeout_detection_interval": 3,
+            "trigger_timeout_check_interval": 3,
+        },
+        "triggerer": {"job_heartbeat_sec": 2, "triggerer_health_check_threshold": 6},
+        "dag_processor": {
+            "parsing_processes": 1,
+            "refresh_interval": 10,
+            "min_file_process_interval": 30,
+            "bundle_refresh_check_interval": 2,
+        },
+        "workers": {"min_heartbeat_interval": 1},
+        "usage_data_collection": {"enabled": False},
+        "envscaler": {"store_url": home / "store", "local_root": home / "local", "deployment": "local"},
+    }
+
+
+def _write_config(path: Path, settings: Mapping[str, Mapping[str, object]]) -> None:
+    parser = configparser.RawConfigParser()
+    for section, values in settings.items():
+        parser[section] = {key: str(value).replace("%", "%%") for key, value in values.items()}
+    path.touch(mode=0o600)
+    with path.open("w") as file:
+        parser.write(file)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIRFLOW", "_AIRFLOW"))}
+    return kept | {
+        "AIRFLOW_HOME": str(home),
+        processes.MARK: str(home),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
+        "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def _fernet_key() -> str:
+    """32 random bytes, URL-safe base64: what Fernet takes as a key."""
+    return base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in held:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in held]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _tail(path: Path, lines: int = 40) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _epoch(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block the signals that people and systems send to end a program; they arrive afterwards."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,1 @@
+"""Airflow triggers: they observe, and return exactly one event."""
