@@ -1,0 +1,362 @@
+"""The user's code, shipped with a run: a deterministic, content-hashed ``tar.zst``.
+
+Packing leaves out what ``.gitignore`` files leave out (nested ones and those of the folders above,
+up to the repository's root), and always ``.git``, caches and virtual environments. Equal content
+gives an equal hash: names are sorted; times, owners and modes carry nothing but the executable bit.
+
+Symbolic links are kept as links when they are relative and stay inside the folder. Links that are
+absolute or lead outside are refused when packing (the machine that unpacks has no such place) and
+when unpacking. Sockets, pipes and devices are left out when packing and refused when unpacking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, cast
+
+import zstandard
+from pathspec import GitIgnoreSpec
+
+from envscaler_airflow.errors import CheckpointError, SpecError
+
+ALWAYS_LEFT_OUT = frozenset(
+    {
+        ".git",
+        ".hg",
+        ".svn",
+        ".venv",
+        "__pycache__",
+        ".mypy_cache",
+        ".pytest_cache",
+        ".ruff_cache",
+        ".ipynb_checkpoints",
+        "node_modules",
+    }
+)
+"""Folders that no training reads from its code. Chosen: what the usual .gitignore templates name."""
+MAX_BYTES = 256 << 20
+"""Largest archive, unpacked bytes. Chosen: code, not data; data belongs in volumes."""
+MAX_FILES = 50_000
+"""Most entries of an archive. Chosen: ten times a large monorepo's Python package."""
+_LEVEL = 6  # zstd level; chosen: source text packs in well under a second
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A packed folder.
+
+    Attributes:
+        path: Where the archive lies; the caller moves or deletes it.
+        sha256: Of the unpacked tar stream, so that it names the content and not the compressor.
+        size: Bytes of the archive.
+        unpacked: Bytes of the tar stream.
+        files: Number of files and links.
+    """
+
+    path: Path
+    sha256: str
+    size: int
+    unpacked: int
+    files: int
+
+    @property
+    def name(self) -> str:
+        """Name in the store: ``workdir-<sha>.tar.zst``."""
+        return f"workdir-{self.sha256}.tar.zst"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: str
+    source: Path
+    size: int
+    executable: bool
+    link: str | None
+
+
+def pack_workdir(folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | None = None) -> Archive:
+    """Pack *folder* into a new file in *scratch* (the system's temporary folder when None).
+
+    Raises:
+        SpecError: *folder* does not exist, is larger than *max_bytes*, or holds a link that leads outside.
+    """
+    if not folder.is_dir():
+        raise SpecError(f"workdir: {folder} is no folder")
+    entries = sorted(_entries(folder.resolve()), key=lambda item: item.path)
+    total = sum(item.size for item in entries)
+    if total > max_bytes or len(entries) > MAX_FILES:
+        raise SpecError(_too_large(folder, entries, total, max_bytes))
+    handle, name = tempfile.mkstemp(suffix=".tar.zst", dir=scratch)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            digest, unpacked = _write(entries, out)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    path = Path(name)
+    return Archive(path, digest, path.stat().st_size, unpacked, len(entries))
+
+
+def _too_large(folder: Path, entries: list[_Entry], total: int, max_bytes: int) -> str:
+    largest = sorted(entries, key=lambda item: -item.size)[:5]
+    names = ", ".join(f"{item.path} ({item.size} bytes)" for item in largest)
+    return (
+        f"workdir: {folder} has {len(entries)} files of {total} bytes, at most {MAX_FILES} of {max_bytes} "
+        f"are shipped; add data to .gitignore and bring it as a volume. Largest: {names}"
+    )
+
+
+class _Hashing:
+    """A stream that hashes and counts what passes through it."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self.out = out
+        self.sha256 = hashlib.sha256()
+        self.count = 0
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        self.count += len(data)
+        self.out.write(data)
+        return len(data)
+
+
+def _write(entries: list[_Entry], out: IO[bytes]) -> tuple[str, int]:
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    with compressor.stream_writer(out, closefd=False) as packed:
+        stream = _Hashing(packed)
+        with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="w|", format=tarfile.PAX_FORMAT) as tar:
+            for item in entries:
+                _add(tar, item)
+    return stream.sha256.hexdigest(), stream.count
+
+
+def _add(tar: tarfile.TarFile, item: _Entry) -> None:
+    info = tarfile.TarInfo(item.path)
+    info.mode = 0o755 if item.executable else 0o644
+    if item.link is not None:
+        info.type, info.linkname = tarfile.SYMTYPE, item.link
+        tar.addfile(info)
+        return
+    with item.source.open("rb") as stream:
+        info.size = os.fstat(stream.fileno()).st_size
+        try:
+            tar.addfile(info, stream)
+        except OSError as err:
+            raise SpecError(f"workdir: {item.path} changed while it was packed: {err}") from err
+
+
+def _entries(root: Path) -> Iterator[_Entry]:
+    yield from _below(root, "", _rules_above(root), root)
+
+
+Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
+
+
+def _rules_above(root: Path) -> Rules:
+    """Rules of the folders above *root*, outermost first, when it lies in a git repository."""
+    if (root / ".git").exists():
+        return ()
+    for count, parent in enumerate(root.parents, start=1):
+        if (parent / ".git").exists():
+            above = reversed(list(root.parents)[:count])
+            rules = tuple(rule for folder in above for rule in _rules_of(folder))
+            # A workdir that is itself ignored (build/experiment) is shipped all the same.
+            return () if _is_ignored(root, rules, is_folder=True) else rules
+    return ()
+
+
+def _rules_of(folder: Path) -> Rules:
+    path = folder / ".gitignore"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return ()
+    return ((folder, GitIgnoreSpec.from_lines(text.splitlines())),)
+
+
+def _is_ignored(path: Path, rules: Rules, *, is_folder: bool) -> bool:
+    """The deepest .gitignore that says anything about *path* decides."""
+    for folder, spec in reversed(rules):
+        name = path.relative_to(folder).as_posix() + ("/" if is_folder else "")
+        include = spec.check_file(name).include
+        if include is not None:
+            return include
+    return False
+
+
+def _below(here: Path, prefix: str, rules: Rules, root: Path) -> Iterator[_Entry]:
+    rules = (*rules, *_rules_of(here))
+    for entry in os.scandir(here):
+        is_folder = entry.is_dir(follow_symlinks=False)
+        path = Path(entry.path)
+        if entry.name in ALWAYS_LEFT_OUT or _is_ignored(path, rules, is_folder=is_folder):
+            continue
+        name = prefix + entry.name
+        _check_utf8(name)
+        if is_folder:
+            yield from _below(path, name + "/", rules, root)
+        elif entry.is_symlink():
+            yield _Entry(name, path, 0, executable=False, link=_link_inside(name, path))
+        elif entry.is_file(follow_symlinks=False):
+            seen = entry.stat(follow_symlinks=False)
+            yield _Entry(name, path, seen.st_size, executable=bool(seen.st_mode & stat.S_IXUSR), link=None)
+
+
+def _check_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as err:
+        raise SpecError(
+            f"workdir: the name {name!r} is not UTF-8; rename it or add it to .gitignore"
+        ) from err
+
+
+def _link_inside(name: str, path: Path) -> str:
+    target = str(path.readlink())
+    if not _stays_inside(name, target):
+        raise SpecError(
+            f"workdir: the link {name} leads to {target}, outside the folder; "
+            "put the file itself there, add the link to .gitignore, or bring it as a volume"
+        )
+    return target
+
+
+def _stays_inside(name: str, target: str) -> bool:
+    if not target or target.startswith("/") or "\0" in target:
+        return False
+    landed = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+    return landed != ".." and not landed.startswith("../")
+
+
+def unpack(
+    archive: Path, target: Path, *, sha256: str, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES
+) -> None:
+    """Lay the content of *archive* out in the existing, empty folder *target*.
+
+    The hash is checked over the whole stream before anything is written. Nothing is written through
+    a link: links are made last.
+
+    Raises:
+        CheckpointError: Wrong hash, torn, more than *max_bytes* or *max_files*, or an entry that leads
+            outside, is a device, or appears twice.
+    """
+    with _torn(archive), _opened(archive, 2 * max_bytes + (max_files << 11)) as stream:
+        found = hashlib.sha256()
+        while chunk := stream.read(1 << 20):
+            found.update(chunk)
+    if found.hexdigest() != sha256:
+        raise CheckpointError(
+            f"{archive.name}: sha256 of its content is {found.hexdigest()}, expected {sha256}"
+        )
+    with (
+        _torn(archive),
+        _opened(archive, 2 * max_bytes + (max_files << 11)) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as tar,
+    ):
+        _lay_out(tar, target, max_bytes=max_bytes, max_files=max_files, where=archive.name)
+
+
+@contextmanager
+def _torn(archive: Path) -> Iterator[None]:
+    try:
+        yield
+    except (zstandard.ZstdError, tarfile.TarError, EOFError) as err:
+        raise CheckpointError(f"{archive.name}: torn archive: {err}") from err
+
+
+class _Bounded:
+    """A decompressed stream that refuses to grow beyond a bound."""
+
+    def __init__(self, stream: IO[bytes], bound: int, where: str) -> None:
+        self.stream, self.left, self.where = stream, bound, where
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise CheckpointError(f"{self.where}: unpacks to more than is allowed")
+        return data
+
+
+@contextmanager
+def _opened(archive: Path, bound: int) -> Iterator[IO[bytes]]:
+    with archive.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+        yield cast("IO[bytes]", _Bounded(stream, bound, archive.name))  # tarfile only reads
+
+
+def _lay_out(tar: tarfile.TarFile, target: Path, *, max_bytes: int, max_files: int, where: str) -> None:
+    links: dict[str, str] = {}
+    seen: set[str] = set()
+    total = 0
+    for info in tar:
+        total += info.size
+        if len(seen) >= max_files or total > max_bytes:
+            raise CheckpointError(f"{where}: more than {max_files} files or {max_bytes} bytes")
+        _check_entry(info, seen, where)
+        seen.add(info.name)
+        if info.issym():
+            links[info.name] = info.linkname
+        elif info.isreg():
+            _write_file(tar, info, target / info.name)
+    _make_links(links, target, where)
+
+
+def _check_entry(info: tarfile.TarInfo, seen: set[str], where: str) -> None:
+    if not _is_plain(info.name) or info.name in seen:
+        raise CheckpointError(f"{where}: the entry {info.name!r:.200} leads outside or appears twice")
+    if info.issym() and not _stays_inside(info.name, info.linkname):
+        raise CheckpointError(f"{where}: the link {info.name!r:.200} leads outside")
+    if not (info.issym() or info.isreg() or info.isdir()):
+        raise CheckpointError(f"{where}: the entry {info.name!r:.200} is a device or another special file")
+
+
+def _make_links(links: dict[str, str], target: Path, where: str) -> None:
+    made: list[Path] = []
+    try:
+        for name, link in links.items():
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not _lands_inside(path.parent, target):
+                raise CheckpointError(f"{where}: the link {name!r:.200} leads outside")
+            path.symlink_to(link)
+            made.append(path)
+        for path in made:  # a chain of links can lead outside although each of them looks harmless
+            if not _lands_inside(path, target):
+                raise CheckpointError(f"{where}: the link {path.name!r:.200} leads outside")
+    except (CheckpointError, OSError) as err:
+        for path in made:
+            path.unlink()
+        raise CheckpointError(f"{where}: {err}") from err
+
+
+def _lands_inside(link: Path, root: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(root.resolve())
+    except (RuntimeError, OSError):  # a loop leads nowhere
+        return True
+
+
+def _is_plain(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+
+
+def _write_file(tar: tarfile.TarFile, info: tarfile.TarInfo, path: Path) -> None:
+    source = tar.extractfile(info)
+    assert source is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mode = 0o755 if info.mode & stat.S_IXUSR else 0o644
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(handle, "wb") as out:
+        while chunk := source.read(1 << 20):
+            out.write(chunk)

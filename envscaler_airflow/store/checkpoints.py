@@ -1,0 +1,239 @@
+"""Checkpoints of a run: which count, which to resume from, which to let go.
+
+A checkpoint is a folder ``checkpoints/g1-step-00004200-a3`` below the run with a manifest that was
+written last. Only names that the owner lists as candidates, and those of the asking attempt itself,
+are ever chosen or counted: what an older attempt saves after a newer one began is void.
+
+Unless they take a prefix, functions take the store of the run (``for_run``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import Manifest, parse_checkpoint_name
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.names import MANIFEST
+
+FOLDER = "checkpoints"
+"""Where they lie, below the run."""
+_CONTROL = re.compile(r"g(\d{1,9})-a(\d{1,9})\.json\Z")
+
+
+def checkpoint_prefix(name: str) -> str:
+    """Store name of the folder of checkpoint *name*.
+
+    Raises:
+        CheckpointError: *name* is no checkpoint name.
+    """
+    if parse_checkpoint_name(name) is None:
+        raise CheckpointError(f"{name!r:.200} is no checkpoint name")
+    return f"{FOLDER}/{name}"
+
+
+def is_complete(store: Store, name: str) -> bool:
+    """True when its manifest is in the store.
+
+    Raises:
+        StoreError: Cannot be told.
+    """
+    return store.size(f"{checkpoint_prefix(name)}/{MANIFEST}") is not None
+
+
+def complete_checkpoints(store: Store, generation: int) -> tuple[str, ...]:
+    """Names of a generation's checkpoints that have a manifest, newest first.
+
+    Newest by attempt, then by step: an attempt goes on from what it restored, so a later attempt
+    at a smaller step (one that found the newest torn) is the truth.
+
+    Raises:
+        StoreError: Cannot be told.
+    """
+    names = _names(store, generation)
+    return tuple(name for name in names if is_complete(store, name))
+
+
+def candidates(
+    store: Store,
+    prefix: str,
+    generation: int,
+    *,
+    last_attempt: int | None = None,
+    before: Collection[str] = (),
+) -> tuple[str, ...]:
+    """What the owner lists in the control of a new attempt, best first.
+
+    The complete checkpoints of *last_attempt*, then those of *before* (the candidates that
+    *last_attempt* itself was given) that still are there: so what an older attempt saved after
+    *last_attempt* began is not among them. With *last_attempt* None, all of the generation.
+
+    Raises:
+        StoreError: Cannot be told.
+    """
+    complete = complete_checkpoints(for_run(store, prefix), generation)
+    if last_attempt is None:
+        return complete
+    own = tuple(name for name in complete if _is_of(name, last_attempt))
+    return own + tuple(name for name in before if name in complete and name not in own)
+
+
+def _names(store: Store, generation: int) -> list[str]:
+    found = [(parse_checkpoint_name(name), name) for name in store.children(FOLDER)]
+    mine = [((key[2], key[1]), name) for key, name in found if key is not None and key[0] == generation]
+    return [name for _, name in sorted(mine, reverse=True)]
+
+
+def resume_order(
+    complete: Iterable[str], *, generation: int, attempt: int, candidates: Iterable[str]
+) -> tuple[str, ...]:
+    """Checkpoints that *attempt* may resume from, best first. Pure.
+
+    Its own complete ones, newest first, then the owner's *candidates* in their order. Names of
+    another generation or of a later attempt are never among them, nor are own ones without a manifest.
+    """
+    own = [
+        (key[1], name)
+        for name in complete
+        if (key := parse_checkpoint_name(name)) is not None and key[0] == generation and key[2] == attempt
+    ]
+    order = [name for _, name in sorted(own, reverse=True)]
+    for name in candidates:
+        key = parse_checkpoint_name(name)
+        if key is not None and key[0] == generation and key[2] < attempt and name not in order:
+            order.append(name)
+    return tuple(order)
+
+
+def read_checkpoint(store: Store, name: str) -> Manifest:
+    """Manifest of a checkpoint, which must be one of its folder's generation and attempt.
+
+    Raises:
+        CheckpointError: Absent, torn, or another's.
+        StoreError: Cannot be told.
+    """
+    manifest = folders.read_manifest(store, checkpoint_prefix(name))
+    key = parse_checkpoint_name(name)
+    if (
+        manifest.kind != "checkpoint"
+        or key is None
+        or (manifest.generation, manifest.attempt) != (key[0], key[2])
+    ):
+        raise CheckpointError(
+            f"{name}: its manifest is of a {manifest.kind} of generation {manifest.generation}, "
+            f"attempt {manifest.attempt}"
+        )
+    return manifest
+
+
+def newest_good(
+    store: Store,
+    *,
+    generation: int,
+    attempt: int,
+    candidates: Iterable[str],
+    scratch: Path | None = None,
+) -> tuple[str | None, tuple[str, ...]]:
+    """Newest checkpoint whose every byte agrees with its manifest, and why each one before was rejected.
+
+    Raises:
+        StoreError: Cannot be told.
+    """
+    complete = complete_checkpoints(store, generation)
+    rejected = []
+    for name in resume_order(complete, generation=generation, attempt=attempt, candidates=candidates):
+        try:
+            read_checkpoint(store, name)
+            folders.verify(store, checkpoint_prefix(name), scratch=scratch)
+        except CheckpointError as err:
+            rejected.append(f"{name}: {err}")
+        else:
+            return name, tuple(rejected)
+    return None, tuple(rejected)
+
+
+def is_superseded(store: Store, generation: int, attempt: int) -> bool:
+    """True when the owner has written a control for a later attempt: this one is void.
+
+    Raises:
+        StoreError: Cannot be told.
+    """
+    found = (_CONTROL.match(name) for name in store.children("control"))
+    return any((int(key[1]), int(key[2])) > (generation, attempt) for key in found if key)
+
+
+def prune(
+    store: Store,
+    *,
+    generation: int,
+    attempt: int,
+    candidates: Collection[str],
+    keep: int,
+    rejected: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Delete what lies beyond the *keep* newest good checkpoints; returns the names deleted.
+
+    Good: manifest readable, every file there with its size, and not among *rejected*. Counted are
+    this attempt's own and the owner's candidates. Never deleted: the newest good one, whatever
+    *keep* says; one without a manifest of this attempt (it is being written); anything when a later
+    attempt has begun, or when no good one is found. A void one of an older attempt goes when it is
+    older than all that are kept.
+
+    Raises:
+        StoreError: Cannot be told; nothing more is deleted.
+    """
+    if is_superseded(store, generation, attempt):
+        return ()
+    names = _names(store, generation)
+    complete = [name for name in names if is_complete(store, name)]
+    order = resume_order(complete, generation=generation, attempt=attempt, candidates=candidates)
+    kept, beyond = _split(store, order, complete, keep=max(keep, 1), rejected=rejected)
+    if not kept:
+        return ()
+    oldest = min(_step(name) for name in kept)
+    void = [
+        name for name in names if name not in order and not _is_of(name, attempt) and _step(name) < oldest
+    ]
+    gone = [*beyond, *void]
+    for name in gone:
+        # The manifest goes first: from then on nobody takes the rest for a checkpoint.
+        store.delete(f"{checkpoint_prefix(name)}/{MANIFEST}")
+        store.delete_tree(checkpoint_prefix(name))
+    return tuple(gone)
+
+
+def _split(
+    store: Store, order: Iterable[str], complete: Collection[str], *, keep: int, rejected: Collection[str]
+) -> tuple[list[str], list[str]]:
+    kept: list[str] = []
+    beyond: list[str] = []
+    for name in order:
+        if name not in complete:
+            continue
+        if len(kept) < keep and name not in rejected and _looks_good(store, name):
+            kept.append(name)
+        elif len(kept) >= keep:
+            beyond.append(name)
+    return kept, beyond
+
+
+def _looks_good(store: Store, name: str) -> bool:
+    try:
+        folders.check_sizes(store, checkpoint_prefix(name), read_checkpoint(store, name))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _step(name: str) -> int:
+    key = parse_checkpoint_name(name)
+    assert key is not None
+    return key[1]
+
+
+def _is_of(name: str, attempt: int) -> bool:
+    key = parse_checkpoint_name(name)
+    return key is not None and key[2] == attempt

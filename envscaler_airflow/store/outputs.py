@@ -1,0 +1,104 @@
+"""What a run hands over: a folder or one file, with a manifest written last.
+
+The URI of an output is that of its folder, ``<run>/outputs/g1/model``; whoever gets the URI opens
+the folder as a store of its own and checks every file against the manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import Manifest, is_safe_name
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.base import Store, open_store
+from envscaler_airflow.store.names import MANIFEST
+
+_OUTPUT_URI = re.compile(r".*/outputs/g\d{1,9}/[^/]+/?\Z")
+
+
+def output_prefix(generation: int, name: str) -> str:
+    """Store name, below the run, of an output's folder.
+
+    Raises:
+        CheckpointError: *name* cannot be a folder's.
+    """
+    if not is_safe_name(name):
+        raise CheckpointError(f"output {name!r:.200}: use letters, digits, '.', '_' and '-'")
+    return f"outputs/g{generation}/{name}"
+
+
+def is_output_uri(uri: str) -> bool:
+    """True for the URI of a run's output, which counts only with its manifest."""
+    return bool(_OUTPUT_URI.match(uri))
+
+
+def put_output(
+    store: Store,
+    name: str,
+    path: Path,
+    *,
+    generation: int,
+    attempt: int,
+    between: Callable[[], None] = lambda: None,
+) -> str:
+    """Upload the folder or file at *path* as output *name* of the run; returns its URI.
+
+    What an earlier attempt left under this name stops counting first, so a reader sees the old
+    output, none, or the new one, never a mixture.
+
+    Raises:
+        CheckpointError: *path* does not exist, or changes meanwhile, or holds a link that leads outside.
+        StoreError: Not uploaded; the call can be repeated.
+    """
+    prefix = output_prefix(generation, name)
+    if path.is_file() and not path.is_symlink():
+        seen = path.stat()
+        tree: tuple[folders.TreeFile, ...] = (
+            folders.TreeFile(path.name, path, seen.st_size, seen.st_mtime_ns, seen.st_ino),
+        )
+        kind = "file"
+    elif path.is_dir():
+        tree, kind = folders.walk(path), "directory"
+    else:
+        raise CheckpointError(f"output {name!r}: {path} does not exist; the command must write it")
+    store.delete(f"{prefix}/{MANIFEST}")
+    files = folders.upload(store, prefix, tree, between=between)
+    manifest = Manifest(kind=kind, files=files, generation=generation, attempt=attempt)
+    folders.write_manifest(store, prefix, manifest)
+    return store.uri(prefix)
+
+
+def read_output(uri: str, *, options: Mapping[str, Any] | None = None) -> Manifest:
+    """Manifest of the output at *uri*.
+
+    Raises:
+        CheckpointError: Absent (the stage that writes it did not finish) or torn.
+        StoreError: Cannot be told.
+    """
+    return folders.read_manifest(open_store(uri, options), "")
+
+
+def fetch_output(
+    uri: str,
+    target: Path,
+    *,
+    options: Mapping[str, Any] | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Lay the output at *uri* out below *target*, every file checked; returns its manifest.
+
+    An output that is one file becomes ``target/<its name>``.
+
+    Raises:
+        CheckpointError: Absent, torn, truncated, or of another hash.
+        StoreError: Cannot be told; the call can be repeated.
+    """
+    store = open_store(uri, options)
+    manifest = folders.read_manifest(store, "")
+    target.mkdir(parents=True, exist_ok=True)
+    folders.fetch(store, "", manifest, target, between=between)
+    return manifest
