@@ -256,6 +256,10 @@ class Progress(Message):
         phase: ``loading``, ``training``, ``evaluation`` or a name of the user's own.
         repeated_samples: Samples used again since the restore, as far as known.
         noise_scale: Gradient noise scale in samples, when the training reports it.
+        elapsed_s: Seconds from the start of the command to the moment ``step`` was read, by the node's
+            monotonic clock.
+        first_step_s: Seconds from the start of the command to the end of its first step.
+        save_s: Seconds that training stood still to save checkpoints so far.
     """
 
     step: Optional[int] = None
@@ -276,6 +280,9 @@ class Progress(Message):
     phase: Optional[str] = None
     repeated_samples: Optional[int] = None
     noise_scale: Optional[float] = None
+    elapsed_s: Optional[float] = None
+    first_step_s: Optional[float] = None
+    save_s: Optional[float] = None
 
 
 @dataclass(frozen=True)
@@ -331,6 +338,7 @@ class Status(Message):
         progress: What the training said.
         start_step: Step that this attempt began at (0 fresh, else the checkpoint's).
         restored_from: Checkpoint folder name or URI that node 0 chose; None when fresh.
+        setup_s: Seconds from the node's start to the start of its command: workdir, inputs, restore.
         restore_s, checkpoint_s: Seconds of the restore and of the last checkpoint (save and upload).
         rejected: Checkpoints that were found torn at the restore, each with its reason.
         last_checkpoint: Newest folder name whose manifest is in the store.
@@ -356,6 +364,7 @@ class Status(Message):
     progress: Progress = field(default_factory=Progress)
     start_step: Optional[int] = None
     restored_from: Optional[str] = None
+    setup_s: Optional[float] = None
     restore_s: Optional[float] = None
     checkpoint_s: Optional[float] = None
     rejected: Tuple[str, ...] = ()

@@ -1,0 +1,199 @@
+"""What a run cost and how it went, from its events: JSON for XCom, words for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.cost import Bill, Held, Pause, Use, bill
+from envscaler_airflow.lifecycle import AttemptState, RunState
+from envscaler_airflow.store.base import Store
+
+
+def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]:
+    """What node 0 last said of times and counts: fields of the ``attempt-ended`` event.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    status = read_status(store, prefix, attempt=(attempt.generation, attempt.number), node=0)
+    if status is None:
+        return {}
+    progress = status.progress
+    fields = {
+        "setup_s": status.setup_s,
+        "restore_s": status.restore_s,
+        "checkpoint_s": status.checkpoint_s,
+        "restored_from": status.restored_from,
+        "rejected": list(status.rejected) or None,
+        "cpu_seconds": status.cpu_seconds,
+        "elapsed_s": progress.elapsed_s,
+        "first_step_s": progress.first_step_s,
+        "save_s": progress.save_s,
+        "total_steps": progress.total_steps,
+        "samples": progress.samples,
+        "repeated_samples": progress.repeated_samples,
+        "epoch": progress.epoch,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def run_bill(state: RunState, *, now: float) -> Bill:
+    """The bill of the current generation."""
+    attempts = state.attempts_of(state.generation)
+    uses = [_use(attempt, _next_start(attempts, index)) for index, attempt in enumerate(attempts)]
+    pauses = [_pause(before, after) for before, after in pairwise(attempts)]
+    totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
+    known = [total for total in totals if total is not None]
+    return bill(uses, now=now, pauses=pauses, total_steps=known[-1] if known else None)
+
+
+def run_report(state: RunState, *, now: float) -> dict[str, Any]:
+    """The cost report as JSON: what goes into XCom, ``result.json`` and ``envscaler report``."""
+    attempts = state.attempts_of(state.generation)
+    return {
+        "status": state.status,
+        "generation": state.generation,
+        "reason": state.reason,
+        "bill": run_bill(state, now=now).to_dict(),
+        "attempts": [_described(attempt) for attempt in attempts],
+    }
+
+
+def _described(attempt: AttemptState) -> dict[str, Any]:
+    keys = (
+        "outcome",
+        "detail",
+        "exit_code",
+        "signal",
+        "start_step",
+        "step",
+        "checkpoint",
+        "restored_from",
+        "rejected",
+        "repeated_samples",
+    )
+    described = {key: attempt.ended[key] for key in keys if key in attempt.ended}
+    return {
+        "attempt": attempt.number,
+        "allocation": attempt.allocation.name,
+        "price_source": attempt.allocation.offer.price_source,
+        "reason": attempt.reason,
+        **described,
+    }
+
+
+def failure_message(state: RunState) -> str:
+    """Why the run failed, with the exit code and the last lines of its output."""
+    last = state.current
+    lines: Sequence[str] = last.ended.get("last_lines", ()) if last else ()
+    head = f"the stage failed: {state.reason}"
+    if not lines:
+        return head
+    return "\n".join([head, f"last {len(lines)} lines of attempt {last.number if last else '?'}:", *lines])
+
+
+def _use(attempt: AttemptState, kept_step: int | None) -> Use:
+    ended = attempt.ended
+    held = _held(attempt)
+    provisioning = _provisioning_s(attempt)
+    return Use(
+        generation=attempt.generation,
+        attempt=attempt.number,
+        allocation=attempt.allocation,
+        held=held,
+        why_ended=why_ended(attempt),
+        provisioning_s=provisioning,
+        idle_s=_idle_s(attempt, held, provisioning),
+        first_step=_integer(ended, "start_step"),
+        last_step=attempt.step,
+        kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
+    )
+
+
+def why_ended(attempt: AttemptState) -> str:
+    """``moved``, ``lost``, ``succeeded``, ...; ``""`` while it lives."""
+    if attempt.outcome == "left" and attempt.stop_why == "move":
+        return "moved"
+    return attempt.outcome
+
+
+def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
+    if attempt.is_live and attempt.started_at is not None:
+        return tuple(Held(node, attempt.started_at) for node in range(attempt.allocation.nodes))
+    rows = attempt.ended.get("usage")
+    if not isinstance(rows, list):
+        return None
+    return tuple(
+        Held(int(node), float(start), None if end is None else float(end)) for node, start, end in rows
+    )
+
+
+def _next_start(attempts: Sequence[AttemptState], index: int) -> int | None:
+    """Step that the next attempt resumed from: what was kept of this one."""
+    if index + 1 >= len(attempts):
+        return attempts[index].checkpoint_step
+    return _integer(attempts[index + 1].ended, "start_step")
+
+
+def _provisioning_s(attempt: AttemptState) -> float | None:
+    """Held before the first step; an attempt that made none was provisioning to its end."""
+    setup, first = _number(attempt.ended, "setup_s"), _number(attempt.ended, "first_step_s")
+    return None if setup is None or first is None else setup + first
+
+
+def _idle_s(attempt: AttemptState, held: tuple[Held, ...] | None, provisioning: float | None) -> float | None:
+    elapsed, first = _number(attempt.ended, "elapsed_s"), _number(attempt.ended, "first_step_s")
+    if not held or held[0].end is None or provisioning is None or elapsed is None or first is None:
+        return None
+    trained = elapsed - first - (_number(attempt.ended, "save_s") or 0.0)
+    return max(0.0, held[0].end - held[0].start - provisioning - max(0.0, trained))
+
+
+def _pause(before: AttemptState, after: AttemptState) -> Pause:
+    left, came = _held(before), _held(after)
+    parts: dict[str, float] = {}
+    left_at = left[0].end if left else None
+    came_at = came[0].start if came else None
+    if left_at is not None:
+        parts["worker_slot"] = after.intended_at - left_at
+    if came_at is not None:
+        parts["start"] = came_at - after.intended_at
+    for part, source, name in [
+        ("checkpoint", before, "checkpoint_s"),
+        ("setup", after, "setup_s"),
+        ("first_step", after, "first_step_s"),
+    ]:
+        value = _number(source.ended, name)
+        if value is not None:
+            parts[part] = value
+    return Pause(
+        before=before.number,
+        after=after.number,
+        why=why_ended(before),
+        total_s=_pause_s(before, after, left, came_at),
+        parts={name: max(0.0, value) for name, value in parts.items()},
+    )
+
+
+def _pause_s(
+    before: AttemptState, after: AttemptState, left: tuple[Held, ...] | None, came_at: float | None
+) -> float | None:
+    """From the last step that was seen to the first one after."""
+    provisioning = _provisioning_s(after)
+    setup, elapsed = _number(before.ended, "setup_s"), _number(before.ended, "elapsed_s")
+    if not left or came_at is None or provisioning is None or setup is None or elapsed is None:
+        return None
+    return max(0.0, came_at + provisioning - (left[0].start + setup + elapsed))
+
+
+def _number(body: Mapping[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _integer(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,110 @@
+"""Recorded scaling checks, in closed chunks: ``decisions/<writer>-000003.jsonl``.
+
+A chunk is closed after 10 minutes or 256 KiB, and at once when a move was decided, so that a
+request is never without its reasons. "keep" for an unchanged reason is a counter on the line
+before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.scaling import Check
+from envscaler_airflow.store.base import Store
+
+CHUNK_S = 600.0
+CHUNK_BYTES = 1 << 18
+"""A chunk is closed after so many seconds or bytes. Source: DESIGN section 4."""
+MAX_CHUNK_BYTES = 1 << 22
+"""Largest chunk read, bytes. Chosen: sixteen times the largest that is written."""
+
+
+class DecisionLog:
+    """Writes the checks of one observer; any number of observers may write beside each other."""
+
+    def __init__(self, store: Store, prefix: str, *, writer: str, monotonic: Callable[[], float]) -> None:
+        """Go on after the last chunk that *writer* left in the run *prefix*."""
+        self._store = store
+        self._folder = f"{prefix}/decisions"
+        self._writer = writer
+        self._monotonic = monotonic
+        mine = [name for name in store.children(self._folder) if name.startswith(f"{writer}-")]
+        self._chunk = max((_number(name) for name in mine), default=0) + 1
+        self._lines: list[dict[str, Any]] = []
+        self._bytes = 0
+        self._opened = monotonic()
+
+    def add(self, check: Check) -> None:
+        """Record *check*; written when its chunk is closed.
+
+        Raises:
+            StoreError: The chunk could not be written; it is tried again with the next check.
+        """
+        decision, last = check.decision, self._lines[-1] if self._lines else None
+        if decision.action == "keep" and last is not None and _is_same_keep(last, check):
+            last["times"] += 1
+            last["last"] = check.to_dict()
+        else:
+            self._lines.append({"schema": SCHEMA, "times": 1, "check": check.to_dict()})
+        self._bytes = sum(len(json.dumps(line)) for line in self._lines[-1:]) + self._bytes
+        age = self._monotonic() - self._opened
+        if decision.action != "keep" or age >= CHUNK_S or self._bytes >= CHUNK_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Write the open chunk, if it holds anything."""
+        if not self._lines:
+            return
+        text = "".join(
+            json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in self._lines
+        )
+        while not self._store.create(f"{self._folder}/{self._writer}-{self._chunk:06d}.jsonl", text.encode()):
+            self._chunk += 1
+        self._chunk += 1
+        self._lines, self._bytes, self._opened = [], 0, self._monotonic()
+
+
+def read_decisions(store: Store, prefix: str) -> Iterator[tuple[Check, int]]:
+    """Recorded checks with how often each was repeated, oldest first.
+
+    Chunks of other major versions and torn lines are left out: they explain, they do not decide.
+    """
+    checks: list[tuple[tuple[int, float], Check, int]] = []
+    for name in store.children(f"{prefix}/decisions"):
+        text = store.read(f"{prefix}/decisions/{name}", max_bytes=MAX_CHUNK_BYTES) or b""
+        for line in text.splitlines():
+            found = _read(line)
+            if found is not None:
+                seen = found[0].observation
+                checks.append(((seen.generation, seen.elapsed_s), *found))
+    for _, check, times in sorted(checks, key=lambda item: item[0]):
+        yield check, times
+
+
+def _read(line: bytes) -> tuple[Check, int] | None:
+    try:
+        body = json.loads(line)
+        check_schema(body["schema"], where="decisions")
+        return Check.from_dict(body.get("last") or body["check"]), int(body["times"])
+    except (ProtocolError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_same_keep(line: dict[str, Any], check: Check) -> bool:
+    before = line.get("last") or line["check"]
+    decision, seen = before["decision"], before["observation"]
+    return bool(
+        decision["action"] == "keep"
+        and decision["reason"] == check.decision.reason
+        and (seen.get("generation", 1), seen.get("attempt", 1))
+        == (check.observation.generation, check.observation.attempt)
+    )
+
+
+def _number(name: str) -> int:
+    digits = name.rsplit("-", 1)[-1].removesuffix(".jsonl")
+    return int(digits) if digits.isdigit() else 0
