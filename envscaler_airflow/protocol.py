@@ -121,8 +121,8 @@ def check_schema(schema: object, *, where: str) -> None:
     Raises:
         ProtocolError: Names both versions.
     """
-    ours = SCHEMA.split(".")[0]
-    if not isinstance(schema, str) or schema.split(".")[0] != ours:
+    ours = SCHEMA.split(".", 1)[0]
+    if not isinstance(schema, str) or schema.split(".", 1)[0] != ours:
         raise ProtocolError(f"{where}: schema {schema!r}, this side speaks {SCHEMA}")
 
 
@@ -168,6 +168,10 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
         return {str(key): _read(args[1], item, where) for key, item in value.items()}
+    return _read_plain(hint, value, where)
+
+
+def _read_plain(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
