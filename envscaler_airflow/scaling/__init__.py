@@ -22,6 +22,7 @@ from envscaler_airflow.scaling.decision import (
     Want,
     remember,
 )
+from envscaler_airflow.scaling.explain import explain
 from envscaler_airflow.scaling.guards import holds, holds_all
 from envscaler_airflow.scaling.observation import (
     Done,
@@ -158,6 +159,7 @@ __all__ = [
     "Want",
     "cost_to_finish",
     "decide",
+    "explain",
     "outlook",
     "recent",
     "remember",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,12 +17,15 @@ Across = Literal["mean", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule(Record):
-    """Scale out above and in below a metric.
+    """Scale out above and in below a metric, or hold it near a target.
 
     Attributes:
         metric: Name or shell pattern; all that match on a node are averaged.
         above: Scale out above this; None: never out.
         below: Scale in below this; None: never in.
+        target: Hold the metric here instead, with ``nodes * value / target`` nodes (HPA's rule);
+            within the policy's tolerance of it nothing is done. *above*, *below* and *step* are
+            not looked at.
         samples: Checks in a row that must agree.
         for_s: Seconds that they must span besides; 0: the count alone.
         step: Nodes added or removed at a time.
@@ -29,11 +33,13 @@ class ThresholdRule(Record):
 
     Source:
         Defaults 80, 40 and 3: the requirement's own. The dead band between them is hysteresis.
+        HPA's rule: kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale.
     """
 
     metric: str
     above: float | None = 80.0
     below: float | None = 40.0
+    target: float | None = None
     samples: int = 3
     for_s: float = 0.0
     step: int = 1
@@ -42,6 +48,8 @@ class ThresholdRule(Record):
     def __post_init__(self) -> None:
         """Refuse a rule that would scale in and out at the same value."""
         check_finite(above=self.above, below=self.below, for_s=self.for_s)
+        if self.target is not None and not 0 < self.target < math.inf:
+            raise ValueError(f"target must be finite and > 0, got {self.target!r}")
         if self.above is not None and self.below is not None and self.below >= self.above:
             raise ValueError(f"below must be less than above, got {self.below!r} and {self.above!r}")
         if self.samples < 1 or self.step < 1:
