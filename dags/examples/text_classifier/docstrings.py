@@ -1,0 +1,94 @@
+"""The docstrings of the distributions that are installed here, without importing any of them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SKIPPED_FOLDERS = frozenset({"_vendor", "_vendored", "vendor", "vendored", "extern", "tests", "test"})
+"""Copies of other projects' code would carry the wrong label; a test's text is about tests."""
+MAX_FILE_BYTES = 2_000_000
+"""Longest source file that is read. Chosen: larger ones are generated tables."""
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One docstring.
+
+    Attributes:
+        label: Distribution that it comes from.
+        source: ``package/file.py:line``.
+        text: The docstring, indentation removed.
+    """
+
+    label: str
+    source: str
+    text: str
+
+
+def installed() -> dict[str, importlib.metadata.Distribution]:
+    """Distributions on this interpreter's path by name, sorted; of two copies the first found."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found.setdefault(name, distribution)
+    return dict(sorted(found.items()))
+
+
+def documents(name: str, distribution: importlib.metadata.Distribution) -> Iterator[Document]:
+    """Docstrings of modules, classes and functions, files in an order that depends on their names alone.
+
+    The order is that of a hash, so that the first thousand are a fair sample
+    of a large distribution and the same on every machine.
+    """
+    files = [file for file in distribution.files or () if file.suffix == ".py"]
+    files = [file for file in files if not SKIPPED_FOLDERS.intersection(file.parts)]
+    for file in sorted(files, key=lambda file: hashlib.sha256(str(file).encode()).digest()):
+        path = Path(str(distribution.locate_file(file)))
+        for line, text in _docstrings_of(path):
+            yield Document(name, f"{file}:{line}", text)
+
+
+def names_of(labels: list[str]) -> frozenset[str]:
+    """Words of the distributions' own names: a classifier that reads them has nothing to learn."""
+    return frozenset(word for label in labels for word in re.findall(r"[a-z]+|[0-9]+", label.lower()))
+
+
+def _docstrings_of(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        source = path.read_bytes()
+    except OSError:
+        return  # listed by the distribution and removed since
+    if len(source) > MAX_FILE_BYTES or (b'"""' not in source and b"'''" not in source):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other people's escape sequences are not our subject
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError):
+            return  # a template, or written for another Python
+    for node in _documented(tree):
+        text = ast.get_docstring(node)
+        if text:
+            yield getattr(node, "lineno", 1), text
+
+
+def _documented(tree: ast.Module) -> Iterator[_Documented]:
+    """Nodes that may carry a docstring, in the order of the file; expressions are not entered."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, _Documented):
+            yield node
+        bodies = [getattr(node, name, []) for name in ("body", "orelse", "handlers", "finalbody")]
+        inner = [child for body in bodies for child in body if hasattr(child, "body")]
+        waiting.extend(reversed(inner))
