@@ -1,0 +1,332 @@
+"""The local backend: attempts as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from envscaler_airflow.backends.base import (
+    AttemptRequest,
+    AttemptStatus,
+    Handle,
+    UsageInterval,
+)
+from envscaler_airflow.backends.local import files
+from envscaler_airflow.backends.local.ends import NodeEnd
+from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
+from envscaler_airflow.backends.local.machine import Machine, this_machine
+from envscaler_airflow.backends.local.observe import NodeView, views, was_started
+from envscaler_airflow.backends.local.output import read_output
+from envscaler_airflow.backends.local.processes import kill_all
+from envscaler_airflow.backends.local.render import Launch, attempt_name, render_attempt
+from envscaler_airflow.backends.local.slices import allocation_shortfalls, shortfalls, slice_offers
+from envscaler_airflow.backends.local.slots import Claim, Slots
+from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError
+from envscaler_airflow.planning.offers import Offer
+
+START_PATIENCE_S = 30.0
+"""Longest wait for node main to say who it is. Chosen: a hundred times the usual, for a loaded machine."""
+RELEASE_PATIENCE_S = 5.0
+"""Longest wait for the guard of an ended node. Chosen likewise."""
+
+_POLL_S = 0.02
+_SUBMIT_LOCK = "submit.lock"
+_RELEASED = ".released"
+_TOMBSTONE_S = 30 * 86400.0
+"""How long a released attempt is remembered, so that no late repeat starts it anew. Chosen."""
+
+
+def default_root() -> Path:
+    """``/var/tmp/envscaler-<uid>``: survives a restart of the machine, unlike /tmp."""
+    return Path(f"/var/tmp/envscaler-{os.getuid()}")  # noqa: S108  # make_root checks whose it is
+
+
+class LocalBackend:
+    """Runs attempts on this machine.
+
+    Satisfies :class:`~envscaler_airflow.backends.base.Backend`. Any process of the same user on the
+    same machine can repeat every call; nothing is kept in memory.
+    """
+
+    name = "local"
+
+    def __init__(
+        self, root: Path | None = None, *, machine: Machine | None = None, launch: Launch | None = None
+    ) -> None:
+        """Keep attempts below *root*; touch nothing yet.
+
+        Args:
+            root: Folder of all attempts; None: :func:`default_root`.
+            machine: What to give out; None: what this machine has.
+            launch: How courier and wrapper are started; None: those of this package.
+        """
+        self.root = (root or default_root()).absolute()
+        self._machine = machine
+        self._launch = launch or Launch()
+
+    @property
+    def machine(self) -> Machine:
+        """What is given out here."""
+        return self._machine or this_machine()
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Slices of this machine at shadow prices; see :func:`~.slices.slice_offers`."""
+        return slice_offers(self.machine)
+
+    def render(self, request: AttemptRequest) -> dict[str, Any]:
+        """What ``submit`` would write, as JSON and without secrets."""
+        folder = PurePosixPath(self.root) / attempt_name(request)
+        return render_attempt(request, folder, self._launch)
+
+    def submit(self, request: AttemptRequest) -> Handle:
+        """Start the attempt, finish a start that was cut off, or adopt what runs or ran.
+
+        Raises:
+            CapacityError: Other attempts hold what it needs.
+            NoOfferError: The machine does not have what it asks for.
+            BackendError: A process could not be started, or the attempt was released.
+        """
+        offer = request.allocation.offer
+        if offer.cloud != "local":
+            raise BackendError(f"{offer.name}: is no slice of this machine")
+        missing = shortfalls(request.spec, self.machine)
+        missing += [m for m in allocation_shortfalls(request.allocation, self.machine) if m not in missing]
+        if missing:
+            raise NoOfferError(f"{request.run_label}: {'; '.join(missing)}")
+        files.make_root(self.root)
+        folder = self.root / attempt_name(request)
+        while True:
+            if (self.root / _RELEASED / folder.name).exists():
+                raise BackendError(f"{folder.name}: this attempt has ended and was released")
+            folder.mkdir(mode=0o700, exist_ok=True)
+            try:
+                with files.locked(folder / _SUBMIT_LOCK):
+                    _Start(self, request, folder).finish()
+                    return self.handle(folder, request.allocation.nodes)
+            except FileNotFoundError:
+                if folder.exists():
+                    raise  # else another process removed it while we waited for its lock
+
+    def find(self, request: AttemptRequest) -> Handle | None:
+        """The handle when any node of the attempt was started, else None."""
+        folder = self.root / attempt_name(request)
+        nodes = request.allocation.nodes
+        started = any(was_started(files.node_folder(folder, node)) for node in range(nodes))
+        return self.handle(folder, nodes) if started else None
+
+    def attempts(self) -> Iterator[Handle]:
+        """Every attempt that was started below the root and is not released, for a check of orphans."""
+        if not self.root.is_dir():
+            return
+        for folder in sorted(self.root.iterdir()):
+            nodes = len(list(folder.glob("n*/" + files.REQUEST))) if folder.is_dir() else 0
+            if nodes:
+                yield self.handle(folder, nodes)
+
+    def observe(self, handle: Handle) -> AttemptStatus:
+        """State of every node, as far as it can be told from here."""
+        return AttemptStatus(tuple(view.status() for view in self._views(handle)))
+
+    def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """Ask node main for a graceful end within *grace_s* seconds; 0 kills everything now.
+
+        From another machine there is nothing to reach: the owner's control file asks there.
+        """
+        for view in self._views(handle):
+            if not view.folder.is_dir() or view.end() is not None:
+                continue
+            files.write_json(view.folder / files.STOP, {"grace_s": grace_s, "requested": time.time()})
+            if not view.is_here:
+                continue
+            if grace_s <= 0 or not view.is_live():
+                kill_all(view.survivors(), spare={os.getpid()})
+            elif view.main is not None:
+                view.main.signal(signal.SIGTERM)
+
+    def take_away(self, handle: Handle, *, nodes: tuple[int, ...] | None = None) -> None:
+        """Kill *nodes* (None: all) without a word, as the loss of a spot machine would."""
+        for view in self._views(handle):
+            if view.is_here and (nodes is None or view.node in nodes):
+                kill_all(view.survivors(), spare={os.getpid()})
+
+    def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
+        """One interval for each node that was started, by node main's own times."""
+        return tuple(found for view in self._views(handle) if (found := view.usage()) is not None)
+
+    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """What is kept of the output of each node, from byte *since* on."""
+        for view in self._views(handle):
+            for chunk in read_output(view.folder / files.OUTPUT, (since or {}).get(view.node, 0)):
+                yield view.node, chunk
+
+    def release(self, handle: Handle) -> None:
+        """Remove the folder and cgroups of an ended attempt; a live or unknown one stays."""
+        folder = Path(handle.details["folder"])
+        if not folder.is_dir() or not self.observe(handle).is_over:
+            return
+        with files.locked(folder / _SUBMIT_LOCK):
+            until = time.monotonic() + RELEASE_PATIENCE_S
+            while any(view.is_held() for view in self._views(handle)):
+                if time.monotonic() > until:
+                    return
+                time.sleep(_POLL_S)
+            for view in self._views(handle):
+                if view.is_here:
+                    view.survivors().cage.remove()
+            self._bury(folder)
+
+    def end_leftovers(self, claim: Claim) -> None:
+        """Kill what a node left whose main and guard died together; its slice is given out again."""
+        handle = self.handle(self.root / claim.attempt, claim.node + 1)
+        view = self._views(handle)[claim.node]
+        if view.is_here and view.run_id is not None and view.end() is None:
+            kill_all(view.survivors(), spare={os.getpid()})
+
+    def _bury(self, folder: Path) -> None:
+        """Remember the name, then remove the folder; what a cut in between leaves goes next time."""
+        graves = self.root / _RELEASED
+        graves.mkdir(exist_ok=True)
+        (graves / folder.name).touch()
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        for grave in graves.iterdir():
+            with suppress(OSError):
+                if time.time() - grave.stat().st_mtime > _TOMBSTONE_S:
+                    grave.unlink()
+
+    def _views(self, handle: Handle) -> list[NodeView]:
+        return views(handle, self.machine.identity)
+
+    def handle(self, folder: Path, nodes: int) -> Handle:
+        """The handle of the attempt in *folder*, with what node main has said of itself so far."""
+        bodies = [
+            files.read_json(files.node_folder(folder, node) / files.NODE) or {} for node in range(nodes)
+        ]
+        identity = next((body["identity"] for body in bodies if body), self.machine.identity.to_dict())
+        kept = ("id", "main", "guard")
+        details = {
+            "folder": str(folder),
+            "identity": identity,
+            "nodes": [{name: body.get(name) for name in kept} if body else {} for body in bodies],
+        }
+        return Handle(self.name, folder.name, details)
+
+
+class _Start:
+    """One ``submit`` under the attempt's lock: starts each node that was not started before."""
+
+    def __init__(self, backend: LocalBackend, request: AttemptRequest, folder: Path) -> None:
+        self._backend = backend
+        self._request = request
+        self._folder = folder
+        self._rendered = backend.render(request)["nodes"]
+        self._locks: dict[int, int] = {}
+
+    def finish(self) -> None:
+        """Start what is missing; all nodes get their slices, or none is started."""
+        try:
+            self._take_locks()
+            if not self._locks:
+                return
+            self._claim()
+            for node in list(self._locks):
+                self._spawn(node)
+        finally:
+            for fd in self._locks.values():
+                os.close(fd)
+
+    def _take_locks(self) -> None:
+        """Hold the lock of every node that was never started; wait for those just being started."""
+        for node in range(self._request.allocation.nodes):
+            folder = files.node_folder(self._folder, node)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            until = time.monotonic() + START_PATIENCE_S
+            while not was_started(folder):
+                fd = files.try_lock(folder / files.LOCK)
+                if fd is not None:
+                    self._locks[node] = fd
+                    break
+                if time.monotonic() > until:
+                    raise BackendError(f"{folder}: is locked and does not start", transient=True)
+                time.sleep(_POLL_S)
+            if was_started(folder) and node in self._locks:
+                os.close(self._locks.pop(node))  # started, and over, between the two looks
+
+    def _claim(self) -> None:
+        slots = Slots(self._backend.root, self._backend.machine, on_dead=self._backend.end_leftovers)
+        request = self._request
+        try:
+            claims = slots.claim(self._folder.name, request.allocation, self._locks)
+        except CapacityError:
+            if len(self._locks) == request.allocation.nodes:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        pythonpath = training_pythonpath(request.command, request.python, self._backend.root)
+        for node, claim in claims.items():
+            folder = files.node_folder(self._folder, node)
+            moment = {
+                "id": uuid.uuid4().hex,
+                "cpus": claim.cpus,
+                "gpus": claim.gpus,
+                "pythonpath": pythonpath,
+            }
+            files.write_json(folder / files.LAYOUT, self._rendered[node]["layout"])
+            files.write_json(folder / files.REQUEST, {**self._rendered[node]["request"], **moment})
+
+    def _spawn(self, node: int) -> None:
+        folder = files.node_folder(self._folder, node)
+        fd = self._locks[node]
+        module = "envscaler_airflow.backends.local.node"
+        command = [sys.executable, "-P", "-m", module, str(folder), "--lock-fd", str(fd)]
+        env = node_env(os.environ, self._request.secret_env, str(folder / files.EXCHANGE))
+        try:
+            with (folder / "node.log").open("ab") as log:
+                subprocess.run(
+                    command,
+                    cwd=folder,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(fd,),
+                    start_new_session=True,
+                    timeout=START_PATIENCE_S,
+                    check=True,
+                )
+        except (OSError, subprocess.SubprocessError) as err:
+            raise self._burn(node, f"node main cannot be started: {err}") from err
+        os.close(self._locks.pop(node))
+        until = time.monotonic() + START_PATIENCE_S
+        while not (folder / files.NODE).exists():
+            if time.monotonic() > until or files.lock_state(folder / files.LOCK) == "free":
+                raise self._burn(node, _last_line(folder / "node.log") or "node main did not start")
+            time.sleep(_POLL_S)
+
+    def _burn(self, failed: int, reason: str) -> BackendError:
+        """Leave no half of an attempt: end the nodes that run, and say of the others that they never will."""
+        nodes = range(self._request.allocation.nodes)
+        self._backend.stop(self._backend.handle(self._folder, len(nodes)), grace_s=0)
+        folders = [files.node_folder(self._folder, node) for node in nodes]
+        if any((folder / files.NODE).exists() for folder in folders):
+            for folder in folders:
+                if not was_started(folder):
+                    end = NodeEnd(None, None, "setup-failed", reason)
+                    files.write_json(folder / files.END, {"id": None, **end.to_dict()})
+        return BackendError(f"{self._folder.name} n{failed}: {reason}", transient=True)
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

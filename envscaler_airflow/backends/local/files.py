@@ -1,0 +1,138 @@
+"""Files of an attempt: names, atomic JSON, and locks that die with their holder.
+
+``<root>/<attempt>/n<i>/`` holds one node::
+
+    lock          held (flock) by node main and its guard, inherited from ``submit`` without a gap
+    request.json  what to start; no secret
+    layout.json   for the courier
+    node.json     written by node main before it starts anything: who it is
+    stop.json     asks node main to end
+    end.json      written last by node main: how the node ended
+    exchange/ work/ root/ output/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from envscaler_airflow.errors import BackendError
+
+SCHEMA = "1.0"
+LOCK, REQUEST, LAYOUT = "lock", "request.json", "layout.json"
+NODE, STOP, END = "node.json", "stop.json", "end.json"
+EXCHANGE, WORK, ROOT, OUTPUT, COURIER_OUTPUT = "exchange", "work", "root", "output", "courier-output"
+
+_MAX_JSON_BYTES = 1 << 22
+
+LockState = Literal["held", "free", "absent"]
+
+
+def node_folder(attempt: Path, node: int) -> Path:
+    """Folder of one node of an attempt."""
+    return attempt / f"n{node}"
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> None:
+    """Replace *path* as a whole, on disk before it is visible."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump({"schema": SCHEMA, **body}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What :func:`write_json` wrote; None when the file is absent.
+
+    Raises:
+        BackendError: It is there and cannot be read.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise BackendError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as err:
+        raise BackendError(f"{path}: {err}") from err
+    if not isinstance(body, dict):
+        raise BackendError(f"{path}: got {type(body).__name__}, expected an object")
+    return body
+
+
+def make_root(root: Path) -> None:
+    """Make the folder of all attempts, for this user alone.
+
+    Raises:
+        BackendError: It belongs to somebody else or is a link.
+    """
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise BackendError(f"{root}: is not a folder of user {os.getuid()}; set [envscaler] local_root")
+
+
+def try_lock(path: Path) -> int | None:
+    """An open descriptor that holds the lock *path*, None when another one holds it.
+
+    The lock goes with the last process that inherited the descriptor; the file is made when absent.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if _is_at(fd, path):
+            return fd
+        os.close(fd)  # removed while we took it: the lock of a file that nobody else will find
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock *path* and hold it. For short sections: whoever dies in one frees it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(fd, path):
+                yield
+                return
+        finally:
+            os.close(fd)
+
+
+def lock_state(path: Path) -> LockState:
+    """Whether somebody holds the lock, without taking it from anybody.
+
+    Raises:
+        BackendError: The file cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return "absent"
+    except OSError as err:
+        raise BackendError(f"{path}: {err}") from err
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "held"
+    finally:
+        os.close(fd)
+    return "free"

@@ -1,0 +1,190 @@
+"""What this machine is and has."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from envscaler_airflow.catalog import canonical_gpu, nominal_memory_gb
+
+GIB = float(1 << 30)
+USABLE_MEMORY = 0.9
+"""Part of the memory that is given out in slices. Chosen: the rest is the system's and Airflow's."""
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 says "no limit" as a number near 2**63."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which machine, boot and process table a process id belongs to.
+
+    Attributes:
+        host: Host name.
+        machine_id: Of the installed system; ``""`` when it has none.
+        boot_id: Of this boot; ``""`` when the system does not say.
+        pid_namespace: Of the process table that process ids are of; ``""`` when there is but one.
+    """
+
+    host: str
+    machine_id: str = ""
+    boot_id: str = ""
+    pid_namespace: str = ""
+
+    def is_same_host(self, other: Identity) -> bool:
+        """True when both are known to be the same installed system."""
+        return self.host == other.host and self.machine_id == other.machine_id
+
+    def to_dict(self) -> dict[str, str]:
+        """JSON form, as it stands in handles."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Identity:
+        """Read what :meth:`to_dict` wrote; absent parts are ``""``."""
+        return cls(**{name: str(body.get(name, "")) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine.
+
+    Attributes:
+        index: As CUDA_VISIBLE_DEVICES counts in PCI order.
+        name: Canonical name.
+        memory_gb: Nominal memory, GB.
+    """
+
+    index: int
+    name: str
+    memory_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What can be given out here.
+
+    Attributes:
+        cpus: CPUs that this process may use, by their numbers.
+        memory_bytes: Memory of the machine or of the container that we are in.
+        gpus: GPUs that the driver shows.
+        arch: ``x86_64`` or ``arm64``.
+        identity: See :class:`Identity`.
+    """
+
+    cpus: tuple[int, ...]
+    memory_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    arch: str = "x86_64"
+    identity: Identity = Identity("")
+
+    def __post_init__(self) -> None:
+        """Refuse a machine of nothing."""
+        if not self.cpus or self.memory_bytes <= 0:
+            raise ValueError(f"a machine has CPUs and memory, got {self.cpus!r}, {self.memory_bytes!r}")
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """What slices may take together."""
+        return int(self.memory_bytes * USABLE_MEMORY)
+
+
+@cache
+def this_machine() -> Machine:
+    """Look at the machine once for each process."""
+    return Machine(
+        cpus=_cpus(),
+        memory_bytes=_memory_bytes(),
+        gpus=_gpus(),
+        arch=_arch(),
+        identity=this_identity(),
+    )
+
+
+def this_identity() -> Identity:
+    """Host, boot and PID namespace of this process."""
+    return Identity(
+        host=socket.gethostname(),
+        machine_id=_text("/etc/machine-id"),
+        boot_id=_text("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_link("/proc/self/ns/pid"),
+    )
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""
+
+
+def _arch() -> str:
+    return "arm64" if platform.machine() in ("arm64", "aarch64") else "x86_64"
+
+
+def _cpus() -> tuple[int, ...]:
+    """CPUs of our affinity, no more than a container's quota allows."""
+    if hasattr(os, "sched_getaffinity"):
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
+    else:
+        cpus = tuple(range(os.cpu_count() or 1))
+    quota = _cpu_quota()
+    return cpus[: max(1, round(quota))] if quota is not None else cpus
+
+
+def _cpu_quota() -> float | None:
+    text = _text("/sys/fs/cgroup/cpu.max")
+    if text and not text.startswith("max"):
+        quota, period = text.split()
+        return int(quota) / int(period)
+    quota, period = (_text(f"/sys/fs/cgroup/cpu/cpu.cfs_{part}_us") for part in ("quota", "period"))
+    if quota and period and int(quota) > 0:
+        return int(quota) / int(period)
+    return None
+
+
+def _memory_bytes() -> int:
+    total = int(psutil.virtual_memory().total)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _text(path)
+        if text.isdigit() and 0 < int(text) < _UNLIMITED:
+            total = min(total, int(text))
+    return total
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """What NVML shows; none without a driver."""
+    import pynvml  # noqa: PLC0415  # costs time that only a look at the machine should pay
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    device = nvml.nvmlDeviceGetHandleByIndex(index)
+    said = nvml.nvmlDeviceGetName(device)
+    total_gb = nvml.nvmlDeviceGetMemoryInfo(device).total / 1e9
+    name = canonical_gpu(said.decode() if isinstance(said, bytes) else str(said), total_gb)
+    return Gpu(index, name, nominal_memory_gb(name, total_gb))

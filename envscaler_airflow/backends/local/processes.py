@@ -1,0 +1,163 @@
+"""Processes of a node: who they are, who is left, and how they are ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from envscaler_airflow.backends.local.cgroups import Cage
+
+MARKER = "ENVSCALER_EXCHANGE"
+"""Every process of a node inherits this variable with the node's own folder as its value."""
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process id that cannot be mistaken for a later process of the same number.
+
+    Attributes:
+        pid: Process id.
+        start: When it started, in the system's own ticks since boot.
+    """
+
+    pid: int
+    start: int
+
+    def is_alive(self) -> bool:
+        """True while this very process runs. One that only waits to be reaped does not."""
+        return process_start(self.pid) == self.start
+
+    def signal(self, number: int) -> None:
+        """Send *number* unless the process is gone."""
+        if self.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def to_dict(self) -> dict[str, int]:
+        """JSON form, as it stands in node.json and in handles."""
+        return {"pid": self.pid, "start": self.start}
+
+    @classmethod
+    def from_dict(cls, body: Any) -> ProcessId | None:
+        """Read what :meth:`to_dict` wrote; None when it is not there."""
+        try:
+            return cls(int(body["pid"]), int(body["start"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """Name a process that runs now; None when it does not."""
+        start = process_start(pid)
+        return None if start is None else cls(pid, start)
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a running process in ticks since boot; None when it is gone or a zombie."""
+    if Path("/proc/self/stat").exists():
+        fields = _stat(pid)
+        return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
+    except psutil.Error:
+        return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on; the name before them may hold anything."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """Where to look for what is left of a node.
+
+    Attributes:
+        exchange: The node's exchange folder, value of :data:`MARKER`.
+        guard: Leader of the node's session; None when unknown.
+        cage: The node's cgroups, which nothing leaves by forking.
+        main: Node main; it and its guard inherit what their descendants leave behind.
+    """
+
+    exchange: str
+    guard: ProcessId | None
+    cage: Cage
+    main: ProcessId | None = None
+
+    def find(self, *, spare: Iterable[int] = ()) -> set[ProcessId]:
+        """Processes of the node that run now, by cgroup, session, descent and inherited marker."""
+        pids = set(self.cage.pids())
+        pids.update(self._by_descent(), self._by_look())
+        pids -= set(spare)
+        return {found for pid in pids if (found := ProcessId.of(pid)) is not None}
+
+    def _by_descent(self) -> set[int]:
+        pids: set[int] = set()
+        for ancestor in (self.guard, self.main):
+            if ancestor is not None and ancestor.is_alive():
+                pids.add(ancestor.pid)
+                with suppress(psutil.Error):
+                    pids.update(child.pid for child in psutil.Process(ancestor.pid).children(recursive=True))
+        return pids
+
+    def _by_look(self) -> set[int]:
+        marker = f"{MARKER}={self.exchange}".encode()
+        session = self._session()
+        found = set()
+        for pid in psutil.pids():
+            with suppress(OSError):
+                if (session and os.getsid(pid) == session) or marker in _environ(pid):
+                    found.add(pid)
+        return found
+
+    def _session(self) -> int | None:
+        """Session id of the node; None when another process has that number by now."""
+        if self.guard is None or process_start(self.guard.pid) not in (None, self.guard.start):
+            return None
+        return self.guard.pid
+
+
+def _environ(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def kill_all(
+    survivors: Survivors,
+    *,
+    spare: Iterable[int] = (),
+    patience_s: float = 10.0,
+    reap: Callable[[], None] = lambda: None,
+) -> set[ProcessId]:
+    """SIGKILL everything of the node until nothing is left; what outlives *patience_s* is returned.
+
+    *reap* is called in every turn, so that a parent collects its dead children. Only a process
+    that hangs in the kernel (a dead network disk) outlives it.
+    """
+    spared = set(spare)
+    until = time.monotonic() + patience_s
+    left = survivors.find(spare=spared)
+    while left:
+        survivors.cage.kill("training" if spared else None)
+        for process in left:
+            process.signal(signal.SIGKILL)
+        time.sleep(_POLL_S)
+        reap()
+        left = survivors.find(spare=spared)
+        if time.monotonic() >= until:
+            break
+    return left

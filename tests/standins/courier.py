@@ -1,0 +1,40 @@
+"""Stands in for the courier: lays nothing out, says done once the wrapper's end is there.
+
+With ``--die N`` it exits with code 3 at its first N starts, counted in the exchange folder.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main():
+    """Write start.json, wait for the wrapper's end, say done."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--exchange", type=Path, required=True)
+    parser.add_argument("--die", type=int, default=0)
+    parser.add_argument("--hang", action="store_true")
+    options, _ = parser.parse_known_args()
+    births = options.exchange / "births"
+    with births.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if len(births.read_text().split()) <= options.die:
+        sys.exit("courier stand-in: dies as it was told")
+    _write(options.exchange / "start.json", {"schema": "1.0"})
+    _write(options.exchange / "env.json", dict(os.environ))
+    wrapper = options.exchange / "wrapper.json"
+    while not wrapper.exists() or options.hang:
+        time.sleep(0.02)
+    _write(options.exchange / "courier.json", {"schema": "1.0", "phase": "done"})
+
+
+def _write(path, body):
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(body))
+    draft.replace(path)
+
+
+main()
