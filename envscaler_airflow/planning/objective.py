@@ -19,6 +19,9 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 PERFORMANCE_FACTOR = 100.0
 """``performance`` pays this times the balanced value of an hour. Chosen: time decides unless it is equal."""
 
+_LEAST_RATE = 1e-9
+"""Losses an hour below which there are none. Chosen: one in a hundred thousand years."""
+
 _LARGEST_EXPONENT = 50.0
 """Above it an attempt without a checkpoint never ends. Chosen: e^50 restarts are more than all time."""
 
@@ -139,11 +142,11 @@ def _checkpoint_seconds(train_s: float, overheads: Overheads) -> float:
 
 
 def _seconds_with_interruptions(train_s: float, overheads: Overheads, per_hour: float) -> float:
-    if per_hour == 0 or train_s == 0:
+    if per_hour < _LEAST_RATE or train_s == 0:
         return train_s + _checkpoint_seconds(train_s, overheads)
     every = overheads.checkpoint_every_s
     segment_s = train_s if every is None else min(every, train_s)
-    saving_s = overheads.checkpoint_s if every is not None and every < train_s else 0.0
+    saving_s = _checkpoint_seconds(segment_s, overheads)
     between_s = SECONDS_PER_HOUR / per_hour
     restart = math.exp(min(overheads.start_s / between_s, _LARGEST_EXPONENT))
     segment = math.expm1(min((segment_s + saving_s) / between_s, _LARGEST_EXPONENT))

@@ -16,7 +16,7 @@ from typing import Any, Self, get_type_hints
 
 
 class Record:
-    """A dataclass with a JSON form. Unknown (None) fields are left out."""
+    """A dataclass with a JSON form. Unknown (None) fields are left out where None is the default."""
 
     __slots__ = ()
 
@@ -49,8 +49,11 @@ def check_finite(**values: float | None) -> None:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        pairs = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
-        return {name: _plain(item) for name, item in pairs if item is not None}
+        pairs = ((item, getattr(value, item.name)) for item in dataclasses.fields(value))
+        # None is left out only where reading back puts it in again.
+        return {
+            item.name: _plain(part) for item, part in pairs if part is not None or item.default is not None
+        }
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
