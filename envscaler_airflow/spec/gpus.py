@@ -1,0 +1,121 @@
+"""GPU names: the catalog's canonical ones, and what people call them elsewhere."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+MEMORY_GB: dict[str, float] = {
+    "A10": 24,
+    "A100": 40,
+    "A100-80GB": 80,
+    "A10G": 24,
+    "A40": 48,
+    "A6000": 48,
+    "B200": 180,
+    "B300": 288,
+    "GH200": 96,
+    "H100": 80,
+    "H100-NVL": 94,
+    "H200": 141,
+    "K80": 12,
+    "L4": 24,
+    "L40": 48,
+    "L40S": 48,
+    "M60": 8,
+    "MI300X": 192,
+    "MI325X": 256,
+    "P100": 16,
+    "P4": 8,
+    "P40": 24,
+    "RTX2080Ti": 11,
+    "RTX3090": 24,
+    "RTX4090": 24,
+    "RTX5090": 32,
+    "RTX6000": 24,
+    "RTX6000Ada": 48,
+    "RTXPRO4500": 32,
+    "RTXPRO6000": 96,
+    "T4": 16,
+    "T4g": 16,
+    "V100": 16,
+    "V100-32GB": 32,
+}
+"""Nominal memory of one GPU in GB, by canonical name.
+
+Source: vendors' datasheets; names as in SkyPilot's catalog.
+"""
+
+_SIZES: dict[str, tuple[str, ...]] = {
+    "A100": ("A100", "A100-80GB"),
+    "V100": ("V100", "V100-32GB"),
+    "H100": ("H100", "H100-NVL"),
+}
+"""Models sold with several memory sizes, smallest first."""
+
+_EITHER_SIZE = frozenset({"nvidia-a100"})
+"""Aliases that name a model and no size."""
+
+_ALIASES: dict[str, str] = {
+    "a100-40gb": "A100",
+    "a100-80gb-pcie": "A100-80GB",
+    "a100-80gb-sxm": "A100-80GB",
+    "a100-sxm4-40gb": "A100",
+    "a100-sxm4-80gb": "A100-80GB",
+    "ampere-a100": "A100",
+    "gh200-96gb": "GH200",
+    "h100-80gb": "H100",
+    "h100-80gb-hbm3": "H100",
+    "h100-mega-80gb": "H100",
+    "h100-pcie": "H100",
+    "h100-sxm": "H100",
+    "h200-141gb": "H200",
+    "p100-16gb": "P100",
+    "rtxa6000": "A6000",
+    "v100-16gb": "V100",
+    "v100-sxm2-16gb": "V100",
+    "v100-sxm2-32gb": "V100-32GB",
+}
+_BY_LOWER = {name.lower(): name for name in MEMORY_GB} | _ALIASES
+_PREFIX = re.compile(r"(nvidia-tesla-|nvidia-|amd-|amd-instinct-|tesla-|geforce-)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}\Z")
+
+
+def canonical(name: str) -> str | None:
+    """Catalog's name of *name*, whatever its case and vendor; None when it is not in the catalog."""
+    key = name.strip().lower().replace(" ", "-").replace("_", "-")
+    return _BY_LOWER.get(key) or _BY_LOWER.get(_PREFIX.sub("", key, count=1))
+
+
+def resolve(name: str, memory_gb: float | None = None) -> tuple[str, ...]:
+    """Canonical names that *name* means, at least *memory_gb* each.
+
+    ``nvidia-a100`` names a model of two sizes: both fit, and 40 GB is counted on unless *memory_gb*
+    says more. A name of one size with a larger *memory_gb* means the larger sibling.
+
+    Raises:
+        ValueError: A misspelt name, or no size of the model has that much memory.
+    """
+    found = canonical(name)
+    if found is None:
+        return (_unknown(name),)
+    sizes = _SIZES.get(found, (found,))
+    if memory_gb is None:
+        return sizes if name.strip().lower() in _EITHER_SIZE else (found,)
+    if name.strip().lower() not in _EITHER_SIZE and MEMORY_GB[found] >= memory_gb:
+        return (found,)
+    fitting = tuple(size for size in sizes if MEMORY_GB[size] >= memory_gb)
+    if not fitting:
+        most = MEMORY_GB[sizes[-1]]
+        raise ValueError(f"{name} has {most:g} GB at most; write memory: {most:g}GB, or another type")
+    return fitting
+
+
+def _unknown(name: str) -> str:
+    """A name that the catalog lacks is kept as it is, unless it looks like a typing error."""
+    if not _NAME.match(name):
+        raise ValueError(f"{name!r:.60} is no GPU name; write one of the catalog, such as A100-80GB")
+    near = difflib.get_close_matches(name.lower(), _BY_LOWER, n=1, cutoff=0.8)
+    if near:
+        raise ValueError(f"GPU {name!r:.60} is not known; write {_BY_LOWER[near[0]]}")
+    return name
