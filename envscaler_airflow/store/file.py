@@ -15,11 +15,11 @@ from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.store.names import (
-    MANIFEST,
     MAX_BYTES,
     check_name,
     check_prefix,
     check_tree,
+    is_manifest,
     is_name,
     join,
     landing,
@@ -66,7 +66,7 @@ class FileStore:
         """
         if not root.is_absolute():
             raise ProtocolError(f"store folder {str(root)!r} is not absolute: write file:///path")
-        self.root = Path(os.path.normpath(root))
+        self.root = Path("/" + os.path.normpath(root).lstrip("/"))
         self.url = f"file://{self.root}"
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
@@ -132,14 +132,13 @@ class FileStore:
         self._prune(folders)
 
     def delete_tree(self, prefix: str) -> None:
-        """Delete everything below *prefix*, manifests first."""
-        bare = check_tree(prefix)
-        for name in self.names(bare):
-            if name.endswith(f"/{MANIFEST}"):
-                self.delete(name)
-        *folders, last = bare.split("/")
-        with self._told(bare), self._folder(folders) as folder:
+        """Delete everything below *prefix*, manifests first; of a link, the link."""
+        *folders, last = check_tree(prefix).split("/")
+        with self._told(prefix), self._folder(folders) as folder:
             if folder is not None:
+                manifests = [name for name in _walk_into(folder, last) if is_manifest(name)]
+                for name in manifests:
+                    self.delete("/".join([*folders, name]))
                 _remove_tree(last, folder)
         self._prune(folders)
 
@@ -184,11 +183,10 @@ class FileStore:
             except OSError:
                 _refuse_link(last, folder)
                 raise
-        file = os.fdopen(descriptor, "rb")
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
-            return file
-        file.close()
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
         if stat.S_ISDIR(mode):
             return None
         raise ProtocolError(f"{self.uri(name)} is neither a file nor a folder: remove it")

@@ -15,10 +15,10 @@ from envscaler_airflow.store.names import (
     check_name,
     check_prefix,
     check_tree,
-    child_of,
+    is_manifest,
+    is_name,
     join,
     landing,
-    manifests_first,
 )
 
 ATOMIC_CREATE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory"})
@@ -135,7 +135,7 @@ class FilesystemStore:
 
     def delete_tree(self, prefix: str) -> None:
         """Delete everything below *prefix*, manifests first."""
-        for name in manifests_first(self.names(check_tree(prefix))):
+        for name in sorted(self.names(check_tree(prefix)), key=lambda name: not is_manifest(name)):
             self.delete(name)
 
     def names(self, prefix: str) -> list[str]:
@@ -149,12 +149,13 @@ class FilesystemStore:
                 return []
         below = f"{self._root}/"
         names = (str(path)[len(below) :] for path in paths if str(path).startswith(below))
-        return sorted(name for name in names if name.startswith(f"{bare}/" if bare else "") and name)
+        return sorted(name for name in names if is_name(name) and name.startswith(f"{bare}/" if bare else ""))
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""
         bare = check_prefix(prefix)
-        return sorted({child_of(name, bare) for name in self.names(bare)})
+        skip = len(bare) + 1 if bare else 0
+        return sorted({name[skip:].split("/", 1)[0] for name in self.names(bare)})
 
     def uri(self, name: str) -> str:
         """The URL of *name*."""

@@ -16,7 +16,7 @@ MAX_NAME_BYTES = 1024
 """Longest name with its root, bytes. Source: Amazon S3 user guide, "Creating object key names"."""
 
 MANIFEST = "manifest.json"
-"""Deleted before its folder, so that a half-deleted folder never looks complete."""
+"""Written last and deleted first, so that a half-written or half-deleted folder never looks complete."""
 
 
 def check_name(name: str) -> str:
@@ -69,14 +69,9 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix and name else prefix or name
 
 
-def child_of(name: str, prefix: str) -> str:
-    """First part of *name* below *prefix*: ``b`` of ``a/b/c`` below ``a``."""
-    return name[len(prefix) + 1 if prefix else 0 :].split("/", 1)[0]
-
-
-def manifests_first(names: list[str]) -> list[str]:
-    """*names* in the order in which a tree is deleted."""
-    return sorted(names, key=lambda name: (name.rsplit("/", 1)[-1] != MANIFEST, name))
+def is_manifest(name: str) -> bool:
+    """True for the file that makes its folder count, which therefore is deleted first."""
+    return name.rsplit("/", 1)[-1] == MANIFEST
 
 
 @contextmanager

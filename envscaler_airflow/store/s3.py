@@ -20,10 +20,10 @@ from envscaler_airflow.store.names import (
     check_name,
     check_prefix,
     check_tree,
-    child_of,
+    is_manifest,
+    is_name,
     join,
     landing,
-    manifests_first,
 )
 
 if TYPE_CHECKING:
@@ -153,35 +153,36 @@ class S3Store:
 
     def delete_tree(self, prefix: str) -> None:
         """Delete everything below *prefix*, manifests first."""
-        keys = [self._key(name) for name in manifests_first(self.names(check_tree(prefix)))]
-        with self._told(prefix):
-            for start in range(0, len(keys), _BATCH):
-                self._delete_batch(keys[start : start + _BATCH])
+        bare = check_tree(prefix)
+        with self._told(bare):
+            keys = self._keys(self._below(bare))
+            manifests = [key for key in keys if is_manifest(key)]
+            # Within one request S3 promises no order.
+            for batch in (*_batches(manifests), *_batches([key for key in keys if not is_manifest(key)])):
+                self._delete_batch(batch)
 
     def names(self, prefix: str) -> list[str]:
         """Every name below *prefix*, sorted."""
         bare = check_prefix(prefix)
-        skip = len(self._prefix) + 1 if self._prefix else 0
+        skip = len(self._below(""))
         with self._told(bare):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._below(bare)
-            )
-            keys = [item["Key"][skip:] for page in pages for item in page.get("Contents", ())]
-        # Consoles make "folders" by empty objects that end with a slash.
-        return sorted(key for key in keys if not key.endswith("/"))
+            names = [key[skip:] for key in self._keys(self._below(bare))]
+        # Consoles make "folders" by empty objects that end with a slash; those are no names.
+        return sorted(name for name in names if is_name(name))
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""
-        below = self._below(check_prefix(prefix))
-        with self._told(prefix):
+        bare = check_prefix(prefix)
+        below = self._below(bare)
+        with self._told(bare):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=below, Delimiter="/"
             )
             found: set[str] = set()
             for page in pages:
-                found.update(item["Key"] for item in page.get("Contents", ()) if item["Key"] != below)
-                found.update(item["Prefix"] for item in page.get("CommonPrefixes", ()))
-        return sorted(child_of(key[len(below) :], "") for key in found)
+                found.update(item["Key"][len(below) :] for item in page.get("Contents", ()))
+                found.update(item["Prefix"][len(below) : -1] for item in page.get("CommonPrefixes", ()))
+        return sorted(name for name in found if is_name(name))
 
     def uri(self, name: str) -> str:
         """``s3://bucket/key`` of *name*."""
@@ -193,6 +194,10 @@ class S3Store:
     def _below(self, bare: str) -> str:
         whole = join(self._prefix, bare)
         return f"{whole}/" if whole else ""
+
+    def _keys(self, below: str) -> list[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
     def _delete_batch(self, keys: list[str]) -> None:
         answer = self._client.delete_objects(
@@ -232,6 +237,11 @@ class S3Store:
             status=status,
             transient=status is None or status >= 500 or status == 429 or code in _TRANSIENT,
         )
+
+
+def _batches(keys: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), _BATCH):
+        yield keys[start : start + _BATCH]
 
 
 def _status(err: refusals.ClientError) -> int | None:

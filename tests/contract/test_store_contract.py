@@ -1,0 +1,386 @@
+"""One contract for every run store: a folder, S3 (moto's HTTP server on loopback), fsspec's memory."""
+
+import uuid
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.store import EventLog, check_store, deployment_of, for_run, open_store
+
+BUCKET = "runs"
+ODD_NAMES = [
+    "a b/c+d.json",
+    "dag/%2E%2E/x",
+    "größe/данные.bin",
+    "globs/[1]*?.bin",
+    "hash#tag&x=y.json",
+    ".metadata",
+    "a/.hidden/b",
+    "tilde~1/quote'\".txt",
+]
+BAD_NAMES = [
+    "",
+    "/",
+    "/etc/passwd",
+    "..",
+    "../x",
+    "a/../../x",
+    "a//b",
+    "./a",
+    "a/.",
+    "a\0b",
+    "a\\..\\b",
+    "x" * 1025,
+]
+
+
+@pytest.fixture(scope="module")
+def s3_options():
+    """Options for a real S3 API on a free port of the loopback interface."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {
+        "endpoint_url": f"http://{host}:{port}",
+        "region_name": "us-east-1",
+        "aws_access_key_id": "test",
+        "aws_secret_access_key": "test",
+        "config": {"retries": {"total_max_attempts": 1}},
+    }
+    boto3.client("s3", **{k: v for k, v in options.items() if k != "config"}).create_bucket(Bucket=BUCKET)
+    yield options
+    server.stop()
+
+
+@pytest.fixture(params=["file", "s3", "memory"])
+def place(request, tmp_path):
+    """URL and options of an empty store."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store", {}
+    if request.param == "s3":
+        return f"s3://{BUCKET}/{uuid.uuid4().hex}", request.getfixturevalue("s3_options")
+    return f"memory://{uuid.uuid4().hex}/store", {}
+
+
+@pytest.fixture
+def store(place):
+    """An empty store that exists."""
+    store = open_store(*place)
+    check_store(store)
+    return store
+
+
+def test_what_was_never_written_is_none(store):
+    """Absent is None for bytes and size, and an empty list for folders."""
+    assert store.read("a/b") is None
+    assert store.size("a/b") is None
+    assert store.names("a") == []
+    assert store.children("a") == []
+    assert store.names("") == []
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 512])
+def test_what_was_written_is_read_back(store, data):
+    """Any bytes, none included."""
+    store.write("a/b", data)
+
+    assert store.read("a/b") == data
+    assert store.size("a/b") == len(data)
+
+
+def test_the_last_write_counts(store):
+    """Writing goes over what was there, longer or shorter."""
+    store.write("a", b"long text")
+    store.write("a", b"short")
+
+    assert store.read("a") == b"short"
+
+
+def test_of_two_creators_one_wins(place, store):
+    """The second create says False, and what the first wrote stays."""
+    other = open_store(*place)
+
+    assert store.create("events/000001.json", b"first") is True
+    assert other.create("events/000001.json", b"second") is False
+    assert store.create("events/000001.json", b"third") is False
+    assert other.read("events/000001.json") == b"first"
+
+
+def test_a_deleted_name_can_be_created_again(store):
+    """Nothing of the old one is in the way."""
+    store.create("a", b"1")
+    store.delete("a")
+
+    assert store.create("a", b"2") is True
+    assert store.read("a") == b"2"
+
+
+def test_reading_is_bounded(store):
+    """Ten bytes are read when ten are allowed, and refused when nine are."""
+    store.write("a", b"0123456789")
+
+    assert store.read("a", max_bytes=10) == b"0123456789"
+    with pytest.raises(ProtocolError, match="10 bytes, at most 9 are read"):
+        store.read("a", max_bytes=9)
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_no_name_leaves_the_store(store, tmp_path, name):
+    """Every method refuses a name that is absolute, has a parent part, or is none."""
+    (tmp_path / "file").write_bytes(b"x")
+    calls = [
+        lambda: store.read(name),
+        lambda: store.write(name, b"x"),
+        lambda: store.create(name, b"x"),
+        lambda: store.delete(name),
+        lambda: store.size(name),
+        lambda: store.put_file(name, tmp_path / "file"),
+        lambda: store.get_file(name, tmp_path / "other"),
+        lambda: store.delete_tree(name),
+    ]
+    if name:
+        calls += [lambda: store.names(name), lambda: store.children(name), lambda: store.uri(name)]
+
+    for call in calls:
+        with pytest.raises(ProtocolError, match="does not stay inside the store"):
+            call()
+    assert store.names("") == []
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names_are_kept_as_they_are(store, tmp_path, name):
+    """Percent signs, blanks, globs, quotes and other scripts mean nothing special."""
+    store.write(name, b"1")
+
+    assert store.read(name) == b"1"
+    assert store.size(name) == 1
+    assert store.names("") == [name]
+    assert store.children("") == [name.split("/")[0]]
+    store.get_file(name, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"1"
+    store.delete(name)
+    assert store.names("") == []
+
+
+def test_a_prefix_is_a_folder(store):
+    """``a`` holds ``a/...``, not ``ab/...``; a slash at its end changes nothing."""
+    for name in ["a/2", "a/1", "a/c/d/e", "ab/1", "b"]:
+        store.write(name, b"")
+
+    assert store.names("a") == ["a/1", "a/2", "a/c/d/e"]
+    assert store.names("a/") == ["a/1", "a/2", "a/c/d/e"]
+    assert store.children("a") == ["1", "2", "c"]
+    assert store.children("a/c/") == ["d"]
+    assert store.children("") == ["a", "ab", "b"]
+    assert store.names("") == ["a/1", "a/2", "a/c/d/e", "ab/1", "b"]
+
+
+def test_a_folder_is_no_file(store):
+    """Read, measured or deleted as if it were one, it is absent and stays."""
+    store.write("a/b", b"1")
+
+    assert store.read("a") is None
+    assert store.size("a") is None
+    store.delete("a")
+    assert store.read("a/b") == b"1"
+
+
+def test_below_a_file_there_is_nothing(store):
+    """``a/b`` is absent when ``a`` is a file."""
+    store.write("a", b"1")
+
+    assert store.read("a/b") is None
+    assert store.size("a/b") is None
+    assert store.names("a") == []
+    assert store.children("a") == []
+    store.delete("a/b")
+    assert store.read("a") == b"1"
+
+
+def test_deleting_is_repeatable_and_leaves_no_empty_folder(store):
+    """As in an object store, a folder is there as long as something is in it."""
+    store.write("a/b/c", b"1")
+    store.write("a/d", b"1")
+
+    store.delete("a/b/c")
+    store.delete("a/b/c")
+    store.delete("never/was")
+
+    assert store.children("a") == ["d"]
+    assert store.names("") == ["a/d"]
+
+
+def test_a_tree_is_deleted_and_nothing_else(store):
+    """Names that only begin alike, and the name of the folder itself, stay."""
+    for name in ["a/1", "a/b/manifest.json", "a/b/2", "ab/1", "c"]:
+        store.write(name, b"")
+
+    store.delete_tree("a")
+    store.delete_tree("a")
+    store.delete_tree("c")
+
+    assert store.names("") == ["ab/1", "c"]
+
+
+def test_files_go_up_and_come_down_whole(store, tmp_path):
+    """Nine MiB, so that S3 takes it in two parts; over what was there."""
+    data = b"0123456789abcdef" * (9 << 16)
+    (tmp_path / "up").write_bytes(data)
+    (tmp_path / "small").write_bytes(b"small")
+    (tmp_path / "down").write_bytes(b"old")
+
+    store.put_file("checkpoints/c/weights", tmp_path / "up")
+    store.get_file("checkpoints/c/weights", tmp_path / "down")
+    store.put_file("checkpoints/c/weights", tmp_path / "small")
+    store.get_file("checkpoints/c/weights", tmp_path / "new/folder/down")
+
+    assert (tmp_path / "down").read_bytes() == data
+    assert (tmp_path / "new/folder/down").read_bytes() == b"small"
+    assert store.size("checkpoints/c/weights") == 5
+
+
+def test_an_empty_file_goes_up_and_comes_down(store, tmp_path):
+    """No bytes are a file too."""
+    (tmp_path / "up").write_bytes(b"")
+
+    store.put_file("empty", tmp_path / "up")
+    store.get_file("empty", tmp_path / "down")
+
+    assert (tmp_path / "down").read_bytes() == b""
+
+
+def test_what_is_absent_does_not_come_down(store, tmp_path):
+    """It is an error, what was at the target stays, and no part of a file is left beside it."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"old")
+
+    with pytest.raises(StoreError):
+        store.get_file("absent", folder / "file")
+
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    assert (folder / "file").read_bytes() == b"old"
+
+
+def test_a_uri_opens_the_folder_again(place, store):
+    """What one stage publishes as a URI, the next opens."""
+    store.write("outputs/g1/model/%2E/a b", b"1")
+    url, options = place
+
+    again = open_store(store.uri("outputs/g1/model"), options)
+
+    assert store.url == url
+    assert again.url == f"{url}/outputs/g1/model"
+    assert again.names("") == ["%2E/a b"]
+    assert again.read("%2E/a b") == b"1"
+
+
+def test_a_run_sees_its_folder_only(place, store, tmp_path):
+    """Names are relative to the run, and its neighbour cannot be reached."""
+    store.write("d/dag/run1/x", b"neighbour")
+    run = for_run(store, "d/dag/run2")
+    (tmp_path / "up").write_bytes(b"2")
+
+    assert run.create("a/1", b"1") is True
+    assert run.create("a/1", b"2") is False
+    run.put_file("b", tmp_path / "up")
+    run.get_file("b", tmp_path / "down")
+
+    assert run.names("") == ["a/1", "b"]
+    assert run.names("a") == ["a/1"]
+    assert run.children("") == ["a", "b"]
+    assert run.size("a/1") == 1
+    assert (tmp_path / "down").read_bytes() == b"2"
+    assert run.url == f"{place[0]}/d/dag/run2"
+    assert run.uri("a/1") == f"{place[0]}/d/dag/run2/a/1"
+    with pytest.raises(ProtocolError):
+        run.read("../run1/x")
+    with pytest.raises(ProtocolError):
+        run.delete_tree("")
+    run.write("a/1", b"3")
+    run.delete("b")
+    run.delete_tree("a")
+    assert store.names("") == ["d/dag/run1/x"]
+
+
+def test_a_check_leaves_nothing_behind(store):
+    """Neither at the root nor in a folder."""
+    check_store(store)
+    check_store(store, "deployment/dag")
+
+    assert store.names("") == []
+
+
+def test_a_store_that_others_may_share_needs_a_deployment(place, store):
+    """A folder keeps a uuid for all who open it; any other store is refused, and the setting is named."""
+    assert deployment_of(store, "prod") == "prod"
+    if place[0].startswith("file:"):
+        kept = deployment_of(store, None)
+        assert str(uuid.UUID(kept)) == kept
+        assert deployment_of(open_store(*place), "") == kept
+        assert store.names("") == ["deployment.json"]
+    else:
+        with pytest.raises(SpecError, match=r"\[envscaler\] deployment is not set"):
+            deployment_of(store, None)
+
+
+def test_of_two_events_with_one_number_one_stays(place, store):
+    """The loser is told, folds, and appends its own after it."""
+    mine, other = EventLog(store, "run"), EventLog(open_store(*place), "run")
+
+    won = mine.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    lost = other.append(0, "generation", {"generation": 1, "spec_hash": "b"})
+    request = other.append_request("stop-requested", {"reason": "r"})
+
+    assert lost is None
+    assert request.number == 2
+    assert mine.read() == other.read() == [won, request]
+    assert mine.load() == other.load()
+    assert mine.load().spec_hash == "a"
+
+
+class LostAnswer:
+    """A store that loses the answer of its next create, after writing or before."""
+
+    def __init__(self, store, *, written):
+        """Lose the answer after the object was *written*, or lose the request itself."""
+        self._store = store
+        self._written = written
+
+    def __getattr__(self, name):
+        """Everything else is the store's."""
+        return getattr(self._store, name)
+
+    def create(self, name, data):
+        """Write, perhaps, and say nothing."""
+        if self._written:
+            self._store.create(name, data)
+        raise StoreError("the answer was lost", transient=True)
+
+
+def test_an_event_whose_answer_was_lost_is_recognised(store):
+    """The writer reads the number back and finds its own uuid."""
+    log = EventLog(LostAnswer(store, written=True), "run")
+
+    event = log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+
+    assert event is not None
+    assert EventLog(store, "run").read() == [event]
+
+
+def test_a_lost_answer_hides_no_winner(store):
+    """Another's event at that number is a lost race, not an error."""
+    theirs = EventLog(store, "run").append(0, "generation", {"generation": 1, "spec_hash": "a"})
+
+    assert EventLog(LostAnswer(store, written=True), "run").append(0, "failed", {"reason": "x"}) is None
+    assert EventLog(store, "run").read() == [theirs]
+
+
+def test_an_event_that_did_not_arrive_is_an_error(store):
+    """Nothing at the number: it cannot be told whether it will still appear."""
+    log = EventLog(LostAnswer(store, written=False), "run")
+
+    with pytest.raises(StoreError, match="the answer was lost"):
+        log.append(0, "generation", {"generation": 1, "spec_hash": "a"})

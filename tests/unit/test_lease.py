@@ -1,0 +1,176 @@
+"""The owner's lease, as the owner's side renews it and as the courier sees it."""
+
+import pytest
+
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.store import Lease, LeaseWatch, open_store, read_lease, renew_lease
+
+
+@pytest.fixture
+def store(tmp_path):
+    """An empty store that exists."""
+    (tmp_path / "store").mkdir()
+    return open_store(str(tmp_path / "store"))
+
+
+class Clock:
+    """A monotonic clock that stands until it is moved."""
+
+    def __init__(self):
+        """Begin somewhere."""
+        self.now = 1000.0
+
+    def __call__(self):
+        """Seconds."""
+        return self.now
+
+
+def test_a_lease_begins_at_one_and_grows_by_one(store):
+    """Whoever renews it."""
+    assert read_lease(store, "run") is None
+
+    first = renew_lease(store, "run", holder="slice")
+    second = renew_lease(store, "run", holder="trigger", log_cursor={"0": (3, 100)})
+
+    assert first == Lease(1, "slice", {})
+    assert second == Lease(2, "trigger", {"0": [3, 100]})
+    assert read_lease(store, "run") == second
+
+
+def test_a_renewal_without_a_cursor_keeps_it(store):
+    """A slice that does not show the log must not make the next trigger repeat it."""
+    renew_lease(store, holder="trigger", log_cursor={"0": [3, 100]})
+
+    kept = renew_lease(store, holder="slice")
+
+    assert kept.log_cursor == {"0": [3, 100]}
+    assert read_lease(store) == kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b'{"schema":"1.0"}',
+        b'{"schema":"2.0","counter":1}',
+        b'{"schema":"1.0","counter":"x"}',
+        b'{"schema":"1.0","counter":1,"log_cursor":{"0":[1]}}',
+        b'{"schema":"1.0","counter":1,"log_cursor":[]}',
+    ],
+)
+def test_what_is_no_lease_is_refused_by_readers_and_replaced_by_the_owner(store, text):
+    """A torn lease must not keep the owner from renewing."""
+    store.write("lease/run.json", text)
+
+    with pytest.raises(ProtocolError, match=r"lease/run\.json"):
+        read_lease(store)
+    assert renew_lease(store, holder="h") == Lease(1, "h", {})
+
+
+def test_a_newer_lease_is_read(store):
+    """A later minor version may add fields."""
+    store.write("lease/run.json", b'{"schema":"1.7","counter":5,"more":[]}')
+
+    assert read_lease(store) == Lease(5)
+
+
+def test_a_lease_that_cannot_be_read_is_not_renewed(store, monkeypatch):
+    """To begin anew at one while the store is away could look like no change."""
+
+    def away(*_args, **_kwargs):
+        raise StoreError("away", transient=True)
+
+    monkeypatch.setattr(store, "read", away)
+
+    with pytest.raises(StoreError):
+        renew_lease(store, holder="h")
+    monkeypatch.undo()
+    assert read_lease(store) is None
+
+
+def watch_of(clock, *, max_gap_s=120.0):
+    """A watch that has seen lease 1."""
+    watch = LeaseWatch(clock, max_gap_s=max_gap_s)
+    watch.seen(Lease(1))
+    return watch
+
+
+def test_a_lease_that_stands_still_ages_by_the_watchers_clock():
+    """Three looks, a minute apart."""
+    clock = Clock()
+    watch = watch_of(clock)
+
+    for _ in range(3):
+        clock.now += 60
+        watch.seen(Lease(1))
+
+    assert watch.unchanged_s == 180
+
+
+def test_any_change_begins_anew():
+    """The counter, or a lease of the same number by another holder."""
+    clock = Clock()
+    watch = watch_of(clock)
+    clock.now += 60
+    watch.seen(Lease(1))
+
+    watch.seen(Lease(2))
+    assert watch.unchanged_s == 0
+    clock.now += 60
+    watch.seen(Lease(2))
+    watch.seen(Lease(2, "other"))
+    assert watch.unchanged_s == 0
+
+
+def test_a_lease_that_went_back_is_a_change():
+    """An owner that began anew after a torn file is alive."""
+    clock = Clock()
+    watch = watch_of(clock)
+    watch.seen(Lease(7))
+    clock.now += 60
+
+    watch.seen(Lease(1))
+
+    assert watch.unchanged_s == 0
+
+
+def test_a_lease_that_was_never_written_ages_too():
+    """An owner that died before its first renewal is found."""
+    clock = Clock()
+    watch = LeaseWatch(clock)
+    watch.seen(None)
+    clock.now += 60
+    watch.seen(None)
+
+    assert watch.unchanged_s == 60
+    watch.seen(Lease(1))
+    assert watch.unchanged_s == 0
+
+
+def test_time_without_a_reading_does_not_count():
+    """Before the first reading, and since the last one."""
+    clock = Clock()
+    watch = LeaseWatch(clock)
+    clock.now += 5000
+    assert watch.unchanged_s == 0
+
+    watch.seen(Lease(1))
+    clock.now += 5000
+
+    assert watch.unchanged_s == 0
+
+
+def test_an_outage_of_the_store_is_no_expiry():
+    """An hour without an answer, then the same lease: the owner was cut off as well. Two minutes count."""
+    clock = Clock()
+    watch = watch_of(clock)
+
+    clock.now += 3600
+    watch.seen(Lease(1))
+    assert watch.unchanged_s == 120
+
+    clock.now += 60
+    watch.seen(Lease(1))
+    assert watch.unchanged_s == 180

@@ -1,0 +1,311 @@
+"""What only a folder can do wrong: links, pipes, crashes, full disks, folders that vanish."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.store import file as module
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.file import FileStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store with one file ``a/b``."""
+    store = FileStore(tmp_path / "store")
+    store.write("a/b", b"1")
+    return store
+
+
+def calls(store, name, tmp_path):
+    """Every call that takes a file's name."""
+    (tmp_path / "up").write_bytes(b"x")
+    return [
+        lambda: store.read(name),
+        lambda: store.size(name),
+        lambda: store.get_file(name, tmp_path / "down"),
+    ]
+
+
+def test_a_link_to_a_file_outside_is_not_followed(store, tmp_path):
+    """Training code that links ``status`` to a secret gets nothing read through it."""
+    (tmp_path / "secret").write_bytes(b"secret")
+    (store.root / "link").symlink_to(tmp_path / "secret")
+
+    for call in calls(store, "link", tmp_path):
+        with pytest.raises(ProtocolError, match="'link' is a symbolic link"):
+            call()
+    assert store.names("") == ["a/b"]
+    assert store.children("") == ["a"]
+
+
+def test_a_link_to_a_folder_outside_is_not_followed(store, tmp_path):
+    """Neither for reading, nor for writing, nor for a listing."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"secret")
+    (store.root / "link").symlink_to(outside)
+
+    writes = [
+        lambda: store.write("link/new", b"x"),
+        lambda: store.create("link/new", b"x"),
+        lambda: store.put_file("link/new", tmp_path / "up"),
+        lambda: store.delete("link/file"),
+        lambda: store.names("link"),
+        lambda: store.children("link"),
+        lambda: store.delete_tree("link/sub"),
+    ]
+    for call in calls(store, "link/file", tmp_path) + writes:
+        with pytest.raises(ProtocolError, match="'link' is a symbolic link"):
+            call()
+    assert [path.name for path in outside.iterdir()] == ["file"]
+
+
+def test_a_tree_is_deleted_without_what_its_links_point_to(store, tmp_path):
+    """The links go, their targets stay."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "manifest.json").write_bytes(b"kept")
+    (store.root / "a/link").symlink_to(outside)
+    (store.root / "whole").symlink_to(outside)
+
+    store.delete_tree("a")
+    store.delete_tree("whole")
+
+    assert list(store.root.iterdir()) == []
+    assert (outside / "manifest.json").read_bytes() == b"kept"
+
+
+def test_writing_replaces_a_link_and_not_its_target(store, tmp_path):
+    """A link at the very name is overwritten like a file, and counts as existing."""
+    (tmp_path / "outside").write_bytes(b"kept")
+    (store.root / "link").symlink_to(tmp_path / "outside")
+
+    assert store.create("link", b"x") is False
+    store.write("link", b"new")
+
+    assert store.read("link") == b"new"
+    assert (tmp_path / "outside").read_bytes() == b"kept"
+
+
+def test_the_root_itself_may_be_a_link(tmp_path):
+    """The person who sets the store's URL may; what is written is found through both names."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+
+    FileStore(tmp_path / "store").write("a", b"1")
+
+    assert FileStore(tmp_path / "disk").read("a") == b"1"
+
+
+def test_a_pipe_blocks_nobody(store):
+    """A named pipe in the place of a status is refused at once."""
+    os.mkfifo(store.root / "pipe")
+
+    with pytest.raises(ProtocolError, match="neither a file nor a folder"):
+        store.read("pipe")
+    assert store.names("") == ["a/b"]
+
+
+def test_a_folder_that_is_not_there_is_not_an_empty_store(tmp_path):
+    """An unmounted disk must not look as if no run ever was."""
+    store = FileStore(tmp_path / "unmounted")
+
+    for call in [lambda: store.read("a"), lambda: store.size("a"), lambda: store.names("")]:
+        with pytest.raises(StoreError, match="does not exist") as caught:
+            call()
+        assert caught.value.transient
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_what_a_killed_writer_left_is_not_seen(store):
+    """A temporary file is neither listed, nor keeps its folder alive in listings, nor can be named."""
+    temporary = f".{'0' * 32}.tmp"
+    (store.root / "c").mkdir()
+    (store.root / "c" / temporary).write_bytes(b"torn")
+    (store.root / "a" / temporary).write_bytes(b"torn")
+
+    assert store.names("") == ["a/b"]
+    assert store.children("") == ["a"]
+    with pytest.raises(ProtocolError, match="temporary"):
+        store.write(temporary, b"x")
+
+
+def test_no_temporary_file_is_left(store, tmp_path):
+    """After a write, a create that won, one that lost, and a copy."""
+    (tmp_path / "up").write_bytes(b"x")
+
+    store.write("a/b", b"2")
+    store.create("a/c", b"1")
+    store.create("a/c", b"2")
+    store.put_file("a/d", tmp_path / "up")
+
+    assert sorted(path.name for path in (store.root / "a").iterdir()) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize(("code", "transient"), [(errno.ENOSPC, True), (errno.EROFS, False)])
+def test_a_failed_write_keeps_the_old_file(store, monkeypatch, code, transient):
+    """A full disk may become free; a read-only one stays so. Neither tears what was there."""
+
+    def refuse(_descriptor):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "fsync", refuse)
+        for call in [lambda: store.write("a/b", b"2"), lambda: store.create("a/c", b"1")]:
+            with pytest.raises(StoreError, match=os.strerror(code)) as caught:
+                call()
+            assert caught.value.transient is transient
+
+    assert store.read("a/b") == b"1"
+    assert store.read("a/c") is None
+    assert [path.name for path in (store.root / "a").iterdir()] == ["b"]
+
+
+def test_a_file_is_on_the_disk_before_its_name_is(store, monkeypatch):
+    """Fsync of the bytes, then the name, then fsync of the folder: a power cut leaves old or new."""
+    done = []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "link")}
+    for name, call in real.items():
+        monkeypatch.setattr(
+            module.os, name, lambda *a, _name=name, _call=call, **k: (done.append(_name), _call(*a, **k))[1]
+        )
+
+    store.write("a/b", b"2")
+    store.create("a/c", b"1")
+
+    assert done == ["fsync", "replace", "fsync", "fsync", "link", "fsync"]
+
+
+def test_a_link_whose_answer_was_lost_counts_as_ours(store, monkeypatch):
+    """NFS repeats the request and then says "exists" of the link that we made."""
+    real = os.link
+
+    def link_and_lose(*args, **kwargs):
+        real(*args, **kwargs)
+        raise FileExistsError(errno.EEXIST, "exists")
+
+    monkeypatch.setattr(module.os, "link", link_and_lose)
+
+    assert store.create("a/new", b"1") is True
+    assert store.read("a/new") == b"1"
+
+
+def test_a_filesystem_without_links_is_an_error_that_lasts(store, monkeypatch):
+    """Better none than a create that two can win."""
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(module.os, "link", refuse)
+
+    with pytest.raises(StoreError) as caught:
+        store.create("a/new", b"1")
+    assert not caught.value.transient
+    assert store.read("a/new") is None
+
+
+def test_below_a_file_nothing_can_be_written(store):
+    """``a/b`` is a file; an object store would allow ``a/b/c``, a folder says no."""
+    with pytest.raises(StoreError, match="Not a directory"):
+        store.write("a/b/c", b"1")
+
+
+def test_of_many_creators_one_wins(store):
+    """Eight threads, fifty names: each name is won once and holds the winner's bytes."""
+    wins: dict[str, list[bytes]] = {f"events/{number}": [] for number in range(50)}
+    start = threading.Barrier(8)
+
+    def create_all(writer):
+        start.wait()
+        for name, winners in wins.items():
+            if store.create(name, writer):
+                winners.append(writer)
+
+    threads = [threading.Thread(target=create_all, args=(b"%d" % number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert {name: [store.read(name)] for name in wins} == wins
+
+
+def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(store):
+    """The folder vanishes whenever it is empty, and each write makes it again."""
+    failures = []
+
+    def write_and_delete(name):
+        try:
+            for _ in range(50):
+                store.write(name, b"x")
+                assert store.read(name) == b"x"
+                store.delete(name)
+        except (AssertionError, StoreError) as err:
+            failures.append(err)
+
+    threads = [threading.Thread(target=write_and_delete, args=(f"deep/er/{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+    assert store.names("") == ["a/b"]
+
+
+def test_a_manifest_goes_before_its_files(store, monkeypatch):
+    """A deletion that is cut short leaves a folder that does not count."""
+    store.write("c/manifest.json", b"{}")
+    store.write("c/weights", b"1")
+
+    def cut_short(*_args, **_kwargs):
+        raise OSError(errno.EIO, "cut short")
+
+    monkeypatch.setattr(module.shutil, "rmtree", cut_short)
+
+    with pytest.raises(StoreError):
+        store.delete_tree("c")
+    assert store.names("c") == ["c/weights"]
+
+
+def test_descriptors_are_given_back(store, tmp_path):
+    """Whatever is called, found or refused, none stays open."""
+    os.mkfifo(store.root / "pipe")
+    (store.root / "link").symlink_to(tmp_path)
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+
+    for name in ["a/b", "a", "a/b/c", "none", "none/x", "link", "link/x", "pipe"]:
+        for call in [store.read, store.size, store.names, store.children, store.delete]:
+            if call == store.delete and name == "a/b":
+                continue
+            try:
+                call(name)
+            except (ProtocolError, StoreError):
+                continue
+
+    assert len(list(opened.iterdir())) == before
+
+
+def test_a_local_full_disk_is_not_the_stores_fault(store, tmp_path):
+    """What fails at the target of a download is the caller's own OSError."""
+    (tmp_path / "file").write_bytes(b"")
+
+    with pytest.raises(OSError, match="exists"):
+        store.get_file("a/b", tmp_path / "file" / "down")
+
+
+def test_the_path_is_taken_as_it_stands(tmp_path):
+    """No percent-decoding: a run's folder holds percent signs and its URI opens it again."""
+    store = open_store(f"file://{tmp_path}/%41//x/")
+    store.write("a", b"1")
+
+    assert (tmp_path / "%41/x/a").read_bytes() == b"1"
+    assert store.url == f"file://{tmp_path}/%41/x"
+    assert open_store(f"{tmp_path}/%41/x").read("a") == b"1"
+    assert open_store(f"file://localhost{tmp_path}/%41/x").read("a") == b"1"
