@@ -1,0 +1,125 @@
+"""Copy volumes and inputs in before the start.
+
+========================= ==============================================================================
+source                    what lands at the mount's path
+========================= ==============================================================================
+output of a run (URI)     its files, each checked against the manifest
+``s3://``, ``gs://``, ... all below that name, or the one object of that name
+``file://``, ``/path``    a copy of the folder or file
+``hostPath:/path``        a link to the machine's own folder; nothing is copied
+========================= ==============================================================================
+
+One file lands inside the mount's path under its own name, unless the mount's path ends with the same
+suffix: then it is the file itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path, PurePosixPath
+
+from envscaler_airflow.courier.exchange import Mount
+from envscaler_airflow.courier.site import Site
+from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.protocol import Manifest
+from envscaler_airflow.store import folders, outputs
+from envscaler_airflow.store.base import Store, open_store
+
+_HOST = "hostPath:"
+
+
+def bring(site: Site, mount: Mount) -> None:
+    """Lay *mount* out.
+
+    Raises:
+        SpecError: The source cannot be had that way, or does not exist.
+        CheckpointError: An output of a run is missing, torn or of another hash.
+        StoreError: The store did not answer in time.
+    """
+    path = Path(mount.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if mount.source.startswith(_HOST):
+        _link(mount, path)
+    elif outputs.is_output_uri(mount.source):
+        _bring_output(site, mount, path)
+    elif mount.source.startswith(("/", "file://")):
+        _copy(mount, path)
+    else:
+        _fetch_all(site, mount, path)
+
+
+def _link(mount: Mount, path: Path) -> None:
+    source = Path("/" + mount.source.removeprefix(_HOST).lstrip("/"))
+    if not source.exists():
+        raise SpecError(f"volume {mount.name}: {source} does not exist on this machine")
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        path.rmdir()
+    path.symlink_to(source)
+
+
+def _bring_output(site: Site, mount: Mount, path: Path) -> None:
+    store = open_store(mount.source, site.layout.store_options)
+    manifest: Manifest = site.patiently(lambda: folders.read_manifest(store, ""), what=mount.name)
+    try:
+        if manifest.kind != "file" or not _is_file_path(path, manifest.files[0].path):
+            path.mkdir(parents=True, exist_ok=True)
+            site.patiently(
+                lambda: folders.fetch(store, "", manifest, path, between=site.wanted), what=mount.name
+            )
+            return
+        only = manifest.files[0]
+        site.patiently(
+            lambda: folders.fetch(store, "", manifest, path.parent, between=site.wanted), what=mount.name
+        )
+        if path.name != only.path:
+            (path.parent / only.path).replace(path)
+    except CheckpointError as err:
+        raise CheckpointError(f"volume {mount.name}: {err}") from err
+
+
+def _is_file_path(path: Path, name: str) -> bool:
+    suffix = PurePosixPath(name).suffix
+    return bool(suffix) and path.suffix == suffix and not path.is_dir()
+
+
+def _copy(mount: Mount, path: Path) -> None:
+    source = Path(mount.source.removeprefix("file://"))
+    if source.is_dir():
+        shutil.copytree(source, path, dirs_exist_ok=True, symlinks=False)
+    elif source.is_file():
+        shutil.copyfile(source, _landing(path, source.name))
+    else:
+        raise SpecError(f"volume {mount.name}: {source} does not exist on this machine")
+
+
+def _landing(path: Path, name: str) -> Path:
+    if _is_file_path(path, name):
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    return path / name
+
+
+def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
+    store = open_store(mount.source, site.layout.store_options)
+    names = site.patiently(lambda: store.names(""), what=mount.name)
+    if names:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _get(site, store, name, path / name)
+        return
+    parent, _, name = mount.source.rstrip("/").rpartition("/")
+    store = open_store(parent, site.layout.store_options)
+    if site.patiently(lambda: store.size(name), what=mount.name) is None:
+        raise SpecError(f"volume {mount.name}: nothing lies at {mount.source}")
+    _get(site, store, name, _landing(path, name))
+
+
+def _get(site: Site, store: Store, name: str, path: Path) -> None:
+    site.wanted()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = site.patiently(lambda: store.size(name), what=name)
+    if path.is_file() and path.stat().st_size == size:
+        return  # fetched before the courier was started again; get_file is atomic
+    site.patiently(lambda: store.get_file(name, path), what=name)

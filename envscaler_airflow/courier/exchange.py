@@ -1,0 +1,270 @@
+"""The folder between the wrapper and the courier, and what the courier remembers in it.
+
+JSON files are replaced atomically, so a reader sees the old one or the new one. What the wrapper's
+side wrote is data: bounded, checked, and never followed out of the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Control, Status, parse_checkpoint_name
+
+_CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Which node of which attempt this courier serves."""
+
+    generation: int
+    attempt: int
+    node: int
+    nodes: int
+
+
+class Mount(BaseModel):
+    """A volume to copy in before the start."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    name: str
+    source: str
+    path: str
+    read_only: bool = False
+
+
+class Layout(BaseModel):
+    """Where things lie on this node, as the backend says (``layout.json``)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    work: str | None = None
+    workdir_archive: str | None = None
+    mounts: tuple[Mount, ...] = ()
+    outputs: dict[str, str] = {}
+    checkpoint_path: str | None = None
+    store_options: dict[str, Any] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> Layout:
+        """Read ``layout.json``.
+
+        Raises:
+            ProtocolError: Not JSON, or a field of the wrong type.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as err:
+            raise ProtocolError(f"{path}: {err}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the courier must know after it was killed (``courier.json``).
+
+    Attributes:
+        pid: Of the courier.
+        phase: ``setup``, ``running``, ``draining``, ``done``.
+        sequence: Of the last status written.
+        is_laid_out: True once ``start.json`` is there, whatever it says.
+        is_restoring: True while a checkpoint is chosen and fetched.
+        failed: Why the set-up or the hand-over of outputs failed.
+        start_step, restored_from, restore_s, rejected: See ``protocol.Status``.
+        last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: Likewise.
+        name_step: Largest step in the name of a checkpoint of this attempt or of the one restored.
+        snapshot: Fingerprint of the tree that the last snapshot holds, or that was laid back.
+        snapshot_step, snapshot_epoch: Progress at the last snapshot.
+        answered: Sequence of the last control that a snapshot was answered for.
+        override: A control of the courier's own (lease expired, superseded), as JSON; once set it stays.
+        is_drained: True when nothing but chunks and the last status is left to upload.
+        is_final_snapshot_done: True when the tree was looked at once more after the end.
+        outputs: Output name to URI, once uploaded.
+    """
+
+    pid: int = 0
+    phase: str = "setup"
+    sequence: int = 0
+    is_laid_out: bool = False
+    is_restoring: bool = False
+    failed: str | None = None
+    start_step: int | None = None
+    restored_from: str | None = None
+    restore_s: float | None = None
+    rejected: tuple[str, ...] = ()
+    last_checkpoint: str | None = None
+    last_checkpoint_step: int | None = None
+    checkpoint_s: float | None = None
+    checkpoints: int = 0
+    name_step: int = 0
+    snapshot: str | None = None
+    snapshot_step: int | None = None
+    snapshot_epoch: int | None = None
+    answered: int = -1
+    override: str | None = None
+    is_drained: bool = False
+    is_final_snapshot_done: bool = False
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+class Exchange:
+    """Paths of the folder, atomic writes, and checked reads."""
+
+    def __init__(self, root: Path) -> None:
+        """Use *root*, which is made when it is not there."""
+        self.root = root
+        self.start = root / "start.json"
+        self.control = root / "control.json"
+        self.wrapper = root / "wrapper.json"
+        self.courier = root / "courier.json"
+        self.snapshot_done = root / "snapshot.done"
+        self.checkpoints = root / "checkpoints"
+        self.restored = root / "restored"
+        for folder in (root, self.checkpoints, self.restored, root / "metrics", root / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replace *path* atomically.
+
+        Raises:
+            OSError: The disk is full, for one; the old file stays.
+        """
+        part = path.with_name(f".{path.name}.courier-{threading.get_ident()}")
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+    def write_json(self, path: Path, body: Mapping[str, Any]) -> None:
+        """Replace *path* by *body*, with ``schema``."""
+        self.write(path, json.dumps({"schema": SCHEMA, **body}, separators=(",", ":")).encode())
+
+    def read_json(self, path: Path) -> dict[str, Any] | None:
+        """An object, None when *path* is absent.
+
+        Raises:
+            ProtocolError: Too large or no JSON object.
+        """
+        body = self._read(path)
+        if body is None:
+            return None
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError) as err:
+            raise ProtocolError(f"{path.name}: not JSON: {err}") from err
+        if not isinstance(found, dict):
+            raise ProtocolError(f"{path.name}: got {type(found).__name__}, expected an object")
+        return found
+
+    def wrapper_status(self) -> Status | None:
+        """What the wrapper last said, None before it said anything.
+
+        Raises:
+            ProtocolError: It wrote what the protocol forbids.
+        """
+        body = self._read(self.wrapper)
+        return None if body is None else Status.from_json(body, where="wrapper.json")
+
+    def current_control(self) -> Control | None:
+        """What was handed to the wrapper last; None before that."""
+        body = self._read(self.control)
+        try:
+            return None if body is None else Control.from_json(body, where="control.json")
+        except ProtocolError:  # only readable ones are handed over
+            return None
+
+    def cooperates(self) -> bool:
+        """True when the training uses ``Session`` and saves by itself."""
+        try:
+            body = self.read_json(self.root / "progress" / "rank-0.json")
+        except ProtocolError:
+            return False
+        return bool(body and body.get("cooperates"))
+
+    def chunks(self, folder: str) -> list[tuple[int, Path]]:
+        """Closed chunks in ``metrics`` or ``logs``, in order."""
+        found = []
+        for path in (self.root / folder).iterdir():
+            match = _CHUNK.match(path.name)
+            if match and path.is_file() and not path.is_symlink():
+                found.append((int(match[1]), path))
+        return sorted(found)
+
+    def saved(self, who: Who) -> list[str]:
+        """Complete local saves of this attempt that are not done yet, by step."""
+        names = []
+        for path in self.checkpoints.iterdir():
+            key = parse_checkpoint_name(path.name)
+            if (
+                key
+                and (key[0], key[2]) == (who.generation, who.attempt)
+                and not self.done(path.name).exists()
+            ):
+                names.append((key[1], path.name))
+        return [name for _, name in sorted(names)]
+
+    def done(self, name: str) -> Path:
+        """Mark that checkpoint *name* is in the store with its manifest."""
+        return self.checkpoints / f"{name}.done"
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(handle, "rb") as stream:
+            body = stream.read(MAX_JSON_BYTES + 1)
+        if len(body) > MAX_JSON_BYTES:
+            raise ProtocolError(f"{path.name}: more than {MAX_JSON_BYTES} bytes")
+        return body
+
+
+class Memory:
+    """The courier's :class:`State`, kept in ``courier.json``; safe between its two threads."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        """Take up what an earlier courier of this folder left."""
+        self._exchange = exchange
+        self._lock = threading.RLock()
+        self._state = dataclasses.replace(self._load(), pid=os.getpid())
+
+    @property
+    def state(self) -> State:
+        """The state now; frozen, so it can be looked at without a lock."""
+        return self._state
+
+    def update(self, **changes: Any) -> State:
+        """Change fields, on disk before anyone sees them.
+
+        Raises:
+            OSError: Not written; nothing has changed.
+        """
+        with self._lock:
+            state = dataclasses.replace(self._state, **changes)
+            self._exchange.write_json(self._exchange.courier, dataclasses.asdict(state))
+            self._state = state
+            return state
+
+    def _load(self) -> State:
+        try:
+            body = self._exchange.read_json(self._exchange.courier) or {}
+        except ProtocolError:  # replaced atomically, so only another hand can have torn it
+            body = {}
+        known = {item.name for item in dataclasses.fields(State)}
+        kept: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in body.items()
+            if key in known
+        }
+        return State(**kept)

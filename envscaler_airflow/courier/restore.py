@@ -1,0 +1,205 @@
+"""Which checkpoint this start begins from, verified and laid out on the local disk.
+
+Node 0 alone chooses and publishes it in its status; the other nodes wait for that.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from envscaler_airflow.courier.layouts import select
+from envscaler_airflow.courier.site import Site
+from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
+from envscaler_airflow.protocol import (
+    Control,
+    Manifest,
+    Status,
+    is_safe_name,
+    parse_checkpoint_name,
+    status_name,
+)
+from envscaler_airflow.store import checkpoints, folders
+from envscaler_airflow.store.base import Store, open_store
+
+_URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint that lies on the local disk, every byte verified.
+
+    Attributes:
+        source: Its name, or the URI that it was named by.
+        path: Folder.
+        manifest: What the writer said of it.
+    """
+
+    source: str
+    path: Path
+    manifest: Manifest
+
+    def to_start(self) -> Mapping[str, object]:
+        """The ``restore`` part of ``start.json``."""
+        return {
+            "path": str(self.path),
+            "name": self.path.name if _is_uri(self.source) else self.source,
+            "step": self.manifest.step,
+            "epoch": self.manifest.epoch,
+            "samples": self.manifest.samples,
+        }
+
+
+def _is_uri(source: str) -> bool:
+    return bool(_URI.match(source))
+
+
+def restore(site: Site, control: Control) -> Restored | None:
+    """Choose (node 0) or follow node 0, fetch, verify; None begins fresh.
+
+    Raises:
+        CheckpointError: ``restore_from`` is not good, or this node cannot get what node 0 chose.
+        StoreError: The store did not answer in time.
+    """
+    began = site.monotonic()
+    site.memory.update(is_restoring=True)
+    try:
+        found = _choose(site, control) if site.who.node == 0 else _follow(site)
+        if found is not None:
+            found = _lay_back(site, found)
+    finally:
+        site.memory.update(is_restoring=False)
+    _publish(site, found, site.monotonic() - began)
+    return found
+
+
+def _publish(site: Site, found: Restored | None, restore_s: float) -> None:
+    if found is None:
+        site.memory.update(start_step=0, restored_from=None)
+        return
+    key = parse_checkpoint_name(found.source)
+    site.memory.update(
+        start_step=found.manifest.step,
+        restored_from=found.source,
+        restore_s=restore_s,
+        name_step=max(site.memory.state.name_step, key[1] if key else found.manifest.step or 0),
+    )
+
+
+def _choose(site: Site, control: Control) -> Restored | None:
+    rejected = []
+    for name in _order(site, control):
+        try:
+            return _fetch(site, site.store, checkpoints.checkpoint_prefix(name), name)
+        except CheckpointError as err:
+            rejected.append(f"{name}: {err}")
+            site.memory.update(rejected=tuple(rejected))
+            _discard(site, name)
+    if control.restore_from is not None:
+        try:
+            return _fetch_uri(site, control.restore_from)
+        except CheckpointError as err:
+            raise CheckpointError(f"restore_from {control.restore_from}: {err}") from err
+    return None
+
+
+def _order(site: Site, control: Control) -> tuple[str, ...]:
+    who = site.who
+    complete = site.patiently(
+        lambda: checkpoints.complete_checkpoints(site.store, who.generation), what="checkpoints"
+    )
+    return checkpoints.resume_order(
+        complete, generation=who.generation, attempt=who.attempt, candidates=control.candidates
+    )
+
+
+def _follow(site: Site) -> Restored | None:
+    status = _node_0_decided(site)
+    if status.restored_from is None:
+        return None
+    if _is_uri(status.restored_from):
+        return _fetch_uri(site, status.restored_from)
+    prefix = checkpoints.checkpoint_prefix(status.restored_from)
+    return _fetch(site, site.store, prefix, status.restored_from)
+
+
+def _node_0_decided(site: Site) -> Status:
+    who = site.who
+    name = status_name(who.generation, who.attempt, 0)
+    while True:
+        body = site.patiently(lambda: site.store.read(name), what="status of node 0")
+        try:
+            status = Status.from_json(body, where=name) if body is not None else None
+        except ProtocolError as err:
+            site.messages.say("restore", f"status of node 0: {err}")
+            status = None
+        if status is not None and status.ended is not None:
+            raise CheckpointError(f"node 0 has ended: {status.ended.reason} {status.ended.detail}")
+        if status is not None and (status.start_step is not None or status.restored_from is not None):
+            site.messages.say("restore", None)
+            return status
+        site.ending.wait(_POLL_S)
+        site.wanted()
+
+
+def _fetch_uri(site: Site, uri: str) -> Restored:
+    try:
+        store = open_store(uri, site.layout.store_options)
+    except SpecError as err:
+        raise CheckpointError(str(err)) from err
+    last = uri.rstrip("/").rpartition("/")[2]
+    return _fetch(site, store, "", uri, folder=last if is_safe_name(last) else "restore-from")
+
+
+def _fetch(site: Site, store: Store, prefix: str, source: str, *, folder: str | None = None) -> Restored:
+    manifest = site.patiently(lambda: _manifest(store, prefix, source), what=source)
+    target = site.exchange.restored / (folder or source)
+    target.mkdir(parents=True, exist_ok=True)
+    site.patiently(lambda: folders.fetch(store, prefix, manifest, target, between=site.wanted), what=source)
+    return Restored(source, target, manifest)
+
+
+def _manifest(store: Store, prefix: str, source: str) -> Manifest:
+    if prefix:
+        return checkpoints.read_checkpoint(store, source)
+    manifest = folders.read_manifest(store, "")
+    if manifest.kind != "checkpoint":
+        raise CheckpointError(f"it is a {manifest.kind}, not a checkpoint")
+    return manifest
+
+
+def _discard(site: Site, name: str) -> None:
+    shutil.rmtree(site.exchange.restored / name, ignore_errors=True)
+
+
+def _lay_back(site: Site, found: Restored) -> Restored:
+    """Put a snapshot where the code that knows nothing of us will look for it.
+
+    The folder then holds exactly the snapshot: what lay there was of an earlier, void life.
+    """
+    if found.manifest.cooperative or site.layout.checkpoint_path is None:
+        return found
+    target = Path(site.layout.checkpoint_path)
+    target.mkdir(parents=True, exist_ok=True)
+    empty(target)
+    for item in found.manifest.files:
+        path = target / item.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(found.path / item.path, path)
+    shutil.rmtree(found.path, ignore_errors=True)
+    selection = select(target)
+    site.memory.update(snapshot=selection.fingerprint if selection else None)
+    return Restored(found.source, target, found.manifest)
+
+
+def empty(folder: Path) -> None:
+    """Remove what lies in *folder*, but not the folder, which may be a mount."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,147 @@
+"""What every part of the courier is given: where it is, whom it serves, and how to wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import tenacity
+
+from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
+from envscaler_airflow.errors import EnvScalerError, StoreError
+from envscaler_airflow.store.base import Store
+
+_T = TypeVar("_T")
+
+
+class WorkInterruptedError(EnvScalerError):
+    """The courier was told to end (SIGTERM): the next one goes on here."""
+
+
+class SetupCancelledError(EnvScalerError):
+    """The attempt was asked to go before it began."""
+
+
+class Messages:
+    """One line for people from each part; the newest is shown first."""
+
+    def __init__(self) -> None:
+        """Begin with nothing to say."""
+        self._lock = threading.Lock()
+        self._lines: dict[str, str] = {}
+
+    def say(self, part: str, line: str | None) -> None:
+        """Set, or with None take back, what *part* has to say."""
+        with self._lock:
+            self._lines.pop(part, None)
+            if line is not None:
+                self._lines[part] = line[:1000]
+
+    def text(self) -> str:
+        """All lines, newest first."""
+        with self._lock:
+            return "; ".join(reversed(self._lines.values()))
+
+
+@dataclass(slots=True)
+class Site:
+    """The surroundings of one courier.
+
+    Attributes:
+        exchange: Folder shared with the wrapper.
+        store: Store of the run (``for_run``).
+        who: Node, attempt, generation.
+        layout: Where things lie on this node.
+        memory: What survives a kill of the courier.
+        monotonic: Clock for ages; never the wall clock.
+        ending: Set when the courier must end.
+        messages: What people are told in the status.
+        patience_s: Longest time that the set-up waits for a store that does not answer. Chosen: a
+            failover of a region's object store takes minutes; a longer one costs more than a restart.
+    """
+
+    exchange: Exchange
+    store: Store
+    who: Who
+    layout: Layout
+    memory: Memory
+    monotonic: Callable[[], float] = time.monotonic
+    ending: threading.Event = field(default_factory=threading.Event)
+    messages: Messages = field(default_factory=Messages)
+    patience_s: float = 900.0
+
+    def between(self) -> None:
+        """Run between two files of a transfer.
+
+        Raises:
+            WorkInterruptedError: The courier must end.
+        """
+        if self.ending.is_set():
+            raise WorkInterruptedError("the courier was asked to end")
+
+    def wanted(self) -> None:
+        """Run between two files of the set-up.
+
+        Raises:
+            WorkInterruptedError: The courier must end.
+            SetupCancelledError: The attempt was asked to go before it began.
+        """
+        self.between()
+        control = self.exchange.current_control()
+        if control is not None and control.action in ("leave", "stop"):
+            raise SetupCancelledError(f"asked to {control.action} before the start: {control.reason}")
+
+    def patiently(self, call: Callable[[], _T], *, what: str) -> _T:
+        """Call until the store answers, with back-off, for at most ``patience_s``.
+
+        Raises:
+            StoreError: It did not answer in time.
+            WorkInterruptedError: The courier must end.
+        """
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(StoreError),
+            wait=tenacity.wait_exponential_jitter(initial=1, max=30),
+            stop=tenacity.stop_any(
+                tenacity.stop_after_delay(self.patience_s), tenacity.stop_when_event_set(self.ending)
+            ),
+            sleep=tenacity.sleep_using_event(self.ending),
+            before_sleep=lambda state: self.messages.say(
+                "store", f"{what}: {state.outcome and state.outcome.exception()}; retrying"
+            ),
+            reraise=True,
+        )
+        try:
+            result = retrying(call)
+        finally:
+            self.between()
+        self.messages.say("store", None)
+        return result
+
+
+class Backoff:
+    """When to try again something that failed: 2 s, doubled up to 60 s (chosen); at once when it worked."""
+
+    def __init__(self, monotonic: Callable[[], float], *, first_s: float = 2.0, most_s: float = 60.0) -> None:
+        """Be ready at once."""
+        self._monotonic = monotonic
+        self._first_s, self._most_s = first_s, most_s
+        self._wait_s = first_s
+        self._not_before = -float("inf")
+
+    @property
+    def is_ready(self) -> bool:
+        """True when it may be tried."""
+        return self._monotonic() >= self._not_before
+
+    def failed(self) -> None:
+        """Wait longer than the last time."""
+        self._not_before = self._monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, self._most_s)
+
+    def worked(self) -> None:
+        """Forget earlier failures."""
+        self._wait_s = self._first_s
+        self._not_before = -float("inf")

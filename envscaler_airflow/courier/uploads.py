@@ -1,0 +1,297 @@
+"""What goes up: chunks of logs and metrics, checkpoints, and at the end the outputs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envscaler_airflow.courier.site import Backoff, Site
+from envscaler_airflow.courier.snapshots import snapshot_facts
+from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
+from envscaler_airflow.protocol import (
+    Manifest,
+    ManifestFile,
+    log_name,
+    metrics_name,
+    parse_checkpoint_name,
+)
+from envscaler_airflow.store import checkpoints, folders, outputs
+
+OTHERS_S = 600.0
+"""Longest wait for the other nodes' part of a checkpoint. Chosen: a tenth of an hour's work of all nodes."""
+_AGENT = "agent.json"
+
+
+class Chunks:
+    """Uploads closed chunks in order and deletes them; what cannot go up stays."""
+
+    def __init__(self, site: Site) -> None:
+        """Begin with what lies there."""
+        self._site = site
+        self._backoff = Backoff(site.monotonic)
+
+    def step(self) -> bool:
+        """Upload what is closed; True when nothing is left."""
+        if not self._backoff.is_ready:
+            return False
+        try:
+            for folder in ("logs", "metrics"):
+                for number, path in self._site.exchange.chunks(folder):
+                    self._site.store.put_file(self._name(folder, number), path)
+                    path.unlink(missing_ok=True)
+        except (StoreError, OSError) as err:
+            self._backoff.failed()
+            self._site.messages.say("chunks", f"logs and metrics wait: {err}")
+            return False
+        self._backoff.worked()
+        self._site.messages.say("chunks", None)
+        return True
+
+    def _name(self, folder: str, number: int) -> str:
+        who = self._site.who
+        name = log_name if folder == "logs" else metrics_name
+        return name(who.generation, who.attempt, who.node, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    files: tuple[ManifestFile, ...]
+    since: float
+    upload_s: float
+
+
+class Checkpoints:
+    """Uploads local saves, completes them with a manifest, lets old ones go."""
+
+    def __init__(self, site: Site, keep: int) -> None:
+        """Keep the *keep* newest good ones in the store."""
+        self._site = site
+        self._keep = keep
+        self._backoff = Backoff(site.monotonic)
+        self._uploaded: dict[str, _Uploaded] = {}
+        self._given_up: set[str] = set()
+
+    def step(self) -> bool:
+        """Bring every local save a step further; True when none is left.
+
+        Raises:
+            WorkInterruptedError: The courier must end; the next one uploads again.
+        """
+        if not self._backoff.is_ready:
+            return False
+        waiting = [name for name in self._site.exchange.saved(self._site.who) if name not in self._given_up]
+        for name in waiting:
+            try:
+                self._bring_on(name)
+            except CheckpointError as err:
+                self._given_up.add(name)
+                self._site.messages.say(
+                    "checkpoint", f"checkpoint {name} is lost: {err}; the one before stays"
+                )
+            except (StoreError, OSError) as err:
+                self._backoff.failed()
+                self._site.messages.say("checkpoint", f"checkpoint {name} waits: {err}")
+                return False
+        self._backoff.worked()
+        return all(name in self._given_up for name in self._site.exchange.saved(self._site.who))
+
+    def _bring_on(self, name: str) -> None:
+        if name not in self._uploaded:
+            if self._is_in_store(name):
+                return
+            self._upload(name)
+        self._complete(name)
+
+    def _is_in_store(self, name: str) -> bool:
+        """True when it was completed before this courier was killed, or its node replaced."""
+        if not checkpoints.is_complete(self._site.store, name):
+            return False
+        self._completed(name, checkpoints.read_checkpoint(self._site.store, name), 0.0)
+        return True
+
+    def _upload(self, name: str) -> None:
+        site = self._site
+        began = site.monotonic()
+        folder = site.exchange.checkpoints / name
+        skip = set() if snapshot_facts(site.exchange, name).exists() else {_AGENT}
+        files = [item for item in folders.walk(folder) if item.path not in skip]
+        prefix = checkpoints.checkpoint_prefix(name)
+        done = folders.upload(site.store, prefix, files, node=site.who.node, between=site.between)
+        if site.who.node != 0:
+            part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
+            folders.write_manifest(site.store, prefix, part, name=folders.node_list(site.who.node))
+        now = site.monotonic()
+        self._uploaded[name] = _Uploaded(done, now, now - began)
+
+    def _complete(self, name: str) -> None:
+        site, mine = self._site, self._uploaded[name]
+        if site.who.node != 0:
+            if not self._is_in_store(name):
+                self._check_patience(name, mine, "node 0's manifest")
+            return
+        lists, missing = self._others(name)
+        if missing:
+            self._check_patience(name, mine, f"the files of nodes {missing}")
+            return
+        manifest = self._manifest(name, _merge(name, [mine.files, *lists]))
+        folders.write_manifest(site.store, checkpoints.checkpoint_prefix(name), manifest)
+        self._completed(name, manifest, mine.upload_s)
+
+    def _check_patience(self, name: str, mine: _Uploaded, what: str) -> None:
+        if self._site.monotonic() - mine.since >= OTHERS_S:
+            raise CheckpointError(f"{what} did not come within {OTHERS_S:.0f} s")
+        self._site.messages.say("checkpoint", f"checkpoint {name} waits for {what}")
+
+    def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
+        lists, missing = [], []
+        if snapshot_facts(self._site.exchange, name).exists():
+            return [], []  # a snapshot is node 0's alone
+        prefix = checkpoints.checkpoint_prefix(name)
+        for node in range(1, self._site.who.nodes):
+            listed = folders.node_list(node)
+            if self._site.store.size(f"{prefix}/{listed}") is None:
+                missing.append(node)
+            else:
+                lists.append(folders.read_manifest(self._site.store, prefix, name=listed).files)
+        return lists, missing
+
+    def _manifest(self, name: str, files: tuple[ManifestFile, ...]) -> Manifest:
+        facts, cooperative = self._facts(name)
+        key = parse_checkpoint_name(name)
+        step = _whole(facts, "step")
+        return Manifest(
+            kind="checkpoint",
+            files=files,
+            step=step if step is not None or not cooperative or key is None else key[1],
+            epoch=_whole(facts, "epoch"),
+            samples=_whole(facts, "samples"),
+            world_size=_whole(facts, "world_size"),
+            global_batch=_whole(facts, "global_batch"),
+            generation=self._site.who.generation,
+            attempt=self._site.who.attempt,
+            cooperative=cooperative,
+        )
+
+    def _facts(self, name: str) -> tuple[Mapping[str, Any], bool]:
+        exchange = self._site.exchange
+        beside = snapshot_facts(exchange, name)
+        cooperative = not beside.exists()
+        try:
+            body = exchange.read_json(exchange.checkpoints / name / _AGENT if cooperative else beside)
+        except ProtocolError as err:
+            raise CheckpointError(f"{name}: {err}") from err
+        return body or {}, cooperative
+
+    def _completed(self, name: str, manifest: Manifest, upload_s: float) -> None:
+        site = self._site
+        self._uploaded.pop(name, None)
+        facts, _ = self._facts(name)
+        save_s = facts.get("save_s")
+        key = parse_checkpoint_name(name)
+        state = site.memory.state
+        site.memory.update(
+            last_checkpoint=name,
+            last_checkpoint_step=manifest.step if manifest.step is not None else key and key[1],
+            checkpoint_s=upload_s + (float(save_s) if isinstance(save_s, (int, float)) else 0.0),
+            checkpoints=state.checkpoints + (state.last_checkpoint != name),
+            name_step=max(state.name_step, key[1] if key else 0),
+        )
+        site.exchange.write_json(site.exchange.done(name), {"name": name, "step": manifest.step})
+        site.messages.say("checkpoint", None)
+        self._tidy(name)
+        if site.who.node == 0:
+            self._prune()
+
+    def _tidy(self, newest: str) -> None:
+        """Remove local saves that are in the store; the newest of the training's own stays until the next."""
+        exchange = self._site.exchange
+        for path in list(exchange.checkpoints.iterdir()):
+            if not path.is_dir() or not exchange.done(path.name).exists():
+                continue
+            facts = snapshot_facts(exchange, path.name)
+            if path.name != newest or facts.exists():
+                shutil.rmtree(path, ignore_errors=True)
+                facts.unlink(missing_ok=True)
+
+    def _prune(self) -> None:
+        site = self._site
+        control = site.exchange.current_control()
+        if control is None:
+            return
+        try:
+            checkpoints.prune(
+                site.store,
+                generation=site.who.generation,
+                attempt=site.who.attempt,
+                candidates=control.candidates,
+                keep=self._keep,
+                rejected=[line.partition(":")[0] for line in site.memory.state.rejected],
+            )
+        except StoreError as err:
+            site.messages.say("retention", f"old checkpoints stay: {err}")
+        else:
+            site.messages.say("retention", None)
+
+
+def _merge(name: str, lists: list[tuple[ManifestFile, ...]]) -> tuple[ManifestFile, ...]:
+    """All files of all nodes; one that two nodes saved must be the same, and counts once."""
+    merged: dict[str, ManifestFile] = {}
+    for item in (item for files in lists for item in files):
+        other = merged.setdefault(item.path, item)
+        if (other.size, other.sha256) != (item.size, item.sha256):
+            raise CheckpointError(
+                f"{name}: nodes {other.node} and {item.node} saved different files as {item.path}; "
+                "put the rank into the name"
+            )
+    return tuple(merged[path] for path in sorted(merged))
+
+
+def _whole(facts: Mapping[str, Any], name: str) -> int | None:
+    value = facts.get(name)
+    return value if type(value) is int else None
+
+
+class Outputs:
+    """Uploads the outputs of a command that succeeded, from node 0."""
+
+    def __init__(self, site: Site) -> None:
+        """Begin with what is not uploaded yet."""
+        self._site = site
+        self._backoff = Backoff(site.monotonic)
+
+    def step(self) -> bool:
+        """Upload what is missing; True when nothing is left, or when one cannot be had.
+
+        Raises:
+            WorkInterruptedError: The courier must end; the next one goes on.
+        """
+        if not self._backoff.is_ready:
+            return False
+        site = self._site
+        for name, path in sorted(site.layout.outputs.items()):
+            if name in site.memory.state.outputs:
+                continue
+            try:
+                self._put(name, Path(path))
+            except CheckpointError as err:
+                site.memory.update(failed=str(err))
+                return True
+            except (StoreError, OSError) as err:
+                self._backoff.failed()
+                site.messages.say("outputs", f"output {name} waits: {err}")
+                return False
+        site.messages.say("outputs", None)
+        return True
+
+    def _put(self, name: str, path: Path) -> None:
+        site = self._site
+        who = site.who
+        if checkpoints.is_superseded(site.store, who.generation, who.attempt):
+            raise CheckpointError(f"output {name!r}: a later attempt has begun; this one's outputs are void")
+        uri = outputs.put_output(
+            site.store, name, path, generation=who.generation, attempt=who.attempt, between=site.between
+        )
+        site.memory.update(outputs={**site.memory.state.outputs, name: uri})
