@@ -148,24 +148,27 @@ class Training:
 
 def run(training: Training, session: Session) -> None:
     """Train to the end, or until the session leaves."""
-    begun, mark = time.monotonic(), training.place.samples
+    team, place = training.team, training.place
+    begun, mark = time.monotonic(), place.samples
+    accuracy = place.history[-1]["accuracy"] if place.history else None
     while not training.is_done:
         samples, loss = training.step()
-        team = training.team
-        session.step(samples=samples, loss=loss, data_s=team.data_s, sync_s=team.sync_s)
-        ended = training.place.position == training.count
+        session.step(samples=samples, loss=loss, accuracy=accuracy, data_s=team.data_s, sync_s=team.sync_s)
+        ended = place.position == training.count
         if ended:
             session.phase("evaluation")
             row = training.end_epoch()
+            accuracy = row["accuracy"]
+            session.report(repeated_samples=place.repeated)
             session.phase("training")
-            speed = (training.place.samples - mark) / (time.monotonic() - begun)
+            speed = (place.samples - mark) / (time.monotonic() - begun)
             print(
-                f"epoch {training.place.epoch}/{training.epochs} loss {row['loss']:.4f} "
-                f"accuracy {row['accuracy']:.4f} samples/s {speed:.0f}",
+                f"epoch {place.epoch}/{training.epochs} loss {row['loss']:.4f} "
+                f"accuracy {accuracy:.4f} samples/s {speed:.0f}",
                 flush=True,
             )
-            begun, mark = time.monotonic(), training.place.samples
-        session.checkpoint(training.save, epoch_end=ended)
+            begun, mark = time.monotonic(), place.samples
+        session.checkpoint(training.save, epoch_end=place.epoch if ended else None)
 
 
 def write(training: Training, facts: dict[str, Any], output: Path) -> None:
@@ -203,6 +206,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder that prepare.py wrote")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--checkpoints", type=Path, help="outside a stage: where to save, and to go on from")
     parser.add_argument("--epochs", type=int, default=36)
     parser.add_argument("--batch", type=int, default=512, help="samples in a step, all processes together")
     parser.add_argument("--hidden", type=int, default=128, help="units of the hidden layer")
@@ -221,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     training, facts = prepare(options)
     with training.team as team:
         team.start(options.processes)
-        with Session() as session:
+        with Session(team.recipe.total_steps, training.epochs, local_dir=options.checkpoints) as session:
             restored = session.restore()
             if restored:
                 training.load(restored)
