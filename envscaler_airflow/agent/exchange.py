@@ -1,0 +1,260 @@
+"""The folder through which wrapper, session and courier talk, one for each node of an attempt.
+
+======================== ===================== ================================================
+name                     written by            what
+======================== ===================== ================================================
+``start.json``           courier, once         where and how to start the command
+``control.json``         courier               the owner's Control, byte for byte
+``snapshot.done``        courier               ``{"sequence": n}``: the snapshot that control n asked for
+``request.json``         wrapper               ``{"action": "stop"}``: SIGTERM or SIGINT reached the wrapper
+``progress/rank-0.json`` session, local rank 0 Progress, and what :class:`SessionReport` says
+``wrapper.json``         wrapper               a Status with what the wrapper knows
+``logs/000001.log``      wrapper               closed chunks of output, secrets masked
+``metrics/000001.jsonl`` wrapper               closed chunks of metrics
+``checkpoints/<name>/``  session               a complete save, ``agent.json`` inside
+``ranks/``               sessions of one node  how several ranks agree on a step
+======================== ===================== ================================================
+
+Names that begin with a dot or end with ``.open`` are being written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Progress, check_schema
+
+ENV = "ENVSCALER_EXCHANGE"
+"""Environment variable that names the folder."""
+
+FILE_NAMES = ("start", "control", "request", "progress", "wrapper", "snapshot")
+
+
+class Exchange:
+    """Paths inside one exchange folder; makes nothing by itself."""
+
+    def __init__(self, root: Union[str, Path]) -> None:
+        """Name the folder *root*, which need not exist yet."""
+        self.root = Path(root)
+        self.start = self.root / "start.json"
+        self.control = self.root / "control.json"
+        self.request = self.root / "request.json"
+        self.snapshot = self.root / "snapshot.done"
+        self.wrapper = self.root / "wrapper.json"
+        self.progress = self.root / "progress" / "rank-0.json"
+        self.logs = self.root / "logs"
+        self.metrics = self.root / "metrics"
+        self.checkpoints = self.root / "checkpoints"
+        self.ranks = self.root / "ranks"
+
+    @classmethod
+    def from_env(cls, environ: Optional[Mapping[str, str]] = None) -> Optional[Exchange]:
+        """Return the folder that the environment names, None when it names none."""
+        root = (os.environ if environ is None else environ).get(ENV)
+        return cls(root) if root else None
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace *path* in one step: a reader sees the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> None:
+    """Replace *path* by *body* with ``schema`` in front; None is left out."""
+    known = {"schema": SCHEMA}
+    known.update((key, value) for key, value in body.items() if value is not None)
+    write_atomic(path, json.dumps(known, separators=(",", ":"), allow_nan=False).encode())
+
+
+def parse_object(data: bytes, *, where: str) -> Dict[str, Any]:
+    """Read *data* as a JSON object of our major version.
+
+    Raises:
+        ProtocolError: Too large, not JSON, no object, or another major version.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise ProtocolError(f"{where}: {len(data)} bytes, at most {MAX_JSON_BYTES} are read")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as err:
+        raise ProtocolError(f"{where}: not JSON: {err}") from err
+    if not isinstance(body, dict):
+        raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
+    check_schema(body.get("schema"), where=where)
+    return body
+
+
+class Watched:
+    """A file that is replaced atomically now and then; asking costs one ``stat``."""
+
+    def __init__(self, path: Path) -> None:
+        """Watch *path*, which need not exist."""
+        self.path = path
+        self._seen: Optional[Tuple[int, int, int]] = None
+
+    def changed(self) -> Optional[bytes]:
+        """Return the bytes when they are others than last time, None otherwise.
+
+        A file that vanishes is no change: what it said stays said.
+        """
+        try:
+            stat = self.path.stat()
+            mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if mark == self._seen:
+                return None
+            with self.path.open("rb") as file:
+                data = file.read(MAX_JSON_BYTES + 1)
+        except OSError:
+            return None
+        self._seen = mark
+        return data
+
+
+@dataclass(frozen=True)
+class Restore:
+    """The checkpoint that this attempt begins from.
+
+    Attributes:
+        path: Folder on this machine.
+        name: Its name in the store.
+        step, epoch, samples: Where it stands.
+    """
+
+    path: str
+    name: Optional[str] = None
+    step: Optional[int] = None
+    epoch: Optional[int] = None
+    samples: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``start.json`` says; every field has a default, so that a bare command runs too.
+
+    Attributes:
+        cwd: Working directory, None for the wrapper's own.
+        env: Additions to the environment.
+        restore: None on a fresh start.
+        generation, attempt, node, nodes: Which life of which machine this is.
+        every: ``{"seconds"|"steps"|"epochs": n}`` between periodic checkpoints, None for never.
+        align: Boundary of periodic checkpoints, ``step`` or ``epoch``.
+        global_batch: Samples per step over all ranks, where the spec says it.
+        checkpoint_path: Where code that does not cooperate saves on its own.
+        log_patterns: Regular expressions with one group, by ``step``, ``loss``, ``epoch``, ``total_steps``.
+        stall_factor: Steps may take this many times the usual before the run counts as stalled.
+        stall_min_s: And at least this many seconds.
+        sample_interval_s: Between two samples of the machine.
+        secret_env: Environment variables whose values never leave this room.
+    """
+
+    cwd: Optional[str] = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    restore: Optional[Restore] = None
+    generation: int = 0
+    attempt: int = 0
+    node: int = 0
+    nodes: int = 1
+    every: Optional[Mapping[str, float]] = None
+    align: str = "step"
+    global_batch: Optional[int] = None
+    checkpoint_path: Optional[str] = None
+    log_patterns: Mapping[str, str] = field(default_factory=dict)
+    stall_factor: float = 10.0
+    stall_min_s: float = 300.0
+    sample_interval_s: float = 1.0
+    secret_env: Tuple[str, ...] = ()
+
+
+class SetupFailedError(ProtocolError):
+    """The courier could not lay out workdir, inputs or checkpoint; the message says why."""
+
+
+def parse_start(data: bytes) -> Start:
+    """Read ``start.json``; unknown fields are ignored.
+
+    Raises:
+        SetupFailedError: The courier says that the setup failed.
+        ProtocolError: It is not what the protocol says.
+    """
+    body = parse_object(data, where="start.json")
+    if body.get("failed") is not None:
+        raise SetupFailedError(str(body["failed"]))
+    session = body.get("session") or {}
+    known = {name: session[name] for name in _SESSION_FIELDS if session.get(name) is not None}
+    restore = body.get("restore")
+    try:
+        if restore is not None:
+            restore = Restore(**{name: restore.get(name) for name in _RESTORE_FIELDS})
+            if not isinstance(restore.path, str):
+                raise ProtocolError(f"start.json: restore.path: got {restore.path!r}, expected a path")
+        known["secret_env"] = tuple(known.get("secret_env", ()))
+        env = {str(name): str(value) for name, value in (body.get("env") or {}).items()}
+        return Start(cwd=body.get("cwd"), env=env, restore=restore, **known)
+    except (AttributeError, TypeError) as err:
+        raise ProtocolError(f"start.json: {err}") from err
+
+
+_RESTORE_FIELDS = tuple(Restore.__dataclass_fields__)
+_SESSION_FIELDS = tuple(name for name in Start.__dataclass_fields__ if name not in ("cwd", "env", "restore"))
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """What ``progress/rank-0.json`` says beside the :class:`Progress`.
+
+    Attributes:
+        progress: What the training said of itself.
+        cooperates: True once ``Session.checkpoint`` was called: a leave can be left to it.
+        saving: True while a checkpoint is being saved.
+        leaving: True from the moment it saves in order to go.
+        left: True when it saved and left, whatever exit code the launcher makes of it.
+        saved_step: Step of the newest complete save of this attempt.
+        last_save_s: Seconds that it took.
+        at, first_step_at: When this was written and the first step was done, monotonic clock of the machine.
+        warning: One line for people, e.g. why a save failed.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    cooperates: bool = False
+    saving: bool = False
+    leaving: bool = False
+    left: bool = False
+    saved_step: Optional[int] = None
+    last_save_s: Optional[float] = None
+    at: Optional[float] = None
+    first_step_at: Optional[float] = None
+    warning: str = ""
+
+
+def parse_report(data: bytes) -> SessionReport:
+    """Read the session's progress file.
+
+    Raises:
+        ProtocolError: It is not what the protocol says.
+    """
+    body = parse_object(data, where="progress/rank-0.json")
+    known = {name: body[name] for name in SessionReport.__dataclass_fields__ if body.get(name) is not None}
+    known["progress"] = Progress.from_json(data, where="progress/rank-0.json")
+    return SessionReport(**known)
+
+
+def snapshot_sequence(path: Path) -> int:
+    """Return the control sequence that the courier's snapshot answers, -1 for none."""
+    try:
+        body = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return -1
+    sequence = body.get("sequence") if isinstance(body, dict) else body
+    return sequence if isinstance(sequence, int) else -1

@@ -1,0 +1,80 @@
+"""When a command that was asked to go gets which signal. Pure: time comes as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+TERM_SHARE = 0.8
+"""Part of the grace after which SIGTERM is sent to code that was left to go by itself. Chosen: the
+rest is for its clean-up."""
+ORPHANED = "orphaned"
+"""A control whose reason begins so was written by the courier, because nobody owns the run any more."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the owner, or a signal to the wrapper, asks.
+
+    Attributes:
+        action: ``leave`` or ``stop``.
+        at: When it was seen, seconds of the wrapper's clock.
+        align_timeout_s, grace_s, reason, sequence: As in Control; sequence is -1 for a signal.
+        was_leaving: True for a signal that came after the owner had asked to leave.
+    """
+
+    action: str
+    at: float
+    align_timeout_s: float = 0.0
+    grace_s: float = 30.0
+    reason: str = ""
+    sequence: int = -1
+    was_leaving: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """``left``, ``stopped`` or ``orphaned``: the reason that the end will have."""
+        if self.reason.startswith(ORPHANED):
+            return "orphaned"
+        return "left" if self.action == "leave" or self.was_leaving else "stopped"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the wrapper knows of the command at a moment.
+
+    Attributes:
+        cooperates: True when a Session of it calls ``checkpoint``: it goes by itself.
+        saving_since: When the save for this ask began, None before.
+        snapshot_pending: True while the courier still has to copy ``checkpoint.path``.
+        term_at: When SIGTERM was sent, None before.
+    """
+
+    cooperates: bool = False
+    saving_since: Optional[float] = None
+    snapshot_pending: bool = False
+    term_at: Optional[float] = None
+
+
+def due_signal(ask: Ask, now: float, facts: Facts) -> Optional[str]:
+    """Return ``term`` or ``kill`` when it is time for it, else None."""
+    term_at, kill_at = _schedule(ask, facts)
+    if now >= kill_at:
+        return "kill"
+    return "term" if facts.term_at is None and now >= term_at else None
+
+
+def _schedule(ask: Ask, facts: Facts) -> "tuple[float, float]":
+    if facts.cooperates:
+        began = ask.at
+        if ask.action == "leave":
+            began += ask.align_timeout_s
+            if facts.saving_since is not None:
+                began = min(began, facts.saving_since)
+        return began + TERM_SHARE * ask.grace_s, began + ask.grace_s
+    term_at = ask.at
+    if ask.action == "leave" and facts.snapshot_pending:
+        term_at += max(ask.align_timeout_s, ask.grace_s)
+    if facts.term_at is not None:
+        term_at = facts.term_at
+    return term_at, term_at + ask.grace_s if ask.action == "leave" else ask.at + ask.grace_s

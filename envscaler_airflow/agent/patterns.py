@@ -1,0 +1,130 @@
+"""Progress of code that does not cooperate, read from its output by ``metrics.log_patterns``."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Pattern
+
+from envscaler_airflow.protocol import Progress
+
+FIELDS = ("step", "total_steps", "epoch", "epochs", "loss", "accuracy", "samples", "tokens")
+"""Fields of Progress that a pattern can give."""
+MAX_LINE_BYTES = 4096
+"""Longest part of a line that is searched."""
+MAX_LINES = 50
+"""Newest lines of one read that are searched. Chosen: the last value counts, the ones before are history."""
+MAX_SECONDS = 0.1
+"""Longest search of a pattern through one read; then it is dropped. Chosen: 100 times the usual."""
+
+
+class LogPatterns:
+    """Regular expressions with one group each, searched in bounded time.
+
+    Attributes:
+        problems: One line for each pattern that had to be given up.
+    """
+
+    def __init__(self, patterns: Mapping[str, str], *, limit: Optional[Callable[..., object]] = None) -> None:
+        """Compile *patterns*; a bad one is named in ``problems`` and left out."""
+        self.problems: List[str] = []
+        self._patterns: Dict[str, Pattern[str]] = {}
+        self._values: Dict[str, float] = {}
+        self._nan_loss: Optional[bool] = None
+        self._limit = _time_limit if limit is None else limit
+        for name, pattern in patterns.items():
+            self._add(name, pattern)
+
+    def __bool__(self) -> bool:
+        """Tell whether there is anything to search for."""
+        return bool(self._patterns)
+
+    def feed(self, lines: List[bytes]) -> bool:
+        """Search the newest of *lines*; True when a value was found."""
+        if not self._patterns or not lines:
+            return False
+        texts = [line[:MAX_LINE_BYTES].decode("utf-8", "replace") for line in lines[-MAX_LINES:]]
+        texts.reverse()
+        found = [self._search(name, texts) for name in list(self._patterns)]
+        return any(found)
+
+    def progress(self) -> Progress:
+        """Return the newest value of each field."""
+        values: Dict[str, Any] = {
+            name: value if name in ("loss", "accuracy") else int(value)
+            for name, value in self._values.items()
+        }
+        return Progress(loss_is_nan=self._nan_loss, **values)
+
+    def _add(self, name: str, pattern: str) -> None:
+        if name not in FIELDS:
+            self.problems.append(f"log_patterns.{name}: unknown; write one of {', '.join(FIELDS)}")
+            return
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, TypeError, RecursionError, OverflowError) as err:
+            self.problems.append(f"log_patterns.{name}: {pattern!r:.200}: {err}")
+            return
+        if compiled.groups != 1:
+            self.problems.append(
+                f"log_patterns.{name}: {pattern!r:.200} has {compiled.groups} groups; write exactly one"
+            )
+            return
+        self._patterns[name] = compiled
+
+    def _search(self, name: str, texts: List[str]) -> bool:
+        try:
+            with self._limit(MAX_SECONDS):  # type: ignore[attr-defined]
+                return self._first(name, texts)
+        except TimeoutError:
+            pattern = self._patterns.pop(name).pattern
+            self.problems.append(f"log_patterns.{name}: {pattern!r:.200} took over {MAX_SECONDS} s; dropped")
+            return False
+
+    def _first(self, name: str, texts: List[str]) -> bool:
+        search = self._patterns[name].search
+        for text in texts:
+            match = search(text)
+            value = _number(match[1]) if match and match[1] else None
+            if value is not None:
+                self._keep(name, value)
+                return True
+        return False
+
+    def _keep(self, name: str, value: float) -> None:
+        if name == "loss":
+            self._nan_loss = not math.isfinite(value)
+        if math.isfinite(value):
+            self._values[name] = value
+        elif name == "loss":
+            self._values.pop("loss", None)
+
+
+def _number(text: str) -> Optional[float]:
+    try:
+        return float(text.strip().replace(",", "").replace("_", ""))
+    except ValueError:
+        return None
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside after *seconds*: ``re`` looks for signals while it searches.
+
+    Source: sre calls PyErr_CheckSignals every 4096 steps (Modules/_sre/sre_lib.h).
+    Main thread only.
+    """
+
+    def _expire(_number: int, _frame: Optional[FrameType]) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, _expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

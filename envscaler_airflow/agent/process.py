@@ -1,0 +1,148 @@
+"""The command as a process group, and everything that descends from it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""Source: linux/prctl.h. Orphans of the command come to the wrapper instead of to init."""
+
+
+@dataclass(frozen=True)
+class Reaped:
+    """A child that has ended.
+
+    Attributes:
+        pid: Its process id.
+        code: Exit code, or minus the signal.
+        cpu_s: CPU seconds of it and of the children that it had waited for.
+    """
+
+    pid: int
+    code: int
+    cpu_s: float
+
+
+def become_subreaper() -> bool:
+    """Adopt orphaned descendants; False where the system does not know how."""
+    try:
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+def start(
+    argv: Sequence[str], *, cwd: Optional[str], env: Mapping[str, str], output: int
+) -> subprocess.Popen[bytes]:
+    """Start *argv* in a process group of its own, output and errors into the descriptor *output*.
+
+    It stays in the caller's session, so that whoever ends that session ends it too.
+
+    Raises:
+        OSError: As ``execvp`` says it.
+    """
+    group: Dict[str, Any] = (
+        {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+    )
+    return subprocess.Popen(
+        list(argv), cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, **group
+    )
+
+
+def reap() -> Iterator[Reaped]:
+    """Yield every child that has ended, adopted ones included; never blocks."""
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield Reaped(pid, exit_code(status), usage.ru_utime + usage.ru_stime)
+
+
+def exit_code(status: int) -> int:
+    """Return a wait status as ``subprocess`` says it."""
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def parents() -> Dict[int, Tuple[int, int]]:
+    """Return ``{pid: (parent, process group)}`` of all processes seen, {} where there is no /proc."""
+    found = {}
+    for pid in _pids():
+        fields = stat_fields(pid)
+        if fields:
+            found[pid] = (int(fields[1]), int(fields[2]))
+    return found
+
+
+def _pids() -> List[int]:
+    try:
+        return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    except OSError:
+        return []
+
+
+def stat_fields(pid: int) -> List[bytes]:
+    """Return the fields of ``/proc/<pid>/stat`` after the name: state, ppid, pgrp, ...; [] when gone."""
+    try:
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        data = os.read(file, 1024)
+    except OSError:
+        return []
+    finally:
+        os.close(file)
+    return data[data.rfind(b")") + 2 :].split()
+
+
+def family(root: int, tree: Mapping[int, Tuple[int, int]]) -> List[int]:
+    """Return *root*, its process group and all that descend from either, by *tree* of :func:`parents`."""
+    members = {pid for pid, (_, group) in tree.items() if root in (group, pid)}
+    grew = True
+    while grew:
+        more = {pid for pid, (parent, _) in tree.items() if parent in members} - members
+        members |= more
+        grew = bool(more)
+    return sorted(members)
+
+
+def send(
+    root: int, number: int, *, spare: Sequence[int] = (), tree: Optional[Mapping[int, Tuple[int, int]]] = None
+) -> int:
+    """Send signal *number* to the family of *root* and to orphans that this process adopted.
+
+    Processes in *spare* and this one are left alone.
+
+    Returns:
+        How many were reached.
+    """
+    tree = parents() if tree is None else tree
+    adopted = [pid for pid, (parent, _) in tree.items() if parent == os.getpid() and pid not in spare]
+    victims = set(family(root, tree))
+    for orphan in adopted:
+        victims.update(family(orphan, tree))
+    victims -= {os.getpid(), *spare}
+    if not tree:  # no /proc on this system
+        return _send(lambda: os.killpg(root, number))
+    return sum(_send(lambda pid=pid: os.kill(pid, number)) for pid in victims)
+
+
+def _send(kill: Any) -> int:
+    try:
+        kill()
+    except (ProcessLookupError, PermissionError):
+        return 0
+    return 1
+
+
+KILL = signal.SIGKILL
+TERM = signal.SIGTERM

@@ -1,0 +1,285 @@
+"""How several ranks agree that they all save at the same step.
+
+A checkpoint of which rank 0 saved step 100 and rank 1 step 101 restores to nonsense.
+So one rank decides and the others follow:
+
+- :class:`Alone`: one rank, nothing to agree on.
+- :class:`Neighbours`: all ranks on this node. Rank 0 names a coming step in the exchange
+  folder; each rank saves when it gets there and says so. At the end of an epoch all
+  wait for its verdict, since no step can be named before.
+- :class:`Collective`: ranks on other nodes too. A function of the user's (a broadcast of
+  rank 0's integer) is called by all at the same steps.
+- :class:`Scheduled`: ranks on other nodes and no such function. Only what every rank can
+  work out alone is saved: every n steps or epochs. A leave is not carried out.
+
+The folder of one save is shared by the ranks of a node. Its first rank completes it
+after all have acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from envscaler_airflow.agent.exchange import Watched, write_json
+from envscaler_airflow.errors import CheckpointError
+
+NOTHING, SAVE, LEAVE, STOP = range(4)
+"""What is decided for a step: go on, save, save and leave, save and stop."""
+LEAD_STEPS = 1
+"""How far ahead rank 0 names the step. Ranks that reduce gradients with each step are never further apart."""
+WAIT_S = 1800.0
+"""Longest wait for another rank. Source: default timeout of torch.distributed's gloo backend."""
+POLL_S = 0.002
+
+Agree = Callable[[int], int]
+
+
+class Alone:
+    """One rank: what it wants is what happens."""
+
+    is_first = True
+
+    def look(self) -> bool:
+        """Return True when :meth:`decide` must be called although nothing is wanted here."""
+        return False
+
+    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
+        """Return what all ranks do at *step*, which they all have reached."""
+        del step, epoch_end
+        return want
+
+    def acknowledge(self, step: int, problem: str) -> None:
+        """Say that this rank has saved its part of *step*, or why it could not."""
+
+    def gather(self, step: int) -> List[str]:
+        """Wait for all ranks of this node; return what went wrong."""
+        del step
+        return []
+
+    def announce(self, step: int, *, is_complete: bool) -> None:
+        """Say that the save of *step* is complete, or given up."""
+
+    def await_outcome(self, step: int) -> bool:
+        """Wait for :meth:`announce`; True when the save is complete."""
+        del step
+        return True
+
+
+class Scheduled(Alone):
+    """Many nodes without a way to agree: leaves are refused, counted saves are carried out."""
+
+    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
+        """Return only what every rank knows without asking."""
+        del step, epoch_end
+        return SAVE if want == SAVE else NOTHING
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What rank 0 wrote last: *what* happens at *step*; the outcome of step *settled* is *is_complete*."""
+
+    number: int = 0
+    step: int = -1
+    what: int = NOTHING
+    settled: int = -1
+    is_complete: bool = False
+
+
+class Neighbours(Alone):
+    """The ranks of one node, through files in the exchange folder."""
+
+    def __init__(
+        self, folder: Path, rank: int, count: int, *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Join *count* ranks as number *rank*; rank 0 clears what an earlier launch left."""
+        self.is_first = rank == 0
+        self._folder = folder
+        self._rank = rank
+        self._count = count
+        self._sleep = sleep
+        self._verdict = Verdict()
+        self._answered = -1
+        self._watched = Watched(folder / "verdict.json")
+        if self.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob("rank-*.json"):
+                path.unlink()
+            self._publish(Verdict())
+
+    def look(self) -> bool:
+        """Return True for a rank that follows when rank 0 has named a step."""
+        if self.is_first:
+            return self._verdict.what != NOTHING
+        self._follow()
+        return self._verdict.what != NOTHING and self._verdict.step != self._answered
+
+    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
+        """Return what all ranks do at *step*."""
+        if self.is_first:
+            return self._lead(step, want, epoch_end=epoch_end)
+        return self._obey(step, epoch_end=epoch_end)
+
+    def acknowledge(self, step: int, problem: str) -> None:
+        """Say that this rank is done with *step*."""
+        self._answered = step
+        write_json(self._folder / f"rank-{self._rank}.json", {"step": step, "problem": problem})
+
+    def gather(self, step: int) -> List[str]:
+        """Wait until all ranks are done with *step*."""
+        others = {rank: Watched(self._folder / f"rank-{rank}.json") for rank in range(1, self._count)}
+        problems: List[str] = []
+
+        def all_done() -> bool:
+            for rank, watched in list(others.items()):
+                said = _read(watched)
+                if said.get("step") == step:
+                    del others[rank]
+                    if said.get("problem"):
+                        problems.append(f"rank {rank}: {said['problem']}")
+            return not others
+
+        if not self._wait_for(all_done):
+            problems.append(f"no answer from ranks {sorted(others)} within {WAIT_S:g} s")
+        return problems
+
+    def announce(self, step: int, *, is_complete: bool) -> None:
+        """Say how the save of *step* ended."""
+        self._publish(Verdict(self._verdict.number + 1, settled=step, is_complete=is_complete))
+
+    def await_outcome(self, step: int) -> bool:
+        """Wait until rank 0 said how the save of *step* ended."""
+
+        def settled() -> bool:
+            self._follow()
+            return self._verdict.settled >= step
+
+        return self._wait_for(settled) and self._verdict.is_complete
+
+    def _lead(self, step: int, want: int, *, epoch_end: bool) -> int:
+        named = self._verdict
+        if named.what != NOTHING and named.step == step:
+            return named.what
+        if epoch_end:
+            self._publish(Verdict(named.number + 1, step, want, named.settled, named.is_complete))
+            return want
+        if want != NOTHING and (named.what == NOTHING or named.step < step):
+            ahead = step + LEAD_STEPS
+            self._publish(Verdict(named.number + 1, ahead, want, named.settled, named.is_complete))
+        return NOTHING
+
+    def _obey(self, step: int, *, epoch_end: bool) -> int:
+        if epoch_end and not self._wait_for(lambda: self._follow() or self._verdict.step >= step):
+            raise CheckpointError(
+                f"rank {self._rank}: no verdict of rank 0 for step {step} within {WAIT_S:g} s"
+            )
+        verdict = self._verdict
+        if verdict.what == NOTHING or verdict.step > step:
+            return NOTHING
+        if verdict.step < step:
+            if verdict.step != self._answered:
+                self.acknowledge(verdict.step, f"is at step {step} already")
+            return NOTHING
+        return verdict.what
+
+    def _follow(self) -> bool:
+        """Read what rank 0 wrote; False always, so that a wait can call it first."""
+        said = _read(self._watched)
+        if said:
+            self._verdict = Verdict(
+                **{name: said[name] for name in Verdict.__dataclass_fields__ if name in said}
+            )
+        return False
+
+    def _publish(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        write_json(self._folder / "verdict.json", dict(vars(verdict)))
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        for _ in range(int(WAIT_S / POLL_S)):
+            if condition():
+                return True
+            self._sleep(POLL_S)
+        return False
+
+
+class Collective(Alone):
+    """Ranks on several nodes, through a broadcast that the training provides."""
+
+    def __init__(self, agree: Agree, *, every: int, leads: bool, local: Alone) -> None:
+        """Ask *agree* with every *every*-th call and at epoch ends; *local* is for the save itself."""
+        self.is_first = local.is_first
+        self._agree = agree
+        self._every = every
+        self._leads = leads
+        self._local = local
+        self._calls = 0
+
+    def look(self) -> bool:
+        """Return True at the calls at which all ranks meet."""
+        self._calls += 1
+        return self._calls % self._every == 0
+
+    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
+        """Return what rank 0 wants; every rank calls this at the same steps."""
+        del step, epoch_end
+        return int(self._agree(want if self._leads else NOTHING))
+
+    def acknowledge(self, step: int, problem: str) -> None:
+        """Say that this rank is done with *step*."""
+        self._local.acknowledge(step, problem)
+
+    def gather(self, step: int) -> List[str]:
+        """Wait for the ranks of this node."""
+        return self._local.gather(step)
+
+    def announce(self, step: int, *, is_complete: bool) -> None:
+        """Tell the ranks of this node how the save ended."""
+        self._local.announce(step, is_complete=is_complete)
+
+    def await_outcome(self, step: int) -> bool:
+        """Wait for the first rank of this node."""
+        return self._local.await_outcome(step)
+
+
+def _read(watched: Watched) -> Dict[str, Any]:
+    data = watched.changed()
+    if data is None:
+        return {}
+    try:
+        body = json.loads(data)
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+Layout = Tuple[int, int, int, int]
+
+
+def layout(
+    environ: Mapping[str, str],
+    *,
+    rank: Optional[int],
+    world_size: Optional[int],
+    local_rank: Optional[int],
+    nodes: int,
+) -> Layout:
+    """Return (rank, world size, local rank, ranks on this node): arguments, else a launcher's, else one."""
+    world = _pick(world_size, environ.get("WORLD_SIZE"), 1)
+    number = _pick(rank, environ.get("RANK"), 0)
+    here = _pick(
+        None, environ.get("LOCAL_WORLD_SIZE") if world_size is None else None, max(1, world // max(1, nodes))
+    )
+    local = _pick(local_rank, environ.get("LOCAL_RANK") if rank is None else None, number % here)
+    if not 0 <= number < world or not 0 <= local < here:
+        raise ValueError(f"rank {number} of {world}, local rank {local} of {here}: a rank is below its count")
+    return number, world, local, here
+
+
+def _pick(argument: Optional[int], text: Optional[str], default: int) -> int:
+    if argument is not None:
+        return argument
+    return int(text) if text is not None and text.isdigit() else default
