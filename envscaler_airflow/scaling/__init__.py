@@ -23,6 +23,7 @@ from envscaler_airflow.scaling.decision import (
     remember,
 )
 from envscaler_airflow.scaling.explain import explain
+from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.guards import holds, holds_all
 from envscaler_airflow.scaling.observation import (
     Done,
@@ -161,9 +162,11 @@ __all__ = [
     "decide",
     "explain",
     "outlook",
+    "policy_of",
     "recent",
     "remember",
     "replay",
+    "speedups_of",
     "threshold",
     "usage_samples",
     "validate",

@@ -20,7 +20,8 @@ class ThresholdRule(Record):
     """Scale out above and in below a metric, or hold it near a target.
 
     Attributes:
-        metric: Name or shell pattern; all that match on a node are averaged.
+        metric: ``gpu_utilization``, ``cpu_utilization``, ``memory_utilization`` (percent), or a name
+            or shell pattern of what nodes report; all that match on a node are averaged.
         above: Scale out above this; None: never out.
         below: Scale in below this; None: never in.
         target: Hold the metric here instead, with ``nodes * value / target`` nodes (HPA's rule);
@@ -28,7 +29,7 @@ class ThresholdRule(Record):
             not looked at.
         samples: Checks in a row that must agree.
         for_s: Seconds that they must span besides; 0: the count alone.
-        step: Nodes added or removed at a time.
+        step: Nodes added above and removed below; negative for a metric that falls with the load.
         across: How nodes are put together.
 
     Source:
@@ -52,8 +53,8 @@ class ThresholdRule(Record):
             raise ValueError(f"target must be finite and > 0, got {self.target!r}")
         if self.above is not None and self.below is not None and self.below >= self.above:
             raise ValueError(f"below must be less than above, got {self.below!r} and {self.above!r}")
-        if self.samples < 1 or self.step < 1:
-            raise ValueError(f"samples and step must be >= 1, got {self.samples!r} and {self.step!r}")
+        if self.samples < 1 or self.step == 0:
+            raise ValueError(f"samples must be >= 1 and step not 0, got {self.samples!r} and {self.step!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,15 @@ class Policy(Record):
         value_of_hour: USD that an hour of waiting is worth.
         tolerance: Part of the cost of staying that a move must save. HPA's tolerance, 0.1 by
             default: KEP-4951, kubernetes/enhancements.
-        stabilization_s: Seconds that a move must have been wanted without a break. Chosen: two
+        stabilization_s: Seconds that a move must have been wanted without a break. Chosen: four
             checks of the sensor's default interval.
         cooldown_s: Seconds between moves; an hour, as required.
         min_epochs_between: Epochs between moves; one, as required.
         warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer
             than the slow first steps of most trainings.
         max_moves: Moves in a generation; None: no limit.
+        model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups
+            are added or removed.
         recommend_only: Say what would be done, and do not do it.
         rules: Of the threshold policy.
     """
@@ -82,11 +85,12 @@ class Policy(Record):
     max_nodes: int = 1
     value_of_hour: float = 0.0
     tolerance: float = 0.1
-    stabilization_s: float = 60.0
+    stabilization_s: float = 120.0
     cooldown_s: float = 3600.0
     min_epochs_between: int = 1
     warmup_s: float = 30.0
     max_moves: int | None = None
+    model_parallel: int = 1
     recommend_only: bool = False
     rules: tuple[ThresholdRule, ...] = ()
 
@@ -102,6 +106,8 @@ class Policy(Record):
         )
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ValueError(f"nodes must be 1 or more, min to max, got {self.min_nodes}..{self.max_nodes}")
+        if self.model_parallel < 1:
+            raise ValueError(f"model_parallel must be >= 1, got {self.model_parallel!r}")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance!r}")
 

@@ -33,6 +33,8 @@ def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
         return f"the stage is on {here.name} already"
     if not policy.min_nodes <= target.nodes <= policy.max_nodes:
         return f"{target.name} is outside {policy.min_nodes} to {policy.max_nodes} nodes"
+    if target.nodes * max(1, target.offer.gpus) % policy.model_parallel:
+        return f"{target.name} does not hold whole model-parallel groups of {policy.model_parallel}"
     free = observation.free_nodes.get(target.offer.name)
     held = here.nodes if target.offer.name == here.offer.name else 0
     if free is not None and target.nodes > free + held:

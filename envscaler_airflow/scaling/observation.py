@@ -151,12 +151,16 @@ def work_of(progress: Progress) -> Done:
 
 
 def usage_samples(at_s: float, node: int, usage: Mapping[str, float | None]) -> tuple[Sample, ...]:
-    """Samples of what one node's status said; what is not finite is left out as missing."""
-    return tuple(
-        Sample(at_s, node, name, value)
-        for name, value in sorted(usage.items())
-        if value is not None and math.isfinite(value)
-    )
+    """Samples of what one node's status said; what is not finite is left out as missing.
+
+    ``memory_utilization`` (percent of the limit) is added where both parts are known. Take a
+    status once: the same one seen again is no second sample.
+    """
+    known = {name: value for name, value in usage.items() if value is not None and math.isfinite(value)}
+    limit = known.get("memory_limit_bytes")
+    if limit and "memory_bytes" in known:
+        known["memory_utilization"] = 100 * known["memory_bytes"] / limit
+    return tuple(Sample(at_s, node, name, value) for name, value in sorted(known.items()))
 
 
 def recent(samples: Iterable[Sample], *, now_s: float, window_s: float) -> tuple[Sample, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ _ACROSS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "max": 
 STALE_S = 120.0
 """Metrics whose newest is older are missing. Chosen: four checks of the sensor's default interval."""
 
+CPU_UTILIZATION = "cpu_utilization"
+"""``cpu_percent``, which is 100 for each busy core, over the cores of a node."""
+
 Rounds = Sequence[tuple[float, float]]
 """``(at_s, value)`` of each check, oldest first."""
 
@@ -31,14 +35,17 @@ class Reading:
     Attributes:
         rule: Which.
         rounds: Checks that count.
-        nodes: Nodes that it asks for; None: the metric is missing.
+        nodes: Nodes that it asks for; None: it has no say (missing, or a rule for one direction
+            that is not passed).
         reason: Why, for people.
+        is_missing: True when the metric is missing.
     """
 
     rule: ThresholdRule
     rounds: Rounds
     nodes: int | None
     reason: str
+    is_missing: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers of a decision: the rule, its last checks, and what it asks for."""
@@ -58,17 +65,30 @@ def threshold(observation: Observation, policy: Policy) -> Proposal:
     here = observation.current
     readings = [_read(rule, _rounds(observation, rule), here.nodes, policy) for rule in policy.rules]
     numbers = {"metrics": [item.to_dict() for item in readings]}
-    known = [item for item in readings if item.nodes is not None]
-    missing = [item for item in readings if item.nodes is None]
-    most = max(known, key=lambda item: item.nodes or 0, default=None)
-    if most is None or most.nodes is None or (missing and most.nodes <= here.nodes):
-        return Proposal(reason=missing[0].reason, numbers=numbers)
-    if most.nodes == here.nodes:
-        return Proposal(reason=most.reason, numbers=numbers)
+    most = max((item for item in readings if item.nodes), key=lambda item: item.nodes or 0, default=None)
+    missing = next((item for item in readings if item.is_missing), None)
+    if missing is not None and (most is None or most.nodes is None or most.nodes <= here.nodes):
+        return Proposal(reason=missing.reason, numbers=numbers)
+    if most is None or most.nodes is None or most.nodes == here.nodes:
+        return Proposal(reason="; ".join(item.reason for item in readings), numbers=numbers)
     nodes = min(max(most.nodes, policy.min_nodes), policy.max_nodes)
     if nodes == here.nodes:
         return Proposal(reason=f"{most.reason}, and {nodes} nodes is the limit", numbers=numbers)
+    back = next((item for item in readings if _comes_back(item, here.nodes, nodes)), None)
+    if back is not None:
+        reason = f"{back.rule.metric} is {back.rounds[-1][1]:.4g}, and would be above {back.rule.above:g} on "
+        return Proposal(reason=f"{reason}{nodes} nodes", numbers=numbers)
     return _propose(observation, policy, replace(here, nodes=nodes), most.reason, numbers)
+
+
+def _comes_back(reading: Reading, nodes: int, fewer: int) -> bool:
+    """True when the same load on fewer nodes would be above the bound again."""
+    above = reading.rule.above
+    if fewer >= nodes or above is None or not reading.rounds:
+        return False
+    if reading.rule.target is not None or reading.rule.step < 0:
+        return False
+    return reading.rounds[-1][1] * nodes / fewer > above
 
 
 def _propose(
@@ -86,8 +106,9 @@ def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
         since_s = observation.elapsed_s - observation.since_move_s
     by_check: dict[float, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in observation.samples:
-        if item.at_s >= since_s and fnmatchcase(item.metric, rule.metric):
-            by_check[item.at_s][item.node].append(item.value)
+        if item.at_s >= since_s and _is_metric(item.metric, rule.metric):
+            value = item.value / (observation.current.offer.vcpus if rule.metric == CPU_UTILIZATION else 1)
+            by_check[item.at_s][item.node].append(value)
     across, nodes = _ACROSS[rule.across], range(observation.current.nodes)
     rounds: list[tuple[float, float]] = []
     for at_s, by_node in sorted(by_check.items()):
@@ -99,24 +120,37 @@ def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
     return [] if is_stale else rounds
 
 
+def _is_metric(name: str, asked: str) -> bool:
+    """``gpu_utilization`` is ``gpu0_utilization_percent``, ``gpu1_utilization_percent``, ..."""
+    if asked == CPU_UTILIZATION:
+        return name == "cpu_percent"
+    general = re.sub(r"\Agpu\d+_", "gpu_", name)
+    return general.removesuffix("_percent") == asked or fnmatchcase(name, asked)
+
+
 def _read(rule: ThresholdRule, rounds: Rounds, nodes: int, policy: Policy) -> Reading:
     metric = rule.metric
     if not rounds:
-        return Reading(rule, rounds, None, f"{metric} is missing: not given by all of {nodes} nodes")
+        reason = f"{metric} is missing: not given by all of {nodes} nodes"
+        return Reading(rule, rounds, None, reason, is_missing=True)
     if len(rounds) < rule.samples:
-        return Reading(rule, rounds, None, f"{metric} was seen in {len(rounds)} checks of {rule.samples}")
+        reason = f"{metric} was seen in {len(rounds)} checks of {rule.samples}"
+        return Reading(rule, rounds, None, reason, is_missing=True)
     if rule.target is not None:
         return _read_target(rule, rule.target, rounds, nodes, policy.tolerance)
     now = f"{metric} is {rounds[-1][1]:.4g}"
     if rule.above is not None and _lasts(rule, rounds, lambda value: value > (rule.above or 0.0)):
-        asked = f"{now}, above {rule.above:g} for {rule.samples} checks or more"
-        return Reading(rule, rounds, nodes + rule.step, asked)
-    if rule.below is None or not _lasts(rule, rounds, lambda value: value < (rule.below or 0.0)):
-        return Reading(rule, rounds, nodes, f"{now}, and passes no threshold for long enough")
-    fewer = max(1, nodes - rule.step)
-    if rule.above is not None and rounds[-1][1] * nodes / fewer > rule.above:
-        return Reading(rule, rounds, nodes, f"{now}, and would be above {rule.above:g} on {fewer} nodes")
-    return Reading(rule, rounds, fewer, f"{now}, below {rule.below:g} for {rule.samples} checks or more")
+        asked = f"{now}, above {rule.above:g} for {_long(rule)}"
+        return Reading(rule, rounds, max(1, nodes + rule.step), asked)
+    if rule.below is not None and _lasts(rule, rounds, lambda value: value < (rule.below or 0.0)):
+        fewer = max(1, nodes - rule.step)
+        return Reading(rule, rounds, fewer, f"{now}, below {rule.below:g} for {_long(rule)}")
+    unsure = None if rule.below is None else nodes
+    return Reading(rule, rounds, unsure, f"{now}, and passes no threshold for {_long(rule)}")
+
+
+def _long(rule: ThresholdRule) -> str:
+    return f"{rule.samples} checks" if rule.for_s == 0 else f"{rule.for_s:g} s"
 
 
 def _read_target(rule: ThresholdRule, target: float, rounds: Rounds, nodes: int, tolerance: float) -> Reading:

@@ -63,7 +63,7 @@ def test_says_what_was_seen():
     assert got == Decision(
         action="move",
         target=Allocation(NODE, 3),
-        reason="gpu*_percent is 90, above 80 for 3 checks or more",
+        reason="gpu*_percent is 90, above 80 for 3 checks",
         policy="threshold",
         numbers=got.numbers,
         wanted={"3 x aws/us-east-1/g5.xlarge/on-demand": 90.0},
@@ -163,6 +163,48 @@ def test_one_rule_scales_out_all_must_agree_to_scale_in():
     assert nodes_after(seen([99] * 3), both) == 3
 
 
+OUT, IN = ThresholdRule("gpu_utilization", below=None), ThresholdRule("gpu_utilization", above=None)
+
+
+@pytest.mark.parametrize(("value", "nodes"), [(81, 3), (60, 2), (39, 1)])
+def test_rules_for_one_direction_leave_the_other_alone(value, nodes):
+    """One rule for out and one for in are as good as both in one."""
+    observation = seen([value] * 3, metric="gpu0_utilization_percent")
+
+    assert nodes_after(observation, replace(POLICY, rules=(OUT, IN))) == nodes
+
+
+def test_the_other_direction_s_bound_is_looked_at():
+    """Below 50 says in, and 45 on two would be 90 on one, where the other rule says out."""
+    observation = seen([45] * 3, metric="gpu0_utilization_percent")
+
+    got = decide(observation, replace(POLICY, rules=(OUT, replace(IN, below=50))))
+
+    assert got.reason == "gpu_utilization is 45, and would be above 80 on 1 nodes"
+
+
+def test_a_metric_that_falls_with_the_load():
+    """Free memory below 10 adds a node."""
+    rule = ThresholdRule("free", above=None, below=10, step=-1)
+
+    assert nodes_after(seen([5] * 3, metric="free"), replace(POLICY, rules=(rule,))) == 3
+
+
+def test_cpu_utilization_is_of_the_node():
+    """360 of 400 on four cores are 90."""
+    observation = seen([360] * 3, metric="cpu_percent")
+
+    assert nodes_after(observation, replace(POLICY, rules=(ThresholdRule("cpu_utilization"),))) == 3
+
+
+def test_only_whole_model_parallel_groups():
+    """Copies of the model on two nodes each: three nodes hold one and a half."""
+    grouped = replace(POLICY, model_parallel=2)
+
+    assert nodes_after(seen([99] * 3), grouped) == 2
+    assert nodes_after(seen([99] * 3), replace(grouped, rules=(replace(GPU, step=2),))) == 4
+
+
 @pytest.mark.parametrize(
     ("values", "nodes"),
     [([75, 75, 75], 3), ([100, 75, 60], 3), ([54, 54, 54], 2), ([47, 100, 100], 2), ([20, 24, 10], 1)],
@@ -213,7 +255,7 @@ def test_a_policy_without_rules_keeps():
     ("fields", "message"),
     [
         ({"above": 40, "below": 40}, "below must be less than above"),
-        ({"samples": 0}, "samples and step must be >= 1"),
+        ({"samples": 0}, "samples must be >= 1 and step not 0"),
         ({"target": 0.0}, "target must be finite and > 0"),
         ({"above": float("nan")}, "above must be finite"),
     ],

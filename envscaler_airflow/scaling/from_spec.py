@@ -1,0 +1,62 @@
+"""The spec's ``scaling`` block as a policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from envscaler_airflow.planning import Speedup
+from envscaler_airflow.scaling.decision import Policy, ThresholdRule
+
+if TYPE_CHECKING:
+    from envscaler_airflow.spec import EnvSpec
+    from envscaler_airflow.spec.running import MetricRule
+
+
+def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
+    """How *spec* may be scaled; without a ``scaling`` block, by its number of nodes and the defaults.
+
+    Args:
+        spec: Resolved.
+        value_of_hour: USD that an hour is worth, from the strategy; see ``planning.value_of_hour``.
+    """
+    bounds, block = spec.node_bounds, spec.scaling
+    group = 1 if spec.distributed is None else spec.distributed.model_parallel
+    if block is None:
+        return Policy(
+            min_nodes=bounds.min, max_nodes=bounds.max, value_of_hour=value_of_hour, model_parallel=group
+        )
+    return Policy(
+        name=block.policy,
+        min_nodes=bounds.min,
+        max_nodes=bounds.max,
+        value_of_hour=value_of_hour,
+        tolerance=block.tolerance,
+        stabilization_s=block.stabilization_s,
+        cooldown_s=block.cooldown_s,
+        min_epochs_between=block.min_epochs_between,
+        max_moves=block.max_moves,
+        model_parallel=group,
+        recommend_only=block.recommend_only,
+        rules=tuple(_rule(rule) for rule in block.all_rules),
+    )
+
+
+def speedups_of(spec: EnvSpec) -> tuple[Speedup, ...]:
+    """Speed ratios that *spec* states."""
+    if spec.scaling is None:
+        return ()
+    return tuple(
+        Speedup(item.offer, item.relative_to, item.mean, item.stdev, item.source)
+        for item in spec.scaling.speedup
+    )
+
+
+def _rule(rule: MetricRule) -> ThresholdRule:
+    return ThresholdRule(
+        rule.metric,
+        above=rule.above,
+        below=rule.below,
+        samples=rule.hold.samples or 1,
+        for_s=rule.hold.seconds or 0.0,
+        step=rule.change if rule.below is None else -rule.change,
+    )
