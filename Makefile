@@ -2,12 +2,48 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv
-venv: $(VENV)/.ready
+.DEFAULT_GOAL := help
+.PHONY: help venv test e2e demo lint types contracts format bench wheel clean
+
+help:  ## List what there is.
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(VENV)/.ready  ## Make .venv with everything for development.
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable '.[amazon]'
 	touch $@
 
+test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cores at most).
+	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/compat $(ARGS)
+
+e2e: venv  ## Run the rest against one real Airflow (12 minutes on 2 cores at most).
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+demo: venv  ## Retrain a text classifier on a real Airflow; SERVE=1 keeps the UI up.
+	@$(BIN)/envscaler demo $(if $(SERVE),--serve)
+
+lint: venv  ## Check style.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv  ## Check types.
+	$(BIN)/mypy
+
+contracts: venv  ## Check which room imports which.
+	$(BIN)/lint-imports
+
+format: venv  ## Rewrite to style.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv  ## Print the figures of benchmarks/.
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+wheel: venv  ## Build the wheel into dist/.
+	$(BIN)/uv build --quiet --wheel --out-dir dist
+
+clean:  ## Remove what was made.
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,1 +1,29 @@
 """Backends behind one seam: local, kubernetes and vm, found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.errors import SpecError
+
+BACKENDS = ("local",)
+"""Names that :func:`create_backend` knows."""
+
+
+def create_backend(name: str, config: Mapping[str, Any] | None = None) -> Backend:
+    """The backend of that name; its SDK is imported here and not before.
+
+    Args:
+        name: One of :data:`BACKENDS`.
+        config: Arguments of the backend, JSON.
+
+    Raises:
+        SpecError: There is no backend of that name.
+    """
+    if name == "local":
+        from envscaler_airflow.backends.local import LocalBackend  # noqa: PLC0415  # only when asked for
+
+        return LocalBackend(**dict(config or {}))
+    raise SpecError(f"compute={name!r}: there is no such backend; write one of {', '.join(BACKENDS)}")

@@ -28,9 +28,10 @@ from envscaler_airflow.controller.stage import (
 )
 from envscaler_airflow.errors import BackendError, BudgetError, CapacityError, RunFailedError
 from envscaler_airflow.lifecycle import Action, Actor, AttemptState, Facts, RunState, enter, fold, next_action
+from envscaler_airflow.planning import Allocation
 from envscaler_airflow.protocol import Control
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.checkpoints import candidates
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import Store, for_run
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.lease import renew_lease
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 30.0
 """From asking an attempt to go to killing it, seconds. Source: Kubernetes' terminationGracePeriodSeconds."""
+ALIGN_TIMEOUT_S = 3600.0
+"""Longest wait for the end of an epoch before a move, seconds. Chosen: the default cool-down of moves."""
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
 
@@ -55,9 +58,11 @@ class Controller:
         key: RunKey,
         backend: Backend,
         actor: Actor,
+        stage: Stage,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Act on the run *key* in *store*, through *backend*, as *actor*."""
+        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* asks."""
+        self._stage = stage
         self._store = store
         self._key = key
         self._prefix = key.prefix
@@ -65,8 +70,9 @@ class Controller:
         self._actor = actor
         self._clock = clock
         self._log = EventLog(store, self._prefix, clock=clock)
+        self._thawed: tuple[str, EnvSpec] | None = None
 
-    def enter(self, stage: Stage) -> Waiting | Delivered:
+    def enter(self) -> Waiting | Delivered:
         """What ``execute`` does: begin, adopt or deliver, then go on as far as possible.
 
         Raises:
@@ -75,98 +81,126 @@ class Controller:
             SupersededError: Another try owns the run.
             StoreError, BackendError: No answer; try again when transient.
         """
+        if self._stage.spec is None:
+            raise RuntimeError("execute needs the spec")
         state = self._log.load()
-        frozen = freeze.freeze(stage)
-        entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=stage.restart == "fresh")
+        frozen = freeze.freeze(self._stage.spec)
+        try:
+            state = self._entered(state, frozen)
+        finally:
+            frozen.discard()
+        return self._run(state, Wake("entry"))
+
+    def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
+        """State in which this try is the owner; what others append meanwhile is looked at anew."""
+        while state.owner is None or state.owner.ti_id != self._actor.ti_id:
+            state = self._entry(state, frozen)
+        return state
+
+    def _entry(self, state: RunState, frozen: freeze.Frozen) -> RunState:
+        fresh = self._stage.restart == "fresh"
+        entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=fresh)
         log.info("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
         if entry.kind == "begin":
             freeze.write(self._store, self._key, frozen)
-            state = self._append(
-                state, "generation", self._generation_body(state, stage, frozen, entry.reason)
+            return self._append(state, "generation", self._generation_body(state, frozen, entry.reason))
+        body: dict[str, Any] = {"reason": entry.reason}
+        if entry.respec:
+            freeze.write(self._store, self._key, frozen)
+            body["spec_hash"] = frozen.spec_hash
+        elif frozen.spec_hash != state.spec_hash:
+            log.warning(
+                "run=%s the spec has changed; that counts from the next clear", self._prefix
             )
-        else:
-            body: dict[str, Any] = {"reason": entry.reason}
-            if entry.respec:
-                freeze.write(self._store, self._key, frozen)
-                body["spec_hash"] = frozen.spec_hash
-            elif frozen.spec_hash != state.spec_hash:
-                log.warning(
-                    "run=%s the DAG's spec differs from the frozen one; it counts from the next clear",
-                    self._prefix,
-                )
-            state = self._append(state, "owner", body)
-        return self._run(state, stage, Wake("entry"))
+        return self._append(state, "owner", body)
 
-    def resume(self, stage: Stage, wake: Wake) -> Waiting | Delivered:
+    def resume(self, wake: Wake) -> Waiting | Delivered:
         """What every later slice does. Raises as :meth:`enter`."""
         log.info("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
-        return self._run(self._log.load(), stage, wake)
+        return self._run(self._log.load(), wake)
 
-    def time_out(self, stage: Stage, reason: str) -> None:
+    def time_out(self, reason: str) -> None:
         """Ask the live attempt to checkpoint and go, since the task's time is over; returns at once."""
         state = self._log.load()
         self._check_owner(state)
         live = state.live
         if live is not None and live.phase != "stopping":
-            self._stop(state, Action("stop", why="timeout", reason=reason), stage)
+            self._stop(state, Action("stop", why="timeout", reason=reason))
 
-    def _run(self, state: RunState, stage: Stage, wake: Wake) -> Waiting | Delivered:
+    def _run(self, state: RunState, wake: Wake) -> Waiting | Delivered:
         while True:
             self._check_owner(state)
-            action = next_action(state, self._facts(state, stage, wake))
+            action = next_action(state, self._facts(state, wake))
             log.info(
                 "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
             )
-            result = self._ACTIONS[action.kind](self, state, action, stage)
+            result = self._ACTIONS[action.kind](self, state, action)
             if isinstance(result, Waiting | Delivered):
                 return result
             if action.kind in ("start", "end", "kill"):
                 wake = Wake("status")
             state = result
 
-    def _facts(self, state: RunState, stage: Stage, wake: Wake) -> Facts:
+    def _facts(self, state: RunState, wake: Wake) -> Facts:
         live, last = state.live, state.current
         observed = None
         if live is not None and live.handle is not None:
             observed = facts.observe(self._store, self._prefix, self._backend, live, silent_s=wake.silent_s)
-        failure = stage.spec.failure
+        spec = self._spec(state)
         return Facts(
             observed=observed,
             spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
-            budget_usd=stage.budget_usd,
+            budget_usd=self._stage.budget_usd,
             backoff_is_over=wake.kind in ("backoff", "entry"),
             is_overdue=wake.kind == "overdue",
-            memory_limit_bytes=choose.memory_limit_bytes(stage.spec, last),
-            memory_cap_bytes=choose.memory_cap_bytes(stage.spec, self._backend.offers()),
-            oom_memory_factor=failure.oom_memory_factor,
-            max_fruitless_attempts=failure.max_fruitless_attempts,
+            memory_limit_bytes=choose.memory_limit_bytes(spec, last),
+            memory_cap_bytes=choose.memory_cap_bytes(spec, self._backend.offers()),
+            oom_memory_factor=spec.failure.oom_memory_factor,
+            max_fruitless_attempts=spec.failure.max_fruitless_attempts,
         )
+
+    def _spec(self, state: RunState) -> EnvSpec:
+        """The frozen spec of the run."""
+        if self._thawed is None or self._thawed[0] != state.spec_hash:
+            self._thawed = (state.spec_hash, freeze.thaw_spec(self._store, self._prefix))
+        return self._thawed[1]
 
     # -- actions: each returns the state after it, or what ends the slice
 
-    def _start(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        allocation = action.target or choose.allocation(
-            self._store, self._prefix, state, stage, self._backend.offers()
-        )
+    def _start(self, state: RunState, action: Action) -> _Result:
+        allocation = self._allocation(state, action)
         attempt = len(state.attempts_of(state.generation)) + 1
         body = {
             "generation": state.generation,
             "attempt": attempt,
             "allocation": allocation.to_dict(),
             "reason": action.reason,
-            "candidates": list(candidates(self._store, self._prefix, state.generation)),
+            "candidates": list(facts.void_free_candidates(for_run(self._store, self._prefix), state)),
             "spec_hash": state.spec_hash,
         }
         if action.memory_bytes is not None:
             body["memory_bytes"] = action.memory_bytes
         return self._append(state, "attempt-intended", body)
 
-    def _carry_out(self, state: RunState, action: Action, stage: Stage) -> _Result:
+    def _allocation(self, state: RunState, action: Action) -> Allocation:
+        """The target, unless it has too little memory now; without one, the planner's choice."""
+        target, memory = action.target, action.memory_bytes
+        if target is not None and (memory is None or target.offer.memory_gib * choose.GIB >= memory):
+            return target
+        made = choose.make_plan(
+            state, self._stage, self._spec(state), self._backend.offers(), memory_bytes=memory
+        )
+        choose.write_plan(self._store, self._prefix, made)
+        return made.pick()
+
+    def _carry_out(self, state: RunState, action: Action) -> _Result:
         del action
         live = _live(state)
-        renew_lease(self._store, self._prefix, holder=self._actor.ti_id, log_cursor={})
-        self._first_control(state, live, stage)
-        request = freeze.attempt_request(self._store, self._prefix, self._key, stage, live)
+        renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
+        self._first_control(state, live)
+        request = freeze.attempt_request(
+            self._store, self._key, self._stage, self._spec(state), live, grace_s=GRACE_S
+        )
         try:
             handle = self._backend.submit(request)
         except CapacityError as err:
@@ -178,13 +212,13 @@ class Controller:
         body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
         return self._append(state, "attempt-started", body)
 
-    def _first_control(self, state: RunState, live: AttemptState, stage: Stage) -> None:
+    def _first_control(self, state: RunState, live: AttemptState) -> None:
         """Written only when absent: a stop that came first must not be overwritten."""
         control = Control(
             action="run" if live.generation == state.generation else "stop",
             candidates=live.candidates,
             restore_from=state.begun.get("restore_from"),
-            orphan_after_s=stage.spec.failure.orphan_after_s,
+            orphan_after_s=self._spec(state).failure.orphan_after_s,
             grace_s=GRACE_S,
         )
         name = protocol.control_name(live.generation, live.number)
@@ -202,8 +236,7 @@ class Controller:
         }
         return self._append(state, "attempt-ended", body)
 
-    def _end(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        del stage
+    def _end(self, state: RunState, action: Action) -> _Result:
         live, end = _live(state), action.end
         if end is None or live.handle is None:
             raise RuntimeError("an end needs a started attempt")
@@ -222,16 +255,16 @@ class Controller:
         self._backend.release(Handle.from_dict(live.handle))
         return state
 
-    def _stop(self, state: RunState, action: Action, stage: Stage) -> _Result:
+    def _stop(self, state: RunState, action: Action) -> _Result:
         live = _live(state)
-        body = self._stop_body(live, action, stage, align="now" if action.why == "stop" else "step")
+        body = self._stop_body(live, action, align="now" if action.why == "stop" else "step")
         if action.request is not None:
             body["request"] = action.request.number
         after = self._append(state, "attempt-stopping", body)
-        return self._ask_to_go(after, stage) if after.live and after.live.phase == "stopping" else after
+        return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
 
-    def _stop_body(self, live: AttemptState, action: Action, stage: Stage, *, align: str) -> dict[str, Any]:
-        del stage
+    @staticmethod
+    def _stop_body(live: AttemptState, action: Action, *, align: str) -> dict[str, Any]:
         return {
             "generation": live.generation,
             "attempt": live.number,
@@ -241,67 +274,69 @@ class Controller:
             "grace_s": GRACE_S,
         }
 
-    def _ask_to_go(self, state: RunState, stage: Stage) -> RunState:
+    def _ask_to_go(self, state: RunState) -> RunState:
         """Write the control of a stopping attempt; repeated by every slice until it went."""
         live = _live(state)
         control = Control(
             sequence=live.stop_number,
             action="stop" if live.stop_why == "stalled" else "leave",
             align=str(live.stop.get("align", "step")),
-            align_timeout_s=stage.spec.checkpoint_align_timeout_s,
+            align_timeout_s=ALIGN_TIMEOUT_S,
             grace_s=float(live.stop.get("grace_s", GRACE_S)),
             reason=str(live.stop.get("reason", "")),
             candidates=live.candidates,
             restore_from=state.begun.get("restore_from"),
-            orphan_after_s=stage.spec.failure.orphan_after_s,
+            orphan_after_s=self._spec(state).failure.orphan_after_s,
         )
         name = protocol.control_name(live.generation, live.number)
         self._store.write(f"{self._prefix}/{name}", control.to_json())
         return state
 
-    def _kill(self, state: RunState, action: Action, stage: Stage) -> _Result:
+    def _kill(self, state: RunState, action: Action) -> _Result:
         live = _live(state)
         log.warning("run=%s attempt=%d kill: %s", self._prefix, live.number, action.reason)
         if live.handle is not None:
             self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
-        return self._waiting(state, stage, action.reason)
+        return self._waiting(state, action.reason)
 
-    def _judge(self, state: RunState, action: Action, stage: Stage) -> _Result:
+    def _judge(self, state: RunState, action: Action) -> _Result:
         if action.request is None:
             raise RuntimeError("nothing to judge")
-        live = _live(state)
-        verdict = judge.judge(self._store, self._prefix, state, stage, self._backend, action.request)
+        live, spec = _live(state), self._spec(state)
+        verdict = judge.judge(
+            self._store, self._prefix, state, spec, self._backend, action.request, clock=self._clock
+        )
         body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
         if verdict.target is None:
             return self._append(state, "move-refused", body)
-        body |= self._stop_body(live, replace(action, why="move"), stage, align=stage.spec.checkpoint_align)
+        align = spec.checkpoint.align if spec.checkpoint else "step"
+        body |= self._stop_body(live, replace(action, why="move"), align=align)
         body |= {"target": verdict.target.to_dict(), "reason": verdict.reason}
         after = self._append(state, "move-accepted", body)
-        return self._ask_to_go(after, stage) if after.live and after.live.phase == "stopping" else after
+        return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
 
-    def _refuse(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        del stage
+    def _refuse(self, state: RunState, action: Action) -> _Result:
         if action.request is None:
             raise RuntimeError("nothing to refuse")
         return self._append(
             state, "move-refused", {"request": action.request.number, "reason": action.reason}
         )
 
-    def _wait(self, state: RunState, action: Action, stage: Stage) -> _Result:
+    def _wait(self, state: RunState, action: Action) -> _Result:
         if action.backoff_s:
             reason = f"{action.reason}; next start in {action.backoff_s:.0f} s"
             watching = Watching(state.number, state.generation, backoff_s=action.backoff_s)
             return Waiting(watching, reason)
         if state.live is not None and state.live.phase == "stopping":
-            self._ask_to_go(state, stage)
-        return self._waiting(state, stage, action.reason)
+            self._ask_to_go(state)
+        return self._waiting(state, action.reason)
 
-    def _waiting(self, state: RunState, stage: Stage, reason: str) -> Waiting:
+    def _waiting(self, state: RunState, reason: str) -> Waiting:
         live = _live(state)
         stopping = live.phase == "stopping"
         overdue = None
         if stopping:
-            align = stage.spec.checkpoint_align_timeout_s if live.stop.get("align") == "epoch" else 0.0
+            align = ALIGN_TIMEOUT_S if live.stop.get("align") == "epoch" else 0.0
             overdue = align + float(live.stop.get("grace_s", GRACE_S)) + OVERDUE_MARGIN_S
         watching = Watching(
             number=state.number,
@@ -314,13 +349,11 @@ class Controller:
         )
         return Waiting(watching, reason)
 
-    def _succeed(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        del stage
+    def _succeed(self, state: RunState, action: Action) -> _Result:
         body = {"generation": state.generation, "outputs": action.extra.get("outputs", {})}
         return self._append(state, "succeeded", body)
 
-    def _fail(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        del stage
+    def _fail(self, state: RunState, action: Action) -> _Result:
         if state.status != "failed":
             body = {"generation": state.generation, "reason": action.reason, "failure": action.failure}
             return self._append(state, "failed", body)
@@ -328,15 +361,14 @@ class Controller:
         self._write_result(state, report.run_report(state, now=self._clock()))
         raise BudgetError(message) if state.failure == "budget" else RunFailedError(message)
 
-    def _halt(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        del stage
+    def _halt(self, state: RunState, action: Action) -> _Result:
         if state.status != "stopped":
             return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
         self._write_result(state, report.run_report(state, now=self._clock()))
         raise StoppedError(f"the run was stopped: {state.reason}; clear the task to take it up again")
 
-    def _deliver(self, state: RunState, action: Action, stage: Stage) -> _Result:
-        del action, stage
+    def _deliver(self, state: RunState, action: Action) -> _Result:
+        del action
         after = self._append(state, "delivered", {"generation": state.generation})
         if after.number == state.number or self._actor not in after.delivered:
             return after
@@ -370,8 +402,8 @@ class Controller:
             owner = state.owner.ti_id if state.owner else "nobody"
             raise SupersededError(f"run {self._prefix} is owned by {owner}, not by {self._actor.ti_id}")
 
-    @staticmethod
-    def _generation_body(state: RunState, stage: Stage, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
+    def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
+        stage = self._stage
         body = {
             "generation": state.generation + 1,
             "reason": reason,
@@ -386,7 +418,7 @@ class Controller:
         }
         return body | {name: value for name, value in optional.items() if value is not None}
 
-    _ACTIONS: Mapping[str, Callable[[Controller, RunState, Action, Stage], _Result]] = {
+    _ACTIONS: Mapping[str, Callable[[Controller, RunState, Action], _Result]] = {
         "start": _start,
         "carry-out": _carry_out,
         "end": _end,

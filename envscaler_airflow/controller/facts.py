@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
+from envscaler_airflow.protocol import parse_checkpoint_name
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.checkpoints import complete_checkpoints
 
 SECONDS_PER_HOUR = 3600.0
+MAX_CANDIDATES = 16
+"""Checkpoints that a start may fall back on. Chosen: five times what is kept by default."""
 
 
 def observe(
@@ -83,3 +88,39 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
             return None
         total += part
     return total
+
+
+def move_pauses_s(state: RunState) -> list[float]:
+    """Pauses of the moves of this generation, ask to first step, as far as the events tell, seconds."""
+    pauses = []
+    for before, after in pairwise(state.attempts_of(state.generation)):
+        if before.stop_why != "move" or before.stopping_at is None or after.started_at is None:
+            continue
+        first = [after.ended.get(name) for name in ("setup_s", "first_step_s")]
+        known = sum(part for part in first if isinstance(part, int | float))
+        pauses.append(max(0.0, after.started_at - before.stopping_at) + known)
+    return pauses
+
+
+def void_free_candidates(store: Store, state: RunState) -> tuple[str, ...]:
+    """Checkpoints that the next attempt may resume from, best first.
+
+    Those of the last attempt, then those that it was itself allowed to resume from. What an older
+    attempt saved after a newer one began is in neither, so it is void.
+
+    Args:
+        store: The run's own (``for_run``).
+        state: Fold of its events.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    last = state.current
+    if last is None:
+        return ()
+    own = [
+        name
+        for name in complete_checkpoints(store, state.generation)
+        if (key := parse_checkpoint_name(name)) is not None and key[2] == last.number
+    ]
+    return (*own, *last.candidates)[:MAX_CANDIDATES]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError
@@ -26,9 +25,8 @@ class Stage:
     """What the task asks for now. Counts at the start of a generation and at a clear.
 
     Attributes:
-        spec: Resolved spec.
+        spec: Resolved spec; None in a resumed slice, which goes by the frozen one.
         spec_source: Path as the user wrote it.
-        spec_folder: Folder that the spec's ``workdir`` is relative to.
         parameters, inputs: As rendered by Airflow or given on the command line.
         strategy: ``cost``, ``balanced``, ``performance`` or ``deadline``.
         value_of_hour: USD; None to take the strategy's.
@@ -40,9 +38,8 @@ class Stage:
         store_options: Connection options of the store that the courier needs; no secrets.
     """
 
-    spec: EnvSpec
+    spec: EnvSpec | None
     spec_source: str
-    spec_folder: Path
     parameters: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     strategy: str = "balanced"

@@ -1,0 +1,25 @@
+"""The whole product from a shell: ``envscaler``."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+
+from envscaler_airflow.cli.common import Group
+from envscaler_airflow.cli.inspect import cancel, logs, report, status
+from envscaler_airflow.cli.run import run
+
+
+@click.group(cls=Group)
+@click.version_option(package_name="envscaler-airflow")
+@click.option("-v", "--verbose", is_flag=True, help="Log what the owner does, event by event.")
+def main(*, verbose: bool) -> None:
+    """Run stages from environment specs, and look at runs in a store."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
+    )
+
+
+for command in (run, status, logs, report, cancel):
+    main.add_command(command)

@@ -1,0 +1,99 @@
+"""Options and look-ups that every command of the shell shares."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.store.base import Store, deployment_of, open_store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+SHELL_DAG = "shell"
+"""``dag_id`` of runs that are started without Airflow. Chosen."""
+
+
+def default_store_url() -> str:
+    """``ENVSCALER_STORE_URL``, else Airflow's own setting by its variable, else a folder of the user's."""
+    configured = os.environ.get("ENVSCALER_STORE_URL") or os.environ.get("AIRFLOW__ENVSCALER__STORE_URL")
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return configured or f"file://{base}/envscaler/store"
+
+
+def store_option(command: _F) -> _F:
+    """Add ``--store URL`` and hand the command an open store as ``store``."""
+
+    @click.option(
+        "--store", "store_url", default=default_store_url, show_default="the user's folder", help="Run store."
+    )
+    @functools.wraps(command)
+    def opened(*args: Any, store_url: str, **kwargs: Any) -> Any:
+        return command(*args, store=open_store(store_url), **kwargs)
+
+    return opened  # type: ignore[return-value]
+
+
+def shell_key(store: Store, name: str, task: str) -> RunKey:
+    """Key of a run started from a shell."""
+    configured = os.environ.get("AIRFLOW__ENVSCALER__DEPLOYMENT") or None
+    if configured is None and not store.url.startswith("file:"):
+        configured = f"shell-{getpass.getuser()}"
+    return RunKey(deployment_of(store, configured), SHELL_DAG, name, task)
+
+
+def find_run(store: Store, text: str) -> str:
+    """Folder of the run that *text* names: its whole prefix, or the end of one that is unique.
+
+    Raises:
+        SpecError: None or several runs end so; the message lists them.
+    """
+    wanted = text.strip("/").split("/")
+    found = [prefix for prefix in run_prefixes(store) if _ends(prefix, wanted)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise SpecError(f"no run in {store.url} is named {text!r}; `envscaler status` lists them")
+    listed = "\n  ".join(found[:20])
+    raise SpecError(
+        f"{len(found)} runs in {store.url} are named {text!r}; write more of the name:\n  {listed}"
+    )
+
+
+def _ends(prefix: str, wanted: list[str]) -> bool:
+    parts = prefix.split("/")
+    return any(parts[start : start + len(wanted)] == wanted for start in range(len(parts)))
+
+
+def run_prefixes(store: Store) -> list[str]:
+    """Every run of the store, sorted."""
+    level = [""]
+    for _ in range(5):
+        level = [f"{here}/{child}".lstrip("/") for here in level for child in store.children(here)]
+    return sorted(prefix for prefix in level if prefix.count("/") == 4)
+
+
+def load_state(store: Store, prefix: str) -> RunState:
+    """Fold of the run's events."""
+    return EventLog(store, prefix).load()
+
+
+class Group(click.Group):
+    """Errors of ours end a command with one readable message and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except EnvScalerError as err:
+            click.echo(f"Error: {err}", err=True)
+            ctx.exit(2)

@@ -1,0 +1,130 @@
+"""``run``: own a stage from a shell until it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+import click
+
+from envscaler_airflow.backends import create_backend
+from envscaler_airflow.cli.common import shell_key, store_option
+from envscaler_airflow.cli.tables import print_report
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.hold import Holder
+from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.spec import load_spec, parse_reference
+from envscaler_airflow.store.base import Store, check_store
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.logs import read_logs
+
+
+@click.command()
+@click.option(
+    "-f", "--file", "path", required=True, type=click.Path(path_type=Path), help="Environment spec."
+)
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the spec.")
+@click.option("--input", "inputs", multiple=True, metavar="NAME=URI", help="An output of another run.")
+@click.option("--name", help="Name of the run; the same name again goes on with it.")
+@click.option(
+    "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
+)
+@click.option("--value-of-hour", type=float, help="USD that an hour is worth.")
+@click.option("--budget", "budget_usd", type=float, help="Most that the run may cost, USD.")
+@click.option("--restore-from", help="URI of a checkpoint of another run to begin from.")
+@click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
+@store_option
+def run(path: Path, *, store: Store, **options: object) -> None:
+    """Run the stage of a spec on this machine and wait for it; Ctrl-C checkpoints and stops it."""
+    check_store(store)
+    parameters, inputs = _pairs(options["settings"], "--set"), _pairs(options["inputs"], "--input")
+    spec = load_spec(path, parameters=parameters, inputs=inputs)
+    name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
+    key = shell_key(store, name, spec.name)
+    stage = Stage(
+        spec=spec,
+        spec_source=str(path),
+        parameters=parameters,
+        inputs=inputs,
+        strategy=str(options["strategy"]),
+        value_of_hour=options["value_of_hour"],  # type: ignore[arg-type]  # click checked it
+        budget_usd=options["budget_usd"],  # type: ignore[arg-type]  # click checked it
+        restart="fresh" if options["fresh"] else "resume",
+        restore_from=options["restore_from"],  # type: ignore[arg-type]  # click checked it
+        resolve_secret=environment_secret,
+    )
+    click.echo(f"run: {key.prefix}")
+    result = _hold(store, key, stage)
+    for output, uri in result.outputs.items():
+        click.echo(f"output {output}: {uri}")
+    print_report(result.report)
+
+
+def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:
+    backend, prefix = create_backend("local", {}), key.prefix
+    # Each start from a shell counts as a clear: what had ended is taken up again.
+    actor = Actor(ti_id=str(uuid.uuid4()), try_number=time.time_ns(), max_tries=time.time_ns())
+    controller = Controller(store=store, key=key, backend=backend, actor=actor, stage=stage)
+    cursors: dict[tuple[int, int, int], tuple[int, int]] = {}
+    current: list[Waiting] = []
+
+    def on_wait(waiting: Waiting) -> None:
+        current[:] = [waiting]
+        click.echo(f"-- {waiting.reason}", err=True)
+
+    def on_look(_watch: Watch) -> None:
+        _print_new_logs(store, prefix, current[0], cursors)
+
+    holder = Holder(controller, store, prefix, backend, actor, on_wait=on_wait, on_look=on_look)
+    try:
+        return holder.hold()
+    except KeyboardInterrupt:
+        click.echo("-- asked to checkpoint and stop; Ctrl-C again leaves it to its lease", err=True)
+        request_stop(store, prefix, reason="Ctrl-C", by="shell")
+        return holder.go_on()
+
+
+def _print_new_logs(
+    store: Store, prefix: str, waiting: Waiting, cursors: dict[tuple[int, int, int], tuple[int, int]]
+) -> None:
+    watching = waiting.watching
+    for node in range(watching.nodes if watching.attempt else 0):
+        key = (watching.generation, watching.attempt, node)
+        data, cursors[key] = read_logs(
+            store, prefix, attempt=key[:2], node=node, cursor=cursors.get(key, (1, 0))
+        )
+        if data:
+            click.echo(data.decode("utf-8", errors="replace"), nl=False)
+
+
+def environment_secret(reference: str) -> str:
+    """Value of ``env:NAME``; outside Airflow and a cluster there is no other place for secrets.
+
+    Raises:
+        SpecError: Another kind of reference, or the variable is not set.
+    """
+    found = parse_reference(reference)
+    if found.kind != "env":
+        raise SpecError(
+            f"{reference}: from a shell only env:NAME can be resolved; export it and write env:NAME"
+        )
+    value = os.environ.get(found.name)
+    if value is None:
+        raise SpecError(f"{reference}: the variable {found.name} is not set")
+    return value
+
+
+def _pairs(texts: object, option: str) -> dict[str, str]:
+    pairs = {}
+    for text in texts if isinstance(texts, tuple) else ():
+        name, separator, value = str(text).partition("=")
+        if not separator or not name:
+            raise SpecError(f"{option} {text!r}: write {option} NAME=VALUE")
+        pairs[name] = value
+    return pairs

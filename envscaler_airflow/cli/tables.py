@@ -1,0 +1,134 @@
+"""Runs and bills as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from envscaler_airflow.controller.report import why_ended
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.protocol import Status
+
+
+def print_runs(rows: Sequence[tuple[str, RunState]]) -> None:
+    """One line for each run of the store."""
+    table = Table("RUN", "STATUS", "GENERATION", "ATTEMPTS", "ALLOCATION")
+    for prefix, state in rows:
+        current = state.current
+        name = current.allocation.name if current else "-"
+        attempts = len(state.attempts_of(state.generation))
+        table.add_row(prefix, state.status, str(state.generation), str(attempts), name)
+    Console().print(table)
+
+
+def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> None:
+    """One run: its attempts, and what the nodes of the current one last said."""
+    console = Console()
+    console.print(f"{prefix}: [bold]{state.status}[/bold]{': ' + state.reason if state.reason else ''}")
+    table = Table("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP", "CHECKPOINT", "BEGUN BECAUSE")
+    for attempt in state.attempts_of(state.generation):
+        price = attempt.allocation.usd_per_hour
+        table.add_row(
+            str(attempt.number),
+            attempt.allocation.name,
+            "?" if price is None else f"{price:.4f}",
+            why_ended(attempt) or attempt.phase,
+            _shown(attempt.step),
+            str(attempt.ended.get("checkpoint", "-")),
+            attempt.reason,
+        )
+    console.print(table)
+    for node in said:
+        if node is not None:
+            console.print(_node_line(node))
+
+
+def _node_line(node: Status) -> str:
+    progress = node.progress
+    step = _shown(progress.step) + (f"/{progress.total_steps}" if progress.total_steps else "")
+    speed = f", {progress.steps_per_s:.2f} steps/s" if progress.steps_per_s else ""
+    loss = f", loss {progress.loss:.4g}" if progress.loss is not None else ""
+    message = f": {node.message}" if node.message else ""
+    return f"node {node.node}: {node.phase}, {node.health}, step {step}{speed}{loss}{message}"
+
+
+def print_report(body: Mapping[str, Any], console: Console | None = None) -> None:
+    """The cost report: a line for each attempt, the pauses, and the totals against a static plan."""
+    console = console or Console()
+    bill = body["bill"]
+    table = Table(
+        "ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED", title="Attempts"
+    )
+    for line in bill.get("lines", ()):
+        use = line["use"]
+        table.add_row(
+            f"g{use['generation']}-a{use['attempt']}",
+            _name(use["allocation"]),
+            _number(line.get("wall_s"), ".0f"),
+            _number(line.get("usd_per_node_hour"), ".4f"),
+            _number(line.get("usd"), ".6f"),
+            _shown(line.get("steps")),
+            _shown(line.get("lost_steps")),
+            use.get("why_ended") or "runs",
+        )
+    console.print(table)
+    _print_pauses(console, bill)
+    _print_totals(console, bill)
+    for source in sorted({a["price_source"] for a in body.get("attempts", ()) if a.get("price_source")}):
+        console.print(f"price: {source}")
+    for note in bill.get("notes", ()):
+        console.print(f"note: {note}")
+
+
+def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
+    if not bill.get("pauses"):
+        return
+    table = Table("BETWEEN", "WHY", "SECONDS", "PARTS", title="Pauses")
+    for pause in bill["pauses"]:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.get("parts", {}).items())
+        between = f"a{pause['before']} and a{pause['after']}"
+        table.add_row(between, pause.get("why", ""), _number(pause.get("total_s"), ".1f"), parts)
+    console.print(table)
+
+
+def _print_totals(console: Console, bill: Mapping[str, Any]) -> None:
+    split = bill.get("usd_split", {})
+    words = ", ".join(
+        f"{label} ${split[name]:.6f}"
+        for name, label in [
+            ("compute", "compute"),
+            ("provisioning", "provisioning"),
+            ("lost", "lost work"),
+            ("idle", "idle"),
+        ]
+        if split.get(name) is not None
+    )
+    console.print(
+        f"total ${_number(bill.get('usd'), '.6f')} in {_number(bill.get('wall_s'), '.0f')} s ({words})"
+    )
+    static = bill.get("static")
+    if static and static.get("usd") is not None:
+        hours = static.get("hours")
+        time = "?" if hours is None else f"{hours * 3600:.0f}"
+        console.print(
+            f"static plan ({_name(static['allocation'])} throughout): ${static['usd']:.6f} in {time} s; "
+            f"saved ${_number(bill.get('saved_usd'), '.6f')}"
+        )
+
+
+def _name(allocation: Mapping[str, Any]) -> str:
+    offer, nodes = allocation["offer"], allocation.get("nodes", 1)
+    parts = [offer["cloud"], offer.get("region"), offer.get("zone"), offer["instance_type"]]
+    name = "/".join(part for part in parts if part)
+    return name if nodes == 1 else f"{nodes} x {name}"
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "?" if value is None else format(value, form)

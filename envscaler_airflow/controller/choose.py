@@ -1,0 +1,81 @@
+"""Choose what the next attempt runs on, by the planner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.lifecycle import AttemptState, RunState
+from envscaler_airflow.planning import Allocation, Goal, Offer, Plan, plan
+from envscaler_airflow.planning.requirements import requirements_of
+from envscaler_airflow.protocol import SCHEMA
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import Store
+
+GIB = 2**30
+
+
+def make_plan(
+    state: RunState, stage: Stage, spec: EnvSpec, offers: Iterable[Offer], *, memory_bytes: int | None = None
+) -> Plan:
+    """Where the next attempt may run, best first; offers that were just refused come into play again last."""
+    requirements = requirements_of(spec)
+    if memory_bytes is not None:
+        requirements = replace(requirements, memory_gib=max(requirements.memory_gib, memory_bytes / GIB))
+    goal = Goal(
+        strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator
+        value_of_hour_usd=stage.value_of_hour,
+        budget_usd=stage.budget_usd,
+        deadline_s=stage.deadline_s,
+    )
+    refused = refused_offers(state)
+    all_offers = tuple(offers)
+    left = [offer for offer in all_offers if offer.name not in refused]
+    made = plan(requirements, left, goal=goal)
+    return made if made.chosen is not None or not refused else plan(requirements, all_offers, goal=goal)
+
+
+def refused_offers(state: RunState) -> frozenset[str]:
+    """Offers that could not be had since the last attempt that ran."""
+    names = []
+    for attempt in reversed(state.attempts_of(state.generation)):
+        if attempt.outcome != "not-started":
+            break
+        names.append(attempt.allocation.offer.name)
+    return frozenset(names)
+
+
+def write_plan(store: Store, prefix: str, made: Plan) -> None:
+    """Keep the plan for the sensor and for people."""
+    body = {"schema": SCHEMA, **made.to_dict()}
+    store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
+
+
+def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:
+    """Memory per node that the last attempt had; None before the first."""
+    if last is None:
+        return None
+    slice_bytes = int(last.allocation.offer.memory_gib * GIB)
+    asked = last.memory_bytes or spec.resources.alternatives[0].limits.memory_bytes
+    return slice_bytes if asked is None else min(asked, slice_bytes)
+
+
+def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
+    """Most that memory per node may be raised to; None when there is no offer to tell by."""
+    largest = max((int(offer.memory_gib * GIB) for offer in offers), default=None)
+    cap = spec.failure.oom_memory_cap_bytes
+    if cap is None or largest is None:
+        return largest if cap is None else cap
+    return min(cap, largest)
+
+
+def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | None:
+    """Why *target* cannot be had now, None when it can."""
+    if target.offer.name not in {offer.name for offer in offers}:
+        return f"{target.offer.name} is no longer offered"
+    bounds = spec.node_bounds
+    if not bounds.min <= target.nodes <= bounds.max:
+        return f"{target.nodes} nodes are outside {bounds.min}..{bounds.max}"
+    return None

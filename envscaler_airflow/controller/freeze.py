@@ -1,0 +1,148 @@
+"""What a generation runs on, frozen in the store: spec and code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.protocol import SCHEMA
+from envscaler_airflow.spec import EnvSpec, parse_reference, spec_hash
+from envscaler_airflow.store.archive import pack_workdir
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.keys import RunKey
+
+SPEC = "spec.yaml"
+ARCHIVE_FIELD = "workdir_archive"
+"""Field beside the spec's own that names the archive of its workdir."""
+MAX_SPEC_BYTES = 1 << 22
+"""Largest frozen spec read, bytes. Chosen: far above what the loader accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A spec with its code, ready to be written.
+
+    Attributes:
+        spec_hash: Over the resolved spec, parameters, inputs, and the content of the workdir.
+        document: What ``spec.yaml`` holds.
+        archive: Packed workdir on this machine, None without one; the caller deletes it.
+        archive_name: Its name in the store.
+    """
+
+    spec_hash: str
+    document: Mapping[str, Any]
+    archive: Path | None = None
+    archive_name: str | None = None
+
+    def discard(self) -> None:
+        """Delete the packed workdir from this machine."""
+        if self.archive is not None:
+            self.archive.unlink(missing_ok=True)
+
+
+def freeze(spec: EnvSpec) -> Frozen:
+    """Pack the workdir and hash everything that decides what runs.
+
+    Raises:
+        SpecError: The workdir cannot be packed: absent, too large, links that leave it.
+    """
+    document = spec.to_dict()
+    digest = spec_hash(spec)
+    folder = spec.resolve_path("workdir")
+    if folder is None:
+        return Frozen(digest, document)
+    packed = pack_workdir(folder)
+    whole = hashlib.sha256(f"{digest} {packed.sha256}".encode()).hexdigest()
+    return Frozen(whole, {**document, ARCHIVE_FIELD: packed.name}, packed.path, packed.name)
+
+
+def write(store: Store, key: RunKey, frozen: Frozen) -> None:
+    """Put code, key and spec in the store, in an order that can be cut off at any point.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    prefix = key.prefix
+    if frozen.archive is not None and store.size(f"{prefix}/{frozen.archive_name}") is None:
+        store.put_file(f"{prefix}/{frozen.archive_name}", frozen.archive)
+    made = {"schema": SCHEMA, "key": key.to_dict(), "at": time.time()}
+    store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
+    store.write(f"{prefix}/{SPEC}", json.dumps(frozen.document, indent=1).encode())
+
+
+def read_document(store: Store, prefix: str) -> dict[str, Any]:
+    """The frozen spec as it stands in the store.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: It is absent, or no JSON object.
+    """
+    text = store.read(f"{prefix}/{SPEC}", max_bytes=MAX_SPEC_BYTES)
+    try:
+        document = json.loads(text or b"")
+    except ValueError as err:
+        raise ProtocolError(f"{prefix}/{SPEC}: not JSON: {err}") from err
+    if not isinstance(document, dict):
+        raise ProtocolError(f"{prefix}/{SPEC}: got {type(document).__name__}, expected an object")
+    return document
+
+
+def thaw_spec(store: Store, prefix: str) -> EnvSpec:
+    """The spec that the current generation runs on. Raises as :func:`read_document`."""
+    document = read_document(store, prefix)
+    document.pop(ARCHIVE_FIELD, None)
+    try:
+        return EnvSpec.from_dict(document)
+    except SpecError as err:
+        raise ProtocolError(f"{prefix}/{SPEC} was written by another version: {err}") from err
+
+
+def attempt_request(
+    store: Store, key: RunKey, stage: Stage, spec: EnvSpec, live: AttemptState, *, grace_s: float
+) -> AttemptRequest:
+    """What the backend is asked to start. Secrets are resolved here and go no further than its call.
+
+    Raises:
+        SpecError: A secret cannot be resolved.
+    """
+    document = read_document(store, key.prefix)
+    if live.memory_bytes is not None:
+        resources = dict(document.get("resources") or {})
+        limits = {**(resources.get("limits") or {}), "memory": str(live.memory_bytes // 2**20) + "Mi"}
+        document["resources"] = {**resources, "limits": limits}
+    plain = {item.name: item.value for item in spec.env if item.value is not None}
+    return AttemptRequest(
+        store_url=store.url,
+        run_prefix=key.prefix,
+        run_label=f"{key.dag_id}.{key.task_id}",
+        generation=live.generation,
+        attempt=live.number,
+        allocation=live.allocation,
+        command=spec.entrypoint,
+        env=plain,
+        secret_env=_secrets(stage, spec),
+        spec=document,
+        store_options=stage.store_options,
+        grace_s=grace_s,
+    )
+
+
+def _secrets(stage: Stage, spec: EnvSpec) -> dict[str, str]:
+    values = {}
+    for item in spec.env:
+        if item.value_from is None:
+            continue
+        if stage.resolve_secret is None:
+            raise SpecError(f"env {item.name}: {item.value_from} cannot be resolved here")
+        reference = parse_reference(item.value_from, variable=item.name)
+        values[item.name] = stage.resolve_secret(str(reference))
+    return values

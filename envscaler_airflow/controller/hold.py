@@ -1,0 +1,78 @@
+"""Own a run from a process that waits: a shell, or a test. No Airflow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.stage import Delivered, Waiting, Wake
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import StoreError
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
+
+POLL_S = 2.0
+"""How often a waiting process looks, seconds. Chosen: a person who waits notices no delay."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """Enters a run and stays its owner until it ends.
+
+    Attributes:
+        controller: Acts.
+        store, prefix, backend, actor: Of the run, for watching and the lease.
+        on_wait: Told the reason whenever it changes.
+        on_look: Called at every look with the watch, to show logs and progress.
+        sleep, monotonic: Time.
+    """
+
+    controller: Controller
+    store: Store
+    prefix: str
+    backend: Backend
+    actor: Actor
+    on_wait: Callable[[Waiting], None] = lambda _waiting: None
+    on_look: Callable[[Watch], None] = lambda _watch: None
+    sleep: Callable[[float], None] = time.sleep
+    monotonic: Callable[[], float] = time.monotonic
+
+    def hold(self) -> Delivered:
+        """Until the run is delivered. Raises as :meth:`Controller.enter`."""
+        return self._until_delivered(self.controller.enter())
+
+    def go_on(self) -> Delivered:
+        """The same, for a run that this holder has entered before."""
+        return self._until_delivered(self.controller.resume(Wake("request")))
+
+    def _until_delivered(self, result: Waiting | Delivered) -> Delivered:
+        while isinstance(result, Waiting):
+            self.on_wait(result)
+            result = self.controller.resume(self._wait(result))
+        return result
+
+    def _wait(self, waiting: Waiting) -> Wake:
+        watch = Watch(
+            store=self.store,
+            prefix=self.prefix,
+            backend=self.backend,
+            watching=waiting.watching,
+            monotonic=self.monotonic,
+        )
+        renewed = self.monotonic() - RENEW_EVERY_S
+        while True:
+            try:
+                if self.monotonic() - renewed >= RENEW_EVERY_S:
+                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id)
+                    renewed = self.monotonic()
+                wake = watch.poll()
+                self.on_look(watch)
+            except StoreError:
+                wake = None  # unknown is not dead: look again
+            if wake is not None:
+                return wake
+            self.sleep(POLL_S)

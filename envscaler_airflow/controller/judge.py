@@ -1,0 +1,94 @@
+"""Judge a requested move on fresh facts, before the owner accepts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.controller import choose
+from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.lifecycle import AttemptState, Request, RunState
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.scaling import Check, Observation, validate
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer: *target* is None for no."""
+
+    target: Allocation | None
+    reason: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def judge(
+    store: Store,
+    prefix: str,
+    state: RunState,
+    spec: EnvSpec,
+    backend: Backend,
+    request: Request,
+    *,
+    clock: Callable[[], float],
+) -> Verdict:
+    """Accept or refuse the move that *request* asks for.
+
+    Fresh are: the attempt and its health, work done, offers and prices, money and time left.
+    The speed of the present machine is the sensor's, which watched it for longer than a slice can.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    live = state.live
+    if live is None:
+        return Verdict(None, "no attempt is live")
+    try:
+        target = Allocation.from_dict(request.body["target"])
+    except (KeyError, ValueError) as err:
+        return Verdict(None, f"the target cannot be read: {err}")
+    asked_from = list(request.body.get("from_attempt") or [])
+    if asked_from and asked_from != [live.generation, live.number]:
+        return Verdict(None, f"it was asked of attempt {asked_from[-1]}; now attempt {live.number} runs")
+    offers = backend.offers()
+    refusal = choose.fits(spec, target, offers)
+    if refusal is not None:
+        return Verdict(None, refusal)
+    fresh = next(offer for offer in offers if offer.name == target.offer.name)
+    target = Allocation(fresh, target.nodes)
+    observer = Observer(store=store, prefix=prefix, backend=backend, candidates=(target,), clock=clock)
+    return _validate(observer, state, live, request, target)
+
+
+def _validate(
+    observer: Observer, state: RunState, live: AttemptState, request: Request, target: Allocation
+) -> Verdict:
+    now = observer.observation(state, live)
+    asked = _asked_with(request)
+    others = tuple(item for item in state.pending if item.number != request.number)
+    now = replace(
+        now,
+        # One reading cannot tell an age, so a node that spoke is taken at its word.
+        health="ok" if now.health == "unknown" and now.units_done is not None else now.health,
+        speeds={**(asked.speeds if asked else {}), **now.speeds},
+        pending=None if not others and live.phase != "stopping" else now.pending,
+    )
+    is_forced = bool(request.body.get("forced"))
+    decision = validate(now, observer.policy(state), target, is_forced=is_forced)
+    numbers = {**json.loads(json.dumps(dict(decision.numbers))), "units_left": now.units_left}
+    if decision.action != "move":
+        return Verdict(None, decision.reason, numbers)
+    return Verdict(target, decision.reason, numbers)
+
+
+def _asked_with(request: Request) -> Observation | None:
+    """What the sensor saw when it asked; None when it is not told or of another version."""
+    body = request.body.get("check")
+    try:
+        return Check.from_dict(body).observation if isinstance(body, Mapping) else None
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,292 @@
+"""Look at a run as a scaling policy sees it, check by check. Reads only; asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.freeze import thaw_spec
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.lifecycle import AttemptState, RunState, fold
+from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
+from envscaler_airflow.protocol import Status
+from envscaler_airflow.scaling import (
+    Check,
+    Memory,
+    Observation,
+    Policy,
+    Sample,
+    decide,
+    recent,
+    remember,
+    usage_samples,
+    work_of,
+)
+from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.decisions import read_decisions
+from envscaler_airflow.store.events import EventLog
+
+START_S = 30.0
+START_STDEV_S = 15.0
+"""Pause of a move before one was measured, seconds. Chosen: two worker slots, a process and a restore."""
+STALE_S = 90.0
+"""A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
+WINDOW_S = 1800.0
+"""Metrics older than this are no longer carried, seconds. Chosen: longer than any rule's default."""
+MAX_POINTS = 240
+"""Progress points kept for a speed. Chosen: an hour of statuses."""
+
+RunSight = Literal["no-run", "no-attempt", "over", "seen"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one look at the run showed.
+
+    Attributes:
+        kind: ``no-run`` yet, ``no-attempt`` live now, ``over``, or ``seen``.
+        state: Fold of the events.
+        check: The decision with all that it was made from; None unless ``seen``.
+    """
+
+    kind: RunSight
+    state: RunState
+    check: Check | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What this observer remembers of the live attempt."""
+
+    key: tuple[int, int]
+    since_s: float
+    epoch: int | None = None
+    points: list[tuple[float, float]] = field(default_factory=list)
+    sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
+    earlier: Speed | None = None
+
+
+class Observer:
+    """Looks at one run again and again, and carries windows and speeds from look to look."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        prefix: str,
+        backend: Backend,
+        candidates: tuple[Allocation, ...] = (),
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Go on from the decisions that are recorded in the run.
+
+        Args:
+            store: Run store.
+            prefix: The run's folder.
+            backend: For metered cost.
+            candidates: What the stage may move to; empty: those of ``plan.json``.
+            monotonic: For ages.
+            clock: For bills, which are by the provider's timestamps.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._backend = backend
+        self._candidates = candidates
+        self._monotonic = monotonic
+        self._clock = clock
+        self._log = EventLog(store, prefix)
+        self._state = RunState()
+        checks = [check for check, _ in read_decisions(store, prefix)]
+        self._memory: Memory = remember(checks)
+        self._last: Check | None = checks[-1] if checks else None
+        self._offset_s = self._memory.elapsed_s - monotonic()
+        self._attempt: _Attempt | None = None
+        self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
+        self._plan: Mapping[str, Any] = {}
+        self._spec: tuple[str, EnvSpec] | None = None
+
+    def look(self) -> Sight:
+        """Read what is new, and decide.
+
+        Raises:
+            StoreError: The store cannot be read; nothing is known.
+        """
+        if self._state.number == 0:
+            self._state = self._log.load()
+        else:
+            self._state = fold(self._log.read(after=self._state.number), self._state)
+        state = self._state
+        if state.generation == 0:
+            return Sight("no-run", state)
+        if state.status != "active":
+            return Sight("over", state)
+        live = state.live
+        if live is None or live.phase == "intended" or live.generation != state.generation:
+            return Sight("no-attempt", state)
+        observation = self.observation(state, live)
+        policy = self.policy(state)
+        check = Check(observation, policy, decide(observation, policy))
+        self._memory = self._memory.after(check)
+        self._last = check
+        return Sight("seen", state, check)
+
+    def spec(self, state: RunState) -> EnvSpec:
+        """The frozen spec of the run."""
+        if self._spec is None or self._spec[0] != state.spec_hash:
+            self._spec = (state.spec_hash, thaw_spec(self._store, self._prefix))
+            self._plan = self._read_plan()
+        return self._spec[1]
+
+    def policy(self, state: RunState) -> Policy:
+        """The stage's policy, with the value of an hour that the plan was made with."""
+        return policy_of(self.spec(state), value_of_hour=float(self._plan.get("value_of_hour_usd") or 0.0))
+
+    def _read_plan(self) -> Mapping[str, Any]:
+        text = self._store.read(f"{self._prefix}/plan.json")
+        body = json.loads(text) if text else {}
+        return body if isinstance(body, dict) else {}
+
+    def candidates(self, state: RunState) -> tuple[Allocation, ...]:
+        """What the stage may move to."""
+        self.spec(state)
+        planned = [Allocation.from_dict(item["allocation"]) for item in self._plan.get("candidates", ())]
+        return self._candidates or tuple(planned)
+
+    def observation(self, state: RunState, live: AttemptState) -> Observation:
+        """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
+        now_s = self._monotonic() + self._offset_s
+        spec = self.spec(state)
+        statuses = self._statuses(live, now_s)
+        head = statuses.get(0)
+        mine = self._remembered(live, now_s, head)
+        self._take_point(mine, head, now_s)
+        done = work_of(head.progress) if head else None
+        return Observation(
+            current=live.allocation,
+            candidates=self.candidates(state),
+            elapsed_s=now_s,
+            generation=live.generation,
+            attempt=live.number,
+            health=self._health(mine, head, now_s),
+            phase=head.phase if head else "setup",
+            unit=done.unit if done else "steps",
+            units_done=done.done if done else None,
+            units_total=done.total if done else None,
+            epoch=head.progress.epoch if head else None,
+            speeds=self._speeds(live, mine),
+            speedups=speedups_of(spec),
+            overheads=self._overheads(state, spec, head),
+            samples=self._samples,
+            spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
+            budget_usd=_number(state.begun.get("budget_usd")),
+            deadline_left_s=self._deadline_left_s(state),
+            since_move_s=now_s - mine.since_s if _moves(state) else None,
+            since_move_epochs=_epochs_since(mine, head) if _moves(state) else None,
+            moves=_moves(state),
+            pending=_pending(state, live),
+            wanted=dict(self._memory.wanted),
+        )
+
+    def _statuses(self, live: AttemptState, now_s: float) -> dict[int, Status]:
+        found = {}
+        for node in range(live.allocation.nodes):
+            key = (live.generation, live.number)
+            status = read_status(self._store, self._prefix, attempt=key, node=node)
+            if status is None:
+                continue
+            found[node] = status
+            new = usage_samples(now_s, node, status.usage)
+            self._samples = recent((*self._samples, *new), now_s=now_s, window_s=WINDOW_S)
+        return found
+
+    def _remembered(self, live: AttemptState, now_s: float, head: Status | None) -> _Attempt:
+        key = (live.generation, live.number)
+        if self._attempt is None or self._attempt.key != key:
+            since, epoch = now_s, head.progress.epoch if head else None
+            last = self._last.observation if self._last else None
+            if self._attempt is None and last is not None and (last.generation, last.attempt) == key:
+                since = last.elapsed_s - (last.since_move_s or 0.0)
+                epoch = None if last.epoch is None else last.epoch - (last.since_move_epochs or 0)
+            else:
+                self._samples = ()
+            speed = self._memory.speeds.get(live.allocation.name)
+            earlier = speed if self._memory.generation == live.generation else None
+            self._attempt = _Attempt(key, since, epoch, earlier=earlier)
+        if self._attempt.epoch is None and head is not None:
+            self._attempt.epoch = head.progress.epoch
+        return self._attempt
+
+    def _take_point(self, mine: _Attempt, head: Status | None, now_s: float) -> None:
+        if head is None:
+            return
+        last = mine.sequences.get(0)
+        if last is None or last[0] != head.sequence:
+            mine.sequences[0] = (head.sequence, now_s)
+        done = work_of(head.progress).done
+        at_s = head.progress.elapsed_s
+        if head.phase != "running" or done is None or at_s is None:
+            return
+        if not mine.points or at_s > mine.points[-1][0]:
+            mine.points.append((at_s, done))
+            del mine.points[:-MAX_POINTS]
+
+    @staticmethod
+    def _health(mine: _Attempt, head: Status | None, now_s: float) -> Literal["ok", "stalled", "unknown"]:
+        seen = mine.sequences.get(0)
+        if head is None or seen is None or now_s - seen[1] > STALE_S:
+            return "unknown"
+        return "stalled" if head.health == "stalled" else "ok"
+
+    def _speeds(self, live: AttemptState, mine: _Attempt) -> dict[str, Speed]:
+        known = dict(self._memory.speeds) if self._memory.generation == live.generation else {}
+        speed = merged(mine.earlier, measure(mine.points))
+        if speed is not None:
+            known[live.allocation.name] = speed
+        return known
+
+    def _overheads(self, state: RunState, spec: EnvSpec, head: Status | None) -> Overheads:
+        pauses = facts.move_pauses_s(state)
+        every = spec.checkpoint.every if spec.checkpoint else None
+        return Overheads(
+            start_s=sum(pauses) / len(pauses) if pauses else START_S,
+            start_stdev_s=START_STDEV_S / (1 + len(pauses)),
+            checkpoint_s=(head.checkpoint_s if head else None) or 0.0,
+            checkpoint_every_s=every.seconds if every else None,
+        )
+
+    def _deadline_left_s(self, state: RunState) -> float | None:
+        deadline_s = _number(state.begun.get("deadline_s"))
+        if deadline_s is None or state.begun_at is None:
+            return None
+        return deadline_s - (self._clock() - state.begun_at)
+
+
+def _moves(state: RunState) -> int:
+    attempts = state.attempts_of(state.generation)
+    return sum(attempt.stop_why == "move" and not attempt.is_live for attempt in attempts)
+
+
+def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:
+    if mine.epoch is None or head is None or head.progress.epoch is None:
+        return None
+    return max(0, head.progress.epoch - mine.epoch)
+
+
+def _pending(state: RunState, live: AttemptState) -> str | None:
+    if live.phase == "stopping":
+        return f"attempt {live.number} was asked to go ({live.stop_why})"
+    for request in state.pending:
+        return f"request {request.number} ({request.type}) has no answer yet"
+    return None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
