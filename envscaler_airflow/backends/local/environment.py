@@ -17,10 +17,15 @@ import envscaler_airflow
 SECRET_PREFIX = "ENVSCALER_SECRET_"  # noqa: S105  # a prefix of names
 """Secrets of the training reach node main under this prefix, and nobody else."""
 
-_AIRFLOW = re.compile(r"_*AIRFLOW_")
+_OURS = re.compile(
+    r"_*AIRFLOW_|ENVSCALER_(EXCHANGE|RUN|GENERATION|ATTEMPT|NODES?|CPUS|RESTORE|CHECKPOINT_DIR)\Z"
+    r"|ENVSCALER_(INPUT|OUTPUT|VOLUME|SECRET)_"
+)
+"""Airflow's settings and connections, and what tells another run's training who it is."""
 _TRAINING = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_[A-Z]+|TZ|TMPDIR|TERM|LD_LIBRARY_PATH|LIBRARY_PATH"
-    r"|CUDA_\w+|NVIDIA_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_PROXY|\w+_proxy)\Z"
+    r"|CUDA_\w+|NVIDIA_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_PROXY|\w+_proxy"
+    r"|ENVSCALER_SERVICES)\Z"  # by which a test harness finds what its services started
 )
 """What a training inherits from the machine. Chosen: what programs need to run, no credentials."""
 
@@ -31,11 +36,7 @@ _MERGE = '\n__path__ = __import__("pkgutil").extend_path(__path__, __name__)\n'
 
 def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], exchange: str) -> dict[str, str]:
     """Environment of node main: all but Airflow's own settings and connections, and the secrets apart."""
-    env = {
-        name: value
-        for name, value in environ.items()
-        if not _AIRFLOW.match(name) and not name.startswith("ENVSCALER_")
-    }
+    env = {name: value for name, value in environ.items() if not _OURS.match(name)}
     env |= {SECRET_PREFIX + name: value for name, value in secrets.items()}
     env["ENVSCALER_EXCHANGE"] = exchange
     if not _is_installed():

@@ -1,0 +1,242 @@
+"""A backend whose machines do what a test says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envscaler_airflow.backends.base import (
+    AttemptRequest,
+    AttemptStatus,
+    Handle,
+    NodeState,
+    NodeStatus,
+    UsageInterval,
+)
+from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError
+from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.testing.clock import ManualClock
+
+
+def cpu_offer(vcpus: int = 1, *, usd_per_hour: float | None = 0.05, memory_gib: float | None = None) -> Offer:
+    """``scripted/cpu-<n>`` with 4 GiB for each CPU unless told otherwise."""
+    return Offer(
+        cloud="scripted",
+        region="",
+        instance_type=f"cpu-{vcpus}",
+        capacity_type="on-demand",
+        vcpus=float(vcpus),
+        memory_gib=memory_gib if memory_gib is not None else 4.0 * vcpus,
+        usd_per_hour=usd_per_hour,
+        price_source="scripted",
+    )
+
+
+@dataclass(slots=True)
+class _Life:
+    """One attempt, as it stands now."""
+
+    handle: Handle
+    nodes: list[NodeStatus]
+    started: float
+    vcpus: float
+    ended: dict[int, float] = field(default_factory=dict)
+    output: dict[int, bytearray] = field(default_factory=dict)
+    is_hidden: bool = False
+    is_released: bool = False
+
+
+class ScriptedBackend:
+    """Satisfies :class:`~envscaler_airflow.backends.base.Backend` without starting anything.
+
+    Nodes run from ``submit`` on (or stay in *start_state*) until a test says ``end``, ``lose`` or
+    ``hide``, or they are stopped. ``fail_next`` scripts the answer of a call; ``calls`` has them all.
+    """
+
+    def __init__(
+        self,
+        offers: tuple[Offer, ...] | None = None,
+        *,
+        clock: ManualClock | None = None,
+        vcpus: float | None = None,
+        start_state: NodeState = "running",
+        ends_on_stop: bool = True,
+        name: str = "scripted",
+    ) -> None:
+        """Offer *offers* (None: 1, 2 and 4 CPUs), *vcpus* in all at once (None: no limit)."""
+        self.name = name
+        self.clock = clock or ManualClock()
+        self.calls: list[tuple[str, str]] = []
+        self._offers = offers if offers is not None else (cpu_offer(1), cpu_offer(2), cpu_offer(4))
+        self._vcpus = vcpus
+        self._start_state = start_state
+        self._ends_on_stop = ends_on_stop
+        self._lives: dict[str, _Life] = {}
+        self._faults: dict[str, list[tuple[Exception, bool]]] = {}
+        self._uids = itertools.count(1)
+
+    # What a test says
+
+    def fail_next(self, method: str, error: Exception, *, after: bool = False) -> None:
+        """Raise *error* at the next call of *method*; *after*: once it is done, so the answer is lost."""
+        self._faults.setdefault(method, []).append((error, after))
+
+    def set_state(self, handle: Handle, state: NodeState, *, node: int | None = None) -> None:
+        """Move *node* (None: all) to a state in which it lives: pending, starting or running."""
+        self._change(handle, NodeStatus(0, state), node)
+
+    def end(
+        self,
+        handle: Handle,
+        *,
+        node: int | None = None,
+        exit_code: int | None = 0,
+        signal: int | None = None,
+        reason: str = "succeeded",
+        detail: str = "",
+    ) -> None:
+        """End *node* (None: all that live)."""
+        self._change(handle, NodeStatus(0, "ended", exit_code, signal, reason, detail), node)
+
+    def lose(self, handle: Handle, *, node: int | None = None, reason: str = "killed") -> None:
+        """Take *node* (None: all that live) away, as the loss of a spot machine would."""
+        self._change(handle, NodeStatus(0, "lost", reason=reason, detail="scripted loss"), node)
+
+    def hide(self, handle: Handle) -> None:
+        """Nothing can be told of it until :meth:`show`; it runs on."""
+        self._life(handle).is_hidden = True
+
+    def show(self, handle: Handle) -> None:
+        """Undo :meth:`hide`."""
+        self._life(handle).is_hidden = False
+
+    def write_output(self, handle: Handle, text: bytes, *, node: int = 0) -> None:
+        """Let *node* print."""
+        self._life(handle).output.setdefault(node, bytearray()).extend(text)
+
+    @property
+    def live(self) -> list[Handle]:
+        """Attempts of which a node lives; a test of "at most one" counts these."""
+        lives = self._lives.values()
+        return [life.handle for life in lives if not AttemptStatus(tuple(life.nodes)).is_over]
+
+    # The seam
+
+    def offers(self) -> tuple[Offer, ...]:
+        """What the test offers."""
+        self._enter("offers", "")
+        return self._offers
+
+    def render(self, request: AttemptRequest) -> dict[str, Any]:
+        """The request without its secrets."""
+        return {
+            "name": _name(request),
+            "allocation": request.allocation.to_dict(),
+            "command": list(request.command),
+            "env": dict(request.env),
+            "secret_names": sorted(request.secret_env),
+        }
+
+    def submit(self, request: AttemptRequest) -> Handle:
+        """Start it, or adopt it."""
+        name = _name(request)
+        lost = self._enter("submit", name)
+        life = self._lives.get(name) or self._start(request, name)
+        if life.is_released:
+            raise BackendError(f"{name}: this attempt has ended and was released")
+        if lost is not None:
+            raise lost
+        return life.handle
+
+    def find(self, request: AttemptRequest) -> Handle | None:
+        """The handle when it was started."""
+        self._enter("find", _name(request))
+        life = self._lives.get(_name(request))
+        return life.handle if life is not None and not life.is_released else None
+
+    def observe(self, handle: Handle) -> AttemptStatus:
+        """What the test said last."""
+        self._enter("observe", handle.name)
+        life = self._life(handle)
+        if life.is_hidden:
+            return AttemptStatus(tuple(NodeStatus(node.node, "unknown") for node in life.nodes))
+        if life.is_released:
+            return AttemptStatus(tuple(NodeStatus(node.node, "lost") for node in life.nodes))
+        return AttemptStatus(tuple(life.nodes))
+
+    def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """End what lives, unless the test keeps it alive for the length of the grace."""
+        lost = self._enter("stop", handle.name)
+        if grace_s <= 0:
+            self.end(handle, exit_code=None, signal=9, reason="killed")
+        elif self._ends_on_stop:
+            self.end(handle, exit_code=87, reason="stopped")
+        if lost is not None:
+            raise lost
+
+    def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
+        """From submit to the end, by the test's clock."""
+        self._enter("usage", handle.name)
+        life = self._life(handle)
+        return tuple(UsageInterval(n.node, life.started, life.ended.get(n.node)) for n in life.nodes)
+
+    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """What the test let the nodes print."""
+        self._enter("logs", handle.name)
+        for node, text in sorted(self._life(handle).output.items()):
+            if rest := bytes(text[(since or {}).get(node, 0) :]):
+                yield node, rest
+
+    def release(self, handle: Handle) -> None:
+        """Forget an ended attempt."""
+        self._enter("release", handle.name)
+        life = self._life(handle)
+        if not life.is_hidden and AttemptStatus(tuple(life.nodes)).is_over:
+            life.is_released = True
+            life.output.clear()
+
+    def _enter(self, method: str, name: str) -> Exception | None:
+        """Note the call; raise its scripted error, or return the one that is for afterwards."""
+        self.calls.append((method, name))
+        faults = self._faults.get(method)
+        if not faults:
+            return None
+        error, is_after = faults.pop(0)
+        if is_after:
+            return error
+        raise error
+
+    def _start(self, request: AttemptRequest, name: str) -> _Life:
+        offer, nodes = request.allocation.offer, request.allocation.nodes
+        if offer.name not in {known.name for known in self._offers}:
+            raise NoOfferError(f"{offer.name}: is not offered here")
+        taken = sum(self._lives[handle.name].vcpus for handle in self.live)
+        if self._vcpus is not None:
+            if offer.vcpus * nodes > self._vcpus:
+                raise NoOfferError(f"{offer.name}: {offer.vcpus * nodes:g} CPUs asked of {self._vcpus:g}")
+            if taken + offer.vcpus * nodes > self._vcpus:
+                raise CapacityError(f"{offer.name}: {self._vcpus - taken:g} CPUs are free")
+        handle = Handle(self.name, name, {"uid": next(self._uids)})
+        states = [NodeStatus(node, self._start_state) for node in range(nodes)]
+        self._lives[name] = _Life(handle, states, self.clock.time(), offer.vcpus * nodes)
+        return self._lives[name]
+
+    def _life(self, handle: Handle) -> _Life:
+        try:
+            return self._lives[handle.name]
+        except KeyError:
+            raise BackendError(f"{handle.name}: was never started here") from None
+
+    def _change(self, handle: Handle, to: NodeStatus, node: int | None) -> None:
+        life = self._life(handle)
+        for index, old in enumerate(life.nodes):
+            if node in (None, index) and old.state not in ("ended", "lost"):
+                life.nodes[index] = NodeStatus(index, to.state, to.exit_code, to.signal, to.reason, to.detail)
+                if to.state in ("ended", "lost"):
+                    life.ended[index] = self.clock.time()
+
+
+def _name(request: AttemptRequest) -> str:
+    return f"{request.store_url}|{request.run_prefix}|g{request.generation}-a{request.attempt}"

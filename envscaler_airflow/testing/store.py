@@ -1,0 +1,140 @@
+"""A store that fails by script: refuses, loses the answer, or takes its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from envscaler_airflow.errors import StoreError
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import MAX_BYTES
+
+FaultKind = Literal["refuse", "lose-answer", "delay"]
+"""``refuse``: raises, nothing is done. ``lose-answer``: done, then raises. ``delay``: waits, then does it."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Fault:
+    """One scripted fault.
+
+    Attributes:
+        kind: See :data:`FaultKind`.
+        method: Name of the store's method; ``*`` for all.
+        name: Glob of names that it is about.
+        times: How often it strikes; None: for ever.
+        delay_s: Seconds, for ``delay``.
+        error: What is raised, for the others.
+        struck: How often it has.
+    """
+
+    kind: FaultKind
+    method: str
+    name: str
+    times: int | None
+    delay_s: float
+    error: Exception
+    struck: int = field(default=0, init=False)
+
+    def strikes(self, method: str, name: str) -> bool:
+        """Count one strike when it is about this call and not used up."""
+        is_left = self.times is None or self.struck < self.times
+        if not (is_left and self.method in ("*", method) and fnmatchcase(name, self.name)):
+            return False
+        self.struck += 1
+        return True
+
+
+class FaultyStore:
+    """Wraps a store; every call passes through the faults in the order in which they were added."""
+
+    def __init__(self, store: Store, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Pass everything to *store*; delays go to *sleep*."""
+        self._store = store
+        self._sleep = sleep
+        self.faults: list[Fault] = []
+        self.calls: list[tuple[str, str]] = []
+
+    def add(
+        self,
+        kind: FaultKind,
+        method: str,
+        name: str = "*",
+        *,
+        times: int | None = 1,
+        delay_s: float = 0.0,
+        error: Exception | None = None,
+    ) -> Fault:
+        """Script a fault of *method* on names that match the glob *name*; the next *times* calls."""
+        raised = error or StoreError(f"{method} {name}: scripted fault", transient=True)
+        fault = Fault(kind, method, name, times, delay_s, raised)
+        self.faults.append(fault)
+        return fault
+
+    @property
+    def url(self) -> str:
+        """URL of the wrapped store."""
+        return self._store.url
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """See :meth:`Store.read`."""
+        return self._pass("read", name, lambda: self._store.read(name, max_bytes=max_bytes))
+
+    def write(self, name: str, data: bytes) -> None:
+        """See :meth:`Store.write`."""
+        self._pass("write", name, lambda: self._store.write(name, data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See :meth:`Store.create`."""
+        return self._pass("create", name, lambda: self._store.create(name, data))
+
+    def delete(self, name: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._pass("delete", name, lambda: self._store.delete(name))
+
+    def delete_tree(self, prefix: str) -> None:
+        """See :meth:`Store.delete_tree`."""
+        self._pass("delete_tree", prefix, lambda: self._store.delete_tree(prefix))
+
+    def names(self, prefix: str) -> list[str]:
+        """See :meth:`Store.names`."""
+        return self._pass("names", prefix, lambda: self._store.names(prefix))
+
+    def children(self, prefix: str) -> list[str]:
+        """See :meth:`Store.children`."""
+        return self._pass("children", prefix, lambda: self._store.children(prefix))
+
+    def size(self, name: str) -> int | None:
+        """See :meth:`Store.size`."""
+        return self._pass("size", name, lambda: self._store.size(name))
+
+    def put_file(self, name: str, path: Path) -> None:
+        """See :meth:`Store.put_file`."""
+        self._pass("put_file", name, lambda: self._store.put_file(name, path))
+
+    def get_file(self, name: str, path: Path) -> None:
+        """See :meth:`Store.get_file`."""
+        self._pass("get_file", name, lambda: self._store.get_file(name, path))
+
+    def uri(self, name: str) -> str:
+        """See :meth:`Store.uri`; never fails."""
+        return self._store.uri(name)
+
+    def _pass(self, method: str, name: str, act: Callable[[], _T]) -> _T:
+        self.calls.append((method, name))
+        struck = [fault for fault in self.faults if fault.strikes(method, name)]
+        for fault in struck:
+            if fault.kind == "delay":
+                self._sleep(fault.delay_s)
+            elif fault.kind == "refuse":
+                raise fault.error
+        answer = act()
+        for fault in struck:
+            if fault.kind == "lose-answer":
+                raise fault.error
+        return answer

@@ -1,0 +1,392 @@
+"""One suite for every backend: what the owner relies on, whatever runs the attempt."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.backends.base import AttemptRequest, Backend, Handle
+from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.render import Launch
+from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.testing import ScriptedBackend
+
+STANDINS = Path(__file__).parents[1] / "standins"
+CANARY = "canary-5c1f0e7a"
+
+
+class ScriptedHarness:
+    """Drives the public fake."""
+
+    def __init__(self, tmp_path):
+        """Make a backend of its own."""
+        self.backend = ScriptedBackend(vcpus=4)
+        self.full = 4.0
+
+    def command(self):
+        """Anything: nothing is started."""
+        return ("train",)
+
+    def end(self, handle, exit_code):
+        """Let the command of every node end."""
+        self.backend.end(handle, exit_code=exit_code, reason="failed" if exit_code else "succeeded")
+
+    def vanish(self, handle):
+        """Take the machine away."""
+        self.backend.lose(handle)
+
+    def printed(self, handle, text):
+        """Let node 0 print."""
+        self.backend.write_output(handle, text)
+
+    def close(self):
+        """Nothing runs."""
+
+
+class LocalHarness:
+    """Drives real processes; the command waits for an exit code in a named pipe."""
+
+    def __init__(self, tmp_path):
+        """Make a backend of its own."""
+        self.backend = LocalBackend(
+            tmp_path / "root",
+            launch=Launch(
+                courier=(sys.executable, str(STANDINS / "courier.py")),
+                wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
+            ),
+        )
+        self.full = float(len(self.backend.machine.cpus))
+        self._pipe = tmp_path / "pipe"
+        self._ends = []
+        for node in range(2):
+            os.mkfifo(f"{self._pipe}{node}")
+            self._ends.append(os.open(f"{self._pipe}{node}", os.O_RDWR))
+
+    def command(self):
+        """Print what comes before a number, and exit with that."""
+        script = f"""
+            while read word; do
+                case "$word" in [0-9]*) exit "$word";; *) printf %s "$word";; esac
+            done < "{self._pipe}$ENVSCALER_NODE"
+        """
+        return ("sh", "-c", script)
+
+    def end(self, handle, exit_code):
+        """Let the command end."""
+        for node in range(len(handle.details["nodes"])):
+            os.write(self._ends[node], f"{exit_code}\n".encode())
+
+    def vanish(self, handle):
+        """Kill all without a word."""
+        self.backend.take_away(handle)
+
+    def printed(self, handle, text):
+        """Let the node print."""
+        os.write(self._ends[0], text + b"\n")
+
+    def close(self):
+        """Leave no process."""
+        for handle in self.backend.attempts():
+            self.backend.stop(handle, grace_s=0)
+            self.backend.release(handle)
+        for fd in self._ends:
+            os.close(fd)
+
+
+@pytest.fixture(params=[ScriptedHarness, LocalHarness], ids=["scripted", "local"])
+def harness(request, tmp_path):
+    """A backend, and a hand on its machines."""
+    made = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+def request_for(harness, **changes):
+    """A request for one node of the smallest offer; *changes* are fields."""
+    fields = {
+        "store_url": "file:///store",
+        "run_prefix": "dep/dag/run/train/-1",
+        "run_label": "dag.train",
+        "generation": 1,
+        "attempt": 1,
+        "allocation": Allocation(harness.backend.offers()[0]),
+        "command": harness.command(),
+        "secret_env": {"API_KEY": CANARY},
+    }
+    return AttemptRequest(**(fields | changes))
+
+
+def eventually(backend, handle, claim, *, patience_s=20.0):
+    """The first status of which *claim* holds."""
+    until = time.monotonic() + patience_s
+    while not claim(status := backend.observe(handle)):
+        assert time.monotonic() < until, status
+        time.sleep(0.02)
+    return status
+
+
+def is_running(status):
+    """Every node runs."""
+    return all(node.state == "running" for node in status.nodes)
+
+
+def started(harness, **changes):
+    """A request and the handle of its attempt, once it runs."""
+    request = request_for(harness, **changes)
+    handle = harness.backend.submit(request)
+    eventually(harness.backend, handle, is_running)
+    return request, handle
+
+
+def test_satisfies_the_seam(harness):
+    """Every method of the protocol is there."""
+    names = [name for name in vars(Backend) if not name.startswith("_")]
+
+    assert [name for name in names if not hasattr(harness.backend, name)] == []
+    assert isinstance(harness.backend.name, str)
+
+
+def test_offers_have_names_of_their_own_and_say_where_a_price_is_from(harness):
+    """A price without a source is no price."""
+    offers = harness.backend.offers()
+
+    assert len({offer.name for offer in offers}) == len(offers) > 0
+    assert all(offer.price_source for offer in offers if offer.usd_per_hour is not None)
+
+
+def test_render_is_pure_json_without_secrets(harness):
+    """Twice the same; a secret's name may be there, its value never."""
+    request = request_for(harness)
+
+    rendered = harness.backend.render(request)
+
+    assert json.loads(json.dumps(rendered)) == rendered == harness.backend.render(request)
+    assert CANARY not in json.dumps(rendered)
+
+
+def test_a_second_submit_adopts_the_first(harness):
+    """The same handle, and nothing is started again."""
+    request, handle = started(harness)
+
+    again = harness.backend.submit(request)
+
+    assert again == handle
+    assert is_running(harness.backend.observe(again))
+
+
+def test_attempts_of_another_number_run_or_generation_are_others(harness):
+    """Names carry store, run, generation and attempt."""
+    base = request_for(harness)
+    others = [
+        dataclasses.replace(base, attempt=2),
+        dataclasses.replace(base, generation=2),
+        dataclasses.replace(base, run_prefix="dep/dag/run/train/0"),
+        dataclasses.replace(base, store_url="file:///other"),
+    ]
+
+    names = {harness.backend.render(request)["name"] for request in [base, *others]}
+
+    assert len(names) == 5
+
+
+def test_find_tells_what_was_started(harness):
+    """None before, the handle after."""
+    request = request_for(harness)
+    assert harness.backend.find(request) is None
+
+    handle = harness.backend.submit(request)
+
+    assert harness.backend.find(request) == handle
+
+
+def test_a_handle_survives_json(harness):
+    """Events and trigger arguments hold it as JSON."""
+    _, handle = started(harness)
+
+    read = Handle.from_dict(json.loads(json.dumps(handle.to_dict())))
+
+    assert is_running(harness.backend.observe(read))
+    assert CANARY not in json.dumps(handle.to_dict())
+
+
+@pytest.mark.parametrize(("exit_code", "reason"), [(0, "succeeded"), (3, "failed")])
+def test_an_end_is_seen_with_its_exit_code(harness, exit_code, reason):
+    """Each node's end, by number and by name."""
+    _, handle = started(harness)
+
+    harness.end(handle, exit_code)
+
+    status = eventually(harness.backend, handle, lambda status: status.is_over)
+    assert [(n.state, n.exit_code, n.reason) for n in status.nodes] == [("ended", exit_code, reason)]
+
+
+def test_a_machine_that_vanished_is_lost(harness):
+    """No end of its own: lost, and known to be so."""
+    _, handle = started(harness)
+
+    harness.vanish(handle)
+
+    status = eventually(harness.backend, handle, lambda status: status.is_over)
+    assert [node.state for node in status.nodes] == ["lost"]
+
+
+def test_a_graceful_stop_ends_within_the_grace(harness):
+    """It returns at once, and the end comes."""
+    _, handle = started(harness)
+
+    harness.backend.stop(handle, grace_s=10)
+
+    status = eventually(harness.backend, handle, lambda status: status.is_over)
+    assert [(node.state, node.reason) for node in status.nodes] == [("ended", "stopped")]
+
+
+def test_a_stop_without_grace_kills(harness):
+    """Ended, not lost: it was asked for."""
+    _, handle = started(harness)
+
+    harness.backend.stop(handle, grace_s=0)
+
+    status = eventually(harness.backend, handle, lambda status: status.is_over)
+    assert [(node.state, node.reason) for node in status.nodes] == [("ended", "killed")]
+
+
+def test_stopping_what_is_gone_is_no_error(harness):
+    """After the end, twice, and after the release."""
+    _, handle = started(harness)
+    harness.end(handle, 0)
+    before = eventually(harness.backend, handle, lambda status: status.is_over)
+
+    harness.backend.stop(handle, grace_s=5)
+    harness.backend.stop(handle, grace_s=0)
+
+    assert harness.backend.observe(handle) == before
+    harness.backend.release(handle)
+    harness.backend.stop(handle, grace_s=0)
+
+
+def test_usage_is_open_while_it_is_held_and_closed_after(harness):
+    """One interval for the node, by the provider's times."""
+    _, handle = started(harness)
+
+    [held] = harness.backend.usage(handle)
+    harness.end(handle, 0)
+    eventually(harness.backend, handle, lambda status: status.is_over)
+    [over] = harness.backend.usage(handle)
+
+    assert (held.node, held.end) == (0, None)
+    assert over.start == held.start
+    assert over.end >= over.start
+
+
+def test_usage_of_a_lost_machine_is_closed(harness):
+    """What is gone is not billed for ever."""
+    _, handle = started(harness)
+    harness.vanish(handle)
+    eventually(harness.backend, handle, lambda status: status.is_over)
+
+    [interval] = harness.backend.usage(handle)
+
+    assert interval.end is not None
+    assert interval.end >= interval.start
+
+
+def test_logs_go_on_from_an_offset(harness):
+    """All bytes, then those after the third."""
+    _, handle = started(harness)
+
+    harness.printed(handle, b"loss=0.5")
+    harness.end(handle, 0)
+    eventually(harness.backend, handle, lambda status: status.is_over)
+
+    assert b"".join(text for _, text in harness.backend.logs(handle)) == b"loss=0.5"
+    assert list(harness.backend.logs(handle, since={0: 3})) == [(0, b"s=0.5")]
+
+
+def test_release_never_touches_a_live_attempt(harness):
+    """It runs on."""
+    _, handle = started(harness)
+
+    harness.backend.release(handle)
+
+    assert is_running(harness.backend.observe(handle))
+
+
+def test_a_released_attempt_is_not_started_again(harness):
+    """A repeat that comes late must not bring an old attempt back to life."""
+    request, handle = started(harness)
+    harness.end(handle, 0)
+    eventually(harness.backend, handle, lambda status: status.is_over)
+
+    harness.backend.release(handle)
+    harness.backend.release(handle)
+
+    assert harness.backend.find(request) is None
+    assert harness.backend.observe(handle).is_over
+    with pytest.raises(BackendError, match="released"):
+        harness.backend.submit(request)
+
+
+def test_what_others_hold_cannot_be_had(harness):
+    """All CPUs are taken: none to be had now. After the end there are."""
+    offers = {offer.vcpus: offer for offer in harness.backend.offers()}
+    whole = Allocation(offers[harness.full])
+    _, first = started(harness, allocation=whole)
+    second = request_for(harness, attempt=2, allocation=whole)
+
+    with pytest.raises(CapacityError):
+        harness.backend.submit(second)
+    assert harness.backend.find(second) is None
+    harness.backend.stop(first, grace_s=0)
+
+    eventually(harness.backend, first, lambda status: status.is_over)
+    assert harness.backend.submit(second).name != first.name
+
+
+def test_a_slice_of_a_lost_machine_is_free(harness):
+    """A dead holder holds nothing."""
+    offers = {offer.vcpus: offer for offer in harness.backend.offers()}
+    whole = Allocation(offers[harness.full])
+    _, first = started(harness, allocation=whole)
+    harness.vanish(first)
+    eventually(harness.backend, first, lambda status: status.is_over)
+
+    _, second = started(harness, attempt=2, allocation=whole)
+
+    assert is_running(harness.backend.observe(second))
+
+
+def test_what_can_never_be_had_is_refused_for_good(harness):
+    """More nodes than the whole has room for: no retry will help."""
+    offer = harness.backend.offers()[0]
+    request = request_for(harness, allocation=Allocation(offer, nodes=int(harness.full) + 1))
+
+    with pytest.raises((NoOfferError, SpecError), match=r"cpu|CPU"):
+        harness.backend.submit(request)
+    assert harness.backend.find(request) is None
+
+
+def test_every_node_is_watched(harness):
+    """Two nodes: two states, two intervals, two ends."""
+    if harness.full < 2:
+        pytest.skip("this machine has one CPU")
+    allocation = Allocation(harness.backend.offers()[0], nodes=2)
+    _, handle = started(harness, allocation=allocation)
+
+    harness.end(handle, 0)
+
+    status = eventually(harness.backend, handle, lambda status: status.is_over)
+    assert [(n.node, n.state, n.exit_code) for n in status.nodes] == [(0, "ended", 0), (1, "ended", 0)]
+    assert [interval.node for interval in harness.backend.usage(handle)] == [0, 1]
+
+
+def test_an_unknown_handle_is_an_error_not_a_death(harness):
+    """What was never started here cannot be told dead."""
+    stranger = Handle(harness.backend.name, "stranger", {})
+
+    with pytest.raises(EnvScalerError):
+        harness.backend.observe(stranger)
