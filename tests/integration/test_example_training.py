@@ -154,6 +154,8 @@ def test_two_processes_train_the_model_of_one(data, whole, tmp_path):
     """The shards of a batch are summed in one order, however many processes compute them."""
     _finish(_run("train.py", "--data", data, "--output", tmp_path, "--processes=2", *SIZES))
 
+    with np.load(tmp_path / "model.npz") as two, np.load(whole / "model.npz") as one:
+        assert np.array_equal(two["vector"], one["vector"])  # to the bit
     _assert_same(tmp_path, whole)
 
 
