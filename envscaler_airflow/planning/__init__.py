@@ -11,7 +11,7 @@ from envscaler_airflow.planning.objective import (
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, measure, merged
 from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, Work, plan
-from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits
+from envscaler_airflow.planning.requirements import Misfit, Requirements, is_ordered, misfits, requirements_of
 
 __all__ = [
     "STRATEGIES",
@@ -31,10 +31,12 @@ __all__ = [
     "Strategy",
     "Work",
     "estimate",
+    "is_ordered",
     "known_speeds",
     "measure",
     "merged",
     "misfits",
     "plan",
+    "requirements_of",
     "value_of_hour",
 ]

@@ -18,7 +18,7 @@ from envscaler_airflow.planning.objective import (
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.planning.performance import Speed
 from envscaler_airflow.planning.record import Record, check_finite
-from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits
+from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits, node_counts
 
 _UNKNOWN_LAST = float("inf")
 
@@ -143,11 +143,12 @@ class Plan(Record):
 
 
 def plan(
-    requirements: Requirements,
+    requirements: Requirements | Sequence[Requirements],
     offers: Iterable[Offer],
     *,
     goal: Goal | None = None,
     work: Work | None = None,
+    is_ordered: bool = False,
 ) -> Plan:
     """Choose an allocation by expected cost + value_of_hour x expected time.
 
@@ -155,14 +156,38 @@ def plan(
     $/h; without a known price they come last, and never count as free. Candidates whose
     90th percentile breaks deadline or budget come after those that keep them; those whose
     10th percentile breaks it are rejected. Equal ones go by time, then by name.
+
+    Args:
+        requirements: One, or several alternatives: an offer that meets any of them will do.
+        offers: Any order.
+        goal: By default least cost.
+        work: By default unknown.
+        is_ordered: The first alternative that any offer meets is taken, whatever it costs.
     """
     goal, work = goal or Goal(), work or Work()
-    fitting, rejected = _split(requirements, offers)
-    hour = value_of_hour(goal.strategy, fitting, stated_usd=goal.value_of_hour_usd)
+    needs = (requirements,) if isinstance(requirements, Requirements) else tuple(requirements)
+    if not needs:
+        raise ValueError("requirements: none given")
+    if not is_ordered:
+        return _plan(needs, offers, goal, work)
+    offers, first = tuple(offers), None
+    for alternative in needs:
+        got = _plan((alternative,), offers, goal, work)
+        if got.chosen is not None:
+            return got
+        first = first or got
+    return first or Plan(None)
+
+
+def _plan(needs: Sequence[Requirements], offers: Iterable[Offer], goal: Goal, work: Work) -> Plan:
+    fitting, rejected = _split(needs, offers)
+    hour = value_of_hour(
+        goal.strategy, [allocation for allocation, _ in fitting], stated_usd=goal.value_of_hour_usd
+    )
     candidates = []
-    for allocation in fitting:
+    for allocation, need in fitting:
         candidate = _candidate(allocation, work, goal, hour or 0.0)
-        found = _goal_misfits(requirements, candidate, goal)
+        found = _goal_misfits(need, candidate, goal)
         if found:
             rejected.append(Rejected(allocation, found))
         else:
@@ -177,15 +202,29 @@ def plan(
     )
 
 
-def _split(requirements: Requirements, offers: Iterable[Offer]) -> tuple[list[Allocation], list[Rejected]]:
+def _split(
+    needs: Sequence[Requirements], offers: Iterable[Offer]
+) -> tuple[list[tuple[Allocation, Requirements]], list[Rejected]]:
+    """Allocations with the alternative that they meet, and offers with the nearest one that they miss."""
     fitting, rejected = [], []
     for offer in offers:
-        found = misfits(requirements, offer)
-        if found:
-            rejected.append(Rejected(Allocation(offer, requirements.min_nodes), found))
-            continue
-        counts = range(requirements.min_nodes, requirements.max_nodes + 1)
-        fitting += [Allocation(offer, nodes) for nodes in counts]
+        met: dict[int, Requirements] = {}
+        missed = []
+        for need in needs:
+            found = misfits(need, offer)
+            if found:
+                missed.append(Rejected(Allocation(offer, need.min_nodes), found))
+            elif counts := node_counts(need, offer):
+                met |= {nodes: need for nodes in counts if nodes not in met}
+            else:
+                reason = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
+                missed.append(
+                    Rejected(Allocation(offer, need.min_nodes), (Misfit("model_parallel", reason),))
+                )
+        if met:
+            fitting += [(Allocation(offer, nodes), need) for nodes, need in met.items()]
+        else:
+            rejected.append(min(missed, key=lambda item: item.distance))
     return fitting, rejected
 
 

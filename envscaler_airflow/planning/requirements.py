@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
+
+if TYPE_CHECKING:
+    from envscaler_airflow.spec import EnvSpec, Resources
 
 Capacity = Literal["spot", "on-demand", "auto"]
 
@@ -20,12 +23,14 @@ class Requirements(Record):
         memory_gib: Memory per node, GiB, >= 0.
         gpus: GPUs per node; 0: none needed.
         gpu_types: Canonical names that will do; empty: any.
-        gpu_memory_gb: Nominal memory of one GPU, GB, at least; None: any.
+        gpu_memory_gb, gpu_memory_max_gb: Nominal memory of one GPU, GB, at least and at most; None: any.
+        cloud, region, zone, instance_type: Where alone it may run; None: anywhere.
         min_nodes, max_nodes: Nodes that the stage can start on.
         capacity: ``spot``, ``on-demand``, or ``auto`` for both.
         can_checkpoint: False: an interruption loses everything.
         tolerated_loss_h: A stage that cannot checkpoint runs on spot up to so many hours.
             Chosen: half an hour of work is lost without regret.
+        model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups count.
         max_usd_per_hour: Highest price of all nodes together; None: no limit.
     """
 
@@ -34,11 +39,17 @@ class Requirements(Record):
     gpus: int = 0
     gpu_types: tuple[str, ...] = ()
     gpu_memory_gb: float | None = None
+    gpu_memory_max_gb: float | None = None
+    cloud: str | None = None
+    region: str | None = None
+    zone: str | None = None
+    instance_type: str | None = None
     min_nodes: int = 1
     max_nodes: int = 1
     capacity: Capacity = "auto"
     can_checkpoint: bool = True
     tolerated_loss_h: float = 0.5
+    model_parallel: int = 1
     max_usd_per_hour: float | None = None
 
     def __post_init__(self) -> None:
@@ -48,9 +59,12 @@ class Requirements(Record):
             memory_gib=self.memory_gib,
             gpus=self.gpus,
             gpu_memory_gb=self.gpu_memory_gb,
+            gpu_memory_max_gb=self.gpu_memory_max_gb,
             tolerated_loss_h=self.tolerated_loss_h,
             max_usd_per_hour=self.max_usd_per_hour,
         )
+        if self.model_parallel < 1:
+            raise ValueError(f"model_parallel must be >= 1, got {self.model_parallel!r}")
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ValueError(f"nodes must be 1 or more, min to max, got {self.min_nodes}..{self.max_nodes}")
 
@@ -72,7 +86,8 @@ class Misfit(Record):
 
 def misfits(requirements: Requirements, offer: Offer) -> tuple[Misfit, ...]:
     """Needs that one node of *offer* does not meet, in the order in which they exclude; empty: it fits."""
-    found = [
+    found: list[Misfit | None] = [
+        *_place_misfits(requirements, offer),
         _too_little("cpu", requirements.vcpus, offer.vcpus, "vCPUs"),
         _too_little("memory", requirements.memory_gib, offer.memory_gib, "GiB"),
         *_gpu_misfits(requirements, offer),
@@ -80,6 +95,22 @@ def misfits(requirements: Requirements, offer: Offer) -> tuple[Misfit, ...]:
     if requirements.capacity not in ("auto", offer.capacity_type):
         found.append(Misfit("capacity", f"is {offer.capacity_type}, {requirements.capacity} asked"))
     return tuple(item for item in found if item is not None)
+
+
+def node_counts(requirements: Requirements, offer: Offer) -> tuple[int, ...]:
+    """Numbers of nodes of *offer* that hold whole model-parallel groups, within the range; may be empty."""
+    counts = range(requirements.min_nodes, requirements.max_nodes + 1)
+    return tuple(count for count in counts if count * max(1, offer.gpus) % requirements.model_parallel == 0)
+
+
+def _place_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None]:
+    found: list[Misfit | None] = []
+    for need in ("cloud", "region", "zone", "instance_type"):
+        asked, has = getattr(requirements, need), getattr(offer, need)
+        # An offer without a zone can be had in any.
+        if asked is not None and has is not None and asked != has:
+            found.append(Misfit(need, f"{need} is {has or 'none'}, {asked} asked"))
+    return found
 
 
 def _gpu_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None]:
@@ -90,18 +121,64 @@ def _gpu_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None
     if wanted and offer.gpu_name is not None and offer.gpu_name.casefold() not in wanted:
         kinds = " or ".join(requirements.gpu_types)
         found.append(Misfit("gpu.type", f"has {offer.gpu_name}, {kinds} asked"))
-    if requirements.gpu_memory_gb is not None and offer.gpus > 0:
-        if offer.gpu_memory_gb is None:
-            found.append(
-                Misfit("gpu.memory", f"its GPU memory is unknown, {requirements.gpu_memory_gb:g} GB asked")
-            )
-        else:
-            asked, has = requirements.gpu_memory_gb, offer.gpu_memory_gb
-            found.append(_too_little("gpu.memory", asked, has, "GB of GPU memory"))
+    if offer.gpus > 0:
+        found += _gpu_memory_misfits(requirements, offer.gpu_memory_gb)
     return found
+
+
+def _gpu_memory_misfits(requirements: Requirements, has_gb: float | None) -> list[Misfit | None]:
+    least, most = requirements.gpu_memory_gb, requirements.gpu_memory_max_gb
+    if least is None and most is None:
+        return []
+    if has_gb is None:
+        bound = f"{least:g} GB" if least is not None else f"at most {most:g} GB"
+        return [Misfit("gpu.memory", f"its GPU memory is unknown, {bound} asked")]
+    if most is not None and has_gb > most:
+        return [Misfit("gpu.memory", f"has {has_gb:g} GB of GPU memory, at most {most:g} asked")]
+    return [_too_little("gpu.memory", least or 0.0, has_gb, "GB of GPU memory")]
 
 
 def _too_little(need: str, asked: float, has: float, unit: str) -> Misfit | None:
     if has >= asked:
         return None
     return Misfit(need, f"has {has:g} {unit}, {asked:g} asked", 1 - has / asked)
+
+
+def requirements_of(spec: EnvSpec) -> tuple[Requirements, ...]:
+    """Needs of *spec*: one, or one for each alternative of ``any_of`` or ``ordered``.
+
+    With ``cpu_fallback`` the same without a GPU comes last.
+    """
+    found = []
+    for resources in spec.resources.alternatives:
+        found.append(_of_resources(spec, resources))
+        if resources.cpu_fallback and resources.requests.gpu is not None:
+            found.append(replace(found[-1], gpus=0, gpu_types=(), gpu_memory_gb=None, gpu_memory_max_gb=None))
+    return tuple(found)
+
+
+def is_ordered(spec: EnvSpec) -> bool:
+    """True when the first alternative that can be had is taken, whatever it costs."""
+    fallback = any(item.cpu_fallback for item in spec.resources.alternatives)
+    return spec.resources.is_ordered or fallback
+
+
+def _of_resources(spec: EnvSpec, resources: Resources) -> Requirements:
+    asked, gpu = resources.requests, resources.requests.gpu
+    return Requirements(
+        vcpus=asked.cpu_cores or 0.0,
+        memory_gib=asked.memory_gib or 0.0,
+        gpus=asked.gpu_count,
+        gpu_types=() if gpu is None else gpu.type,
+        gpu_memory_gb=None if gpu is None else gpu.memory_gb,
+        gpu_memory_max_gb=None if gpu is None else gpu.memory_max_gb,
+        cloud=resources.cloud,
+        region=resources.region,
+        zone=resources.zone,
+        instance_type=resources.instance_type,
+        min_nodes=spec.num_nodes.min,
+        max_nodes=spec.num_nodes.max,
+        capacity=resources.capacity or spec.capacity,
+        can_checkpoint=spec.checkpoint is not None,
+        model_parallel=1 if spec.distributed is None else spec.distributed.model_parallel,
+    )
