@@ -60,18 +60,18 @@ def _link(mount: Mount, path: Path) -> None:
 
 
 def _bring_output(site: Site, mount: Mount, path: Path) -> None:
-    store = open_store(mount.source, site.layout.store_options)
-    manifest: Manifest = site.patiently(lambda: folders.read_manifest(store, ""), what=mount.name)
+    store, prefix = outputs.open_folder(mount.source, site.layout.store_options)
+    manifest: Manifest = site.patiently(lambda: folders.read_manifest(store, prefix), what=mount.name)
     try:
         if manifest.kind != "file" or not _is_file_path(path, manifest.files[0].path):
             path.mkdir(parents=True, exist_ok=True)
             site.patiently(
-                lambda: folders.fetch(store, "", manifest, path, between=site.wanted), what=mount.name
+                lambda: folders.fetch(store, prefix, manifest, path, between=site.wanted), what=mount.name
             )
             return
         only = manifest.files[0]
         site.patiently(
-            lambda: folders.fetch(store, "", manifest, path.parent, between=site.wanted), what=mount.name
+            lambda: folders.fetch(store, prefix, manifest, path.parent, between=site.wanted), what=mount.name
         )
         if path.name != only.path:
             (path.parent / only.path).replace(path)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Control, Status, parse_checkpoint_name
 
+_OPEN = re.compile(r"\d{6,12}\.open\Z")
 _CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
 
 
@@ -184,13 +185,13 @@ class Exchange:
         except ProtocolError:  # only readable ones are handed over
             return None
 
-    def cooperates(self) -> bool:
-        """True when the training uses ``Session`` and saves by itself."""
+    def saves(self) -> bool:
+        """True when the training saves through ``Session``; one that only reports is snapshotted."""
         try:
             body = self.read_json(self.root / "progress" / "rank-0.json")
         except ProtocolError:
             return False
-        return bool(body and body.get("cooperates"))
+        return bool(body and body.get("saves"))
 
     def chunks(self, folder: str) -> list[tuple[int, Path]]:
         """Closed chunks in ``metrics`` or ``logs``, in order."""
@@ -200,6 +201,13 @@ class Exchange:
             if match and path.is_file() and not path.is_symlink():
                 found.append((int(match[1]), path))
         return sorted(found)
+
+    def close_chunks(self, folder: str) -> None:
+        """Close what a wrapper that was killed left open. Only once it is known to have ended."""
+        suffix = ".log" if folder == "logs" else ".jsonl"
+        for path in list((self.root / folder).iterdir()):
+            if _OPEN.match(path.name) and path.is_file() and path.stat().st_size:
+                path.rename(path.with_suffix(suffix))
 
     def saved(self, who: Who) -> list[str]:
         """Complete local saves of this attempt that are not done yet, by step."""

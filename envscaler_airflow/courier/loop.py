@@ -60,7 +60,7 @@ class Heavy:
             self._checkpoints = Checkpoints(site, self.frozen.keep)
         has_left = self._checkpoints.step()
         if has_left and site.memory.state.is_final_snapshot_done:
-            ended = _ended(site)
+            ended = site.ended()
             # Looked at once more: the last snapshot may have come after the step above.
             if ended is not None and self._checkpoints.step() and self._are_outputs_done(ended):
                 site.memory.update(is_drained=True)
@@ -69,14 +69,6 @@ class Heavy:
         if ended.reason != "succeeded" or self._site.who.node != 0:
             return True
         return self._outputs.step()
-
-
-def _ended(site: Site) -> Ended | None:
-    try:
-        status = site.exchange.wrapper_status()
-    except ProtocolError:
-        return None
-    return status.ended if status else None
 
 
 class Speaker:
@@ -244,7 +236,7 @@ class Courier:
         has_ended = said is not None and said.ended is not None
         if not has_ended:
             self._watch.step()
-        is_empty = self._chunks.step()
+        is_empty = self._chunks.step(has_ended=has_ended)
         state = site.memory.state
         is_over = state.is_drained and is_empty and (has_ended or self._is_abandoned())
         is_said = self._speaker.step(compose(site, said, is_over=is_over))

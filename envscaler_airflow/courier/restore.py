@@ -23,7 +23,8 @@ from envscaler_airflow.protocol import (
     status_name,
 )
 from envscaler_airflow.store import checkpoints, folders
-from envscaler_airflow.store.base import Store, open_store
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.outputs import open_folder
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
 _POLL_S = 1.0
@@ -148,11 +149,11 @@ def _node_0_decided(site: Site) -> Status:
 
 def _fetch_uri(site: Site, uri: str) -> Restored:
     try:
-        store = open_store(uri, site.layout.store_options)
+        store, prefix = open_folder(uri, site.layout.store_options)
     except SpecError as err:
         raise CheckpointError(str(err)) from err
     last = uri.rstrip("/").rpartition("/")[2]
-    return _fetch(site, store, "", uri, folder=last if is_safe_name(last) else "restore-from")
+    return _fetch(site, store, prefix, uri, folder=last if is_safe_name(last) else "restore-from")
 
 
 def _fetch(site: Site, store: Store, prefix: str, source: str, *, folder: str | None = None) -> Restored:
@@ -164,9 +165,9 @@ def _fetch(site: Site, store: Store, prefix: str, source: str, *, folder: str | 
 
 
 def _manifest(store: Store, prefix: str, source: str) -> Manifest:
-    if prefix:
+    if not _is_uri(source):
         return checkpoints.read_checkpoint(store, source)
-    manifest = folders.read_manifest(store, "")
+    manifest = folders.read_manifest(store, prefix)
     if manifest.kind != "checkpoint":
         raise CheckpointError(f"it is a {manifest.kind}, not a checkpoint")
     return manifest

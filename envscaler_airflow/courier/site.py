@@ -11,7 +11,8 @@ from typing import TypeVar
 import tenacity
 
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
-from envscaler_airflow.errors import EnvScalerError, StoreError
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, StoreError
+from envscaler_airflow.protocol import Ended
 from envscaler_airflow.store.base import Store
 
 _T = TypeVar("_T")
@@ -72,6 +73,18 @@ class Site:
     ending: threading.Event = field(default_factory=threading.Event)
     messages: Messages = field(default_factory=Messages)
     patience_s: float = 900.0
+
+    def ended(self) -> Ended | None:
+        """How the command ended, as the wrapper says; None while it runs or when that cannot be read."""
+        try:
+            status = self.exchange.wrapper_status()
+        except ProtocolError:
+            return None  # the main loop says so
+        return status.ended if status else None
+
+    def has_ended(self) -> bool:
+        """True when the wrapper said that the command has ended."""
+        return self.ended() is not None
 
     def between(self) -> None:
         """Run between two files of a transfer.

@@ -85,7 +85,7 @@ class Snapshots:
 
     def _folder(self) -> Path | None:
         path = self._site.layout.checkpoint_path
-        if path is None or self._site.who.node != 0 or self._site.exchange.cooperates():
+        if path is None or self._site.who.node != 0 or self._site.exchange.saves():
             return None
         return Path(path)
 

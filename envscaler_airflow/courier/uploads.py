@@ -22,6 +22,8 @@ from envscaler_airflow.store import checkpoints, folders, outputs
 
 OTHERS_S = 600.0
 """Longest wait for the other nodes' part of a checkpoint. Chosen: a tenth of an hour's work of all nodes."""
+OTHERS_AT_END_S = 120.0
+"""The same once this node's command has ended: the others end soon after, or never speak again. Chosen."""
 _AGENT = "agent.json"
 
 
@@ -33,12 +35,14 @@ class Chunks:
         self._site = site
         self._backoff = Backoff(site.monotonic)
 
-    def step(self) -> bool:
-        """Upload what is closed; True when nothing is left."""
+    def step(self, *, has_ended: bool) -> bool:
+        """Upload what is closed; True when nothing is left. Once it *has_ended*, nobody writes any more."""
         if not self._backoff.is_ready:
             return False
         try:
             for folder in ("logs", "metrics"):
+                if has_ended:
+                    self._site.exchange.close_chunks(folder)
                 for number, path in self._site.exchange.chunks(folder):
                     self._site.store.put_file(self._name(folder, number), path)
                     path.unlink(missing_ok=True)
@@ -141,8 +145,9 @@ class Checkpoints:
         self._completed(name, manifest, mine.upload_s)
 
     def _check_patience(self, name: str, mine: _Uploaded, what: str) -> None:
-        if self._site.monotonic() - mine.since >= OTHERS_S:
-            raise CheckpointError(f"{what} did not come within {OTHERS_S:.0f} s")
+        patience = OTHERS_AT_END_S if self._site.has_ended() else OTHERS_S
+        if self._site.monotonic() - mine.since >= patience:
+            raise CheckpointError(f"{what} did not come within {patience:.0f} s")
         self._site.messages.say("checkpoint", f"checkpoint {name} waits for {what}")
 
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:

@@ -88,7 +88,7 @@ class OwnerWatch:
         ask = Control(
             sequence=control.sequence + 1,
             action="leave",
-            align="now",
+            align="step",
             align_timeout_s=LEAVE_S,
             grace_s=control.grace_s,
             reason=reason,

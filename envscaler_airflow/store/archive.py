@@ -196,7 +196,9 @@ def _is_ignored(path: Path, rules: Rules, *, is_folder: bool) -> bool:
 
 def _below(here: Path, prefix: str, rules: Rules, root: Path) -> Iterator[_Entry]:
     rules = (*rules, *_rules_of(here))
-    for entry in os.scandir(here):
+    with os.scandir(here) as found:
+        entries = list(found)
+    for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
         path = Path(entry.path)
         if entry.name in ALWAYS_LEFT_OUT or _is_ignored(path, rules, is_folder=is_folder):
@@ -326,17 +328,20 @@ def _make_links(links: dict[str, str], target: Path, where: str) -> None:
         for name, link in links.items():
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not _lands_inside(path.parent, target):
-                raise CheckpointError(f"{where}: the link {name!r:.200} leads outside")
+            _check_inside(path.parent, target, name)
             path.symlink_to(link)
             made.append(path)
         for path in made:  # a chain of links can lead outside although each of them looks harmless
-            if not _lands_inside(path, target):
-                raise CheckpointError(f"{where}: the link {path.name!r:.200} leads outside")
+            _check_inside(path, target, path.name)
     except (CheckpointError, OSError) as err:
         for path in made:
             path.unlink()
         raise CheckpointError(f"{where}: {err}") from err
+
+
+def _check_inside(path: Path, root: Path, name: str) -> None:
+    if not _lands_inside(path, root):
+        raise CheckpointError(f"the link {name!r:.200} leads outside")
 
 
 def _lands_inside(link: Path, root: Path) -> bool:

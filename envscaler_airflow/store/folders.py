@@ -134,7 +134,10 @@ def upload(
     for item in files:
         between()
         digest = sha256_of(item.source)
-        store.put_file(join(prefix, stored_path(item.path)), item.source)
+        try:
+            store.put_file(join(prefix, stored_path(item.path)), item.source)
+        except ProtocolError as err:
+            raise CheckpointError(f"{prefix}: {item.path}: {err}") from err
         after = item.source.stat()
         if (after.st_size, after.st_mtime_ns) != (item.size, item.mtime_ns):
             raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")

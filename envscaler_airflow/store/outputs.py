@@ -17,7 +17,8 @@ from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store, open_store
 from envscaler_airflow.store.names import MANIFEST
 
-_OUTPUT_URI = re.compile(r".*/outputs/g\d{1,9}/[^/]+/?\Z")
+_OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}/[^/]+)/?\Z")
+_CHECKPOINT_URI = re.compile(r"(.+)/(checkpoints/[^/]+)/?\Z")
 
 
 def output_prefix(generation: int, name: str) -> str:
@@ -34,6 +35,19 @@ def output_prefix(generation: int, name: str) -> str:
 def is_output_uri(uri: str) -> bool:
     """True for the URI of a run's output, which counts only with its manifest."""
     return bool(_OUTPUT_URI.match(uri))
+
+
+def open_folder(uri: str, options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+    """The store of the run that *uri* names an output or checkpoint of, and the folder's prefix in it.
+
+    Any other URI is a store of its own, with the prefix ``""``. So an output that was never written is
+    absent, and not a store that cannot be read.
+
+    Raises:
+        SpecError: No such store can be opened.
+    """
+    match = _OUTPUT_URI.match(uri) or _CHECKPOINT_URI.match(uri)
+    return (open_store(match[1], options), match[2]) if match else (open_store(uri, options), "")
 
 
 def put_output(
@@ -79,7 +93,7 @@ def read_output(uri: str, *, options: Mapping[str, Any] | None = None) -> Manife
         CheckpointError: Absent (the stage that writes it did not finish) or torn.
         StoreError: Cannot be told.
     """
-    return folders.read_manifest(open_store(uri, options), "")
+    return folders.read_manifest(*open_folder(uri, options))
 
 
 def fetch_output(
@@ -97,8 +111,8 @@ def fetch_output(
         CheckpointError: Absent, torn, truncated, or of another hash.
         StoreError: Cannot be told; the call can be repeated.
     """
-    store = open_store(uri, options)
-    manifest = folders.read_manifest(store, "")
+    store, prefix = open_folder(uri, options)
+    manifest = folders.read_manifest(store, prefix)
     target.mkdir(parents=True, exist_ok=True)
-    folders.fetch(store, "", manifest, target, between=between)
+    folders.fetch(store, prefix, manifest, target, between=between)
     return manifest

@@ -1,0 +1,281 @@
+"""Which checkpoints count, which one is resumed from, and which may go."""
+
+import itertools
+
+import pytest
+
+from envscaler_airflow.errors import CheckpointError, StoreError
+from envscaler_airflow.protocol import Control, Manifest, control_name
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.base import for_run
+from envscaler_airflow.store.checkpoints import (
+    candidates,
+    complete_checkpoints,
+    is_superseded,
+    newest_good,
+    prune,
+    read_checkpoint,
+    resume_order,
+)
+from envscaler_airflow.store.file import FileStore
+
+A1, A2, A3 = "g1-step-00000100-a1", "g1-step-00000200-a1", "g1-step-00000300-a1"
+SECOND = "g1-step-00000250-a2"
+BYTES = b"0123456789"
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The store of one run."""
+    (tmp_path / "store").mkdir()
+    return for_run(FileStore(tmp_path / "store"), "d/run")
+
+
+@pytest.fixture
+def save(store, tmp_path):
+    """Put a checkpoint of two files, by default complete."""
+    count = itertools.count()
+
+    def put(name, *, complete=True):
+        folder = tmp_path / f"save-{next(count)}"
+        (folder / "sub").mkdir(parents=True)
+        (folder / "model.bin").write_bytes(BYTES)
+        (folder / "sub/rng.bin").write_bytes(name.encode())
+        generation, _, step, attempt = name.split("-")
+        files = folders.upload(store, f"checkpoints/{name}", folders.walk(folder))
+        if complete:
+            manifest = Manifest(
+                files=files, step=int(step), generation=int(generation[1:]), attempt=int(attempt[1:])
+            )
+            folders.write_manifest(store, f"checkpoints/{name}", manifest)
+        return name
+
+    return put
+
+
+def file_of(tmp_path, name, path="model.bin"):
+    """Where the store keeps a file of a checkpoint."""
+    return tmp_path / "store/d/run/checkpoints" / name / path
+
+
+def flip(path):
+    """Change one bit, as a bad disk does."""
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "bit-flipped": flip,
+}
+
+
+def test_own_ones_come_first_then_the_candidates_in_their_order():
+    """Attempt 2 prefers what it saved itself; the owner's order is kept; other generations are out."""
+    got = resume_order(
+        [A1, SECOND, "g1-step-00000260-a2", "g2-step-00000900-a2"],
+        generation=1,
+        attempt=2,
+        candidates=[A2, A1, "g2-step-00000900-a1", "g1-step-00000999-a3"],
+    )
+
+    assert got == ("g1-step-00000260-a2", SECOND, A2, A1)
+
+
+def test_what_a_zombie_saves_later_is_never_chosen(store, save):
+    """Attempt 4 began with step 200; what attempt 3 completes after that is void, whatever its step."""
+    known = save("g1-step-00000200-a3")
+    save("g1-step-00000999-a3")
+
+    good, rejected = newest_good(store, generation=1, attempt=4, candidates=[known])
+
+    assert (good, rejected) == (known, ())
+
+
+def test_candidates_of_a_new_attempt_leave_a_zombie_out(store, save):
+    """Attempt 5 gets what attempt 4 saved and what attempt 4 was given, not what attempt 3 added since."""
+    given, own = save("g1-step-00000200-a3"), save("g1-step-00000300-a4")
+    save("g1-step-00000999-a3")
+    root = FileStore(store._store.root)
+
+    got = candidates(root, "d/run", 1, last_attempt=4, before=(given, "g1-step-00000100-a1"))
+
+    assert got == (own, given)
+
+
+def test_complete_ones_are_listed_newest_attempt_first(store, save):
+    """A later attempt at a smaller step is the truth: it found the newer ones torn."""
+    for name in (A1, A3, SECOND, "g2-step-00000001-a1"):
+        save(name)
+    save("g1-step-00000400-a2", complete=False)
+    store.write("checkpoints/notes/manifest.json", b"{}")
+
+    assert complete_checkpoints(store, 1) == (SECOND, A3, A1)
+
+
+@pytest.mark.parametrize("path", ["model.bin", "sub/rng.bin"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_one_is_found_and_the_one_before_is_used(store, save, tmp_path, damage, path):
+    """Missing, truncated, empty or bit-flipped: named, with the file, and step 100 is resumed from."""
+    save(A1)
+    save(A2)
+    DAMAGE[damage](file_of(tmp_path, A2, path))
+
+    good, rejected = newest_good(store, generation=1, attempt=2, candidates=[A2, A1])
+
+    assert good == A1
+    assert len(rejected) == 1
+    assert rejected[0].startswith(f"{A2}: ")
+    assert path in rejected[0]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"schema":"9.0"}',
+        b'{"schema":"1.0","files":[{"path":"../x"}]}',
+        b"\xff",
+        b"x" * (2 << 20),
+    ],
+)
+def test_a_torn_manifest_is_found(store, save, tmp_path, manifest):
+    """However it is torn, it is a CheckpointError and not a crash."""
+    save(A1)
+    file_of(tmp_path, A1, "manifest.json").write_bytes(manifest)
+
+    with pytest.raises(CheckpointError):
+        read_checkpoint(store, A1)
+
+
+def test_a_manifest_of_another_attempt_is_refused(store, save, tmp_path):
+    """A folder that was copied to another name is not that checkpoint."""
+    save(A1)
+    save(SECOND)
+    file_of(tmp_path, SECOND, "manifest.json").write_bytes(
+        file_of(tmp_path, A1, "manifest.json").read_bytes()
+    )
+
+    with pytest.raises(CheckpointError, match="generation 1, attempt 1"):
+        read_checkpoint(store, SECOND)
+
+
+def test_a_store_that_does_not_answer_rejects_nothing(store, save, monkeypatch):
+    """Unknown is never bad: the caller hears a StoreError and tries again."""
+    save(A1)
+
+    def down(*_):
+        raise StoreError("down")
+
+    monkeypatch.setattr(store._store, "size", down)
+    with pytest.raises(StoreError):
+        newest_good(store, generation=1, attempt=2, candidates=[A1])
+
+
+def pruned(store, **changes):
+    """Prune as attempt 1 that keeps two."""
+    options = {"generation": 1, "attempt": 1, "candidates": (), "keep": 2} | changes
+    return prune(store, **options)
+
+
+def test_the_newest_are_kept_by_count(store, save):
+    """Two of three stay."""
+    for name in (A1, A2, A3):
+        save(name)
+
+    assert pruned(store) == (A1,)
+    assert complete_checkpoints(store, 1) == (A3, A2)
+    assert store.names(f"checkpoints/{A1}") == []
+
+
+def test_a_damaged_one_does_not_count(store, save, tmp_path):
+    """With the newest truncated, the two before it stay: the last good one is never deleted."""
+    for name in (A1, A2, A3):
+        save(name)
+    file_of(tmp_path, A3).write_bytes(b"")
+
+    assert pruned(store) == ()
+    assert pruned(store, keep=1) == (A1,)
+    assert complete_checkpoints(store, 1) == (A3, A2)
+
+
+def test_one_that_was_rejected_at_the_restore_does_not_count(store, save):
+    """Its sizes look right, its bytes were found wrong."""
+    for name in (A1, A2, A3):
+        save(name)
+
+    assert pruned(store, attempt=2, candidates=(A3, A2, A1), rejected=[A3], keep=1) == (A1,)
+
+
+def test_keep_of_nothing_keeps_the_last_good_one(store, save):
+    """Never the last good one, whatever the number says."""
+    save(A1)
+    save(A2)
+
+    assert pruned(store, keep=0) == (A1,)
+
+
+def test_one_that_is_being_written_stays(store, save):
+    """No manifest yet, and of this attempt: somebody is at it, at whatever step."""
+    save("g1-step-00000050-a1", complete=False)
+    for name in (A1, A2, A3):
+        save(name)
+
+    assert pruned(store) == (A1,)
+    assert store.names("checkpoints/g1-step-00000050-a1")
+
+
+def test_what_an_older_attempt_left_half_done_goes_when_it_is_old(store, save):
+    """It can never be chosen; at a step above the kept ones it stays for people to look at."""
+    save("g1-step-00000050-a1", complete=False)
+    save("g1-step-00000999-a1", complete=False)
+    save(SECOND)
+    save("g1-step-00000260-a2")
+
+    assert pruned(store, attempt=2) == ("g1-step-00000050-a1",)
+
+
+def test_a_zombies_checkpoints_do_not_push_out_good_ones(store, save):
+    """Attempt 1 lives on beside attempt 2 and saves at higher steps; attempt 2 counts what it may use."""
+    for name in (A1, A2):
+        save(name)
+    for step in (500, 600, 700):
+        save(f"g1-step-{step:08d}-a1")
+    save(SECOND)
+
+    assert pruned(store, attempt=2, candidates=(A2, A1)) == (A1,)
+    assert A2 in complete_checkpoints(store, 1)
+
+
+def test_a_zombie_deletes_nothing(store, save):
+    """From attempt 2's control on, attempt 1 may not delete what attempt 2 resumed from."""
+    for name in (A1, A2, A3):
+        save(name)
+    store.write(control_name(1, 2), Control().to_json())
+
+    assert pruned(store) == ()
+    assert is_superseded(store, 1, 1)
+    assert not is_superseded(store, 1, 2)
+
+
+def test_a_new_generation_supersedes_too(store):
+    """Whatever the number of its attempt."""
+    store.write(control_name(2, 1), Control().to_json())
+
+    assert is_superseded(store, 1, 7)
+
+
+def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch):
+    """The courier dies right after the first delete: the manifest is what went first."""
+    for name in (A1, A2, A3):
+        save(name)
+    monkeypatch.setattr(store._store, "delete_tree", lambda _: (_ for _ in ()).throw(StoreError("down")))
+
+    with pytest.raises(StoreError):
+        pruned(store)
+    assert complete_checkpoints(store, 1) == (A3, A2)

@@ -1,0 +1,196 @@
+"""Outputs: a folder or a file with its manifest last, and what a reader finds."""
+
+import os
+
+import pytest
+
+from envscaler_airflow.errors import CheckpointError, StoreError
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.base import for_run
+from envscaler_airflow.store.file import FileStore
+from envscaler_airflow.store.folders import stored_path, walk
+from envscaler_airflow.store.outputs import fetch_output, is_output_uri, open_folder, put_output, read_output
+
+WHO = {"generation": 1, "attempt": 2}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The store of one run."""
+    (tmp_path / "store/d/run").mkdir(parents=True)
+    return for_run(FileStore(tmp_path / "store"), "d/run")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder to hand over, with a name of ours in it."""
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "weights.bin").write_bytes(b"123")
+    (folder / "manifest.json").write_text('{"the training": "has one too"}')
+    (folder / "sub/manifest.json").write_text("{}")
+    return folder
+
+
+def tree(folder):
+    """All files below *folder*."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_handed_over_by_its_uri(store, model, tmp_path):
+    """What arrives is what was there, also a file of the training's own called manifest.json."""
+    uri = put_output(store, "model", model, **WHO)
+
+    manifest = fetch_output(uri, tmp_path / "in")
+
+    assert uri == f"file://{tmp_path}/store/d/run/outputs/g1/model"
+    assert is_output_uri(uri)
+    assert tree(tmp_path / "in") == tree(model)
+    assert (manifest.kind, manifest.generation, manifest.attempt) == ("directory", 1, 2)
+
+
+def test_a_file_is_handed_over_under_its_name(store, tmp_path):
+    """An output that is one file arrives as that file."""
+    (tmp_path / "pred.csv").write_text("a,b")
+
+    uri = put_output(store, "predictions", tmp_path / "pred.csv", **WHO)
+
+    assert fetch_output(uri, tmp_path / "in").kind == "file"
+    assert tree(tmp_path / "in") == {"pred.csv": b"a,b"}
+
+
+def test_what_does_not_exist_is_named(store, tmp_path):
+    """The command must write it; the message says which and where."""
+    with pytest.raises(CheckpointError, match=r"output 'model': .*/nothing does not exist"):
+        put_output(store, "model", tmp_path / "nothing", **WHO)
+
+
+def test_an_empty_folder_is_an_output(store, tmp_path):
+    """It exists; that it holds nothing is the stage's business."""
+    (tmp_path / "empty").mkdir()
+
+    uri = put_output(store, "empty", tmp_path / "empty", **WHO)
+
+    assert read_output(uri).files == ()
+
+
+def test_an_output_that_was_never_written_is_absent(store):
+    """The run is there, its output is not: that is known, and nobody waits for a store."""
+    with pytest.raises(CheckpointError, match="never completed"):
+        read_output(store.uri("outputs/g1/model"))
+
+
+def test_without_its_manifest_it_does_not_count(store, model, monkeypatch):
+    """The courier dies before the manifest: whoever reads is told that it was never completed."""
+    monkeypatch.setattr(folders, "write_manifest", lambda *_, **__: (_ for _ in ()).throw(StoreError("down")))
+    with pytest.raises(StoreError):
+        put_output(store, "model", model, **WHO)
+
+    with pytest.raises(CheckpointError, match="never completed"):
+        read_output(store.uri("outputs/g1/model"))
+
+
+def test_a_later_attempts_upload_never_mixes_with_the_old_one(store, model, monkeypatch):
+    """While attempt 2 uploads over attempt 1's output, there is none."""
+    put_output(store, "model", model, generation=1, attempt=1)
+    (model / "weights.bin").write_bytes(b"456")
+
+    def down(*_):
+        raise StoreError("down")
+
+    monkeypatch.setattr(store._store, "put_file", down)
+    with pytest.raises(StoreError):
+        put_output(store, "model", model, **WHO)
+
+    with pytest.raises(CheckpointError, match="never completed"):
+        read_output(store.uri("outputs/g1/model"))
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "manifest.json.file", "sub/manifest.json"])
+def test_damage_is_found_at_the_fetch(store, model, tmp_path, name):
+    """Every file is checked, whatever its name."""
+    uri = put_output(store, "model", model, **WHO)
+    path = tmp_path / "store/d/run/outputs/g1/model" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"~")
+
+    with pytest.raises(CheckpointError, match="another sha256"):
+        fetch_output(uri, tmp_path / "in")
+
+
+def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path):
+    """Files that arrived are not fetched again; one that is wrong is."""
+    uri = put_output(store, "model", model, **WHO)
+    seen = []
+
+    def cut():
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch_output(uri, tmp_path / "in", between=cut)
+    (tmp_path / "in/manifest.json").write_text("torn")
+    got = []
+    reader, prefix = open_folder(uri)
+    reader.get_file = lambda name, path, get=reader.get_file: (got.append(name), get(name, path))
+
+    folders.fetch(reader, prefix, read_output(uri), tmp_path / "in")
+
+    assert [name.rpartition("/")[2] for name in got] == ["manifest.json.file", "weights.bin"]
+    assert tree(tmp_path / "in") == tree(model)
+
+
+@pytest.mark.parametrize(
+    ("path", "stored"),
+    [
+        ("model.bin", "model.bin"),
+        ("manifest.json", "manifest.json.file"),
+        ("manifest.json.node-1", "manifest.json.node-1.file"),
+        ("manifest.json.file", "manifest.json.file.file"),
+        ("manifest.json/x", "manifest.json.file/x"),
+        ("sub/manifest.json", "sub/manifest.json"),
+    ],
+)
+def test_names_of_ours_are_kept_apart(path, stored):
+    """No file of the training can take the place of a manifest or of a node's list."""
+    assert stored_path(path) == stored
+
+
+def test_links_inside_are_followed_and_loops_end(tmp_path):
+    """``latest -> step-2`` is kept as a copy; a link to a folder above is left out."""
+    folder = tmp_path / "out"
+    (folder / "step-2").mkdir(parents=True)
+    (folder / "step-2/a").write_text("x")
+    (folder / "latest").symlink_to("step-2")
+    (folder / "step-2/up").symlink_to("..")
+    (folder / "dangling").symlink_to("nothing")
+    os.mkfifo(folder / "pipe")
+
+    assert [item.path for item in walk(folder)] == ["latest/a", "step-2/a"]
+
+
+def test_a_link_that_leads_outside_is_refused(store, model, tmp_path):
+    """The courier may read what the training may not: it follows no link out of the folder."""
+    (tmp_path / "secret").write_text("token")
+    (model / "stolen").symlink_to("../secret")
+
+    with pytest.raises(CheckpointError, match=r"the link leads to .*/secret, outside"):
+        put_output(store, "model", model, **WHO)
+
+
+def test_a_file_that_grows_meanwhile_is_refused(store, model):
+    """Its hash would be of something that never was."""
+
+    def grow():
+        with (model / "weights.bin").open("ab") as file:
+            file.write(b"4")
+
+    with pytest.raises(CheckpointError, match=r"weights.bin changed while it was uploaded"):
+        put_output(store, "model", model, **WHO, between=grow)
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", "x" * 200])
+def test_a_name_that_is_no_folder_name_is_refused(store, model, name):
+    """Output names become folders of the store."""
+    with pytest.raises(CheckpointError, match=r"use letters, digits"):
+        put_output(store, name, model, **WHO)
