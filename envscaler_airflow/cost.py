@@ -243,12 +243,7 @@ def spent_usd(uses: Iterable[Use], *, now: float) -> float | None:
 
 def _line(use: Use, now: float) -> Line:
     node_hours, price = _node_hours(use, now), use.allocation.offer.usd_per_hour
-    steps = _difference(use.last_step, use.first_step)
-    # What a running attempt has done counts until something is lost.
-    kept = use.last_step if use.kept_step is None and not use.why_ended else use.kept_step
-    lost_steps = None if steps is None else _difference(use.last_step, kept)
-    if steps is not None and lost_steps is not None:
-        lost_steps = min(lost_steps, steps)
+    steps, lost_steps = _steps(use)
     hours = _split_hours(use, node_hours, steps, lost_steps)
     return Line(
         use=use,
@@ -261,6 +256,16 @@ def _line(use: Use, now: float) -> Line:
         hours=hours,
         usd_split=_priced(hours, price),
     )
+
+
+def _steps(use: Use) -> tuple[int | None, int | None]:
+    """Steps done, and of these lost. What a running attempt has done counts until something is lost."""
+    if use.held == ():
+        return 0, 0
+    steps = _difference(use.last_step, use.first_step)
+    kept = use.last_step if use.kept_step is None and not use.why_ended else use.kept_step
+    lost = _difference(use.last_step, kept)
+    return steps, None if steps is None or lost is None else min(lost, steps)
 
 
 def _node_hours(use: Use, now: float) -> float | None:
