@@ -11,4 +11,4 @@ class EnvScalerPlugin(AirflowPlugin):
     """Adds the run store's link to stages."""
 
     name = "envscaler"
-    operator_extra_links = (RunStoreLink(),)
+    operator_extra_links = [RunStoreLink()]  # noqa: RUF012  (Airflow's base declares it so)

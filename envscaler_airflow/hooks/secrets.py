@@ -1,0 +1,88 @@
+"""Turn a reference to a secret into its value, in the process that needs it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from airflow.sdk import BaseHook, Variable
+from airflow.sdk.exceptions import AirflowNotFoundException, AirflowRuntimeError
+from airflow.sdk.log import mask_secret
+
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec.secrets import Reference, parse_reference
+
+_FIELDS = {"login": "login", "username": "login", "password": "password", "host": "host", "schema": "schema"}
+
+
+def resolve_secret(reference: str) -> str:
+    """Value of ``secret:NAME/key``, ``connection:ID/field``, ``variable:NAME`` or ``env:NAME``.
+
+    ``secret:NAME/key`` is what Kubernetes would mount; where there is no cluster it is the Airflow
+    connection NAME with that field or extra, else key ``key`` of the JSON variable NAME. The value is
+    registered with Airflow's masker before it is returned.
+
+    Raises:
+        SpecError: No such reference, or it names nothing that exists; the value is never in the message.
+    """
+    try:
+        parsed = parse_reference(reference)
+    except ValueError as err:
+        raise SpecError(f"{reference.partition(':')[0]}:...: {err}") from err
+    value = _READERS[parsed.kind](parsed)
+    if value is None:
+        raise SpecError(f"{parsed}: {_MISSING[parsed.kind]}")
+    mask_secret(value)
+    return value
+
+
+def _from_env(reference: Reference) -> str | None:
+    return os.environ.get(reference.name)
+
+
+def _from_variable(reference: Reference) -> str | None:
+    return _text(_variable(reference.name))
+
+
+def _from_connection(reference: Reference) -> str | None:
+    try:
+        connection = BaseHook.get_connection(reference.name)
+    except (AirflowNotFoundException, AirflowRuntimeError):
+        return None
+    key = reference.key or "password"
+    if key in _FIELDS:
+        return _text(getattr(connection, _FIELDS[key]))
+    return _text(connection.extra_dejson.get(key))
+
+
+def _from_secret(reference: Reference) -> str | None:
+    found = _from_connection(reference)
+    if found is not None:
+        return found
+    value = _variable(reference.name, as_json=True)
+    return _text(value.get(reference.key)) if isinstance(value, dict) else None
+
+
+def _variable(name: str, *, as_json: bool = False) -> Any:
+    try:
+        return Variable.get(name, default=None, deserialize_json=as_json)
+    except (ValueError, AirflowRuntimeError):
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None or value == "" else str(value)
+
+
+_READERS = {
+    "env": _from_env,
+    "variable": _from_variable,
+    "connection": _from_connection,
+    "secret": _from_secret,
+}
+_MISSING = {
+    "env": "the worker has no such environment variable",
+    "variable": "Airflow has no such variable, or it is empty",
+    "connection": "Airflow has no such connection, or that field of it is empty",
+    "secret": "neither a connection of that name has such a field, nor a JSON variable such a key",
+}

@@ -1,0 +1,80 @@
+"""What a task asks for, from its rendered arguments and its DAG run's params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.hooks.secrets import resolve_secret
+from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.operators.params import RESTART
+from envscaler_airflow.operators.stage import seconds_left, spec_path
+from envscaler_airflow.spec import load_spec, spec_params
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from envscaler_airflow.operators.stage import EnvStageOperator
+
+
+def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) -> Stage:
+    """The stage as it is asked for now; without a spec in a resumed slice, which goes by the frozen one.
+
+    Parameters come from the spec's defaults, then from DAG params of the same names (what a person
+    filled into the form), then from the operator's own.
+
+    Raises:
+        SpecError: The spec or an argument is wrong.
+    """
+    parameters = dict(operator.parameters or {})
+    inputs = {name: _uri(name, value) for name, value in (operator.inputs or {}).items()}
+    spec = None
+    if is_entry:
+        path = spec_path(operator.spec, context["dag"].fileloc)
+        parameters = chosen_parameters(spec_params(path), context["params"], parameters)
+        target = operator.target or operator.compute
+        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs)
+    return Stage(
+        spec=spec,
+        spec_source=operator.spec,
+        parameters=parameters,
+        inputs=inputs,
+        strategy=operator.strategy,
+        value_of_hour=_usd("value_of_hour", operator.value_of_hour),
+        deadline_s=seconds_left(operator.deadline),
+        budget_usd=_usd("budget_usd", operator.budget_usd),
+        restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
+        restore_from=operator.restore_from,
+        resolve_secret=resolve_secret,
+        store_options=store_place(operator.store_url, operator.store_conn_id).options,
+    )
+
+
+def chosen_parameters(
+    known: Mapping[str, Any], params: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """DAG params that the spec knows, with the operator's own over them."""
+    form = {name: params[name] for name in known if name in params and params[name] is not None}
+    return {**form, **own}
+
+
+def _uri(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise SpecError(
+            f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[{name!r}]"
+        )
+    return value
+
+
+def _usd(name: str, value: float | str | None) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        usd = float(value)
+    except ValueError as err:
+        raise SpecError(f"{name}: {value!r:.40} is no number of USD") from err
+    if not 0 <= usd < float("inf"):
+        raise SpecError(f"{name}: {usd} must be finite and >= 0")
+    return usd

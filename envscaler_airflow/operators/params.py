@@ -1,0 +1,42 @@
+"""The trigger form of a spec: its parameters as Airflow params."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from airflow.sdk import Param
+
+RESTART = "restart"
+"""DAG param that begins afresh when it is ``fresh``; one form field for all stages of a DAG."""
+
+
+def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
+    """Airflow params for the parameters of the spec at *path*, typed and bounded as the spec says.
+
+    Args:
+        path: Relative to the DAG file that calls this, or absolute.
+        restart: True adds the field ``restart``: ``resume`` (default) or ``fresh``.
+
+    Raises:
+        SpecError: The file is missing or its ``parameters`` are wrong.
+    """
+    from envscaler_airflow.spec import spec_params as schemas_of  # noqa: PLC0415  (DAG files pay on use)
+
+    caller = sys._getframe(1).f_globals.get("__file__")  # noqa: SLF001  (the documented way to a caller)
+    folder = Path(caller).parent if caller else Path.cwd()
+    params = {name: _param(schema) for name, schema in schemas_of(folder / path).items()}
+    if restart:
+        params[RESTART] = Param(
+            "resume",
+            type="string",
+            enum=["resume", "fresh"],
+            description="fresh: begin anew instead of going on from the last good checkpoint",
+        )
+    return params
+
+
+def _param(schema: dict[str, Any]) -> Param:
+    rest = {key: value for key, value in schema.items() if key != "default"}
+    return Param(schema["default"], **rest) if "default" in schema else Param(**rest)

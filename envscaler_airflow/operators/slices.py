@@ -1,0 +1,105 @@
+"""One slice of a task on a worker: the run's store, key, backend and controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.stage import Delivered, Stage, Waiting, Wake
+from envscaler_airflow.errors import StoreError
+from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.store import EventLog, RunKey, Store, check_store
+from envscaler_airflow.triggers.tail import Tail, labelled
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+LOG_BYTES = 1 << 20
+"""Most of the training's output that one slice shows, bytes. Chosen: the last attempt's end in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one slice works with."""
+
+    store: Store
+    key: RunKey
+    backend: Backend
+    actor: Actor
+
+    @classmethod
+    def open(
+        cls, context: Context, *, compute: str, store_url: str | None, store_conn_id: str | None
+    ) -> Slice:
+        """Open the run of the task in *context*.
+
+        Raises:
+            SpecError: No store, no deployment, or no such backend.
+        """
+        place = store_place(store_url, store_conn_id)
+        store = place.open()
+        key = run_key(context, place.deployment(store))
+        ti = context["ti"]
+        actor = Actor(str(ti.id), ti.try_number, ti.max_tries)
+        return cls(store, key, open_backend(compute), actor)
+
+    @property
+    def prefix(self) -> str:
+        """The run's folder in the store."""
+        return self.key.prefix
+
+    @property
+    def run_url(self) -> str:
+        """The same, as people write it."""
+        return self.store.uri(self.prefix)
+
+    def advance(self, stage: Stage, event: Mapping[str, Any] | None) -> Waiting | Delivered:
+        """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
+        controller = self._controller(stage)
+        if event is None:
+            check_store(self.store, self.prefix)
+            return controller.enter()
+        return controller.resume(Wake.from_dict(event))
+
+    def time_out(self, stage: Stage, reason: str) -> None:
+        """Ask the attempt to save and go."""
+        self._controller(stage).time_out(reason)
+
+    def show_log(self, say: Callable[..., object]) -> None:
+        """Show what the newest attempt printed since it was last shown."""
+        try:
+            attempts = EventLog(self.store, self.prefix).load().attempts
+            if not attempts:
+                return
+            newest = attempts[-1]
+            nodes = newest.allocation.nodes
+            tail = Tail(
+                self.store,
+                self.prefix,
+                attempt=(newest.generation, newest.number),
+                nodes=nodes,
+                holder=f"slice of {self.actor.ti_id}",
+                monotonic=time.monotonic,
+            )
+            for shown in tail.read(budget=LOG_BYTES):
+                for line in labelled(shown, nodes=nodes):
+                    say("%s", line)
+        except StoreError as err:
+            say("run=%s its log cannot be read now: %s", self.prefix, err)
+
+    def _controller(self, stage: Stage) -> Controller:
+        return Controller(store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=stage)
+
+
+def run_key(context: Context, deployment: str, *, task_id: str | None = None) -> RunKey:
+    """Key of the run of the task in *context*, or of another task of its DAG run."""
+    ti = context["ti"]
+    map_index = ti.map_index if ti.map_index is not None else -1
+    team = getattr(context["dag_run"], "team_name", None)
+    return RunKey(deployment, ti.dag_id, ti.run_id, task_id or ti.task_id, map_index, team)

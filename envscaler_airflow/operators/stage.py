@@ -1,0 +1,253 @@
+"""The operator that owns a run: every slice of it calls the controller, and nothing else decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+
+from airflow.sdk import BaseOperator
+from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from envscaler_airflow.errors import BudgetError, EnvScalerError, NoOfferError, RunFailedError, SpecError
+from envscaler_airflow.operators.links import RunStoreLink
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
+    from envscaler_airflow.operators.slices import Slice
+
+FAILURES_KEY = "envscaler_trigger_failures"
+"""XCom in which a try counts how often its trigger failed."""
+MAX_TRIGGER_FAILURES = 3
+"""Trigger failures that one try survives. Chosen: a deployment of a broken triggerer is noticed."""
+
+
+class EnvStageOperator(BaseOperator):
+    """Runs one stage from its spec, on the machine that finishes it at the least expected cost.
+
+    The task is deferred while the stage runs. A retry, a worker that dies and a restarted triggerer
+    find the same run again; a clear after success begins a new generation of it.
+
+    Args:
+        spec: Path of the spec, relative to the DAG file.
+        parameters: Values over the spec's defaults and over DAG params of the same names.
+        inputs: Name to URI of what earlier stages made, usually ``other.output["name"]``.
+        compute: Backend: ``local``.
+        target: Variant of the spec; the backend's name if not given.
+        strategy: ``balanced``, ``cost``, ``performance`` or ``deadline``.
+        value_of_hour: USD that an hour of waiting costs; if not given, the strategy's.
+        deadline: ``4h`` from the first start of the generation, or a point in time (ISO 8601 or datetime).
+        budget_usd: Most that one generation may cost, over all its attempts.
+        restart: ``fresh`` begins a generation at each clear instead of going on.
+        restore_from: URI of another run's checkpoint from which a fresh generation begins.
+        store_url: Run store, instead of the connection's or ``[envscaler] store_url``.
+        store_conn_id: Connection of type ``envscaler_store``.
+        poll_interval: Seconds between two looks at the stage while it runs.
+    """
+
+    template_fields: Sequence[str] = (
+        "spec",
+        "parameters",
+        "inputs",
+        "compute",
+        "target",
+        "strategy",
+        "value_of_hour",
+        "deadline",
+        "budget_usd",
+        "restart",
+        "restore_from",
+        "store_url",
+        "store_conn_id",
+    )
+    template_ext: Sequence[str] = ()
+    template_fields_renderers: ClassVar[dict[str, str]] = {"parameters": "json", "inputs": "json"}
+    ui_color = "#e8f3ec"
+    operator_extra_links = (RunStoreLink(),)
+
+    def __init__(  # noqa: PLR0913  (what DAG authors set, each by name)
+        self,
+        *,
+        spec: str,
+        parameters: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        compute: str = "local",
+        target: str | None = None,
+        strategy: str = "balanced",
+        value_of_hour: float | str | None = None,
+        deadline: str | datetime | None = None,
+        budget_usd: float | str | None = None,
+        restart: Literal["resume", "fresh"] = "resume",
+        restore_from: str | None = None,
+        store_url: str | None = None,
+        store_conn_id: str | None = None,
+        poll_interval: float = 5.0,
+        retries: int | None = 3,
+        retry_delay: timedelta | float = timedelta(minutes=1),
+        **kwargs: Any,
+    ) -> None:
+        """Keep the arguments; nothing is read or checked while the DAG file is parsed."""
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        self.spec = spec
+        self.parameters = parameters
+        self.inputs = inputs
+        self.compute = compute
+        self.target = target
+        self.strategy = strategy
+        self.value_of_hour = value_of_hour
+        self.deadline = deadline
+        self.budget_usd = budget_usd
+        self.restart = restart
+        self.restore_from = restore_from
+        self.store_url = store_url
+        self.store_conn_id = store_conn_id
+        self.poll_interval = poll_interval
+
+    run_url: str | None = None
+    """Folder of the run in the store, once a slice has opened it."""
+
+    def execute(self, context: Context) -> Any:
+        """Begin, adopt or deliver the run; defer while it needs nobody."""
+        return self._advance(context, None)
+
+    def resume(self, context: Context, event: Mapping[str, Any] | None = None) -> Any:
+        """Go on after what the trigger saw."""
+        return self._advance(context, dict(event or {"kind": "status"}))
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """Go on after a deferral; a timeout asks the stage to save and go, a failed trigger is replaced."""
+        if next_method != TRIGGER_FAIL_REPR:
+            return super().resume_execution(next_method, next_kwargs, context)
+        kwargs = next_kwargs or {}
+        if kwargs.get("error") == TriggerFailureReason.TRIGGER_TIMEOUT:
+            self._time_out(context)
+        elif self._count_trigger_failure(context) <= MAX_TRIGGER_FAILURES:
+            trace = "".join(kwargs.get("traceback") or ()) or kwargs.get("error")
+            self.log.error("the trigger failed; the stage goes on and is looked at again:\n%s", trace)
+            return self._advance(context, {"kind": "status", "detail": "the trigger failed"})
+        return super().resume_execution(next_method, next_kwargs, context)
+
+    def on_kill(self) -> None:
+        """Stop nothing: a SIGTERM does not say who sent it.
+
+        A worker that shuts down must not end a training that the next try adopts; what a user's
+        kill leaves is ended by the lease.
+        """
+
+    def _advance(self, context: Context, event: dict[str, Any] | None) -> Any:
+        from envscaler_airflow.controller.stage import Waiting  # noqa: PLC0415  (DAG files do without)
+
+        part = self._open(context)
+        self.run_url = part.run_url
+        try:
+            result = part.advance(self._stage(context, is_entry=event is None), event)
+        except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
+            part.show_log(self.log.info)
+            raise AirflowFailException(str(err)) from err
+        except EnvScalerError as err:
+            self._raise(err)
+        part.show_log(self.log.info)
+        if isinstance(result, Waiting):
+            self._defer(context, part, result)
+        return self._deliver(context, result)
+
+    @staticmethod
+    def _raise(err: EnvScalerError) -> NoReturn:
+        from envscaler_airflow.controller.stage import StoppedError, SupersededError  # noqa: PLC0415
+
+        if isinstance(err, StoppedError | SupersededError):
+            raise AirflowFailException(str(err)) from err
+        raise AirflowException(str(err)) from err
+
+    def _open(self, context: Context) -> Slice:
+        from envscaler_airflow.operators.slices import Slice  # noqa: PLC0415  (DAG files do without)
+
+        return Slice.open(
+            context, compute=self.compute, store_url=self.store_url, store_conn_id=self.store_conn_id
+        )
+
+    def _stage(self, context: Context, *, is_entry: bool) -> Stage:
+        from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
+
+        return stage_of(self, context, is_entry=is_entry)
+
+    def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
+        from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
+
+        self.log.info("run=%s waits: %s", part.prefix, waiting.reason)
+        trigger = StageTrigger(
+            prefix=part.prefix,
+            watching=waiting.watching.to_dict(),
+            ti_id=part.actor.ti_id,
+            compute=self.compute,
+            store_url=self.store_url,
+            store_conn_id=self.store_conn_id,
+            poll_s=self.poll_interval,
+        )
+        self.defer(trigger=trigger, method_name="resume", timeout=self._time_left(context))
+
+    def _time_left(self, context: Context) -> timedelta | None:
+        """``execution_timeout`` counts deferred time too; Airflow's own does not."""
+        if self.execution_timeout is None:
+            return None
+        used = datetime.now(UTC) - context["ti"].start_date
+        return max(self.execution_timeout - used, timedelta(seconds=1))
+
+    def _time_out(self, context: Context) -> None:
+        part = self._open(context)
+        self.run_url = part.run_url
+        part.time_out(
+            self._stage(context, is_entry=False),
+            f"the task's execution_timeout of {self.execution_timeout} is over",
+        )
+        part.show_log(self.log.info)
+
+    def _count_trigger_failure(self, context: Context) -> int:
+        ti = context["ti"]
+        count = int(ti.xcom_pull(key=FAILURES_KEY, map_indexes=ti.map_index) or 0) + 1
+        ti.xcom_push(key=FAILURES_KEY, value=count)
+        return count
+
+    def _deliver(self, context: Context, delivered: Delivered) -> dict[str, Any]:
+        if self.do_xcom_push:
+            for name, uri in delivered.outputs.items():
+                context["ti"].xcom_push(key=name, value=uri)
+        return {"outputs": delivered.outputs, "report": delivered.report}
+
+
+def spec_path(spec: str, dag_file: str) -> str:
+    """*spec* as it can be opened: relative to the folder of *dag_file*; a registry reference as it is."""
+    return spec if "://" in spec else str(Path(dag_file).parent / spec)
+
+
+def seconds_left(deadline: str | datetime | None, *, now: float | None = None) -> float | None:
+    """Seconds of a duration such as ``4h``, or until a point in time; None without a deadline.
+
+    Raises:
+        SpecError: Neither a duration nor ISO 8601.
+    """
+    if deadline is None or deadline == "":
+        return None
+    point = deadline if isinstance(deadline, datetime) else _point(deadline)
+    if point is not None:
+        if point.tzinfo is None:
+            point = point.replace(tzinfo=UTC)
+        return point.timestamp() - (time.time() if now is None else now)
+    from envscaler_airflow.spec.quantities import duration_s  # noqa: PLC0415  (DAG files do without)
+
+    try:
+        return duration_s(str(deadline))
+    except ValueError as err:
+        raise SpecError(f"deadline: {deadline!r}: write '4h' or '2026-01-31T18:00:00+00:00'") from err
+
+
+def _point(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None

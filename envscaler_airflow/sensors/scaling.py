@@ -1,0 +1,186 @@
+"""The sensor that has a running stage moved when that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from airflow.sdk import BaseSensorOperator
+from airflow.sdk.exceptions import AirflowException, AirflowSensorTimeout, AirflowSkipException
+
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator, Context
+
+    from envscaler_airflow.hooks.settings import StorePlace
+
+
+class ScalingSensor(BaseSensorOperator):
+    """Checks a stage while it trains, and asks its owner to move it; starts and stops nothing itself.
+
+    It is deferred all the while and needs a worker slot for a moment at each request. It succeeds
+    when the stage has ended, however it ended, with a summary in XCom; it is skipped when the stage
+    never ran. Its own errors are retried, then it is skipped (``soft_fail``).
+
+    Args:
+        stage: Task id of the stage (looked up in the sensor's own TaskGroup first), or its operator.
+        check_interval: Seconds between two checks.
+        compute: Backend of the stage, when it cannot be read off its operator.
+        timeout: Seconds from the first start of this task; by default an hour more than the stage's
+            deadline, else no limit.
+        store_url, store_conn_id: As the stage has them, when they cannot be read off its operator.
+    """
+
+    template_fields: Sequence[str] = ("stage", "store_url", "store_conn_id")
+    ui_color = "#f3efe0"
+
+    def __init__(  # noqa: PLR0913  (what DAG authors set, each by name)
+        self,
+        *,
+        stage: str | BaseOperator,
+        check_interval: float = 30.0,
+        compute: str | None = None,
+        timeout: timedelta | float | None = None,
+        store_url: str | None = None,
+        store_conn_id: str | None = None,
+        soft_fail: bool = True,
+        retries: int | None = 3,
+        retry_delay: timedelta | float = timedelta(minutes=1),
+        **kwargs: Any,
+    ) -> None:
+        """Keep the arguments; nothing is looked at while the DAG file is parsed."""
+        super().__init__(soft_fail=soft_fail, retries=retries, retry_delay=retry_delay, **kwargs)
+        self.stage = stage if isinstance(stage, str) else stage.task_id
+        self.check_interval = check_interval
+        self.compute = compute
+        self.store_url = store_url
+        self.store_conn_id = store_conn_id
+        self.gives_up_after_s = None if timeout is None else self._coerce_timeout(timeout).total_seconds()
+
+    def execute(self, context: Context) -> Any:
+        """Defer until the stage should move or has ended."""
+        return self._guarded(context, None)
+
+    def resume(self, context: Context, event: Mapping[str, Any]) -> Any:
+        """Ask for the move, or finish."""
+        return self._guarded(context, event)
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """Airflow's, save that errors of our own are retried before ``soft_fail`` skips the task."""
+        soft_fail = self.soft_fail
+        self.soft_fail = soft_fail and _is_last_try(context)
+        try:
+            return super().resume_execution(next_method, next_kwargs, context)
+        except AirflowSensorTimeout as err:
+            if not soft_fail:
+                raise
+            raise AirflowSkipException(str(err)) from err
+        finally:
+            self.soft_fail = soft_fail
+
+    def _guarded(self, context: Context, event: Mapping[str, Any] | None) -> Any:
+        try:
+            return self._go_on(context, event)
+        except EnvScalerError as err:
+            if self.soft_fail and _is_last_try(context):
+                self.log.exception("the last try failed; the stage goes on without scaling")
+                raise AirflowSkipException(str(err)) from err
+            raise AirflowException(str(err)) from err
+
+    def _go_on(self, context: Context, event: Mapping[str, Any] | None) -> Any:
+        if event is not None:
+            kind = event["kind"]
+            if kind == "ended":
+                return {"stage": self.stage, "runs": event["runs"]}
+            if kind == "absent":
+                raise AirflowSkipException(f"stage {self.stage} never ran: {', '.join(event['states'])}")
+            if kind == "timeout":
+                raise AirflowSensorTimeout(str(event["reason"]))
+            if kind != "move":
+                raise ProtocolError(f"event {kind!r} is not known to this version")
+            self._ask(event)
+        return self._defer(context, event.get("until") if event else None)
+
+    def _task(self) -> Any:
+        """The stage's operator: of the sensor's own TaskGroup first."""
+        dag, group = self.dag, self.task_group
+        own = group.child_id(self.stage) if group is not None else self.stage  # type: ignore[no-untyped-call]
+        for name in (own, self.stage):
+            if name in dag.task_dict:
+                return dag.task_dict[name]
+        raise SpecError(
+            f"stage {self.stage!r} is no task of DAG {dag.dag_id}: {', '.join(sorted(dag.task_dict))}"
+        )
+
+    def _map_index(self, context: Context, task: Any) -> int | None:
+        """-1 for a stage that is not mapped; this task's own index when it is mapped alike; None for all."""
+        if not task.is_mapped and next(iter(task.iter_mapped_task_groups()), None) is None:
+            return -1
+        index = context["ti"].map_index
+        return index if index is not None and index >= 0 else None
+
+    def _place(self) -> StorePlace:
+        from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (DAG files do without)
+
+        task = self._task()
+        return store_place(
+            self.store_url or getattr(task, "store_url", None),
+            self.store_conn_id or getattr(task, "store_conn_id", None),
+        )
+
+    def _ask(self, event: Mapping[str, Any]) -> None:
+        """Append the request, unless one is under way or the attempt has changed since."""
+        from envscaler_airflow.controller.request import request_move  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.planning import Allocation  # noqa: PLC0415
+        from envscaler_airflow.store import EventLog  # noqa: PLC0415
+
+        store = self._place().open()
+        state = EventLog(store, event["prefix"]).load()
+        live = state.live
+        generation, attempt = event["from_attempt"]
+        if live is None or live.phase != "started" or (live.generation, live.number) != (generation, attempt):
+            self.log.info("not asked: attempt %s.%s is not running any more", generation, attempt)
+        elif state.pending:
+            self.log.info("not asked: request %d has no answer yet", state.pending[0].number)
+        else:
+            target = Allocation.from_dict(event["target"])
+            request = request_move(
+                store,
+                event["prefix"],
+                target=target,
+                from_attempt=(generation, attempt),
+                because={name: event[name] for name in ("reason", "numbers", "check")},
+            )
+            self.log.info("asked for a move (event %d): %s", request.number, event["reason"])
+
+    def _defer(self, context: Context, until: float | None = None) -> NoReturn:
+        from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415
+
+        ti, place, task = context["ti"], self._place(), self._task()
+        store = place.open()
+        key = run_key(context, place.deployment(store), task_id=task.task_id)
+        if until is None and self.gives_up_after_s is not None:
+            until = ti.start_date.timestamp() + self.gives_up_after_s
+        trigger = ScalingTrigger(
+            folder=key.prefix.rsplit("/", 1)[0],
+            dag_id=ti.dag_id,
+            run_id=ti.run_id,
+            task_id=task.task_id,
+            map_index=self._map_index(context, task),
+            compute=self.compute or getattr(task, "compute", None) or "local",
+            check_s=self.check_interval,
+            until=until,
+            writer=f"{self.task_id}-{ti.map_index}-{ti.try_number}".replace("/", "_"),
+            store_url=self.store_url or getattr(task, "store_url", None),
+            store_conn_id=self.store_conn_id or getattr(task, "store_conn_id", None),
+        )
+        self.log.info("stage=%s is checked every %g s", task.task_id, self.check_interval)
+        self.defer(trigger=trigger, method_name="resume")
+
+
+def _is_last_try(context: Context) -> bool:
+    ti = context["ti"]
+    return bool(ti.try_number > ti.max_tries)

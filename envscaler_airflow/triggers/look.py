@@ -1,0 +1,104 @@
+"""What StageTrigger does in threads: look at the run, renew its lease, read its log.
+
+Apart from the trigger itself, so that loading that into the triggerer's event loop stays cheap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from envscaler_airflow.controller.request import kill_quietly
+from envscaler_airflow.controller.stage import Wake, Watching
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.store import Store
+from envscaler_airflow.store.events import event_name
+from envscaler_airflow.triggers.tail import Tail, labelled
+
+LOG_BYTES_PER_LOOK = 64 << 10
+"""Most of the training's output shown at each look, bytes. Chosen: 45 MB of task log an hour at most."""
+
+
+class Look:
+    """Looks at one run on behalf of a trigger."""
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        watching: Watching,
+        *,
+        compute: str,
+        holder: str,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin at *watching*.
+
+        Raises:
+            SpecError: This store does not hold the run: it is another one than the operator's.
+        """
+        if store.size(f"{prefix}/{event_name(watching.number)}") is None:
+            raise SpecError(
+                f"{store.uri(prefix)}: the triggerer does not see this run; operator, triggerer, API server "
+                "and machines must all see the same [envscaler] store_url"
+            )
+        self._nodes = watching.nodes if watching.attempt else 0
+        self._watch = Watch(
+            store=store,
+            prefix=prefix,
+            backend=open_backend(compute),
+            watching=watching,
+            monotonic=monotonic,
+        )
+        self._tail = Tail(
+            store,
+            prefix,
+            attempt=(watching.generation, watching.attempt),
+            nodes=self._nodes,
+            holder=holder,
+            monotonic=monotonic,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        prefix: str,
+        watching: Mapping[str, Any],
+        *,
+        compute: str,
+        holder: str,
+        store_url: str | None,
+        store_conn_id: str | None,
+    ) -> Look:
+        """Look at a run through settings and connections of this process."""
+        store = store_place(store_url, store_conn_id).open()
+        return cls(store, prefix, Watching.from_dict(watching), compute=compute, holder=holder)
+
+    def once(self) -> tuple[list[str], dict[str, Any] | None]:
+        """New lines of the training's log, and the :class:`Wake` that the owner is needed for, if any.
+
+        Raises:
+            StoreError: The store cannot be read or written; nothing is known.
+        """
+        lines = [
+            line
+            for shown in self._tail.read(budget=LOG_BYTES_PER_LOOK)
+            for line in labelled(shown, nodes=self._nodes)
+        ]
+        wake: Wake | None = self._watch.poll()
+        return lines, wake.to_dict() if wake else None
+
+
+def kill(prefix: str, *, ti_id: str, compute: str, store_url: str | None, store_conn_id: str | None) -> bool:
+    """Ask the attempt to save and go while *ti_id* owns the run; returns whether it was asked."""
+    return kill_quietly(
+        store_place(store_url, store_conn_id).open(),
+        prefix,
+        open_backend(compute),
+        ti_id=ti_id,
+        reason="the task was cleared or marked while it was deferred",
+    )

@@ -1,0 +1,151 @@
+"""The trigger that watches a run while its task is deferred."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk.configuration import conf
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError
+from envscaler_airflow.triggers.threads import in_thread
+
+if TYPE_CHECKING:
+    from envscaler_airflow.triggers.look import Look
+
+POLL_S = 5.0
+"""Seconds between two looks at the run. Chosen: a small part of any pause between attempts."""
+KILL_S = 25.0
+"""Longest ``on_kill``, seconds. Source: Airflow cuts it after 30 s ([triggerer] on_kill_timeout)."""
+
+
+def settle_s() -> float:
+    """Seconds that an event must be held back after a deferral.
+
+    Airflow 3.3.2: the slice that deferred may be reported as finished up to one
+    ``[workers] min_heartbeat_interval`` later; a task that has been queued again by then is
+    taken for killed and failed.
+    """
+    return float(conf.getfloat("workers", "min_heartbeat_interval", fallback=5.0)) + 2.0
+
+
+class StageTrigger(BaseTrigger):
+    """Watches one run; fires exactly one event, a ``Wake``; starts and stops nothing.
+
+    Args:
+        prefix: The run's folder in the store.
+        watching: What to watch, ``Watching.to_dict()``.
+        ti_id: Task instance that deferred; ``on_kill`` acts only while it owns the run.
+        compute: Name of the backend.
+        store_url, store_conn_id: As the operator has them.
+        poll_s: Seconds between two looks.
+        settle: Seconds before which nothing is fired; None for :func:`settle_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: str,
+        watching: Mapping[str, Any],
+        ti_id: str,
+        compute: str = "local",
+        store_url: str | None = None,
+        store_conn_id: str | None = None,
+        poll_s: float = POLL_S,
+        settle: float | None = None,
+    ) -> None:
+        """Keep the arguments: all state is in them and in the store."""
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow's has no types
+        self.prefix = prefix
+        self.watching = dict(watching)
+        self.ti_id = ti_id
+        self.compute = compute
+        self.store_url = store_url
+        self.store_conn_id = store_conn_id
+        self.poll_s = poll_s
+        self.settle = settle
+        self._fired = False
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """Class path and arguments."""
+        names = (
+            "prefix",
+            "watching",
+            "ti_id",
+            "compute",
+            "store_url",
+            "store_conn_id",
+            "poll_s",
+            "settle",
+        )
+        arguments = {name: getattr(self, name) for name in names}
+        return "envscaler_airflow.triggers.stage.StageTrigger", arguments
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Watch until the owner is needed, and say what for."""
+        began = time.monotonic()
+        wake = await self._watched()
+        hold = settle_s() if self.settle is None else self.settle
+        await asyncio.sleep(max(0.0, began + hold - time.monotonic()))
+        self._fired = True
+        yield TriggerEvent(wake)  # type: ignore[no-untyped-call]  # Airflow's has no types
+
+    async def on_kill(self) -> None:
+        """The user cleared or marked the task: ask the attempt to save and go; wait for nothing."""
+        if self._fired:
+            return
+        try:
+            acted = await in_thread(self._kill, timeout_s=KILL_S)
+        except (EnvScalerError, TimeoutError) as err:
+            self.log.warning("run=%s kill: %s; the lease will end the attempt", self.prefix, err)
+        else:
+            self.log.info("run=%s kill: %s", self.prefix, "asked to go" if acted else "not ours any more")
+
+    async def _watched(self) -> dict[str, Any]:
+        look: Look | None = None
+        fault = ""
+        while True:
+            try:
+                if look is None:
+                    look = await in_thread(self._open)
+                wake = await in_thread(self._look, look)
+                fault = ""
+            except (BackendError, ProtocolError, TimeoutError) as err:
+                wake = None
+                if fault != (fault := str(err) or "timed out"):
+                    self.log.warning("run=%s cannot look: %s", self.prefix, fault)
+            if wake is not None:
+                return wake
+            await asyncio.sleep(self.poll_s)
+
+    def _open(self) -> Look:
+        from envscaler_airflow.triggers.look import Look  # noqa: PLC0415  (in the thread, not in the loop)
+
+        return Look.open(
+            self.prefix,
+            self.watching,
+            compute=self.compute,
+            holder=f"trigger of {self.ti_id}",
+            store_url=self.store_url,
+            store_conn_id=self.store_conn_id,
+        )
+
+    def _look(self, look: Look) -> dict[str, Any] | None:
+        lines, wake = look.once()
+        for line in lines:
+            self.log.info("%s", line)
+        return wake
+
+    def _kill(self) -> bool:
+        from envscaler_airflow.triggers.look import kill  # noqa: PLC0415  (same)
+
+        return kill(
+            self.prefix,
+            ti_id=self.ti_id,
+            compute=self.compute,
+            store_url=self.store_url,
+            store_conn_id=self.store_conn_id,
+        )
