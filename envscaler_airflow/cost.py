@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.planning.record import Record, check_finite
@@ -223,7 +224,7 @@ def bill(
         lines=lines,
         pauses=tuple(sorted(pauses, key=lambda item: (item.before, item.after))),
         usd=usd,
-        known_usd=sum(item for item in usds if item is not None),
+        known_usd=fsum(item for item in usds if item is not None),
         node_hours=_sum([line.node_hours for line in lines]),
         wall_s=_wall_s([held for use in ordered for held in use.held or ()], now),
         steps=None if steps is None else int(steps),
@@ -364,7 +365,8 @@ def _difference(last: int | None, first: int | None) -> int | None:
 
 def _sum(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    # fsum: the order of attempts does not show in the last digit.
+    return fsum(known) if len(known) == len(values) else None
 
 
 def _total(splits: Sequence[Split]) -> Split:
