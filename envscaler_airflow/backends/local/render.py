@@ -20,6 +20,9 @@ from envscaler_airflow.backends.local.slices import asked_memory
 DRAIN_S = 3600.0
 """Longest that uploads may take after the command ended, seconds. Chosen: 100 GB at 30 MB/s."""
 
+UPLOAD_S = 5.0
+"""Part of the grace that is left for the last uploads, seconds. Chosen: as the agent does under a kubelet."""
+
 _SLUG_CHARACTERS = 60
 
 
@@ -31,11 +34,13 @@ class Launch:
         courier: Command to which the courier's options are appended; () for the interpreter's own.
         wrapper: Command to which ``run --exchange E -- COMMAND`` is appended; () likewise.
         drain_s: Longest that uploads may take after the command ended, seconds.
+        cgroups: False: limits by rlimits alone, and no cage for what leaves session and parent.
     """
 
     courier: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
     drain_s: float = DRAIN_S
+    cgroups: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class _Node:
             "nodes": request.allocation.nodes,
             "python": request.python or sys.executable,
             "command": command,
-            "wrapper": [*wrapper, "run", "--exchange", exchange, "--", *command],
+            "wrapper": [*wrapper, "run", "--exchange", exchange, "--grace", self._grace(), "--", *command],
             "courier": [*courier, *self._courier_options(exchange)],
             "env": self._env(exchange),
             "secret_names": sorted(request.secret_env),
@@ -132,7 +137,13 @@ class _Node:
             "deadline_s": request.deadline_s,
             "grace_s": request.grace_s,
             "drain_s": self.launch.drain_s,
+            "cgroups": self.launch.cgroups,
         }
+
+    def _grace(self) -> str:
+        """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""
+        grace_s = self.request.grace_s
+        return f"{max(grace_s - UPLOAD_S, grace_s / 2):g}"
 
     def _courier_options(self, exchange: str) -> list[str]:
         request = self.request

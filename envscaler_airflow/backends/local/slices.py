@@ -9,7 +9,7 @@ from typing import Any
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Machine
 from envscaler_airflow.catalog import scaled_price, shadow_offer
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
+from envscaler_airflow.spec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
 
 SHARED_SUFFIX = "-shared"
 """An offer of this kind is not counted: it shares the machine with whatever else runs."""
@@ -83,11 +83,20 @@ def _offer(
 def shortfalls(spec: Mapping[str, Any], machine: Machine) -> list[str]:
     """What *spec* asks for and *machine* can never give; one sentence each, [] when it fits.
 
+    Of alternatives (``any_of``, ``ordered``) one that fits is enough; when none does, the one that
+    misses least is told.
+
     Args:
         spec: Resolved spec as JSON.
         machine: This machine, when nothing else runs on it.
     """
-    requests = _requests(spec)
+    resources = spec.get("resources") or {}
+    alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
+    return min((_missing(one, machine) for one in alternatives), key=len)
+
+
+def _missing(resources: Mapping[str, Any], machine: Machine) -> list[str]:
+    requests = resources.get("requests") or {}
     missing = []
     cpu = requests.get("cpu")
     if cpu is not None and cpu_cores(cpu) > len(machine.cpus):
@@ -96,7 +105,8 @@ def shortfalls(spec: Mapping[str, Any], machine: Machine) -> list[str]:
     if memory is not None and memory > machine.usable_memory_bytes:
         has = machine.usable_memory_bytes / GIB
         missing.append(f"memory: {memory / GIB:.4g}Gi asked, this machine can give {has:.4g}Gi")
-    return missing + _gpu_shortfalls(requests.get("gpu"), machine)
+    gpu = None if resources.get("cpu_fallback") else requests.get("gpu")
+    return missing + _gpu_shortfalls(gpu, machine)
 
 
 def asked_memory(quantities: Mapping[str, Any]) -> int | None:
@@ -107,22 +117,20 @@ def asked_memory(quantities: Mapping[str, Any]) -> int | None:
     return memory_bytes(value)
 
 
-def _requests(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    resources = spec.get("resources") or {}
-    return resources.get("requests") or {}
-
-
 def _gpu_shortfalls(gpu: Mapping[str, Any] | None, machine: Machine) -> list[str]:
     count = int(gpu.get("count") or 0) if gpu else 0
     if gpu is None or not count:
         return []
-    types = gpu.get("type") or gpu.get("types") or []
+    types = gpu.get("type") or []
     wanted = [types] if isinstance(types, str) else [str(kind) for kind in types]
-    fitting = [one for one in machine.gpus if not wanted or one.name in wanted]
+    least_gb = gpu_memory_gb(gpu["memory"]) if gpu.get("memory") else 0.0
+    named = [one for one in machine.gpus if not wanted or one.name in wanted]
+    fitting = [one for one in named if one.memory_gb >= least_gb]
     if len(fitting) >= count:
         return []
     kind = " or ".join(wanted) if wanted else "any type"
-    return [f"gpu: {count} of {kind} asked, this machine has {len(fitting)}"]
+    size = f" with {least_gb:g} GB" if least_gb else ""
+    return [f"gpu: {count} of {kind}{size} asked, this machine has {len(fitting)}"]
 
 
 def allocation_shortfalls(allocation: Allocation, machine: Machine) -> list[str]:

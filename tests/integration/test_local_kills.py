@@ -1,0 +1,369 @@
+"""Integration tests: local nodes are killed at every step, and leave neither a process nor a double."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.render import Launch
+from envscaler_airflow.planning.offers import Allocation
+
+STANDINS = Path(__file__).parents[1] / "standins"
+LAUNCH = Launch(
+    courier=(sys.executable, str(STANDINS / "courier.py")),
+    wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
+)
+
+STUBBORN = """
+import os, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+if os.fork() == 0:           # a grandchild that leaves session and parent
+    os.setsid()
+    if os.fork() == 0:
+        os.environ.clear()
+        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {"OF": sys.argv[1]})
+    os._exit(0)
+open(sys.argv[2], "a").write("up\\n")
+time.sleep(600)
+"""
+"""Ends by SIGKILL alone; its grandchild has cut every tie: session, parent, environment."""
+
+
+def closing(tmp_path, launch):
+    """A backend below a root of its own; what runs at the end of a test is killed."""
+    made = LocalBackend(tmp_path / "root", launch=launch)
+    yield made
+    for handle in made.attempts():
+        made.stop(handle, grace_s=0)
+        made.release(handle)
+    wait_for(lambda: processes_of(tmp_path) == [])
+
+
+@pytest.fixture
+def backend(tmp_path):
+    """A backend as users have it."""
+    yield from closing(tmp_path, LAUNCH)
+
+
+@pytest.fixture(params=[True, False], ids=["cgroups", "no-cgroups"])
+def either(request, tmp_path):
+    """With cgroups where the system has them, and without."""
+    yield from closing(tmp_path, dataclasses.replace(LAUNCH, cgroups=request.param))
+
+
+def processes_of(tmp_path):
+    """Every live process that names *tmp_path* in its arguments or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+            if process.status() != psutil.STATUS_ZOMBIE and any(str(tmp_path) in word for word in words):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def request_for(backend, *command, **changes):
+    """A request for one node on the smallest offer."""
+    fields = {
+        "store_url": "file:///store",
+        "run_prefix": "dep/dag/run/train/-1",
+        "run_label": "dag.train",
+        "generation": 1,
+        "attempt": 1,
+        "allocation": Allocation(backend.offers()[0]),
+        "command": command,
+    }
+    return AttemptRequest(**(fields | changes))
+
+
+def stubborn(backend, tmp_path, **changes):
+    """An attempt whose command has to be killed, once it and its grandchild are up."""
+    up = tmp_path / "up"
+    request = request_for(backend, "python", "-c", STUBBORN, str(tmp_path), str(up), **changes)
+    handle = backend.submit(request)
+    wait_for(up.exists)
+    wait_for(lambda: len(processes_of(tmp_path)) >= 6)
+    return request, handle
+
+
+def wait_for(claim, patience_s=20.0):
+    """Wait until *claim* holds."""
+    until = time.monotonic() + patience_s
+    while not claim():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def over(backend, handle):
+    """The status once nothing of it runs."""
+    wait_for(lambda: backend.observe(handle).is_over)
+    return backend.observe(handle)
+
+
+def node(handle, which):
+    """A process of node 0, by its name in the handle."""
+    return handle.details["nodes"][0][which]["pid"]
+
+
+def test_a_stop_without_grace_reaches_a_grandchild_that_cut_every_tie(either, tmp_path):
+    """Own session, orphaned, clean environment: still of the node, and gone with it."""
+    _, handle = stubborn(either, tmp_path)
+
+    either.stop(handle, grace_s=0)
+
+    assert processes_of(tmp_path) == []
+    [status] = over(either, handle).nodes
+    assert (status.state, status.signal, status.reason) == ("ended", 9, "killed")
+
+
+def test_what_outlives_its_grace_is_killed(either, tmp_path):
+    """The command ignores SIGTERM: after half a second it is killed, with all of the node."""
+    _, handle = stubborn(either, tmp_path)
+    begun = time.monotonic()
+
+    either.stop(handle, grace_s=0.5)
+    returned = time.monotonic() - begun
+    status = over(either, handle)
+
+    assert returned < 0.4
+    assert [(n.state, n.signal, n.reason) for n in status.nodes] == [("ended", 9, "killed")]
+    wait_for(lambda: processes_of(tmp_path) == [])  # the guard tidies up after the end
+
+
+@pytest.mark.parametrize("victim", ["main", "guard"])
+def test_killing_one_of_its_keepers_leaves_no_orphan(either, tmp_path, victim):
+    """The guard ends what a dead node main left: lost. Without its guard node main goes on."""
+    _, handle = stubborn(either, tmp_path)
+
+    os.kill(node(handle, victim), signal.SIGKILL)
+
+    if victim == "guard":
+        assert either.observe(handle).nodes[0].state == "running"
+        either.stop(handle, grace_s=0)
+    [status] = over(either, handle).nodes
+    assert status.state == ("lost" if victim == "main" else "ended")
+
+
+def test_what_outlives_both_keepers_is_not_dead_and_is_ended_by_the_next_start(backend, tmp_path):
+    """A command that still runs may still write: running, until the owner starts the next attempt."""
+    request, handle = stubborn(backend, tmp_path)
+
+    for victim in ("guard", "main"):
+        os.kill(node(handle, victim), signal.SIGKILL)
+    wait_for(lambda: "node main is gone" in backend.observe(handle).nodes[0].detail)
+    state = backend.observe(handle).nodes[0].state
+    backend.submit(dataclasses.replace(request, attempt=2, command=("true",)))
+
+    assert state == "running"
+    assert [n.state for n in over(backend, handle).nodes] == ["lost"]
+
+
+def test_the_loss_of_a_machine_leaves_nothing(either, tmp_path):
+    """As a spot loss: no end of its own, no process, a closed bill."""
+    _, handle = stubborn(either, tmp_path)
+
+    either.take_away(handle)
+
+    assert processes_of(tmp_path) == []
+    assert [n.state for n in over(either, handle).nodes] == ["lost"]
+
+
+def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
+    """Killing the worker's whole process group and session does not reach it."""
+    go = tmp_path / "go"
+    script = textwrap.dedent(f"""
+        import json, os, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from test_local_kills import LAUNCH, LocalBackend, request_for
+        backend = LocalBackend(Path({str(tmp_path / "root")!r}), launch=LAUNCH)
+        wait = "import os, time\\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)"
+        handle = backend.submit(request_for(backend, "python", "-c", wait))
+        print(json.dumps(handle.to_dict()), flush=True)
+        import time; time.sleep(60)
+    """)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
+    body = json.loads(worker.stdout.readline())
+    worker.stdout.close()
+
+    os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+    handle = next(iter(backend.attempts()))
+    assert handle.to_dict() == body
+    assert os.getsid(node(handle, "main")) == node(handle, "guard")
+    assert backend.observe(handle).nodes[0].state in ("starting", "running")
+    go.touch()
+    assert [(n.exit_code, n.reason) for n in over(backend, handle).nodes] == [(0, "succeeded")]
+
+
+def test_a_courier_that_dies_is_started_again_and_training_goes_on(tmp_path):
+    """Two deaths, then it lives; the command runs once."""
+    launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--die", "1"))
+    backend = LocalBackend(tmp_path / "root", launch=launch)
+    handle = backend.submit(request_for(backend, "sh", "-c", "echo once"))
+
+    status = over(backend, handle)
+
+    assert [n.reason for n in status.nodes] == ["succeeded"]
+    assert b"".join(text for _, text in backend.logs(handle)) == b"once\n"
+    births = Path(handle.details["folder"], "n0", "exchange", "births").read_text().split()
+    assert len(births) == 2
+    backend.release(handle)
+
+
+def test_a_courier_killed_during_training_is_started_again(backend, tmp_path):
+    """SIGKILL to the courier alone."""
+    go = tmp_path / "go"
+    wait = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)"
+    handle = backend.submit(request_for(backend, "python", "-c", wait))
+    births = Path(handle.details["folder"], "n0", "exchange", "births")
+    wait_for(lambda: births.exists() and births.read_text().endswith("\n"))
+
+    os.kill(int(births.read_text().split()[0]), signal.SIGKILL)
+    wait_for(lambda: len(births.read_text().split()) == 2)
+    go.touch()
+
+    assert [n.reason for n in over(backend, handle).nodes] == ["succeeded"]
+
+
+def test_a_courier_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
+    """Uploads are bounded: the node ends, and the courier with it."""
+    launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--hang"), drain_s=0.3)
+    backend = LocalBackend(tmp_path / "root", launch=launch)
+    handle = backend.submit(request_for(backend, "true"))
+
+    status = over(backend, handle)
+
+    assert [n.reason for n in status.nodes] == ["succeeded"]
+    wait_for(lambda: processes_of(tmp_path) == [])
+
+
+def test_a_deadline_ends_the_node_by_itself(either, tmp_path):
+    """Nobody has to ask: the machine carries its own end."""
+    _, handle = stubborn(either, tmp_path, deadline_s=1.0, grace_s=0.2)
+
+    status = over(either, handle)
+
+    assert [(n.state, n.reason) for n in status.nodes] == [("ended", "deadline-exceeded")]
+    wait_for(lambda: processes_of(tmp_path) == [])
+
+
+def test_a_wrapper_that_cannot_be_started_is_said(tmp_path):
+    """An end with its reason, not a loss."""
+    launch = dataclasses.replace(LAUNCH, wrapper=(str(tmp_path / "no-such-program"),))
+    backend = LocalBackend(tmp_path / "root", launch=launch)
+    handle = backend.submit(request_for(backend, "true"))
+
+    [status] = over(backend, handle).nodes
+
+    assert (status.state, status.reason) == ("ended", "setup-failed")
+    assert "no-such-program" in status.detail
+
+
+STEPS = {
+    "folder made": "files.locked",
+    "locks held": "_Start._claim",
+    "slice claimed": "training_pythonpath",
+    "request half written": "files.write_json",
+    "all written": "_Start._spawn",
+    "node main started": "after:subprocess.run",
+    "node main known": "after:_Start._spawn",
+}
+"""Where the first submitter is killed; ``after:`` once the call is done."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_submitter_killed_at_any_step_leaves_one_attempt_or_none(backend, tmp_path, step):
+    """The next submit adopts or finishes; the command runs exactly once."""
+    runs = tmp_path / "runs"
+    command = ("sh", "-c", f"echo $$ >> {runs}; sleep 0.3")
+    script = textwrap.dedent(f"""
+        import os, signal, subprocess, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from envscaler_airflow.backends.local import backend as module
+        from envscaler_airflow.backends.local.backend import _Start, files
+        from test_local_kills import LAUNCH, LocalBackend, request_for
+        after, _, name = {STEPS[step]!r}.rpartition(":")
+        holder, _, name = name.rpartition(".")
+        holder = eval(holder) if holder else module
+        act = getattr(holder, name)
+        def die(*arguments, **options):
+            if after:
+                act(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+        backend = LocalBackend(Path({str(tmp_path / "root")!r}), launch=LAUNCH)
+        setattr(holder, name, die)
+        backend.submit(request_for(backend, *{command!r}))
+    """)
+    dead = subprocess.run([sys.executable, "-c", script], check=False)
+    assert dead.returncode == -signal.SIGKILL
+
+    handles = [backend.submit(request_for(backend, *command)) for _ in range(2)]
+
+    assert handles[0] == handles[1]
+    assert [n.reason for n in over(backend, handles[0]).nodes] == ["succeeded"]
+    assert len(runs.read_text().split()) == 1
+
+
+def test_many_submitters_at_once_start_it_once(backend, tmp_path):
+    """Four processes race for the same attempt; all get the same handle."""
+    runs = tmp_path / "runs"
+    command = ("sh", "-c", f"echo $$ >> {runs}")
+    script = textwrap.dedent(f"""
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_local_kills import LAUNCH, LocalBackend, request_for
+        backend = LocalBackend(Path({str(tmp_path / "root")!r}), launch=LAUNCH)
+        sys.stdin.readline()
+        print(backend.submit(request_for(backend, *{command!r})).to_dict())
+    """)
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    time.sleep(0.5)
+
+    answers = {racer.communicate("go\n", timeout=60)[0] for racer in racers}
+
+    assert len(answers) == 1
+    [handle] = backend.attempts()
+    assert [n.reason for n in over(backend, handle).nodes] == ["succeeded"]
+    assert len(runs.read_text().split()) == 1
+
+
+def test_a_secret_reaches_the_command_and_nothing_else(backend, tmp_path):
+    """Its value is in the command's environment; not in a file, not in the courier's environment."""
+    canary = "canary-71b3"
+    seen = tmp_path / "seen"
+    command = ("sh", "-c", f'printf %s "$API_KEY" | sha256sum > {seen}')
+    handle = backend.submit(request_for(backend, *command, secret_env={"API_KEY": canary}))
+
+    over(backend, handle)
+
+    assert seen.read_text().split()[0] == hashlib.sha256(canary.encode()).hexdigest()
+    folder = Path(handle.details["folder"])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in files if canary.encode() in path.read_bytes()] == []
+    courier = json.loads((folder / "n0" / "exchange" / "env.json").read_text())
+    assert "API_KEY" not in courier
