@@ -191,23 +191,51 @@ def parse_start(data: bytes) -> Start:
     body = parse_object(data, where="start.json")
     if body.get("failed") is not None:
         raise SetupFailedError(str(body["failed"]))
-    session = body.get("session") or {}
-    known = {name: session[name] for name in _SESSION_FIELDS if session.get(name) is not None}
-    restore = body.get("restore")
-    try:
-        if restore is not None:
-            restore = Restore(**{name: restore.get(name) for name in _RESTORE_FIELDS})
-            if not isinstance(restore.path, str):
-                raise ProtocolError(f"start.json: restore.path: got {restore.path!r}, expected a path")
-        known["secret_env"] = tuple(known.get("secret_env", ()))
-        env = {str(name): str(value) for name, value in (body.get("env") or {}).items()}
-        return Start(cwd=body.get("cwd"), env=env, restore=restore, **known)
-    except (AttributeError, TypeError) as err:
-        raise ProtocolError(f"start.json: {err}") from err
+    session = _object(body.get("session"), "session")
+    known = {name: session[name] for name in _SESSION_TYPES if session.get(name) is not None}
+    for name, value in known.items():
+        if not isinstance(value, _SESSION_TYPES[name]):
+            raise ProtocolError(f"start.json: session.{name}: got {value!r:.80}")
+    known["secret_env"] = tuple(str(name) for name in known.get("secret_env", ()))
+    env = {name: str(value) for name, value in _object(body.get("env"), "env").items()}
+    cwd = body.get("cwd")
+    if cwd is not None and not isinstance(cwd, str):
+        raise ProtocolError(f"start.json: cwd: got {cwd!r:.80}, expected a path")
+    return Start(cwd=cwd, env=env, restore=_restore(body.get("restore")), **known)
 
 
-_RESTORE_FIELDS = tuple(Restore.__dataclass_fields__)
-_SESSION_FIELDS = tuple(name for name in Start.__dataclass_fields__ if name not in ("cwd", "env", "restore"))
+def _restore(body: Any) -> Optional[Restore]:
+    if body is None:
+        return None
+    fields = _object(body, "restore")
+    if not isinstance(fields.get("path"), str):
+        raise ProtocolError(f"start.json: restore.path: got {fields.get('path')!r:.80}, expected a path")
+    return Restore(**{name: fields.get(name) for name in Restore.__dataclass_fields__})
+
+
+def _object(value: Any, name: str) -> Dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ProtocolError(f"start.json: {name}: got {type(value).__name__}, expected an object")
+    return value
+
+
+_SESSION_TYPES: Mapping[str, Any] = {
+    "generation": int,
+    "attempt": int,
+    "node": int,
+    "nodes": int,
+    "every": dict,
+    "align": str,
+    "global_batch": int,
+    "checkpoint_path": str,
+    "log_patterns": dict,
+    "stall_factor": (int, float),
+    "stall_min_s": (int, float),
+    "sample_interval_s": (int, float),
+    "secret_env": list,
+}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Tuple
 
 TERM_SHARE = 0.8
 """Part of the grace after which SIGTERM is sent to code that was left to go by itself. Chosen: the
@@ -64,7 +65,7 @@ def due_signal(ask: Ask, now: float, facts: Facts) -> Optional[str]:
     return "term" if facts.term_at is None and now >= term_at else None
 
 
-def _schedule(ask: Ask, facts: Facts) -> "tuple[float, float]":
+def _schedule(ask: Ask, facts: Facts) -> Tuple[float, float]:
     if facts.cooperates:
         began = ask.at
         if ask.action == "leave":
@@ -72,9 +73,9 @@ def _schedule(ask: Ask, facts: Facts) -> "tuple[float, float]":
             if facts.saving_since is not None:
                 began = min(began, facts.saving_since)
         return began + TERM_SHARE * ask.grace_s, began + ask.grace_s
-    term_at = ask.at
-    if ask.action == "leave" and facts.snapshot_pending:
-        term_at += max(ask.align_timeout_s, ask.grace_s)
+    if ask.action == "stop":
+        return ask.at, ask.at + ask.grace_s
     if facts.term_at is not None:
-        term_at = facts.term_at
-    return term_at, term_at + ask.grace_s if ask.action == "leave" else ask.at + ask.grace_s
+        return facts.term_at, facts.term_at + ask.grace_s
+    waits_s = max(ask.align_timeout_s, ask.grace_s) if facts.snapshot_pending else 0.0
+    return ask.at + waits_s, math.inf

@@ -7,7 +7,7 @@ import re
 import signal
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Pattern
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Pattern
 
 from envscaler_airflow.protocol import Progress
 
@@ -28,7 +28,9 @@ class LogPatterns:
         problems: One line for each pattern that had to be given up.
     """
 
-    def __init__(self, patterns: Mapping[str, str], *, limit: Optional[Callable[..., object]] = None) -> None:
+    def __init__(
+        self, patterns: Mapping[str, str], *, limit: Optional[Callable[[float], ContextManager[None]]] = None
+    ) -> None:
         """Compile *patterns*; a bad one is named in ``problems`` and left out."""
         self.problems: List[str] = []
         self._patterns: Dict[str, Pattern[str]] = {}
@@ -48,8 +50,17 @@ class LogPatterns:
             return False
         texts = [line[:MAX_LINE_BYTES].decode("utf-8", "replace") for line in lines[-MAX_LINES:]]
         texts.reverse()
-        found = [self._search(name, texts) for name in list(self._patterns)]
-        return any(found)
+        waiting = list(self._patterns)
+        found = False
+        while waiting:
+            try:
+                with self._limit(MAX_SECONDS):
+                    while waiting:
+                        found = self._first(waiting[0], texts) or found
+                        waiting.pop(0)
+            except TimeoutError:
+                self._drop(waiting.pop(0))
+        return found
 
     def progress(self) -> Progress:
         """Return the newest value of each field."""
@@ -75,14 +86,9 @@ class LogPatterns:
             return
         self._patterns[name] = compiled
 
-    def _search(self, name: str, texts: List[str]) -> bool:
-        try:
-            with self._limit(MAX_SECONDS):  # type: ignore[attr-defined]
-                return self._first(name, texts)
-        except TimeoutError:
-            pattern = self._patterns.pop(name).pattern
-            self.problems.append(f"log_patterns.{name}: {pattern!r:.200} took over {MAX_SECONDS} s; dropped")
-            return False
+    def _drop(self, name: str) -> None:
+        pattern = self._patterns.pop(name).pattern
+        self.problems.append(f"log_patterns.{name}: {pattern!r:.200} took over {MAX_SECONDS} s; dropped")
 
     def _first(self, name: str, texts: List[str]) -> bool:
         search = self._patterns[name].search

@@ -39,9 +39,17 @@ Agree = Callable[[int], int]
 
 
 class Alone:
-    """One rank: what it wants is what happens."""
+    """One rank: what it wants is what happens.
+
+    Attributes:
+        is_first: True for the rank that completes the folder of a save.
+        can_be_asked: False when only what is counted can be saved.
+        lead_steps: How many steps before a save it must be wanted.
+    """
 
     is_first = True
+    can_be_asked = True
+    lead_steps = 0
 
     def look(self) -> bool:
         """Return True when :meth:`decide` must be called although nothing is wanted here."""
@@ -69,15 +77,6 @@ class Alone:
         return True
 
 
-class Scheduled(Alone):
-    """Many nodes without a way to agree: leaves are refused, counted saves are carried out."""
-
-    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
-        """Return only what every rank knows without asking."""
-        del step, epoch_end
-        return SAVE if want == SAVE else NOTHING
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What rank 0 wrote last: *what* happens at *step*; the outcome of step *settled* is *is_complete*."""
@@ -91,6 +90,8 @@ class Verdict:
 
 class Neighbours(Alone):
     """The ranks of one node, through files in the exchange folder."""
+
+    lead_steps = LEAD_STEPS
 
     def __init__(
         self, folder: Path, rank: int, count: int, *, sleep: Callable[[float], None] = time.sleep
@@ -206,27 +207,12 @@ class Neighbours(Alone):
         return False
 
 
-class Collective(Alone):
-    """Ranks on several nodes, through a broadcast that the training provides."""
+class _Wide(Alone):
+    """Ranks on several nodes; the save itself is completed on each node by *local*."""
 
-    def __init__(self, agree: Agree, *, every: int, leads: bool, local: Alone) -> None:
-        """Ask *agree* with every *every*-th call and at epoch ends; *local* is for the save itself."""
+    def __init__(self, local: Alone) -> None:
         self.is_first = local.is_first
-        self._agree = agree
-        self._every = every
-        self._leads = leads
         self._local = local
-        self._calls = 0
-
-    def look(self) -> bool:
-        """Return True at the calls at which all ranks meet."""
-        self._calls += 1
-        return self._calls % self._every == 0
-
-    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
-        """Return what rank 0 wants; every rank calls this at the same steps."""
-        del step, epoch_end
-        return int(self._agree(want if self._leads else NOTHING))
 
     def acknowledge(self, step: int, problem: str) -> None:
         """Say that this rank is done with *step*."""
@@ -243,6 +229,38 @@ class Collective(Alone):
     def await_outcome(self, step: int) -> bool:
         """Wait for the first rank of this node."""
         return self._local.await_outcome(step)
+
+
+class Scheduled(_Wide):
+    """Nobody can be asked: what every rank can count alone is carried out, and nothing else."""
+
+    can_be_asked = False
+
+
+class Collective(_Wide):
+    """Through a broadcast that the training provides."""
+
+    def __init__(self, agree: Agree, *, every: int, leads: bool, local: Alone) -> None:
+        """Ask *agree* with every *every*-th call and at epoch ends; only one rank *leads*."""
+        super().__init__(local)
+        self._agree = agree
+        self._every = every
+        self._leads = leads
+        self._calls = 0
+        self._meets = False
+
+    def look(self) -> bool:
+        """Return True at the calls at which all ranks meet."""
+        self._calls += 1
+        self._meets = self._calls % self._every == 0
+        return self._meets
+
+    def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
+        """Return what rank 0 wants where all ranks meet; elsewhere a question would never be answered."""
+        del step
+        if not (self._meets or epoch_end):
+            return NOTHING
+        return int(self._agree(want if self._leads else NOTHING))
 
 
 def _read(watched: Watched) -> Dict[str, Any]:

@@ -40,6 +40,9 @@ POLL_S = 0.25
 WRITE_S = 1.0
 LOSS_S = 10.0
 """Between two looks at a loss that is a tensor: each look makes the CPU wait for the GPU."""
+AGREE_EVERY = 10
+"""Calls of ``checkpoint`` between two questions to ``agree``. Chosen: a broadcast costs up to a
+millisecond, and a leave that waits for ten steps is soon enough."""
 RETRY_S = 60.0
 """After a periodic save that failed. Chosen: a full disk does not empty itself within seconds."""
 MAX_WAITING = 2
@@ -61,6 +64,8 @@ class Session:
         samples: Samples used, likewise, over all ranks.
     """
 
+    _clock = staticmethod(time.monotonic)
+
     def __init__(
         self,
         total_steps: Optional[int] = None,
@@ -81,8 +86,10 @@ class Session:
             rank: Default: ``RANK``, else 0.
             world_size: Default: ``WORLD_SIZE``, else 1.
             local_rank: Default: ``LOCAL_RANK``, else worked out.
-            agree: For ranks on several nodes: takes an integer, returns rank 0's. Called by
-                all ranks with every tenth ``checkpoint`` and at epoch ends.
+            agree: For ranks on several nodes: takes an integer, returns rank 0's (with torch:
+                ``broadcast`` of a tensor of one element). Called by all ranks with every tenth
+                ``checkpoint`` and at epoch ends. Without it, only checkpoints every n steps or
+                epochs are saved there, and a leave finds the newest of them.
             exchange: Exchange folder. Default: ``ENVSCALER_EXCHANGE``, else none.
             local_dir: Without an exchange: where checkpoints are kept and restored from.
         """
@@ -93,7 +100,6 @@ class Session:
         place = rk.layout(os.environ, rank=rank, world_size=world_size, local_rank=local_rank, nodes=nodes)
         self.rank, self.world_size, self.local_rank, self._local_count = place
         self._ranks = self._make_ranks(agree)
-        self._clock = time.monotonic
         self._pid = os.getpid()
         self.steps = self.epoch = self._tokens = self._samples = self._restored_samples = 0
         self._said: Dict[str, Any] = {"total_steps": total_steps, "epochs": epochs}
@@ -245,7 +251,8 @@ class Session:
             CheckpointError: It could not be saved, and this machine is to be left.
         """
         if not self._saves:
-            self._saves = self._state["cooperates"] = True
+            self._saves = True
+            self._state["cooperates"] = self._ranks.can_be_asked
             self._write(self._clock())
         at_end = bool(epoch_end)
         if at_end:
@@ -254,7 +261,7 @@ class Session:
         if not (at_end or must_meet or self._ask or self._clock() >= self._look_at or self._is_counted_due()):
             return False
         want = self._want(self._clock(), at_end=at_end)
-        what = self._ranks.decide(self.steps, want, epoch_end=at_end) if must_meet or want or at_end else want
+        what = self._ranks.decide(self.steps, want, epoch_end=at_end)
         if what == rk.NOTHING:
             return False
         return self._carry_out(what, save)
@@ -266,16 +273,18 @@ class Session:
         if self._look_at <= now < math.inf:
             self._look_at = now + POLL_S
             self._poll(now)
+        due = self._is_counted_due() and (at_end or self._start.align != "epoch")
+        if not self._ranks.can_be_asked:
+            return rk.SAVE if due else rk.NOTHING
         if self._ask is not None and (self._ask.align != "epoch" or at_end or now >= self._ask_until):
             return _WANTS[self._ask.action]
-        due = self._is_counted_due() or (self.rank == 0 and self._is_time(now))
-        if due and (at_end or self._start.align != "epoch") and self._has_room():
-            return rk.SAVE
-        return rk.NOTHING
+        if self.rank == 0 and self._is_time(now) and (at_end or self._start.align != "epoch"):
+            due = True
+        return rk.SAVE if due and self._has_room() else rk.NOTHING
 
     def _is_counted_due(self) -> bool:
         steps, epochs = self._every.get("steps"), self._every.get("epochs")
-        if steps is not None and self.steps - self._saved_step >= steps:
+        if steps is not None and self.steps + self._ranks.lead_steps - self._saved_step >= steps:
             return True
         return epochs is not None and self.epoch - self._saved_epoch >= epochs
 
@@ -493,11 +502,11 @@ class Session:
         if self.world_size == self._local_count:
             return local
         if agree is not None:
-            return rk.Collective(agree, every=10, leads=self.rank == 0, local=local)
+            return rk.Collective(agree, every=AGREE_EVERY, leads=self.rank == 0, local=local)
         sys.stderr.write(
             "envscaler: ranks on several nodes and no agree=: this training cannot be asked to leave\n"
         )
-        return rk.Scheduled()
+        return rk.Scheduled(local)
 
 
 def _light(value: Any) -> Any:

@@ -1,0 +1,140 @@
+"""Unit tests of the exchange folder: what is read is checked, what is written is whole."""
+
+import json
+
+import pytest
+
+from envscaler_airflow.agent.exchange import (
+    Exchange,
+    Restore,
+    SetupFailedError,
+    Start,
+    Watched,
+    parse_report,
+    parse_start,
+    snapshot_sequence,
+    write_atomic,
+    write_json,
+)
+from envscaler_airflow.errors import ProtocolError
+
+
+def start(**body):
+    """A start.json."""
+    return json.dumps({"schema": "1.0", **body}).encode()
+
+
+def test_reads_what_the_courier_lays_out():
+    """Known fields are taken, unknown ones are ignored."""
+    got = parse_start(
+        start(
+            cwd="/w",
+            env={"A": 1},
+            restore={"path": "/r", "name": "g1-step-00000005-a1", "step": 5, "new": 1},
+            session={"generation": 1, "attempt": 2, "every": {"steps": 9}, "secret_env": ["K"], "new": 1},
+        )
+    )
+
+    assert got == Start(
+        cwd="/w",
+        env={"A": "1"},
+        restore=Restore("/r", "g1-step-00000005-a1", 5),
+        generation=1,
+        attempt=2,
+        every={"steps": 9},
+        secret_env=("K",),
+    )
+
+
+def test_an_empty_start_means_the_defaults():
+    """A bare command needs nothing."""
+    assert parse_start(start()) == Start()
+
+
+def test_a_failed_setup_is_said():
+    """The courier's reason is the message."""
+    with pytest.raises(SetupFailedError, match="no such input"):
+        parse_start(start(failed="no such input"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[]",
+        b'{"schema": "2.0"}',
+        start(restore={"path": 5}),
+        start(session=[1]),
+        start(env=5),
+        start(session={"nodes": "2"}),
+        start(cwd=5),
+        start(restore=[1]),
+    ],
+)
+def test_nonsense_is_a_protocol_error(data):
+    """Whatever lies there, the wrapper says what is wrong with it."""
+    with pytest.raises(ProtocolError, match=r"start\.json"):
+        parse_start(data)
+
+
+def test_a_report_carries_progress_and_more():
+    """The session's file is a Progress with fields beside it."""
+    report = parse_report(start(step=5, cooperates=True, saving=True, pid=9))
+
+    assert report.progress.step == 5
+    assert (report.cooperates, report.saving, report.left) == (True, True, False)
+
+
+def test_a_watched_file_is_read_when_it_changed(tmp_path):
+    """Absent, new, the same, replaced, gone."""
+    path = tmp_path / "x" / "f.json"
+    watched = Watched(path)
+
+    assert watched.changed() is None
+    write_json(path, {"a": 1, "b": None})
+    assert json.loads(watched.changed()) == {"schema": "1.0", "a": 1}
+    assert watched.changed() is None
+    write_json(path, {"a": 2})
+    assert json.loads(watched.changed())["a"] == 2
+    path.unlink()
+    assert watched.changed() is None
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
+    """The disk is full: what was said stays said."""
+    path = tmp_path / "f.json"
+    write_atomic(path, b"old")
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(path), "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, b"new")
+
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [b"old"]
+
+
+def test_a_number_that_is_not_finite_cannot_be_written(tmp_path):
+    """No reader could parse it."""
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json(tmp_path / "f.json", {"loss": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("text", "sequence"),
+    [('{"sequence": 7, "taken": false}', 7), ("7", 7), ("{}", -1), ("{", -1), ('{"sequence": "x"}', -1)],
+)
+def test_the_couriers_answer_is_read(tmp_path, text, sequence):
+    """Nonsense is no answer."""
+    path = tmp_path / "snapshot.done"
+    path.write_text(text, encoding="utf-8")
+
+    assert snapshot_sequence(path) == sequence
+    assert snapshot_sequence(tmp_path / "absent") == -1
+
+
+def test_the_environment_names_the_folder():
+    """Without it there is no exchange."""
+    assert Exchange.from_env({}) is None
+    assert str(Exchange.from_env({"ENVSCALER_EXCHANGE": "/e"}).control) == "/e/control.json"
