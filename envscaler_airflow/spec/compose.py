@@ -62,7 +62,10 @@ def gather(path: str | os.PathLike[str], faults: Faults, *, registry: Registry |
     """Read *path* and all that it builds on."""
     found = Composition()
     gatherer = _Gatherer(found, faults, registry)
-    gatherer.take(Path(path), str(path), root=None, above=())
+    if str(path).startswith("registry:"):
+        gatherer.follow_registry(Node(str(path), file=str(path)), ())
+    else:
+        gatherer.take(Path(path), str(path), root=None, above=())
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec.literals import mask
 
 MAX_FAULTS = 100
 """Faults kept of one load; more are counted only. Chosen: nobody reads a hundred."""
@@ -42,8 +43,8 @@ class Faults:
     left_out: int = 0
 
     def add(self, file: str, line: int, path: str, text: str) -> None:
-        """Note a fault; the same one twice is one."""
-        fault = Fault(file, line, path, text)
+        """Note a fault, secrets starred out; the same one twice is one."""
+        fault = Fault(file, line, mask(path), mask(text))
         if fault in self.found:
             return
         if len(self.found) >= MAX_FAULTS:

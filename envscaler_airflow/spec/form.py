@@ -30,4 +30,4 @@ def spec_params(
             block = node if block is None else merge(block, node)
     declared = declare(block, faults)
     faults.raise_if_any()
-    return {name: parameter.to_json_schema() for name, parameter in declared.items()}
+    return {name: parameter.to_json_schema() for name, parameter in declared.items() if parameter is not None}

@@ -12,9 +12,11 @@ from typing import Any
 from envscaler_airflow.spec import parameters as params
 from envscaler_airflow.spec.compose import Composition, Registry, gather, merge, prune
 from envscaler_airflow.spec.faults import Faults
+from envscaler_airflow.spec.gpus import MEMORY_GB
+from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.spec.models import UNHASHED_FIELDS, EnvSpec
 from envscaler_airflow.spec.secrets import check_secrets
-from envscaler_airflow.spec.shortforms import normalise
+from envscaler_airflow.spec.shortforms import normalise, split_commands
 from envscaler_airflow.spec.templates import Names, render
 from envscaler_airflow.spec.validation import validate
 from envscaler_airflow.spec.yaml import Node, node_of
@@ -76,6 +78,7 @@ def load_with_sources(
     """
     faults = Faults()
     composition = gather(path, faults, registry=registry)
+    _check_inputs(inputs, faults)
     if not composition.documents:
         faults.raise_if_any()
     known = _known_targets(composition)
@@ -105,6 +108,17 @@ def spec_hash(spec: EnvSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _check_inputs(inputs: Mapping[str, str] | None, faults: Faults) -> None:
+    for name, uri in (inputs or {}).items():
+        if not isinstance(uri, str):
+            text = f"got {type(uri).__name__}; hand over the URI of an output, as text"
+            faults.add("inputs", 0, f"{name!s:.60}", text)
+        elif has_userinfo(uri) or has_secret_shape(uri):
+            faults.add(
+                "inputs", 0, f"{name!s:.60}", "holds a secret; hand over a URI without user and password"
+            )
+
+
 def _known_targets(composition: Composition) -> list[str]:
     names: dict[str, None] = {}
     for document in composition.documents:
@@ -129,7 +143,10 @@ class _Resolver:
         declared = self.declared_inputs(faults)
         names = Names(values, self.inputs, declared)
         documents = [
-            normalise(render(document.without("parameters", "inputs"), names, faults), faults)
+            normalise(
+                render(split_commands(document.without("parameters", "inputs"), faults), names, faults),
+                faults,
+            )
             for document in self.composition.documents
         ]
         tree = documents[0]
@@ -142,7 +159,7 @@ class _Resolver:
         check_secrets(tree, faults)
         tree = _expand_alternatives(prune(_with_gpu_limit(tree)))
         resolved = {
-            "parameters": values,
+            "parameters": {name: value for name, value in values.items() if value is not params.BROKEN},
             "inputs": dict(self.inputs or {}),
             "input_names": sorted(names.used_inputs),
             "base_dirs": self.base_dirs(tree),
@@ -262,6 +279,11 @@ def _complete(spec: EnvSpec) -> EnvSpec:
 def _warnings(spec: EnvSpec) -> list[str]:
     found = []
     distributed = spec.distributed
+    for need in spec.resources.alternatives:
+        unknown = [
+            name for name in (need.requests.gpu.type if need.requests.gpu else ()) if name not in MEMORY_GB
+        ]
+        found += [f"resources: GPU {name} is not in the catalog" for name in unknown]
     if distributed is not None:
         nodes = distributed.node_count
         if nodes is not None and not spec.num_nodes.min <= nodes <= spec.num_nodes.max:

@@ -269,7 +269,7 @@ class EnvSpec(Model):
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> EnvSpec:
-        """Read what :meth:`to_dict` wrote.
+        """Read what :meth:`to_dict` wrote; fields of a newer version are ignored.
 
         Raises:
             SpecError: Every fault of it.
@@ -293,6 +293,16 @@ class EnvSpec(Model):
             nodes = self.distributed.node_count or self.num_nodes.min
             return max(1, self.distributed.world_size // nodes)
         return max(1, self.resources.alternatives[0].requests.gpu_count)
+
+    @property
+    def checkpoint_align(self) -> str:
+        """When a move may happen: ``now``, ``step`` or ``epoch``."""
+        return "step" if self.checkpoint is None else self.checkpoint.align
+
+    @property
+    def checkpoint_align_timeout_s(self) -> float:
+        """Longest wait for that, seconds."""
+        return 3600.0 if self.checkpoint is None else self.checkpoint.align_timeout_s
 
     @property
     def node_bounds(self) -> NodeRange:

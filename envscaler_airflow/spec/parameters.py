@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from envscaler_airflow.spec.faults import Faults
+from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo, is_secret_name
 from envscaler_airflow.spec.quantities import cpu_cores, duration_s, memory_bytes
-from envscaler_airflow.spec.secrets import REFERENCE_FORMS, has_secret_shape, has_userinfo, is_secret_name
+from envscaler_airflow.spec.secrets import REFERENCE_FORMS, check_secrets
 from envscaler_airflow.spec.yaml import Node
 
 TYPES = ("integer", "number", "string", "boolean", "enum", "duration", "quantity")
@@ -20,8 +22,23 @@ MAX_TEXT = 4096
 MAX_NUMBER = 1e15
 """Larger numbers do not survive JSON as doubles."""
 
-_FIELDS = ("type", "default", "minimum", "maximum", "values", "required", "title", "description", "pattern")
-_SYNONYMS = {"enum": "values", "choices": "values", "min": "minimum", "max": "maximum", "help": "description"}
+BROKEN: Any = object()
+"""Value of a parameter at fault: what names it is not checked further."""
+
+_FIELDS = (
+    "type", "default", "minimum", "maximum", "exclusive_minimum", "exclusive_maximum",
+    "values", "required", "title", "description", "pattern",
+)  # fmt: skip
+_BOUNDS = ("minimum", "maximum", "exclusive_minimum", "exclusive_maximum")
+_SYNONYMS = {
+    "enum": "values",
+    "choices": "values",
+    "min": "minimum",
+    "max": "maximum",
+    "exclusiveMinimum": "exclusive_minimum",
+    "exclusiveMaximum": "exclusive_maximum",
+    "help": "description",
+}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,62}\Z")
 _DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$"
 _QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
@@ -38,6 +55,7 @@ class Parameter:
         type: One of :data:`TYPES`.
         default: None when a value must be given.
         minimum, maximum: Bounds of numbers, durations and quantities, as written; None: none.
+        exclusive_minimum, exclusive_maximum: The same, themselves outside.
         values: The allowed values of an enum.
         title, description: Shown in the form.
         pattern: Regular expression that a string must match as a whole; None: none.
@@ -50,6 +68,8 @@ class Parameter:
     default: Any = None
     minimum: Any = None
     maximum: Any = None
+    exclusive_minimum: Any = None
+    exclusive_maximum: Any = None
     values: tuple[Any, ...] = ()
     title: str | None = None
     description: str | None = None
@@ -66,18 +86,14 @@ class Parameter:
         return found
 
     def _check_bounds(self, found: Any, value: Any) -> None:
-        if self.minimum is None and self.maximum is None:
-            return
-        size = _size(self.type, found)
-        if self.minimum is not None and size < _size(self.type, self.minimum):
-            raise ValueError(f"{value!r:.60} is below {self.minimum}; write {self._bounds()}")
-        if self.maximum is not None and size > _size(self.type, self.maximum):
-            raise ValueError(f"{value!r:.60} is above {self.maximum}; write {self._bounds()}")
-
-    def _bounds(self) -> str:
-        low = "" if self.minimum is None else f"at least {self.minimum}"
-        high = "" if self.maximum is None else f"at most {self.maximum}"
-        return " and ".join(part for part in (low, high) if part)
+        size = None
+        for name, (outside, words) in _OUTSIDE.items():
+            bound = getattr(self, name)
+            if bound is None:
+                continue
+            size = _size(self.type, found) if size is None else size
+            if outside(size, _size(self.type, bound)):
+                raise ValueError(f"{value!r:.60} is out of bounds; write {words} {bound}")
 
     def to_json_schema(self) -> dict[str, Any]:
         """The parameter as JSON schema with its default, as Airflow's ``Param`` takes it."""
@@ -88,8 +104,7 @@ class Parameter:
             if len(kinds) == 1:
                 schema["type"] = kinds.pop()
         if self.type in ("integer", "number"):
-            schema |= {"minimum": self.minimum} if self.minimum is not None else {}
-            schema |= {"maximum": self.maximum} if self.maximum is not None else {}
+            schema |= {_camel(name): bound for name in _BOUNDS if (bound := getattr(self, name)) is not None}
         pattern = {"duration": _DURATION_PATTERN, "quantity": _QUANTITY_PATTERN}.get(self.type)
         if self.type == "string" and self.pattern is not None:
             pattern = f"^(?:{self.pattern})$"
@@ -99,8 +114,21 @@ class Parameter:
         return schema if self.default is None else {"default": self.default, **schema}
 
 
-def declare(root: Node | None, faults: Faults) -> dict[str, Parameter]:
-    """Read the ``parameters`` block; *root* is None when there is none."""
+_OUTSIDE: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "minimum": (operator.lt, "at least"),
+    "maximum": (operator.gt, "at most"),
+    "exclusive_minimum": (operator.le, "more than"),
+    "exclusive_maximum": (operator.ge, "less than"),
+}
+
+
+def _camel(name: str) -> str:
+    first, _, second = name.partition("_")
+    return first + second.capitalize()
+
+
+def declare(root: Node | None, faults: Faults) -> dict[str, Parameter | None]:
+    """Read the ``parameters`` block; *root* is None when there is none. A parameter at fault is None."""
     if root is None or root.value is None:
         return {}
     if not root.is_map:
@@ -108,13 +136,11 @@ def declare(root: Node | None, faults: Faults) -> dict[str, Parameter]:
             root.file, root.line, root.path, "got no map; write parameters: {gpu_count: {type: integer}}"
         )
         return {}
-    declared = {}
+    check_secrets(root, faults)
+    declared: dict[str, Parameter | None] = {}
     for name, node in root.value.items():
-        if node.value is None and not node.is_broken:
-            continue
-        parameter = _declare_one(name, node, faults)
-        if parameter is not None:
-            declared[name] = parameter
+        if node.value is not None or node.is_broken:
+            declared[name] = _declare_one(name, node, faults)
     return declared
 
 
@@ -129,21 +155,34 @@ def _declare_one(name: str, node: Node, faults: Faults) -> Parameter | None:
     if is_secret_name(name):
         fault(f"a parameter is stored and shown, a secret must not be; write value_from: {REFERENCE_FORMS}")
         return None
-    before = len(faults.found)
     if not node.is_map:
         node = node.with_value({"default": node})
     body = {_SYNONYMS.get(key, key): item for key, item in node.value.items()}
-    for key, item in body.items():
-        if key not in _FIELDS:
-            fault(_unknown(key), item)
-        elif any(below.is_broken for below in item.walk()):
-            return None
-    if len(faults.found) > before:
+    if not _check_fields(body, fault):
         return None
     return _build(name, node, {key: item for key, item in body.items() if item.value is not None}, fault)
 
 
-def _unknown(key: str) -> str:
+def _check_fields(body: dict[str, Node], fault: Callable[..., None]) -> bool:
+    is_good = True
+    for key, item in body.items():
+        texts = [below.value for below in item.walk() if isinstance(below.value, str)]
+        if any(below.is_broken for below in item.walk()):
+            is_good = False
+        elif key not in _FIELDS:
+            fault(_unknown(key, item), item)
+            is_good = False
+        elif any("{{" in text for text in texts):
+            fault("a template in a parameter's declaration; write the value itself", item)
+            is_good = False
+    return is_good
+
+
+def _unknown(key: str, item: Node) -> str:
+    if item.value is None and " " in key:
+        return (
+            "unknown field; if it belongs to the text before it, quote that text: a comma in braces ends it"
+        )
     near = difflib.get_close_matches(key, _FIELDS, n=1)
     return f"unknown field; write {near[0]}" if near else f"unknown field; write one of {', '.join(_FIELDS)}"
 
@@ -151,6 +190,8 @@ def _unknown(key: str) -> str:
 def _build(name: str, node: Node, body: dict[str, Node], fault: Callable[..., None]) -> Parameter | None:
     plain = {key: item.plain() for key, item in body.items()}
     kind = plain.get("type", _inferred_type(plain))
+    if "values" in plain and kind in ("integer", "number", "string", "boolean"):
+        kind = "enum"
     if kind not in TYPES:
         fault(f"{kind!r:.60} is no type; write one of {', '.join(TYPES)}", body["type"])
         return None
@@ -160,10 +201,10 @@ def _build(name: str, node: Node, body: dict[str, Node], fault: Callable[..., No
             return None
     if not _check_definition(kind, plain, body, fault):
         return None
-    values = tuple(plain.get("values", ()))
+    values = tuple(plain["values"]) if kind == "enum" else ()
     draft = Parameter(
         name, kind, node,
-        minimum=plain.get("minimum"), maximum=plain.get("maximum"), values=values,
+        **{name: plain.get(name) for name in _BOUNDS}, values=values,
         title=plain.get("title"), description=plain.get("description"), pattern=plain.get("pattern"),
     )  # fmt: skip
     if "default" not in plain or plain.get("required") is True:
@@ -193,7 +234,7 @@ def _check_definition(
                 "an enum without values; write values: [small, large]", body.get("values", body.get("type"))
             )
             return False
-    for key in ("minimum", "maximum"):
+    for key in _BOUNDS:
         if key not in plain:
             continue
         if kind in ("string", "boolean", "enum"):
@@ -249,18 +290,23 @@ def _json_type(value: Any) -> str:
     return "integer" if isinstance(value, int) else "number" if isinstance(value, float) else "string"
 
 
-def resolve(declared: Mapping[str, Parameter], given: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+def resolve(
+    declared: Mapping[str, Parameter | None], given: Mapping[str, Any], faults: Faults
+) -> dict[str, Any]:
     """Values of all parameters: *given* ones over defaults; None given means the default.
 
-    A parameter at fault keeps its default, or a value of its type, so that the rest can be checked.
+    A parameter at fault is :data:`BROKEN`, so that what names it is told no second fault.
     """
     for name in given:
         if name not in declared:
             faults.add("parameters", 0, f"{name!s:.60}", _undeclared(str(name), declared))
-    return {name: _value(parameter, given.get(name), faults) for name, parameter in declared.items()}
+    return {
+        name: BROKEN if parameter is None else _value(parameter, given.get(name), faults)
+        for name, parameter in declared.items()
+    }
 
 
-def _undeclared(name: str, declared: Mapping[str, Parameter]) -> str:
+def _undeclared(name: str, declared: Mapping[str, Parameter | None]) -> str:
     near = difflib.get_close_matches(name, declared, n=1)
     if near:
         return f"is not declared by the spec; write {near[0]}"
@@ -274,28 +320,16 @@ def _value(parameter: Parameter, given: Any, faults: Faults) -> Any:
     if given is None:
         text = f"has no value and no default; give one: --set {parameter.name}=..., or parameters={{...}}"
         faults.add(node.file, node.line, node.path, text)
-        return _placeholder(parameter)
+        return BROKEN
     if isinstance(given, str) and (has_secret_shape(given) or has_userinfo(given)):
         text = f"the value given looks like a secret; write value_from: {REFERENCE_FORMS} in the spec"
         faults.add(node.file, node.line, node.path, text)
-        return _placeholder(parameter)
+        return BROKEN
     try:
         return parameter.read(given)
     except ValueError as err:
         faults.add(node.file, node.line, node.path, str(err))
-        return _placeholder(parameter)
-
-
-def _placeholder(parameter: Parameter) -> Any:
-    if parameter.default is not None:
-        return parameter.default
-    if parameter.minimum is not None:
-        return parameter.minimum
-    if parameter.values:
-        return parameter.values[0]
-    return {"integer": 1, "number": 1.0, "boolean": False, "duration": "1h", "quantity": "1Gi"}.get(
-        parameter.type, "x"
-    )
+        return BROKEN
 
 
 def _read_integer(_: Parameter | None, value: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -11,6 +12,11 @@ from envscaler_airflow.spec.fields import Count, Cpu, GpuMemory, Memory, Word, f
 from envscaler_airflow.spec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
 
 GIB = 1 << 30
+MAX_NODES = 100_000
+"""Chosen: no job has more; a typing error does."""
+
+
+_NODES = re.compile(r"[1-9][0-9]{0,4}\Z")
 
 
 class Model(BaseModel):
@@ -59,6 +65,15 @@ class Gpu(Model):
     def memory_max_gb(self) -> float | None:
         """Most nominal memory of one GPU, GB; None when any will do."""
         return None if self.memory_max is None else gpu_memory_gb(self.memory_max)
+
+    @property
+    def sizing_memory_gb(self) -> float | None:
+        """Nominal memory of one GPU that can be counted on, GB; None when nothing tells.
+
+        The least that is asked for; else the smallest of the types (40 for ``nvidia-a100``).
+        """
+        known = [gpus.MEMORY_GB[name] for name in self.type if name in gpus.MEMORY_GB]
+        return self.memory_gb if self.memory_gb is not None else min(known, default=None)
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:
@@ -207,12 +222,12 @@ class NodeRange(Model):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_NODES:
             return {"min": value, "max": value}
         if isinstance(value, str):
             low, dots, high = value.partition("..")
             high = high if dots else low
-            if all(part.isascii() and part.isdigit() and len(part) <= 6 for part in (low, high)):
+            if all(_NODES.match(part) for part in (low, high)):
                 return {"min": int(low), "max": int(high)}
         if isinstance(value, dict | NodeRange):
             return value

@@ -22,7 +22,7 @@ from envscaler_airflow.spec.fields import (
     Positive,
     fault,
 )
-from envscaler_airflow.spec.quantities import duration_s, duration_text, memory_bytes
+from envscaler_airflow.spec.quantities import duration_s, memory_bytes
 from envscaler_airflow.spec.resources import Model
 
 TARGET_ABOVE = 10.0
@@ -70,12 +70,22 @@ class Every(Model):
 
 
 class Checkpoint(Model):
-    """Where checkpoints are saved, how often, and when a move may happen."""
+    """Where checkpoints are saved, how often, and when a move may happen.
+
+    A move waits for the next step or the end of the epoch, at most ``align_timeout``. The last ``keep``
+    checkpoints stay.
+    """
 
     path: AbsolutePath | None = None
     every: Every = Every(seconds=600)
     align: Literal["now", "step", "epoch"] = "step"
+    align_timeout: Duration = "1h"
     keep: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
+
+    @property
+    def align_timeout_s(self) -> float:
+        """Longest wait for the alignment, seconds."""
+        return duration_s(self.align_timeout)
 
 
 class Hold(Model):
@@ -269,10 +279,3 @@ class Metrics(Model):
     """Regular expressions that read step, loss and epoch from the output of code that reports none."""
 
     log_patterns: dict[Annotated[str, BeforeValidator(_reported)], Pattern] = Field(default={})
-
-
-def shown_every(every: Every) -> str:
-    """``10m``, ``100 steps`` or ``1 epoch``."""
-    if every.seconds is not None:
-        return duration_text(every.seconds)
-    return f"{every.steps} steps" if every.steps is not None else f"{every.epochs} epochs"

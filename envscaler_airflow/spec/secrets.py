@@ -7,78 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from envscaler_airflow.spec.faults import Faults
+from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo, is_literal, is_secret_name
 from envscaler_airflow.spec.yaml import Node
 
 ReferenceKind = Literal["secret", "env", "connection", "variable"]
 
 REFERENCE_FORMS = "secret:NAME/key, env:NAME, connection:ID/field or variable:NAME"
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_SECRET_WORDS = frozenset(
-    {
-        "apikey",
-        "credential",
-        "credentials",
-        "passphrase",
-        "passwd",
-        "password",
-        "passwords",
-        "pwd",
-        "secret",
-        "secrets",
-        "token",
-    }
-)
-_SECRET_PAIRS = frozenset(
-    {
-        ("api", "key"),
-        ("access", "key"),
-        ("private", "key"),
-        ("account", "key"),
-        ("auth", "key"),
-        ("secret", "key"),
-    }
-)
-_HARMLESS_BEFORE_TOKEN = frozenset(
-    {
-        "begin",
-        "bos",
-        "cls",
-        "end",
-        "eos",
-        "mask",
-        "pad",
-        "prompt",
-        "sep",
-        "special",
-        "start",
-        "stop",
-        "unk",
-        "unknown",
-    }
-)
-"""Words before TOKEN that make it a token of text."""
-_HARMLESS_LAST = frozenset(
-    {"dir", "file", "name", "path", "ttl", "type", "url", "id", "count", "limit", "length"}
-)
-"""Last words that make it no secret itself. Access key ids are told by their shape."""
-
-_SHAPES = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
-    r"|\bgh[pousr]_[A-Za-z0-9]{30,}"
-    r"|\bgithub_pat_[A-Za-z0-9_]{30,}"
-    r"|\bglpat-[A-Za-z0-9_-]{20,}"
-    r"|\bhf_[A-Za-z0-9]{30,}"
-    r"|\bsk-[A-Za-z0-9_-]{20,}"
-    r"|\bxox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|\bAIza[0-9A-Za-z_-]{35}"
-    r"|\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}"
-)
-_USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{0,20}):(?://|\\\\)([^\s/?#'\"@]*)@")
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?\Z", re.DOTALL)
-_ASSIGNED = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)=(\S+)")
-_TAKEN_FROM_ELSEWHERE = re.compile(r"(\$\{?[A-Za-z_][A-Za-z0-9_]*\}?|\{\{.*\}\}|<[^>]*>|/\S*)\Z", re.DOTALL)
+_ASSIGNED = re.compile(r"(?:\b([A-Z][A-Z0-9_]*)|[?&]([A-Za-z_]+))=(\S+)")
+"""``NAME=value`` of a shell and ``?name=value`` of a URL; not ``token=f(x)`` of a program."""
 _SAFE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}"
 _REFERENCE = re.compile(
     rf"(secret|env|connection|variable):({_SAFE}|_[A-Za-z0-9_]{{0,252}})(?:/({_SAFE}))?\Z"
@@ -136,48 +74,6 @@ def secret_key(variable: str, secret: str) -> str:
     return "-".join(kept or words) or "value"
 
 
-def is_secret_name(name: str) -> bool:
-    """True for WANDB_API_KEY, db_password and authToken; not for TOKENIZERS_PARALLELISM or PAD_TOKEN."""
-    words = [word.lower() for word in _WORD.findall(name)]
-    if not words or words[-1] in _HARMLESS_LAST:
-        return False
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
-        if word == "token" and before in _HARMLESS_BEFORE_TOKEN:
-            continue
-        if word in _SECRET_WORDS or (before, word) in _SECRET_PAIRS:
-            return True
-    return False
-
-
-def has_secret_shape(text: str) -> bool:
-    """True when *text* holds a key of a known form: AWS, GitHub, Hugging Face, a private key, a JWT."""
-    return bool(_SHAPES.search(text))
-
-
-def has_userinfo(text: str) -> bool:
-    """True when *text* holds a URL with a user or password; ``ssh://git@host`` alone is none."""
-    for scheme, userinfo in _USERINFO.findall(text):
-        if not (userinfo == "git" and "ssh" in scheme.lower()):
-            return True
-    return False
-
-
-def is_literal(value: object) -> bool:
-    """True for a value that could be a secret: text, or a number; not a switch, a path or ``$NAME``."""
-    if value is None or isinstance(value, bool):
-        return False
-    text = str(value).strip()
-    return bool(text) and not _TAKEN_FROM_ELSEWHERE.match(text)
-
-
-def looks_secret(name: str, value: object) -> bool:
-    """True when *value* under *name* must not be shown."""
-    if isinstance(value, str) and (has_secret_shape(value) or has_userinfo(value)):
-        return True
-    return is_secret_name(name) and is_literal(value)
-
-
 def check_secrets(root: Node, faults: Faults) -> None:
     """Note a fault for every literal that looks like a secret; its text is in no message."""
     for node in root.walk():
@@ -190,6 +86,7 @@ def check_secrets(root: Node, faults: Faults) -> None:
 
 
 def _check_text(node: Node, faults: Faults) -> None:
+    assigned = _ASSIGNED.findall(node.value)
     if has_secret_shape(node.value):
         _fault(
             node, f"holds what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
@@ -197,7 +94,7 @@ def _check_text(node: Node, faults: Faults) -> None:
     elif has_userinfo(node.value):
         fix = "leave user and password out and write credentials: or value_from: connection:ID/password"
         _fault(node, f"is a URL with a user or password; {fix}", faults)
-    elif any(is_secret_name(name) and is_literal(value) for name, value in _ASSIGNED.findall(node.value)):
+    elif any(is_secret_name(upper or query) and is_literal(value) for upper, query, value in assigned):
         _fault(
             node, f"sets a secret by a literal; write an env entry with value_from: {REFERENCE_FORMS}", faults
         )

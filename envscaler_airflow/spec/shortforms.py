@@ -17,6 +17,7 @@ from envscaler_airflow.spec.faults import Faults
 from envscaler_airflow.spec.yaml import Node, node_of
 
 _SHELL = re.compile(r"[|&;<>`]|\$\(")
+_EXPRESSION = re.compile(r"\{\{.*?\}\}", re.DOTALL)
 _COUNT = re.compile(r"[0-9]{1,6}\Z")
 _GPU_SIZE = re.compile(r"[0-9.]+ ?(GB|Gi|GiB|G)(\+|\.\.([0-9.]+ ?(GB|Gi|GiB|G))?)?\Z")
 _HERE = ("cpus", "cpu", "memory", "gpu", "accelerators", "infra", "use_spot")
@@ -25,6 +26,43 @@ _HERE = ("cpus", "cpu", "memory", "gpu", "accelerators", "infra", "use_spot")
 def normalise(document: Node, faults: Faults) -> Node:
     """*document* and the overlays of its targets in the spec's own form."""
     return _Normaliser(faults).document(document)
+
+
+def split_commands(document: Node, faults: Faults) -> Node:
+    """*document* with each ``entrypoint`` that is text as a list of words.
+
+    Before templates are filled in: a parameter's value stays one word, whatever is in it.
+    """
+    entries = dict(document.value)
+    if "entrypoint" in entries and isinstance(entries["entrypoint"].value, str):
+        entries["entrypoint"] = _split(entries["entrypoint"], faults)
+    targets = entries.get("targets")
+    if targets is not None and targets.is_map:
+        overlays = {
+            name: split_commands(item, faults) if item.is_map else item
+            for name, item in targets.value.items()
+        }
+        entries["targets"] = targets.with_value(overlays)
+    return document.with_value(entries)
+
+
+def _split(node: Node, faults: Faults) -> Node:
+    if node.is_broken:
+        return node
+    expressions = _EXPRESSION.findall(node.value)
+    text = _EXPRESSION.sub("\ue000", node.value.replace("\ue000", ""))
+    if _SHELL.search(text):
+        problem = "uses a shell's operators; write [bash, -c, '...'] to run it by a shell"
+    else:
+        try:
+            words = shlex.split(text)
+        except ValueError as err:
+            problem = f"cannot be split into words ({err}); write a list: [python, train.py]"
+        else:
+            left = iter(expressions)
+            return node_of([re.sub("\ue000", lambda _: next(left), word) for word in words], node)
+    faults.add(node.file, node.line, node.path, problem)
+    return replace(node, is_broken=True)
 
 
 class _Normaliser:
@@ -103,15 +141,7 @@ class _Normaliser:
     def entrypoint(self, node: Node) -> Node:
         if node.is_list:
             return node.with_value([_text(item) for item in node.value])
-        if not isinstance(node.value, str):
-            return node
-        if _SHELL.search(node.value):
-            return self.fault(node, "uses a shell's operators; write [bash, -c, '...'] to run it by a shell")
-        try:
-            words = shlex.split(node.value)
-        except ValueError as err:
-            return self.fault(node, f"cannot be split into words ({err}); write a list: [python, train.py]")
-        return node_of(words, node)
+        return node
 
     def runtimes(self, node: Node) -> Node:
         items = node.value if node.is_list else [node] if node.is_map else None

@@ -8,22 +8,26 @@ expression takes the expression's type.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2 import StrictUndefined, TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from envscaler_airflow.spec.faults import Faults
+from envscaler_airflow.spec.parameters import BROKEN
 from envscaler_airflow.spec.yaml import Node
 
 MAX_TEMPLATE = 10_000
 """Longest text with a template, characters. Chosen: an entrypoint's script, several times."""
 
-_FILTERS = ("abs", "default", "length", "lower", "round", "string", "tojson", "trim", "upper")
+_FILTERS = ("abs", "default", "length", "lower", "round", "string", "trim", "upper")
+MAX_DEPTH = 40
+"""Deepest expression. Chosen: people write 5."""
+MAX_NUMBER = 10**15
+"""Larger numbers do not survive JSON as doubles."""
 _ALLOWED: tuple[type[nodes.Node], ...] = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Const,
     nodes.Filter, nodes.Keyword, nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not,
@@ -47,14 +51,22 @@ class _Env(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _round(value: float, digits: int = 0) -> float:
+    """Jinja's own takes any power of ten, however large."""
+    if not _is_number(value) or not isinstance(digits, int) or not 0 <= digits <= 15:
+        raise TemplateError("round takes a number, and 0 to 15 digits")
+    return round(value, digits) if digits else round(value)
 
 
 def _environment() -> _Env:
     env = _Env(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
     env.globals.clear()
     env.filters = {name: env.filters[name] for name in _FILTERS}
+    env.filters["round"] = _round
     env.tests = {name: env.tests[name] for name in _TESTS}
     return env
 
@@ -100,6 +112,8 @@ def _entry(root: Node, key: str, names: Names, faults: Faults) -> Node:
 def _scalar(node: Node, names: Names, faults: Faults) -> Node:
     try:
         value = _evaluate(node.value, names)
+    except _BrokenParameterError:
+        return replace(node, is_broken=True)
     except _TemplateFaultError as err:
         faults.add(node.file, node.line, node.path, str(err))
         return replace(node, is_broken=True)
@@ -122,6 +136,10 @@ class _TemplateFaultError(ValueError):
     """What is wrong with a template."""
 
 
+class _BrokenParameterError(_TemplateFaultError):
+    """The template names a parameter whose fault is told already."""
+
+
 def _evaluate(text: str, names: Names) -> Any:
     if len(text) > MAX_TEMPLATE:
         raise _TemplateFaultError(f"a template of {len(text)} characters; write at most {MAX_TEMPLATE}")
@@ -136,7 +154,7 @@ def _evaluate(text: str, names: Names) -> Any:
         raise _TemplateFaultError(
             f"is no template: {err.message or err!s:.200}; write {{{{ parameters.x }}}}"
         ) from err
-    except (TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as err:
+    except (TypeError, ValueError, ArithmeticError, RecursionError, SyntaxError) as err:
         if isinstance(err, _TemplateFaultError):
             raise
         reason = f"{err}".splitlines()[0] if str(err) else type(err).__name__
@@ -144,6 +162,8 @@ def _evaluate(text: str, names: Names) -> Any:
 
 
 def _check_tree(tree: nodes.Template, names: Names) -> None:
+    if _depth(tree, MAX_DEPTH) > MAX_DEPTH:
+        raise _TemplateFaultError(f"an expression nested deeper than {MAX_DEPTH}; write a simpler one")
     for node in tree.find_all(nodes.Node):
         if not isinstance(node, _ALLOWED):
             kind = type(node).__name__
@@ -161,6 +181,12 @@ def _check_tree(tree: nodes.Template, names: Names) -> None:
                 f"test {node.name!r:.40} is not known; write one of {', '.join(_TESTS)}"
             )
     _check_whole_maps(tree)
+
+
+def _depth(node: nodes.Node, most: int) -> int:
+    if most < 0:
+        return 1
+    return 1 + max((_depth(child, most - 1) for child in node.iter_child_nodes()), default=0)
 
 
 def _check_name(name: str) -> None:
@@ -184,9 +210,10 @@ def _check_member(node: nodes.Getattr | nodes.Getitem, names: Names) -> None:
         _check_input(member, names)
     elif member not in names.parameters:
         known = ", ".join(sorted(names.parameters)) or "none"
-        raise _TemplateFaultError(
-            f"parameter {member!r:.60} is not declared (declared: {known}); declare it under parameters"
-        )
+        text = f"parameter {member!r:.60} is not declared (declared: {known}); declare it under parameters"
+        raise _TemplateFaultError(text)
+    elif names.parameters[member] is BROKEN:
+        raise _BrokenParameterError
 
 
 def _check_input(member: str, names: Names) -> None:
@@ -215,13 +242,14 @@ def _run(tree: nodes.Template, source: str, names: Names) -> Any:
     single = _single_expression(tree)
     if single is None:
         return _ENV.from_string(source).render(context)
-    value = _ENV.compile_expression(source.strip()[2:-2].strip("-+ \t\r\n"), undefined_to_none=False)(
-        **context
-    )
+    inner = source[2:-2]
+    inner = inner[1:] if inner[:1] in ("-", "+") else inner  # Jinja2's own marks for white space
+    inner = inner[:-1] if inner[-1:] in ("-", "+") else inner
+    value: Any = _ENV.compile_expression(inner.strip(), undefined_to_none=False)(**context)
     if not isinstance(value, _SCALARS):
         raise _TemplateFaultError("gives no text, number or switch; write {{ parameters.x }}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _TemplateFaultError("gives no finite number; check the arithmetic")
+    if _is_number(value) and not abs(value) < MAX_NUMBER:
+        raise _TemplateFaultError("gives no finite number below 1e15; check the arithmetic")
     return value
 
 

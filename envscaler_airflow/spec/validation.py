@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec.faults import Faults
+from envscaler_airflow.spec.literals import looks_secret
 from envscaler_airflow.spec.models import RESOLVED_FIELDS, EnvSpec
-from envscaler_airflow.spec.secrets import looks_secret
 from envscaler_airflow.spec.yaml import MAX_DEPTH, Node, node_of
 
 _FOREIGN = {
@@ -48,6 +48,10 @@ _SHORT_FORMS = ("accelerators", "cpus", "memory", "gpu", "infra", "use_spot")
 
 def validate(tree: Node, faults: Faults, *, resolved: Mapping[str, Any]) -> EnvSpec | None:
     """The spec in *tree* with the *resolved* fields; None when faults were noted."""
+    for name in RESOLVED_FIELDS:
+        item = tree.get(name)
+        if item is not None and name not in _DOCUMENT_FIELDS:
+            faults.add(item.file, item.line, item.path, _unknown_field(name, [], is_document=True))
     body = {**tree.plain(), **resolved}
     try:
         return EnvSpec.model_validate(body)
@@ -60,19 +64,27 @@ def validate(tree: Node, faults: Faults, *, resolved: Mapping[str, Any]) -> EnvS
 
 
 def from_dict(body: Mapping[str, Any]) -> EnvSpec:
-    """Read a frozen spec.
+    """Read a frozen spec; fields that this version does not know are ignored.
 
     Raises:
         SpecError: Every fault of it.
     """
     _check_plain(body, 0)
-    faults = Faults()
     tree = node_of(dict(body), Node(None))
-    try:
-        return EnvSpec.model_validate(dict(body))
-    except ValidationError as err:
-        for error in err.errors(include_url=False):
-            _note(error, tree, faults, is_document=False)
+    faults = Faults()
+    for _ in range(MAX_DEPTH):
+        try:
+            return EnvSpec.model_validate(tree.plain())
+        except ValidationError as err:
+            errors = err.errors(include_url=False)
+        unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+        if not unknown:
+            break
+        for location in unknown:
+            holder, _rest = _find(tree, list(location[:-1]))
+            holder.value.pop(location[-1], None)
+    for error in errors:
+        _note(error, tree, faults, is_document=False)
     faults.raise_if_any()
     raise SpecError("spec: cannot be read; write the spec anew")
 
@@ -97,7 +109,7 @@ def _note(error: Any, tree: Node, faults: Faults, *, is_document: bool = True) -
     context = error.get("ctx", {})
     location += _parts(context.get("at", "")) if error["type"] == "spec" else []
     node, rest = _find(tree, location)
-    if node.is_broken or any(item.is_broken for item in ([] if rest else node.walk())):
+    if _is_in_broken(tree, location) or any(item.is_broken for item in ([] if rest else node.walk())):
         return
     path = node.path
     for part in rest:
@@ -125,6 +137,10 @@ def _find(tree: Node, location: list[Any]) -> tuple[Node, list[Any]]:
             return node, location[index:]
         node = below
     return node, []
+
+
+def _is_in_broken(tree: Node, location: list[Any]) -> bool:
+    return any(_find(tree, location[:length])[0].is_broken for length in range(len(location) + 1))
 
 
 def _explain(error: Any, node: Node | None, location: list[Any], *, is_document: bool) -> str:

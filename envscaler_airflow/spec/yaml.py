@@ -20,8 +20,8 @@ import yaml
 
 from envscaler_airflow.spec.faults import Faults
 
-MAX_BYTES = 256 * 1024
-"""Largest file read. Chosen: 50 times the longest spec that we have seen."""
+MAX_BYTES = 128 * 1024
+"""Largest file read. Chosen: twice a spec of 1000 variables."""
 MAX_DEPTH = 32
 """Deepest nesting. Chosen: the deepest field of the models is at 8."""
 MAX_NODES = 20_000
