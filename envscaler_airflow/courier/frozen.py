@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.spec.quantities import duration_s
 
 MAX_SPEC_BYTES = 1 << 22
@@ -72,7 +72,7 @@ def read_frozen(body: bytes) -> Frozen:
             secret_env=tuple(_secret_names(spec.get("env"))),
             workdir_archive=spec.get("workdir_archive"),
         )
-    except (TypeError, ValueError, SpecError) as err:
+    except (TypeError, ValueError) as err:
         raise ProtocolError(f"spec.yaml: {err}") from err
 
 
@@ -98,7 +98,7 @@ def read_every(value: Any) -> Mapping[str, float] | None:
     """``"10m"``, ``"100 steps"``, ``"1 epoch"`` or ``{"steps": 100}``, as one mapping.
 
     Raises:
-        SpecError: It is none of these.
+        ValueError: It is none of these.
     """
     if value is None:
         return None

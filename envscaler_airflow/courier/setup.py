@@ -95,7 +95,7 @@ def _workdir(site: Site, frozen: Frozen) -> str | None:
     match = _ARCHIVE.match(name)
     if match is None:
         raise ProtocolError(f"workdir archive {name!r:.200}: expected workdir-<sha256>.tar.zst")
-    part = site.exchange.root / ".workdir.tar.zst"
+    part = site.exchange.root / name
     try:
         if site.patiently(lambda: site.store.size(name), what=name) is None:
             raise CheckpointError(f"{site.store.uri(name)} is absent")

@@ -1,0 +1,168 @@
+"""A courier's surroundings in a temporary folder: exchange, clock, and a store that fails on demand."""
+
+import json
+
+import pytest
+
+from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
+from envscaler_airflow.courier.site import Site
+from envscaler_airflow.errors import StoreError
+from envscaler_airflow.protocol import Control, Ended, Manifest, Progress, Status, control_name, status_name
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.base import for_run
+from envscaler_airflow.store.file import FileStore
+
+CALLS = (
+    "read",
+    "write",
+    "create",
+    "delete",
+    "delete_tree",
+    "names",
+    "children",
+    "size",
+    "put_file",
+    "get_file",
+)
+
+
+class Clock:
+    """Monotonic time that only a test moves."""
+
+    def __init__(self):
+        """Begin somewhere."""
+        self.now = 1000.0
+
+    def __call__(self):
+        """Seconds."""
+        return self.now
+
+
+class FlakyStore:
+    """A store that fails while ``down``, and remembers what was put into it, in order."""
+
+    def __init__(self, store):
+        """Stand before *store*."""
+        self._store = store
+        self.down = False
+        self.puts = []
+
+    def __getattr__(self, name):
+        """The store's own, checked."""
+        call = getattr(self._store, name)
+        if name not in CALLS:
+            return call
+
+        def checked(*args, **kwargs):
+            if self.down:
+                raise StoreError("the store is down", transient=True)
+            if name in ("write", "put_file"):
+                self.puts.append(args[0])
+            return call(*args, **kwargs)
+
+        return checked
+
+
+class Bench:
+    """One node of one attempt, and what wrapper and owner would do."""
+
+    def __init__(self, root, *, store, generation=1, attempt=2, node=0, nodes=1, layout=None):
+        """Begin with nothing said by anyone."""
+        self.root, self.store, self.clock = root, store, Clock()
+        self.who = Who(generation, attempt, node, nodes)
+        self.layout = Layout.model_validate(layout or {})
+        self.exchange = Exchange(root / f"n{node}" / "exchange")
+        self.site = self.restarted()
+
+    def restarted(self):
+        """The site of a courier that was killed and started again."""
+        self.site = Site(
+            exchange=self.exchange,
+            store=self.store,
+            who=self.who,
+            layout=self.layout,
+            memory=Memory(self.exchange),
+            monotonic=self.clock,
+            patience_s=0,
+        )
+        return self.site
+
+    @property
+    def state(self):
+        """What the courier remembers."""
+        return self.site.memory.state
+
+    def owner_asks(self, **fields):
+        """Write the control into the store."""
+        control = Control(**fields)
+        self.store.write(control_name(self.who.generation, self.who.attempt), control.to_json())
+        return control
+
+    def heard(self, **fields):
+        """Write the control as if it had been handed over."""
+        control = Control(**fields)
+        self.exchange.write(self.exchange.control, control.to_json())
+        return control
+
+    def wrapper_says(self, *, ended=None, progress=None, **fields):
+        """Write wrapper.json."""
+        status = Status(
+            ended=Ended(**ended) if ended else None,
+            progress=Progress(**(progress or {})),
+            **({"phase": "ended" if ended else "running"} | fields),
+        )
+        self.exchange.write(self.exchange.wrapper, status.to_json())
+
+    def session_saves(self, name, files=None, **facts):
+        """A complete local save of Session."""
+        folder = self.exchange.checkpoints / name
+        for path, data in (files or {"model.bin": b"weights"}).items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+        (folder / "agent.json").write_text(json.dumps(facts))
+        return folder
+
+    def in_store(self, name, files=None, **facts):
+        """A complete checkpoint in the store, of whatever attempt its name says."""
+        generation, _, step, attempt = name.split("-")
+        folder = self.root / "made" / name
+        for path, data in (files or {"model.bin": name.encode()}).items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+        done = folders.upload(self.store, f"checkpoints/{name}", folders.walk(folder))
+        fields = {"step": int(step), "generation": int(generation[1:]), "attempt": int(attempt[1:])} | facts
+        folders.write_manifest(self.store, f"checkpoints/{name}", Manifest(files=done, **fields))
+        return name
+
+    def status(self, node=None):
+        """What the store says of a node."""
+        node = self.who.node if node is None else node
+        body = self.store.read(status_name(self.who.generation, self.who.attempt, node))
+        return None if body is None else Status.from_json(body, where="test")
+
+    def start(self):
+        """What start.json says."""
+        return json.loads(self.exchange.start.read_bytes())
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The store of the run."""
+    (tmp_path / "store").mkdir()
+    return FlakyStore(for_run(FileStore(tmp_path / "store"), "d/run"))
+
+
+@pytest.fixture
+def make_bench(tmp_path, store):
+    """Makes benches that share the store."""
+
+    def make(**options):
+        return Bench(tmp_path, store=store, **options)
+
+    return make
+
+
+@pytest.fixture
+def bench(make_bench):
+    """Node 0 of attempt 2."""
+    return make_bench()

@@ -1,0 +1,226 @@
+"""Which checkpoint a start begins from: found, verified, published, laid back."""
+
+import threading
+
+import pytest
+
+from envscaler_airflow.courier.restore import restore
+from envscaler_airflow.courier.setup import lay_out
+from envscaler_airflow.errors import CheckpointError, StoreError
+from envscaler_airflow.protocol import Control, Status, status_name
+
+OLD, NEW = "g1-step-00000100-a1", "g1-step-00000200-a1"
+
+
+def tree(folder):
+    """All files below *folder*."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stored(bench, name, path="model.bin"):
+    """Where the store keeps a file."""
+    return bench.root / "store/d/run/checkpoints" / name / path
+
+
+def test_the_newest_good_one_is_laid_out(bench):
+    """start.json names folder, step, epoch and samples."""
+    bench.in_store(OLD)
+    bench.in_store(NEW, {"a/w.bin": b"W"}, epoch=2, samples=6400)
+
+    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+
+    folder = bench.exchange.restored / NEW
+    assert got.to_start() == {"path": str(folder), "name": NEW, "step": 200, "epoch": 2, "samples": 6400}
+    assert tree(folder) == {"a/w.bin": b"W"}
+    assert (bench.state.restored_from, bench.state.start_step, bench.state.rejected) == (NEW, 200, ())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"~"),
+        lambda path: path.with_name("manifest.json").unlink(),
+        lambda path: path.with_name("manifest.json").write_bytes(b"{torn"),
+    ],
+    ids=["missing", "truncated", "bit-flipped", "no manifest", "torn manifest"],
+)
+def test_a_bad_one_is_rejected_and_the_one_before_is_used(bench, damage):
+    """The reason stands in the status; nothing of the bad one is left on the disk."""
+    bench.in_store(OLD)
+    bench.in_store(NEW)
+    damage(stored(bench, NEW))
+
+    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+
+    assert got.source == OLD
+    assert bench.state.start_step == 100
+    assert [line.partition(":")[0] for line in bench.state.rejected] == [NEW]
+    assert [path.name for path in bench.exchange.restored.iterdir()] == [OLD]
+
+
+def test_own_checkpoints_come_before_the_candidates(bench):
+    """A node that was replaced within the attempt goes on from what the attempt saved."""
+    own = bench.in_store("g1-step-00000150-a2")
+    bench.in_store(NEW)
+
+    assert restore(bench.site, Control(candidates=(NEW,))).source == own
+
+
+def test_a_zombies_checkpoint_is_not_chosen(make_bench):
+    """Attempt 3 was declared lost and saves on; attempt 4 knows only what its owner listed."""
+    bench = make_bench(attempt=4)
+    known = bench.in_store("g1-step-00000200-a3")
+    bench.in_store("g1-step-00000900-a3")
+
+    assert restore(bench.site, Control(candidates=(known,))).source == known
+
+
+def test_without_any_it_begins_fresh(bench):
+    """Also when every candidate is bad: the reasons say so."""
+    bench.in_store(OLD)
+    stored(bench, OLD).unlink()
+
+    assert restore(bench.site, Control(candidates=(OLD,))) is None
+    assert (bench.state.start_step, bench.state.restored_from, len(bench.state.rejected)) == (0, None, 1)
+
+
+def test_another_runs_checkpoint_by_its_uri(make_bench, bench, tmp_path):
+    """``restore_from`` begins a fresh run; its step is where this run begins."""
+    name = make_bench(generation=3, attempt=5).in_store("g3-step-00000700-a5", samples=9)
+    uri = f"file://{tmp_path}/store/d/run/checkpoints/{name}"
+
+    got = restore(bench.site, Control(restore_from=uri))
+
+    assert got.to_start()["name"] == name
+    assert got.to_start()["samples"] == 9
+    assert (bench.state.restored_from, bench.state.start_step) == (uri, 700)
+
+
+def test_own_work_comes_before_restore_from(bench, tmp_path):
+    """The second attempt of such a run goes on from its own checkpoint."""
+    bench.in_store(NEW)
+
+    assert restore(bench.site, Control(candidates=(NEW,), restore_from=f"{tmp_path}/none")).source == NEW
+
+
+def test_a_bad_restore_from_fails_the_set_up(make_bench, bench, store, tmp_path):
+    """It is verified first, and the message names the URI and the file."""
+    name = make_bench(generation=3, attempt=5).in_store("g3-step-00000700-a5")
+    stored(bench, name).write_bytes(b"x" * 19)
+    uri = f"file://{tmp_path}/store/d/run/checkpoints/{name}"
+    store.write("spec.yaml", b"{}")
+    bench.owner_asks(restore_from=uri)
+
+    lay_out(bench.site)
+
+    assert bench.start()["failed"].startswith(f"restore_from {uri}: ")
+    assert "model.bin has another sha256" in bench.start()["failed"]
+
+
+def test_a_store_that_does_not_answer_rejects_nothing(bench, store):
+    """Unknown is not bad: the attempt does not begin from an older one because of an outage."""
+    bench.in_store(OLD)
+    bench.in_store(NEW)
+    real = store._store.get_file
+
+    def down(name, path):
+        raise StoreError("down")
+
+    store._store.get_file = down
+    with pytest.raises(StoreError):
+        restore(bench.site, Control(candidates=(NEW, OLD)))
+    store._store.get_file = real
+    assert bench.state.rejected == ()
+
+
+def test_a_snapshot_is_laid_back_where_the_code_looks_for_it(make_bench, tmp_path):
+    """The folder holds exactly the snapshot; what an earlier life left there is gone."""
+    ours = tmp_path / "ck"
+    bench = make_bench(layout={"checkpoint_path": str(ours)})
+    bench.in_store(NEW, {"checkpoint-200/trainer_state.json": b'{"global_step":200}'}, cooperative=False)
+    (ours / "checkpoint-300").mkdir(parents=True)
+    (ours / "checkpoint-300/torn.bin").write_bytes(b"x")
+
+    got = restore(bench.site, Control(candidates=(NEW,)))
+
+    assert got.path == ours
+    assert tree(ours) == {"checkpoint-200/trainer_state.json": b'{"global_step":200}'}
+    assert bench.state.snapshot is not None
+    assert not list(bench.exchange.restored.iterdir())
+
+
+def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path):
+    """Cooperating code gets a path of ours."""
+    bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
+    bench.in_store(NEW)
+
+    assert restore(bench.site, Control(candidates=(NEW,))).path == bench.exchange.restored / NEW
+
+
+def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monkeypatch):
+    """The courier dies after one of two files; the next one lays both."""
+    ours = tmp_path / "ck"
+    bench = make_bench(layout={"checkpoint_path": str(ours)})
+    bench.in_store(NEW, {"a": b"1", "b": b"2"}, cooperative=False)
+    moves = []
+
+    def die(source, target):
+        moves.append(target)
+        if len(moves) == 2:
+            raise KeyboardInterrupt
+        source.rename(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.move", die)
+        with pytest.raises(KeyboardInterrupt):
+            restore(bench.site, Control(candidates=(NEW,)))
+
+    restore(bench.restarted(), Control(candidates=(NEW,)))
+
+    assert tree(ours) == {"a": b"1", "b": b"2"}
+
+
+def test_other_nodes_take_what_node_0_chose(make_bench, store):
+    """Node 1 waits until node 0's status says it; its own opinion does not count."""
+    bench = make_bench(node=1, nodes=2)
+    bench.in_store(OLD)
+    bench.in_store(NEW)
+    name = status_name(1, 2, 0)
+    store.write(name, Status(generation=1, attempt=2, phase="restoring").to_json())
+    decided = Status(generation=1, attempt=2, start_step=100, restored_from=OLD).to_json()
+    waits = []
+
+    def wait(_seconds):
+        waits.append(1)
+        if len(waits) == 3:
+            store.write(name, decided)
+
+    ending = threading.Event()
+    ending.wait = wait
+    bench.site.ending = ending
+
+    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+
+    assert got.source == OLD
+    assert len(waits) == 3
+
+
+def test_other_nodes_begin_fresh_when_node_0_does(make_bench, store):
+    """Step 0 and no name is a decision too."""
+    bench = make_bench(node=1, nodes=2)
+    bench.in_store(NEW)
+    store.write(status_name(1, 2, 0), Status(start_step=0).to_json())
+
+    assert restore(bench.site, Control(candidates=(NEW,))) is None
+
+
+def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
+    """Node 0 failed its set-up: so does node 1, at once."""
+    bench = make_bench(node=1, nodes=2)
+    ended = '{"schema":"1.0","phase":"ended","ended":{"reason":"setup-failed","detail":"no disk"}}'
+    store.write(status_name(1, 2, 0), ended.encode())
+
+    with pytest.raises(CheckpointError, match="node 0 has ended: setup-failed no disk"):
+        restore(bench.site, Control())

@@ -1,0 +1,281 @@
+"""What is laid out before the start, and what is said when that fails."""
+
+import json
+
+import pytest
+
+from envscaler_airflow.courier.frozen import read_every, read_frozen
+from envscaler_airflow.courier.setup import lay_out
+from envscaler_airflow.courier.site import WorkInterruptedError
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.store.archive import pack_workdir
+from envscaler_airflow.store.outputs import put_output
+
+SPEC = {
+    "checkpoint": {"every": "100 steps", "keep": 2, "align": "epoch"},
+    "distributed": {"global_batch": 256},
+    "metrics": {"log_patterns": {"step": r"step (\d+)"}},
+    "env": [{"name": "TOKEN", "value_from": "secret:a/b"}, {"name": "OMP_NUM_THREADS", "value": "4"}],
+}
+
+
+@pytest.fixture
+def node(make_bench, tmp_path, store):
+    """A node whose run is ready to start, with layout fields on demand."""
+
+    def make(**layout):
+        store.write("spec.yaml", json.dumps(SPEC).encode())
+        bench = make_bench(layout=layout)
+        bench.owner_asks()
+        return bench
+
+    return make
+
+
+def ship(store, tmp_path, text="print(1)"):
+    """Put a workdir archive into the store; its name."""
+    folder = tmp_path / "code"
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(text)
+    archive = pack_workdir(folder, scratch=tmp_path)
+    store.put_file(archive.name, archive.path)
+    return archive.name
+
+
+def mount(path, source):
+    """One volume of a layout."""
+    return [{"name": "data", "source": str(source), "path": str(path)}]
+
+
+def test_a_fresh_start(node, store, tmp_path):
+    """Code is there, the folders that the training writes to exist, and the session knows the spec."""
+    ship(store, tmp_path)
+    bench = node(
+        work=str(tmp_path / "w"), checkpoint_path=str(tmp_path / "ck"), outputs={"m": str(tmp_path / "out/m")}
+    )
+
+    lay_out(bench.site)
+
+    assert (tmp_path / "w/train.py").read_text() == "print(1)"
+    assert (tmp_path / "ck").is_dir()
+    assert (tmp_path / "out").is_dir()
+    assert bench.start() == {
+        "schema": "1.0",
+        "cwd": str(tmp_path / "w"),
+        "env": {},
+        "restore": None,
+        "session": {
+            "generation": 1,
+            "attempt": 2,
+            "node": 0,
+            "nodes": 1,
+            "every": {"steps": 100.0},
+            "align": "epoch",
+            "global_batch": 256,
+            "checkpoint_path": str(tmp_path / "ck"),
+            "log_patterns": {"step": r"step (\d+)"},
+            "secret_env": ["TOKEN"],
+        },
+    }
+    assert (bench.state.start_step, bench.state.restored_from) == (0, None)
+
+
+def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
+    """A courier that is started again after start.json leaves the workdir alone."""
+    ship(store, tmp_path)
+    bench = node(work=str(tmp_path / "w"))
+    lay_out(bench.site)
+    (tmp_path / "w/train.py").write_text("edited by the training")
+    before = bench.exchange.start.read_bytes()
+
+    lay_out(bench.restarted())
+
+    assert (tmp_path / "w/train.py").read_text() == "edited by the training"
+    assert bench.exchange.start.read_bytes() == before
+
+
+def test_a_courier_killed_during_the_set_up_lays_out_again(node, store, tmp_path):
+    """What it left half done is cleared: the workdir holds the archive and nothing else."""
+    ship(store, tmp_path)
+    bench = node(work=str(tmp_path / "w"))
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w/train.py").write_text("half")
+    (tmp_path / "w/other.py").write_text("of another spec")
+
+    lay_out(bench.restarted())
+
+    assert {path.name: path.read_text() for path in (tmp_path / "w").iterdir()} == {"train.py": "print(1)"}
+
+
+def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
+    """The hash in its name is checked; the training never sees it."""
+    name = ship(store, tmp_path)
+    path = tmp_path / "store/d/run" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    bench = node(work=str(tmp_path / "w"))
+
+    lay_out(bench.site)
+
+    assert name in bench.start()["failed"]
+    assert bench.state.failed.startswith("set-up failed: ")
+    assert not list((tmp_path / "w").iterdir())
+
+
+def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
+    """The courier does not guess; with a name in the layout it takes that one."""
+    first = ship(store, tmp_path)
+    ship(store, tmp_path, "print(2)")
+    bench = node(work=str(tmp_path / "w"))
+    named = node(work=str(tmp_path / "w"), workdir_archive=first)
+
+    lay_out(named.site)
+    assert (tmp_path / "w/train.py").read_text() == "print(1)"
+
+    bench.exchange.start.unlink()
+    lay_out(bench.site)
+    assert "2 workdir archives" in bench.start()["failed"]
+
+
+def test_an_output_of_another_stage_arrives_verified(node, store, tmp_path):
+    """Its URI is the volume's source; every file is checked against the manifest."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/a.txt").write_text("A")
+    uri = put_output(store, "data", tmp_path / "made", generation=1, attempt=1)
+    bench = node(mounts=mount(tmp_path / "in", uri))
+
+    lay_out(bench.site)
+
+    assert (tmp_path / "in/a.txt").read_text() == "A"
+    assert "failed" not in bench.start()
+
+
+def test_a_torn_output_fails_the_set_up(node, store, tmp_path):
+    """The message names volume, file and what is wrong."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/a.txt").write_text("A")
+    uri = put_output(store, "data", tmp_path / "made", generation=1, attempt=1)
+    (tmp_path / "store/d/run/outputs/g1/data/a.txt").write_text("B")
+
+    bench = node(mounts=mount(tmp_path / "in", uri))
+    lay_out(bench.site)
+
+    assert bench.start()["failed"].startswith("volume data: ")
+    assert "a.txt has another sha256" in bench.start()["failed"]
+
+
+@pytest.mark.parametrize(
+    ("path", "landed"),
+    [("in", "in/pred.csv"), ("in/table.csv", "in/table.csv"), ("in/pred.csv", "in/pred.csv")],
+)
+@pytest.mark.parametrize("kind", ["output", "path", "file"])
+def test_one_file_lands_inside_or_as_the_mounts_path(node, store, tmp_path, kind, path, landed):
+    """A path with the same suffix is the file itself; else the file lands in it."""
+    (tmp_path / "pred.csv").write_text("1,2")
+    source = {
+        "output": lambda: put_output(store, "p", tmp_path / "pred.csv", generation=1, attempt=1),
+        "path": lambda: tmp_path / "pred.csv",
+        "file": lambda: f"file://{tmp_path}/pred.csv",
+    }[kind]()
+
+    bench = node(mounts=mount(tmp_path / path, source))
+    lay_out(bench.site)
+
+    assert (tmp_path / landed).read_text() == "1,2"
+
+
+def test_a_local_folder_is_copied_and_a_host_path_is_linked(node, tmp_path):
+    """A copy can be written to without harm; ``hostPath:`` is the machine's own folder."""
+    (tmp_path / "data/sub").mkdir(parents=True)
+    (tmp_path / "data/sub/a").write_text("A")
+    bench = node(
+        mounts=[
+            *mount(tmp_path / "copy", tmp_path / "data"),
+            *mount(tmp_path / "link", f"hostPath:{tmp_path}/data"),
+        ]
+    )
+
+    lay_out(bench.site)
+
+    (tmp_path / "copy/sub/a").write_text("changed")
+    assert (tmp_path / "data/sub/a").read_text() == "A"
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link/sub/a").read_text() == "A"
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "hostPath:/no/such/folder", "file:///no/such/folder"])
+def test_a_volume_that_does_not_exist_is_named(node, tmp_path, source):
+    """Volume and path are in the message."""
+    bench = node(mounts=mount(tmp_path / "in", source))
+
+    lay_out(bench.site)
+
+    assert bench.start() == {
+        "schema": "1.0",
+        "failed": "volume data: /no/such/folder does not exist on this machine",
+    }
+
+
+def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
+    """The owner changed its mind during a long copy: the wrapper is told at once."""
+    bench = node(mounts=mount(tmp_path / "in", "/no/such/folder"))
+    bench.heard(sequence=7, action="stop", reason="budget")
+
+    lay_out(bench.site)
+
+    assert bench.start()["failed"] == "asked to stop before the start: budget"
+
+
+def test_a_courier_that_must_end_leaves_the_set_up_to_the_next(node):
+    """No start.json, so the next one begins again."""
+    bench = node()
+    bench.site.ending.set()
+
+    with pytest.raises(WorkInterruptedError):
+        lay_out(bench.site)
+    assert not bench.exchange.start.exists()
+
+
+def test_a_store_that_never_answers_fails_the_set_up(node, store):
+    """After its patience, with the store's own words."""
+    bench = node()
+    store.down = True
+
+    lay_out(bench.site)
+
+    assert bench.start()["failed"] == "the store is down"
+
+
+def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
+    """No spec.yaml: operator and courier look at different stores."""
+    bench = make_bench()
+
+    lay_out(bench.site)
+
+    assert "must see the same store" in bench.start()["failed"]
+
+
+@pytest.mark.parametrize(
+    ("value", "every"),
+    [
+        (None, None),
+        ("10m", {"seconds": 600}),
+        ("100 steps", {"steps": 100}),
+        ("1 epoch", {"epochs": 1}),
+        ({"seconds": 5, "steps": None}, {"seconds": 5}),
+        ({"seconds": None}, None),
+    ],
+)
+def test_every_is_read_in_all_its_forms(value, every):
+    """As users write it, and as a frozen spec may hold it."""
+    assert read_every(value) == every
+
+
+def test_nonsense_in_the_spec_is_an_error_of_the_protocol():
+    """Never a crash."""
+    for body in (b"[]", b": : :", b'{"checkpoint": 3}', b'{"checkpoint": {"every": "often"}}'):
+        with pytest.raises(ProtocolError):
+            read_frozen(body)
+    with pytest.raises(ValueError, match="no duration"):
+        read_every("often")
