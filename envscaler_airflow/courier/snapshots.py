@@ -140,13 +140,14 @@ class Snapshots:
         if self._ask is None or self._ask[0] != control.sequence:
             self._ask = (control.sequence, now, fingerprint)
         _, since, first = self._ask
+        is_quiet = selection is not None and self._is_quiet(selection)
         waits = control.align == "epoch"
         is_late = now - since >= (control.align_timeout_s if waits else max(control.grace_s, 2 * QUIET_S))
         if waits and fingerprint == first and not is_late:
             return
         if folder is None or selection is None:
             self._answer(control, None)
-        elif self._is_quiet(selection):
+        elif is_quiet:
             name = self._take(folder, selection, progress)
             if name is not None or is_late:
                 self._answer(control, name)

@@ -1,0 +1,618 @@
+"""Checkpoints of code that knows nothing of us: when they are taken, and that they are whole."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import struct
+import zipfile
+
+import pytest
+
+from envscaler_airflow.courier import layouts
+from envscaler_airflow.courier.layouts import select
+from envscaler_airflow.courier.snapshots import QuietWatch, Snapshots
+from envscaler_airflow.errors import CheckpointError
+
+
+def put(folder, files):
+    """Write ``{path: bytes}`` in this order, each a second younger than the one before."""
+    for count, (path, data) in enumerate(files.items()):
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        os.utime(target, (1_700_000_000 + count,) * 2)
+
+
+def whole_zip():
+    """What ``torch.save`` writes: a zip."""
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as file:
+        file.writestr("data.pkl", "x" * 500)
+    return raw.getvalue()
+
+
+def safetensors(size, *, claimed=None):
+    """A file of one tensor of *size* bytes, whose header claims another size."""
+    header = json.dumps(
+        {"__metadata__": {}, "w": {"dtype": "U8", "data_offsets": [0, claimed or size]}}
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(size)
+
+
+def chosen(folder):
+    """Paths and step of what would be copied; None when nothing is complete."""
+    selection = select(folder)
+    return selection and ([item.path for item in selection.files], selection.step)
+
+
+STATE = b'{"global_step": 10, "best_model_checkpoint": "/out/checkpoint-5"}'
+ZIP = whole_zip()
+
+
+# -- what is copied
+
+
+def test_an_unknown_layout_is_copied_as_a_whole(tmp_path):
+    """Two files, no step."""
+    put(tmp_path, {"model.pt": b"1", "sub/optimizer.pt": b"2", "model.pt.tmp": b"half"})
+
+    assert chosen(tmp_path) == (["model.pt", "sub/optimizer.pt"], None)
+
+
+def test_nothing_there_is_nothing_to_copy(tmp_path):
+    """Neither an empty folder nor none."""
+    assert chosen(tmp_path) is None
+    assert chosen(tmp_path / "none") is None
+
+
+def test_hugging_face_takes_the_newest_complete_one_and_the_best(tmp_path):
+    """checkpoint-12 has no trainer_state.json yet; 10 names 5 as the best; 8 and the logs stay away."""
+    put(
+        tmp_path,
+        {
+            "checkpoint-5/trainer_state.json": STATE,
+            "checkpoint-8/trainer_state.json": STATE,
+            "checkpoint-10/model.safetensors": b"w",
+            "checkpoint-10/trainer_state.json": STATE,
+            "checkpoint-12/model.safetensors": b"w",
+            "runs/events": b"log",
+        },
+    )
+
+    expected = [
+        "checkpoint-10/model.safetensors",
+        "checkpoint-10/trainer_state.json",
+        "checkpoint-5/trainer_state.json",
+    ]
+    assert chosen(tmp_path) == (expected, 10)
+
+
+@pytest.mark.parametrize("state", [b"", b'{"global_st', b"[]", b"{}"])
+def test_hugging_face_with_a_torn_mark_is_not_complete(tmp_path, state):
+    """The writer was killed while it wrote trainer_state.json: the one before counts."""
+    put(tmp_path, {"checkpoint-5/trainer_state.json": STATE, "checkpoint-10/trainer_state.json": state})
+
+    assert chosen(tmp_path) == (["checkpoint-5/trainer_state.json"], 5)
+
+
+def test_hugging_face_without_any_mark_is_nothing(tmp_path):
+    """Known layouts count only with their mark, however quiet they are."""
+    put(tmp_path, {"checkpoint-5/model.bin": b"x"})
+
+    assert chosen(tmp_path) is None
+
+
+def test_lightning_takes_the_newest_whole_one_and_the_last(tmp_path):
+    """The zip of step 30 has no end yet."""
+    put(
+        tmp_path,
+        {
+            "v0/epoch=0-step=10.ckpt": ZIP,
+            "v0/epoch=1-step=20.ckpt": ZIP,
+            "v0/epoch=2-step=30.ckpt": ZIP[:-10],
+            "v0/last.ckpt": ZIP,
+            "v0/hparams.yaml": b"x",
+        },
+    )
+
+    assert chosen(tmp_path) == (["v0/epoch=1-step=20.ckpt", "v0/last.ckpt"], 20)
+
+
+def test_distributed_takes_the_newest_with_its_metadata(tmp_path):
+    """step_30 has shards alone; the loose ``latest`` comes along."""
+    put(
+        tmp_path,
+        {
+            "step_20/__0_0.distcp": b"a",
+            "step_20/.metadata": b"m",
+            "step_30/__0_0.distcp": b"b",
+            "latest": b"step_20",
+        },
+    )
+
+    assert chosen(tmp_path) == (["latest", "step_20/.metadata", "step_20/__0_0.distcp"], 20)
+
+
+def test_distributed_written_in_place_waits_for_its_metadata(tmp_path):
+    """A shard younger than .metadata belongs to the save that is going on."""
+    put(tmp_path, {".metadata": b"m", "__0_0.distcp": b"new"})
+    assert chosen(tmp_path) is None
+
+    put(tmp_path, {"__0_0.distcp": b"new", "__1_0.distcp": b"new", ".metadata": b"m"})
+    assert chosen(tmp_path) == ([".metadata", "__0_0.distcp", "__1_0.distcp"], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.pt", ZIP, None),
+        ("a.pt", ZIP[: len(ZIP) // 2], "zip without its end"),
+        ("a.npz", ZIP[:-1], "zip without its end"),
+        ("a.bin", b"anything", None),
+        ("a.safetensors", safetensors(64), None),
+        ("a.safetensors", safetensors(64)[:-1], "its header says"),
+        ("a.safetensors", safetensors(64, claimed=128), "its header says"),
+        ("a.safetensors", safetensors(64)[:40], "shorter than its header"),
+        ("a.safetensors", b"123", "shorter than its header"),
+        ("a.safetensors", struct.pack("<Q", 2) + b"[]", "its header is torn"),
+    ],
+)
+def test_files_that_say_where_they_end_must_be_whole(tmp_path, name, data, why):
+    """A writer that was killed or is slow leaves such a file short."""
+    put(tmp_path, {name: data})
+
+    found = layouts.torn(select(tmp_path).files[0])
+
+    assert (found is None) if why is None else (why in found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_bytes(b"22"),
+        lambda path: os.utime(path, (1, 1)),
+        lambda path: path.rename(path.with_name("other")),
+        lambda path: path.with_name("more").write_bytes(b""),
+        lambda path: (shutil.copy2(path, path.with_name("x")), path.with_name("x").replace(path)),
+    ],
+    ids=["size", "mtime", "name", "new file", "inode"],
+)
+def test_any_change_makes_another_fingerprint(tmp_path, change):
+    """Name, size, modification time and inode."""
+    put(tmp_path, {"a": b"1"})
+    before = select(tmp_path).fingerprint
+
+    change(tmp_path / "a")
+
+    assert select(tmp_path).fingerprint != before
+
+
+def test_a_copy_of_a_tree_that_changes_meanwhile_does_not_count(tmp_path):
+    """A slow writer appends between two files."""
+    put(tmp_path / "ck", {"a": b"1", "b": b"2"})
+    (tmp_path / "copy").mkdir()
+
+    def append():
+        with (tmp_path / "ck/a").open("ab") as file:
+            file.write(b"+")
+
+    with pytest.raises(CheckpointError, match="changed while it was copied"):
+        layouts.copy(tmp_path / "ck", select(tmp_path / "ck"), tmp_path / "copy", between=append)
+
+
+def test_quiet_is_measured_since_the_last_change():
+    """By the watcher's own clock, whatever the files say."""
+    now = [0.0]
+    watch = QuietWatch(lambda: now[0])
+
+    seen = []
+    for at, fingerprint in [(0, "a"), (3, "a"), (4, "b"), (10, "b"), (11, "a")]:
+        now[0] = at
+        seen.append(watch.quiet_s(fingerprint))
+
+    assert seen == [0, 3, 0, 6, 0]
+
+
+# -- when
+
+
+@pytest.fixture
+def trained(make_bench, tmp_path):
+    """A running attempt whose code saves into ``ck``, and its snapshots."""
+
+    def make(every=None, **options):
+        bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")}, **options)
+        bench.ck = tmp_path / "ck"
+        bench.ck.mkdir(exist_ok=True)
+        bench.site.memory.update(is_laid_out=True, start_step=0)
+        bench.wrapper_says(progress={"step": 0})
+        bench.snapshots = Snapshots(bench.site, every or {"seconds": 60})
+        return bench
+
+    return make
+
+
+def run(bench, seconds):
+    """Let *seconds* pass, a look every second."""
+    for _ in range(seconds):
+        bench.clock.now += 1
+        bench.snapshots.step()
+
+
+def saved(bench):
+    """Names of the local saves."""
+    return bench.exchange.saved(bench.who)
+
+
+def facts(bench, name):
+    """What is known of a snapshot."""
+    return json.loads((bench.exchange.checkpoints / f"{name}.snapshot.json").read_bytes())
+
+
+def answer(bench):
+    """What snapshot.done says."""
+    return json.loads(bench.exchange.snapshot_done.read_bytes())
+
+
+def test_a_periodic_snapshot(trained):
+    """Due after a minute, quiet for five seconds, named by the training's step."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"weights"})
+    bench.wrapper_says(progress={"step": 40, "epoch": 1, "samples": 640})
+
+    run(bench, 59)
+    assert saved(bench) == []
+    run(bench, 7)
+
+    assert saved(bench) == ["g1-step-00000040-a2"]
+    assert (bench.exchange.checkpoints / "g1-step-00000040-a2/model.pt").read_bytes() == b"weights"
+    assert facts(bench, "g1-step-00000040-a2") == {
+        "schema": "1.0", "step": 40, "epoch": 1, "samples": 640, "save_s": 0.0,
+    }  # fmt: skip
+
+
+def test_nothing_new_is_not_copied_twice(trained):
+    """A hundred seconds without a change after a snapshot: still one, also after the courier was killed."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"weights"})
+    run(bench, 66)
+    name = saved(bench)[0]
+    bench.exchange.done(name).touch()
+
+    run(bench, 100)
+    bench.snapshots = Snapshots(bench.restarted(), {"seconds": 60})
+    run(bench, 100)
+
+    assert saved(bench) == []
+
+
+def test_by_steps_and_by_epochs(trained):
+    """``100 steps`` and ``2 epochs`` count what the training reports since the last one."""
+    bench = trained(every={"steps": 100})
+    put(bench.ck, {"model.pt": b"1"})
+    bench.wrapper_says(progress={"step": 99})
+    run(bench, 20)
+    assert saved(bench) == []
+    bench.wrapper_says(progress={"step": 100})
+    run(bench, 7)
+    assert saved(bench) == ["g1-step-00000100-a2"]
+
+    bench = trained(every={"epochs": 2}, attempt=3)
+    put(bench.ck, {"model.pt": b"22"})
+    bench.wrapper_says(progress={"epoch": 1, "step": 7})
+    run(bench, 20)
+    assert saved(bench) == []
+    bench.wrapper_says(progress={"epoch": 2, "step": 14})
+    run(bench, 7)
+    assert saved(bench) == ["g1-step-00000014-a3"]
+
+
+def test_a_slow_writer_is_waited_for(trained):
+    """It appends every three seconds for a minute; the snapshot comes five quiet seconds later, whole."""
+    bench = trained(every={"seconds": 1})
+    path = bench.ck / "model.bin"
+    for count in range(20):
+        path.write_bytes(b"x" * (count + 1))
+        run(bench, 3)
+        assert saved(bench) == []
+
+    run(bench, 6)
+
+    assert (bench.exchange.checkpoints / saved(bench)[0] / "model.bin").read_bytes() == b"x" * 20
+
+
+def test_a_zip_that_stopped_growing_is_not_a_checkpoint(trained):
+    """The writer hangs in the middle of ``torch.save``: quiet, and torn all the same."""
+    bench = trained(every={"seconds": 1})
+    put(bench.ck, {"model.pt": ZIP[:-9]})
+
+    run(bench, 60)
+    assert saved(bench) == []
+    assert bench.site.messages.text() == "no snapshot: incomplete: model.pt: zip without its end"
+
+    put(bench.ck, {"model.pt": ZIP})
+    run(bench, 7)
+    assert len(saved(bench)) == 1
+    assert bench.site.messages.text() == ""
+
+
+def test_without_steps_the_names_count_up(trained):
+    """Code that reports no step: names grow from the one restored, and the facts claim no step."""
+    bench = trained(every={"seconds": 1})
+    bench.wrapper_says()
+    bench.site.memory.update(name_step=7)
+
+    names = []
+    for count in range(2):
+        put(bench.ck, {"model.pt": b"%d" % count})
+        (bench.ck / "model.pt").touch()
+        run(bench, 8)
+        names.append(saved(bench)[-1])
+        bench.exchange.done(names[-1]).touch()
+
+    assert names == ["g1-step-00000008-a2", "g1-step-00000009-a2"]
+    assert facts(bench, names[0])["step"] is None
+
+
+def test_a_known_layout_says_its_own_step(trained):
+    """The training is at step 13, what is saved is of step 10."""
+    bench = trained(every={"seconds": 1})
+    put(bench.ck, {"checkpoint-10/trainer_state.json": STATE})
+    bench.wrapper_says(progress={"step": 13, "epoch": 1, "samples": 99})
+
+    run(bench, 7)
+
+    assert saved(bench) == ["g1-step-00000010-a2"]
+    assert (facts(bench, saved(bench)[0])["step"], facts(bench, saved(bench)[0])["samples"]) == (10, None)
+
+
+def test_two_states_at_one_step_never_share_a_name(trained):
+    """The training saved again without a new step: the first snapshot stays as it was."""
+    bench = trained(every={"seconds": 1})
+    bench.wrapper_says(progress={"step": 5})
+    for data in (b"1", b"22"):
+        put(bench.ck, {"model.pt": data})
+        run(bench, 8)
+        bench.exchange.done(saved(bench)[0]).touch()
+
+    names = sorted(path.name for path in bench.exchange.checkpoints.iterdir() if path.is_dir())
+    assert names == ["g1-step-00000005-a2", "g1-step-00000006-a2"]
+    assert facts(bench, names[1])["step"] == 5
+
+
+def test_no_second_snapshot_while_the_first_goes_up(trained):
+    """A slow store does not fill the disk with copies."""
+    bench = trained(every={"seconds": 1})
+    for count in range(3):
+        put(bench.ck, {"model.pt": b"x" * (count + 1)})
+        run(bench, 8)
+
+    assert len(saved(bench)) == 1
+
+
+def test_asked_to_leave_it_copies_what_is_new_and_answers(trained):
+    """The wrapper waits for the answer before it sends SIGTERM."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"1"})
+    bench.wrapper_says(progress={"step": 3})
+    bench.heard(sequence=9, action="leave")
+
+    run(bench, 5)
+    assert not bench.exchange.snapshot_done.exists()
+    run(bench, 1)
+
+    assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": True, "name": "g1-step-00000003-a2"}
+
+
+def test_asked_with_nothing_new_it_answers_at_once(trained):
+    """The training need not wait for a copy of what is there already."""
+    bench = trained()
+    bench.heard(sequence=9, action="leave")
+
+    run(bench, 1)
+
+    assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": False, "name": None}
+
+
+def test_asked_at_an_epoch_it_waits_for_the_next_save(trained):
+    """Such code's own save is its boundary: what lies there now is older than need be."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"old"})
+    bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=600)
+    run(bench, 100)
+    assert not bench.exchange.snapshot_done.exists()
+
+    put(bench.ck, {"model.pt": b"fresh"})
+    run(bench, 7)
+
+    assert answer(bench)["taken"]
+    assert (bench.exchange.checkpoints / answer(bench)["name"] / "model.pt").read_bytes() == b"fresh"
+
+
+def test_asked_at_an_epoch_that_never_comes_it_takes_what_is_there(trained):
+    """After align_timeout."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"old"})
+    bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=60)
+
+    run(bench, 62)
+
+    assert answer(bench)["taken"]
+
+
+def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
+    """After the grace it answers without one, and says why."""
+    bench = trained()
+    bench.heard(sequence=9, action="leave", grace_s=30)
+    for count in range(40):
+        (bench.ck / "log").write_bytes(b"x" * (count + 1))
+        run(bench, 1)
+
+    assert answer(bench)["taken"] is False
+    assert "was not quiet for 5 s" in bench.site.messages.text()
+
+
+def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
+    """``checkpoint``: save now and go on."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"1"})
+    bench.heard(sequence=4, action="checkpoint")
+    run(bench, 7)
+    first = answer(bench)
+    bench.exchange.done(first["name"]).touch()
+    put(bench.ck, {"model.pt": b"22"})
+
+    run(bench, 30)
+
+    assert first["taken"]
+    assert saved(bench) == []
+
+
+def test_code_that_saves_by_itself_is_left_alone(trained):
+    """Session saves: no copies, and an ask is answered at once."""
+    bench = trained(every={"seconds": 1})
+    (bench.exchange.root / "progress").mkdir()
+    (bench.exchange.root / "progress/rank-0.json").write_text(
+        '{"schema":"1.0","cooperates":true,"saves":true}'
+    )
+    put(bench.ck, {"model.pt": b"1"})
+    bench.heard(sequence=2, action="leave")
+
+    run(bench, 20)
+
+    assert saved(bench) == []
+    assert answer(bench)["sequence"] == 2
+
+
+def test_code_that_only_reports_is_copied(trained):
+    """A Session that never saves does not protect anything."""
+    bench = trained(every={"seconds": 1})
+    (bench.exchange.root / "progress").mkdir()
+    (bench.exchange.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true}')
+    put(bench.ck, {"model.pt": b"1"})
+
+    run(bench, 8)
+
+    assert len(saved(bench)) == 1
+
+
+def test_other_nodes_copy_nothing(trained):
+    """Node 0's folder is the checkpoint; the others only answer."""
+    bench = trained(every={"seconds": 1}, node=1, nodes=2)
+    put(bench.ck, {"model.pt": b"1"})
+    bench.heard(sequence=2, action="leave")
+
+    run(bench, 20)
+
+    assert saved(bench) == []
+    assert answer(bench)["sequence"] == 2
+
+
+# -- the last one
+
+
+def end(bench, *, age_s, **ended):
+    """The command ends *age_s* seconds after the last write."""
+    newest = max(path.stat().st_mtime for path in bench.ck.rglob("*") if path.is_file())
+    bench.wrapper_says(ended=ended, progress={"step": 8})
+    os.utime(bench.exchange.wrapper, (newest + age_s,) * 2)
+    run(bench, 1)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "ended", "is_taken"),
+    [
+        (0, {"exit_code": 0, "reason": "succeeded"}, True),
+        (6, {"signal": 9, "reason": "killed"}, True),
+        (4, {"signal": 9, "reason": "killed"}, False),
+        (4, {"exit_code": 1, "reason": "failed"}, False),
+        (4, {"signal": 15, "reason": "left"}, False),
+        (6, {"exit_code": 1, "reason": "failed"}, True),
+    ],
+)
+def test_the_last_snapshot_is_of_a_writer_that_was_done(trained, age_s, ended, is_taken):
+    """A command that was killed within five seconds of a write may have been in the middle of it."""
+    bench = trained()
+    put(bench.ck, {"model.bin": b"1"})
+
+    end(bench, age_s=age_s, **ended)
+
+    assert bool(saved(bench)) is is_taken
+    assert ("before the command died" in bench.site.messages.text()) is not is_taken
+    assert bench.state.is_final_snapshot_done
+
+
+def test_a_writer_killed_in_the_middle_of_a_save(trained):
+    """Step 20 is half written when the machine's out-of-memory killer comes; step 10 is what counts."""
+    bench = trained()
+    put(
+        bench.ck,
+        {
+            "checkpoint-10/model.safetensors": safetensors(64),
+            "checkpoint-10/trainer_state.json": b'{"global_step": 10}',
+            "checkpoint-20/model.safetensors": safetensors(64)[:50],
+        },
+    )
+
+    end(bench, age_s=0, signal=9, reason="out-of-memory")
+
+    assert saved(bench) == ["g1-step-00000010-a2"]
+    folder = bench.exchange.checkpoints / "g1-step-00000010-a2"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-10"]
+
+
+def test_a_file_torn_by_a_kill_long_ago_is_found(trained):
+    """Quiet for a minute, then the command dies: the zip still has no end."""
+    bench = trained()
+    put(bench.ck, {"model.pt": ZIP[:-9]})
+
+    end(bench, age_s=60, signal=9, reason="killed")
+
+    assert saved(bench) == []
+    assert "zip without its end" in bench.site.messages.text()
+    assert bench.state.is_final_snapshot_done
+
+
+# -- a full disk
+
+
+def test_a_full_disk_costs_a_snapshot_and_nothing_else(trained, monkeypatch):
+    """No half copy is left, the reason is said, and the next one works."""
+    bench = trained(every={"seconds": 1})
+    put(bench.ck, {"a": b"1", "b": b"2"})
+    real = shutil.copyfile
+
+    def full(source, target):
+        if source.name == "b":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        run(bench, 8)
+        assert bench.site.messages.text() == "no snapshot: [Errno 28] No space left on device"
+        assert list(bench.exchange.checkpoints.iterdir()) == []
+
+    run(bench, 8)
+    assert len(saved(bench)) == 1
+    assert bench.site.messages.text() == ""
+
+
+def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch):
+    """A copy that leaves less than a twentieth of the disk free is not begun."""
+    bench = trained(every={"seconds": 1})
+    put(bench.ck, {"a": b"x" * 100})
+
+    class Room:
+        f_frsize, f_blocks, f_bavail = 1, 2000, 199
+
+    monkeypatch.setattr(layouts.os, "statvfs", lambda _: Room)
+    run(bench, 8)
+
+    assert saved(bench) == []
+    expected = (
+        "no snapshot: disk full: a snapshot takes 100 bytes, 199 are free and 100 are left to the training"
+    )
+    assert bench.site.messages.text() == expected
