@@ -179,8 +179,7 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
     if live.spec_hash != state.spec_hash:
         return Action("stop", why="spec-changed", reason="the spec changed and the task was cleared")
     if _is_over_budget(facts):
-        reason = f"${facts.spent_usd:.2f} of the budget of ${facts.budget_usd:.2f} are spent"
-        return Action("stop", why="budget", reason=reason)
+        return Action("stop", why="budget", reason=_budget_words(facts))
     head = facts.observed.head if facts.observed else None
     if head is not None and head.health == "stalled":
         return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
@@ -192,6 +191,10 @@ def _is_over_budget(facts: Facts) -> bool:
     return (
         facts.budget_usd is not None and facts.spent_usd is not None and facts.spent_usd >= facts.budget_usd
     )
+
+
+def _budget_words(facts: Facts) -> str:
+    return f"${facts.spent_usd:.2f} of the budget of ${facts.budget_usd:.2f} are spent"
 
 
 def _first(pending: Iterable[Request], kind: str) -> Request | None:
@@ -206,24 +209,27 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
     if move is not None:
         return Action("refuse", request=move, reason="no attempt is live; the request is stale")
     last = state.current
+    if last is not None and last.outcome == "succeeded":
+        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
+    if _is_over_budget(facts):
+        return Action("fail", reason=_budget_words(facts), failure="budget")
     if last is None:
         return Action("start", reason="first attempt of the generation")
-    if last.outcome == "succeeded":
-        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
     return _after_stop(state, last) or _after_failure(state, last, facts)
 
 
 def _after_stop(state: RunState, last: AttemptState) -> Action | None:
     """What follows an end that the owner asked for; None when the end was not of its asking."""
-    taken_over = state.owner_number > last.stop_number
+    asked_at = last.stop.get("request", last.stop_number)
+    taken_over = state.owner_number > int(asked_at)
     if last.stop_why == "stop":
         if not taken_over:
             return Action("halt", reason=str(last.stop.get("reason", "asked to stop")))
         return Action("start", reason="taken up again after a stop")
-    if last.stop_why == "timeout" and not taken_over:
-        return Action("fail", reason=str(last.stop.get("reason", "timed out")), failure="timeout")
-    if last.stop_why == "budget" and not taken_over:
-        return Action("fail", reason=str(last.stop.get("reason", "")), failure="budget")
+    if last.stop_why in ("timeout", "budget"):
+        if not taken_over:
+            return Action("fail", reason=str(last.stop.get("reason", "")), failure=last.stop_why)
+        return Action("start", reason=f"taken up again after a stop ({last.stop_why})")
     if last.stop_why == "move" and last.target is not None:
         return Action("start", reason="moved", target=last.target)
     if last.stop_why == "spec-changed":

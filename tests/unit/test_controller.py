@@ -1,0 +1,567 @@
+"""The owner against a scripted backend: each step, and a death of the worker at every one of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.request import answer_to, kill_quietly, request_move, request_stop
+from envscaler_airflow.controller.stage import (
+    Delivered,
+    Stage,
+    StoppedError,
+    SupersededError,
+    Waiting,
+    Wake,
+)
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import (
+    Control,
+    Ended,
+    Manifest,
+    Progress,
+    Status,
+    checkpoint_name,
+    control_name,
+    status_name,
+)
+from envscaler_airflow.spec import load_spec
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing import ManualClock, ScriptedBackend
+from envscaler_airflow.testing.backend import cpu_offer
+
+KEY = RunKey("deployment", "dag", "run", "train")
+LAST_CALL = 32
+"""One more than the writes and calls of an undisturbed run; a test counts them."""
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1, memory: 1Gi}}
+entrypoint: [python, train.py]
+outputs: {model: /output/model}
+checkpoint: {every: 10m}
+scaling: {policy: cost-to-finish, cooldown: 10s, stabilization: 1s, speedup: [
+  {offer: scripted/cpu-2/on-demand, relative_to: scripted/cpu-1/on-demand, mean: 1.9, stdev: 0.05, source: test}]}
+"""
+
+
+class Killed(BaseException):
+    """The worker process is gone; nothing after this line ran."""
+
+
+class Mortal:
+    """Passes calls on, and dies before or after the n-th one."""
+
+    def __init__(self, target, methods, lives):
+        """Watch *methods* of *target*; *lives* is shared between all that one process calls."""
+        self._target, self._methods, self._lives = target, methods, lives
+
+    def __getattr__(self, name):
+        """The target's attribute; calls that touch the world count."""
+        found = getattr(self._target, name)
+        if name not in self._methods:
+            return found
+
+        def call(*args, **kwargs):
+            self._lives["calls"] += 1
+            dies = self._lives["calls"] == self._lives["dies_at"]
+            if dies and not self._lives["after"]:
+                raise Killed
+            answer = found(*args, **kwargs)
+            if dies:
+                raise Killed
+            return answer
+
+        return call
+
+
+class World:
+    """A run with its store, its scripted machines, and the training that lives on them."""
+
+    def __init__(self, tmp_path, *, offers=None):
+        """One run, not begun."""
+        (tmp_path / "train.yaml").write_text(SPEC)
+        self.spec_path = tmp_path / "train.yaml"
+        self.clock = ManualClock()
+        self.store = open_store(f"file://{tmp_path}/store")
+        check_store(self.store)
+        self.backend = ScriptedBackend(offers, clock=self.clock, ends_on_stop=False)
+        self.tries = 0
+        self.log = EventLog(self.store, KEY.prefix)
+
+    def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0):
+        """A controller for the next try of the task."""
+        self.tries += 1
+        actor = Actor(f"ti-{self.tries}", self.tries, max_tries)
+        store, backend = self.store, self.backend
+        if lives is not None:
+            store = Mortal(store, ("write", "create", "put_file"), lives)
+            backend = Mortal(backend, ("submit", "stop", "release"), lives)
+        stage = Stage(
+            spec=load_spec(self.spec_path),
+            spec_source="train.yaml",
+            budget_usd=budget_usd,
+            value_of_hour=value_of_hour,
+        )
+        return Controller(
+            store=store, key=KEY, backend=backend, actor=actor, stage=stage, clock=self.clock.time
+        )
+
+    @property
+    def state(self):
+        """Fold of the run's events."""
+        return self.log.load()
+
+    @property
+    def handle(self):
+        """Of the live attempt."""
+        return Handle.from_dict(self.state.live.handle)
+
+    def say(
+        self, *, ended=None, step=10, checkpoint=None, outputs=None, health="ok", phase="running", **more
+    ):
+        """Let node 0 of the live attempt say something."""
+        live = self.state.live
+        old = self.store.read(f"{KEY.prefix}/{status_name(live.generation, live.number, 0)}")
+        sequence = Status.from_json(old, where="t").sequence + 1 if old else 1
+        status = Status(
+            generation=live.generation,
+            attempt=live.number,
+            sequence=sequence,
+            phase="ended" if ended else phase,
+            health=health,
+            progress=Progress(step=step, total_steps=1000, epoch=step // 10, epochs=100, **more),
+            start_step=0,
+            last_checkpoint=checkpoint,
+            last_checkpoint_step=step if checkpoint else None,
+            ended=ended,
+            outputs=outputs or {},
+        )
+        name = status_name(live.generation, live.number, 0)
+        self.store.write(f"{KEY.prefix}/{name}", status.to_json())
+
+    def save(self, step):
+        """Let the live attempt complete a checkpoint; returns its name."""
+        live = self.state.live
+        name = checkpoint_name(live.generation, step, live.number)
+        manifest = Manifest(step=step, generation=live.generation, attempt=live.number)
+        self.store.write(f"{KEY.prefix}/checkpoints/{name}/manifest.json", manifest.to_json())
+        return name
+
+    def succeed(self):
+        """Let the live attempt end well."""
+        self.say(ended=Ended(exit_code=0, reason="succeeded"), step=1000, outputs={"model": "file:///model"})
+        self.backend.end(self.handle)
+
+    def leave(self, step=50):
+        """Let the live attempt do what a leave asks: save, say so, go."""
+        name = self.save(step)
+        self.say(ended=Ended(exit_code=85, reason="left"), step=step, checkpoint=name)
+        self.backend.end(self.handle, exit_code=85, reason="left")
+
+    def control(self):
+        """What the owner last asked of the live attempt."""
+        live = self.state.live
+        text = self.store.read(f"{KEY.prefix}/{control_name(live.generation, live.number)}")
+        return Control.from_json(text, where="t")
+
+    def ask_move(self, vcpus=2):
+        """Ask for a move of the live attempt, as the sensor does."""
+        live = self.state.live
+        because = {"reason": "faster", "numbers": {}, "forced": True}
+        return request_move(
+            self.store,
+            KEY.prefix,
+            target=Allocation(cpu_offer(vcpus)),
+            from_attempt=(live.generation, live.number),
+            because=because,
+        )
+
+    def watch(self, waiting):
+        """What a trigger sees first."""
+        watch = Watch(
+            store=self.store,
+            prefix=KEY.prefix,
+            backend=self.backend,
+            watching=waiting.watching,
+            monotonic=self.clock.monotonic,
+        )
+        return watch
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A run that has not begun."""
+    return World(tmp_path)
+
+
+def test_a_run_from_first_start_to_delivery(world):
+    """Begin on the cheapest offer, wait, succeed, deliver the outputs and a bill."""
+    owner = world.controller()
+
+    waiting = owner.enter()
+    world.clock.advance(3600)
+    world.succeed()
+    got = owner.resume(world.watch(waiting).poll())
+
+    assert isinstance(waiting, Waiting)
+    assert isinstance(got, Delivered)
+    assert got.outputs == {"model": "file:///model"}
+    assert got.report["bill"]["usd"] == pytest.approx(0.05)
+    assert [event.type for event in world.log.read()] == [
+        "generation",
+        "attempt-intended",
+        "attempt-started",
+        "attempt-ended",
+        "succeeded",
+        "delivered",
+    ]
+    assert world.backend.live == []
+
+
+def test_a_watch_says_nothing_while_the_attempt_runs(world):
+    """No event, no change of status, no wait: the trigger goes on looking."""
+    watch = world.watch(world.controller().enter())
+    world.say()
+
+    assert watch.poll() is None
+
+
+def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
+    """The sensor asks, the owner accepts, the training saves and leaves, the next attempt is larger."""
+    owner = world.controller()
+    waiting = owner.enter()
+    world.say(elapsed_s=60.0)
+    request = world.ask_move()
+
+    wake = world.watch(waiting).poll()
+    waiting = owner.resume(wake)
+    asked = world.control()
+    world.leave()
+    owner.resume(world.watch(waiting).poll())
+
+    assert wake.kind == "request"
+    assert answer_to(world.state, request.number, world.log).type == "move-accepted"
+    assert (asked.action, asked.align) == ("leave", "step")
+    assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
+    assert world.state.live.candidates == ("g1-step-00000050-a1",)
+    assert len(world.backend.live) == 1
+
+
+def test_a_move_to_what_is_not_offered_is_refused(world):
+    """The request names 64 CPUs; the answer says why not and training goes on."""
+    owner = world.controller()
+    owner.enter()
+    world.say()
+    request = world.ask_move(vcpus=64)
+
+    got = owner.resume(Wake("request"))
+
+    answer = answer_to(world.state, request.number, world.log)
+    assert isinstance(got, Waiting)
+    assert (answer.type, answer.body["reason"]) == (
+        "move-refused",
+        "scripted/cpu-64/on-demand is no longer offered",
+    )
+
+
+def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
+    """Attempt 1 saves again after attempt 2 began: attempt 3 is not told of it."""
+    owner = world.controller()
+    owner.enter()
+    good = world.save(40)
+    world.say(step=45, checkpoint=good)
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+    zombie = Manifest(step=900, generation=1, attempt=1).to_json()
+    world.store.write(f"{KEY.prefix}/checkpoints/g1-step-00000900-a1/manifest.json", zombie)
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+
+    assert world.state.live.number == 3
+    assert world.state.live.candidates == (good,)
+
+
+def test_a_lost_machine_waits_ten_seconds_then_starts_again(world):
+    """The watch sits the back-off out by its own clock."""
+    owner = world.controller()
+    waiting = owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.backend.lose(world.handle)
+
+    backing_off = owner.resume(world.watch(waiting).poll())
+    watch = world.watch(backing_off)
+    early = watch.poll()
+    world.clock.advance(10)
+    owner.resume(watch.poll())
+
+    assert backing_off.reason.endswith("next start in 10 s")
+    assert early is None
+    assert world.state.live.number == 2
+
+
+def test_a_node_that_is_unknown_for_ten_minutes_is_lost(world):
+    """The backend cannot be asked; the watch counts by its own clock, and a status that moves resets it."""
+    waiting = world.controller().enter()
+    world.say()
+    world.backend.hide(world.handle)
+    watch = world.watch(waiting)
+
+    first = watch.poll()
+    world.clock.advance(599)
+    world.say()
+    second = watch.poll()
+    world.clock.advance(599)
+    third = watch.poll()
+    world.clock.advance(1)
+    fourth = watch.poll()
+
+    assert (first, second, third) == (None, None, None)
+    assert (fourth.kind, fourth.silent_s) == ("silent", 600)
+
+
+def test_the_last_lines_and_the_exit_code_are_in_the_failure(world):
+    """What a user needs to see is in the exception of the task."""
+    owner = world.controller()
+    owner.enter()
+    ended = Ended(exit_code=3, reason="failed", last_lines=("Traceback", "ValueError: no such column"))
+    world.say(ended=ended, step=0)
+    world.backend.end(world.handle, exit_code=3, reason="failed")
+
+    with pytest.raises(RunFailedError, match=r"exit code 3(.|\n)*ValueError: no such column"):
+        owner.resume(Wake("status"))
+
+    assert json.loads(world.store.read(f"{KEY.prefix}/result.json"))["status"] == "failed"
+
+
+def test_spent_money_checkpoints_and_fails(world):
+    """$0.05 an hour against $0.10: after two hours the attempt is asked to save and go."""
+    owner = world.controller(budget_usd=0.10)
+    owner.enter()
+    world.say()
+    world.clock.advance(7200)
+
+    owner.resume(Wake("status"))
+    asked = world.control()
+    world.leave()
+
+    assert asked.action == "leave"
+    with pytest.raises(BudgetError, match=r"\$0\.10 of the budget of \$0\.10"):
+        owner.resume(Wake("status"))
+
+
+def test_a_cancel_checkpoints_and_stops_the_run(world):
+    """`envscaler cancel`: save, go, and the task ends without a retry."""
+    owner = world.controller()
+    waiting = owner.enter()
+    request_stop(world.store, KEY.prefix, reason="cancelled", by="me")
+
+    owner.resume(world.watch(waiting).poll())
+    asked = world.control()
+    world.leave()
+
+    assert (asked.action, asked.align) == ("leave", "now")
+    with pytest.raises(StoppedError, match="cancelled"):
+        owner.resume(Wake("status"))
+
+
+def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
+    """On a clear the old trigger's on_kill comes late: the last owner is another ti.id."""
+    world.controller().enter()
+    world.controller(max_tries=5).enter()
+
+    acted = kill_quietly(world.store, KEY.prefix, world.backend, ti_id="ti-1", reason="killed")
+
+    assert not acted
+    assert world.control().action == "run"
+
+
+def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
+    """Cleared while deferred: the old attempt saves and goes, the new try goes on from there."""
+    world.controller().enter()
+    world.say()
+    acted = kill_quietly(world.store, KEY.prefix, world.backend, ti_id="ti-1", reason="cleared")
+    owner = world.controller(max_tries=5)
+
+    owner.enter()
+    asked = world.control()
+    world.leave()
+    got = owner.resume(Wake("status"))
+
+    assert acted
+    assert asked.action == "leave"
+    assert isinstance(got, Waiting)
+    assert (world.state.live.number, world.state.live.candidates) == (2, ("g1-step-00000050-a1",))
+
+
+def test_a_stock_out_goes_to_the_next_offer(world):
+    """The cheapest cannot be had: the wait is 10 s, then the next cheapest is asked."""
+    world.backend.fail_next("submit", CapacityError("none left"))
+    owner = world.controller()
+
+    waiting = owner.enter()
+    owner.resume(Wake("backoff"))
+
+    assert waiting.watching.backoff_s == 10
+    assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
+
+
+def test_a_superseded_slice_touches_nothing(world):
+    """The task was cleared while an old slice was on its way: it sees another owner and ends."""
+    old = world.controller()
+    old.enter()
+    world.controller(max_tries=5).enter()
+    before = world.state.number
+
+    with pytest.raises(SupersededError, match="owned by ti-2"):
+        old.resume(Wake("status"))
+
+    assert world.state.number == before
+
+
+def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
+    """A cancel lands between the reading and the taking over: the try takes over all the same."""
+    world.controller().enter()
+    owner = world.controller()
+    append, landed = owner._log.append, []
+
+    def append_late(after, kind, body, *, actor):
+        if not landed:
+            landed.append(request_stop(world.store, KEY.prefix, reason="late", by="me"))
+        return append(after, kind, body, actor=actor)
+
+    owner._log.append = append_late
+    owner.enter()
+
+    assert world.state.owner.ti_id == "ti-2"
+
+
+def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
+    """A deferral timeout: the attempt saves; the retry goes on from there."""
+    owner = world.controller()
+    owner.enter()
+    world.say()
+
+    owner.time_out("the deferral timed out")
+    asked = world.control()
+    world.leave()
+    again = world.controller()
+    got = again.enter()
+
+    assert asked.action == "leave"
+    assert isinstance(got, Waiting)
+    assert world.state.live.candidates == ("g1-step-00000050-a1",)
+
+
+def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
+    """Try 1 again under another id: generation 2 waits until the machine of generation 1 is gone."""
+    world.controller().enter()
+    world.say()
+    world.tries = 0
+    stage_again = world.controller()
+    stage_again._actor = Actor("ti-new", 1, 3)
+
+    stage_again.enter()
+    asked = world.control()
+    live_before = len(world.backend.live)
+    world.leave()
+    stage_again.resume(Wake("status"))
+
+    assert (world.state.generation, world.state.live.generation, live_before) == (2, 2, 1)
+    assert asked.action == "leave"
+    assert world.state.live.candidates == ()
+
+
+def _play(world, lives, script):
+    """Play *script* with an owner that dies once, then with its successors; returns the delivery."""
+    owner = world.controller(lives=lives)
+    wake, result = None, None
+    for _ in range(60):
+        try:
+            result = owner.enter() if wake is None else owner.resume(wake)
+        except Killed:
+            owner, wake = world.controller(), None
+            assert len(world.backend.live) <= 1
+            continue
+        assert len(world.backend.live) <= 1
+        if isinstance(result, Delivered):
+            return result
+        script(world)
+        wake = world.watch(result).poll() or Wake("backoff")
+    raise AssertionError("the run did not end")
+
+
+def _one_move_one_loss():
+    """A move after the first look, a loss after the second attempt's, then success."""
+
+    def script(world):
+        live = world.state.live
+        if live is None or live.handle is None or not world.backend.live:
+            return
+        if world.control().action != "run":
+            world.leave()
+        elif live.number == 1:
+            world.say(elapsed_s=60.0)
+            if not world.state.pending:
+                world.ask_move()
+        elif live.number == 2:
+            world.say(step=70, checkpoint=world.save(70))
+            world.backend.lose(world.handle)
+        else:
+            world.succeed()
+
+    return script
+
+
+def _calls_of_an_undisturbed_run(tmp_path):
+    lives = {"calls": 0, "dies_at": -1, "after": False}
+    _play(World(tmp_path), lives, _one_move_one_loss())
+    return lives["calls"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("dies_at", range(1, LAST_CALL))
+def test_a_worker_that_dies_at_any_line_leaves_a_run_that_goes_on(tmp_path, dies_at, after):
+    """Before and after each write and each call to the machines: never two attempts, always delivered."""
+    world = World(tmp_path)
+    lives = {"calls": 0, "dies_at": dies_at, "after": after}
+
+    got = _play(world, lives, _one_move_one_loss())
+
+    state = world.state
+    assert got.outputs == {"model": "file:///model"}
+    assert world.backend.live == []
+    assert state.status == "succeeded"
+    assert [attempt.outcome for attempt in state.attempts].count("succeeded") == 1
+    submitted = {name for method, name in world.backend.calls if method == "submit"}
+    assert len(submitted) == len(state.attempts)
+
+
+def test_the_deaths_above_cover_every_call(tmp_path):
+    """The undisturbed run makes no more calls than the test above has deaths for."""
+    assert _calls_of_an_undisturbed_run(tmp_path) == LAST_CALL - 1
+
+
+def test_a_store_without_an_answer_is_no_news(world):
+    """Unknown is never dead: the error reaches the trigger, which looks again."""
+    waiting = world.controller().enter()
+    watch = world.watch(waiting)
+
+    class Down:
+        def __getattr__(self, name):
+            raise StoreError("no answer", transient=True)
+
+    watch._store = Down()
+
+    with pytest.raises(StoreError):
+        watch.poll()
