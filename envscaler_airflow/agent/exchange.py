@@ -210,7 +210,8 @@ def _restore(body: Any) -> Optional[Restore]:
     fields = _object(body, "restore")
     if not isinstance(fields.get("path"), str):
         raise ProtocolError(f"start.json: restore.path: got {fields.get('path')!r:.80}, expected a path")
-    return Restore(**{name: fields.get(name) for name in Restore.__dataclass_fields__})
+    known: Dict[str, Any] = {name: fields.get(name) for name in Restore.__dataclass_fields__}
+    return Restore(**known)
 
 
 def _object(value: Any, name: str) -> Dict[str, Any]:

@@ -379,7 +379,8 @@ class Session:
             self._save_s += self._clock() - began
 
     def _complete(self, checkpoints: Path, name: str, problem: Optional[str], began: float) -> Optional[str]:
-        problems = ([f"rank {self.rank}: {problem}"] if problem else []) + self._ranks.gather(self.steps)
+        who = f"rank {self.rank}: " if self.world_size > 1 else ""
+        problems = ([who + problem] if problem else []) + self._ranks.gather(self.steps)
         if not problems:
             try:
                 saving.complete(checkpoints, name, self._facts(began))

@@ -62,7 +62,7 @@ def test_going_when_asked_has_its_own_codes(asked, code):
 
 
 def test_a_launcher_that_turns_leaving_into_a_failure_is_seen_through():
-    """Under torchrun the command exits with 1 when its workers exit with 85; the session had said that it leaves."""
+    """Under torchrun workers exit with 85 and the command with 1; the session had said that it leaves."""
     assert reason(End(1, asked="left", session_left=True), "ChildFailedError") == ("left", EXIT_LEFT)
 
 

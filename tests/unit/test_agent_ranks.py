@@ -1,0 +1,192 @@
+"""Unit tests of how ranks agree: two ranks take turns by hand, waits end at once."""
+
+import pytest
+
+from envscaler_airflow.agent import ranks as rk
+from envscaler_airflow.agent.ranks import Alone, Collective, Neighbours, Scheduled, layout
+from envscaler_airflow.errors import CheckpointError
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Ranks 0 and 1 of a node; a wait looks three times."""
+    monkeypatch.setattr(rk, "WAIT_S", 3 * rk.POLL_S)
+    folder = tmp_path / "ranks"
+    return [Neighbours(folder, rank, 2, sleep=lambda _: None) for rank in (0, 1)]
+
+
+def test_both_save_at_the_step_that_rank_0_names(pair):
+    """Wanted at step 10: both go on, and both save at 11, whoever comes first."""
+    first, second = pair
+
+    assert first.decide(10, rk.SAVE, epoch_end=False) == rk.NOTHING
+    assert second.look()
+    assert second.decide(10, rk.NOTHING, epoch_end=False) == rk.NOTHING
+    assert second.decide(11, rk.NOTHING, epoch_end=False) == rk.SAVE
+    assert first.look()
+    assert first.decide(11, rk.SAVE, epoch_end=False) == rk.SAVE
+
+
+def test_a_rank_that_follows_never_decides(pair):
+    """What rank 1 wants does not matter."""
+    _, second = pair
+
+    assert not second.look()
+    assert second.decide(10, rk.LEAVE, epoch_end=False) == rk.NOTHING
+
+
+def test_the_first_rank_waits_for_all(pair):
+    """Rank 1 has saved: nothing went wrong, and both may go on."""
+    first, second = pair
+    first.decide(10, rk.SAVE, epoch_end=False)
+    second.look()
+    second.acknowledge(11, "")
+
+    assert first.gather(11) == []
+    first.announce(11, is_complete=True)
+    assert second.await_outcome(11)
+    assert not second.look()
+    assert second.decide(12, rk.NOTHING, epoch_end=False) == rk.NOTHING
+
+
+def test_a_rank_that_could_not_save_is_named(pair):
+    """Its reason reaches rank 0, and the others hear that there is no checkpoint."""
+    first, second = pair
+    first.decide(10, rk.SAVE, epoch_end=False)
+    second.look()
+    second.acknowledge(11, "OSError: disk full")
+
+    assert first.gather(11) == ["rank 1: OSError: disk full"]
+    first.announce(11, is_complete=False)
+    assert not second.await_outcome(11)
+
+
+def test_a_rank_that_is_past_the_step_says_so_once(pair):
+    """Without gradients to reduce, rank 1 ran ahead to 13: the save of 11 is given up."""
+    first, second = pair
+    first.decide(10, rk.SAVE, epoch_end=False)
+
+    assert second.look()
+    assert second.decide(13, rk.NOTHING, epoch_end=False) == rk.NOTHING
+    assert not second.look()
+    assert first.gather(11) == ["rank 1: is at step 13 already"]
+
+
+def test_a_rank_that_never_answers_is_named(pair):
+    """The wait is bounded; training goes on without this checkpoint."""
+    first, _ = pair
+
+    assert first.gather(11) == [f"no answer from ranks [1] within {rk.WAIT_S:g} s"]
+
+
+def test_a_saved_step_is_not_taken_for_a_missed_one(pair):
+    """Rank 1 saved 11 and is at 12 while rank 0 still completes: its acknowledgement stands."""
+    first, second = pair
+    first.decide(10, rk.SAVE, epoch_end=False)
+    second.look()
+    second.acknowledge(11, "")
+
+    assert not second.look()
+    second.decide(12, rk.NOTHING, epoch_end=False)
+    assert first.gather(11) == []
+
+
+def test_an_epoch_end_has_a_verdict_at_once(pair):
+    """Nobody can name the step before: rank 1 waits there for rank 0."""
+    first, second = pair
+
+    with pytest.raises(CheckpointError, match="no verdict of rank 0 for step 20"):
+        second.decide(20, rk.NOTHING, epoch_end=True)
+    assert first.decide(20, rk.LEAVE, epoch_end=True) == rk.LEAVE
+    assert second.decide(20, rk.NOTHING, epoch_end=True) == rk.LEAVE
+
+
+def test_an_epoch_end_without_a_save_stops_nobody(pair):
+    """The verdict may be to go on."""
+    first, second = pair
+
+    assert first.decide(20, rk.NOTHING, epoch_end=True) == rk.NOTHING
+    assert second.decide(20, rk.NOTHING, epoch_end=True) == rk.NOTHING
+
+
+def test_a_step_named_before_stands_at_an_epoch_end(pair):
+    """Step 20 was named at 19 and is an epoch's end: both do what was named."""
+    first, second = pair
+    first.decide(19, rk.SAVE, epoch_end=False)
+    second.look()
+
+    assert first.decide(20, rk.LEAVE, epoch_end=True) == rk.SAVE
+    assert second.decide(20, rk.NOTHING, epoch_end=True) == rk.SAVE
+
+
+def test_a_new_launch_forgets_what_the_old_one_named(pair, tmp_path):
+    """Rank 0 was killed between naming and saving; the restarted ranks begin with a clean slate."""
+    first, second = pair
+    first.decide(10, rk.SAVE, epoch_end=False)
+    second.look()
+    second.acknowledge(11, "half")
+
+    again = [Neighbours(tmp_path / "ranks", rank, 2, sleep=lambda _: None) for rank in (0, 1)]
+
+    assert not again[1].look()
+    assert again[0].gather(11) == [f"no answer from ranks [1] within {rk.WAIT_S:g} s"]
+
+
+def test_across_nodes_all_are_asked_at_the_same_steps():
+    """Every third call and every epoch end; rank 0's word is everyone's."""
+    asked = []
+
+    def agree(number):
+        asked.append(number)
+        return rk.LEAVE
+
+    rank = Collective(agree, every=3, leads=False, local=Alone())
+    got = []
+    for step in range(1, 7):
+        rank.look()
+        got.append(rank.decide(step, rk.SAVE, epoch_end=step == 5))
+
+    assert got == [0, 0, rk.LEAVE, 0, rk.LEAVE, rk.LEAVE]
+    assert asked == [rk.NOTHING] * 3
+
+
+def test_rank_0_says_what_it_wants():
+    """Its integer is what the broadcast sends."""
+    rank = Collective(lambda number: number, every=1, leads=True, local=Alone())
+    rank.look()
+
+    assert rank.decide(5, rk.STOP, epoch_end=False) == rk.STOP
+
+
+def test_the_ranks_of_a_node_complete_its_folder_together(pair):
+    """Whoever decides, the first rank of a node waits for its neighbours."""
+    first, second = (Scheduled(local) for local in pair)
+    second.acknowledge(11, "")
+
+    assert (first.is_first, second.is_first) == (True, False)
+    assert first.gather(11) == []
+    first.announce(11, is_complete=True)
+    assert second.await_outcome(11)
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "nodes", "expected"),
+    [
+        ({}, {}, 1, (0, 1, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, {}, 2, (3, 4, 1, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, {}, 2, (3, 4, 1, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}, {"rank": 1, "world_size": 2}, 1, (1, 2, 1, 2)),
+        ({"RANK": "", "WORLD_SIZE": "x"}, {}, 1, (0, 1, 0, 1)),
+    ],
+)
+def test_a_ranks_place(environ, given, nodes, expected):
+    """Arguments, else what the launcher set, else alone."""
+    arguments = {"rank": None, "world_size": None, "local_rank": None, **given}
+
+    assert layout(environ, nodes=nodes, **arguments) == expected
+
+
+def test_an_impossible_place_is_refused():
+    """Rank 2 of 2 would wait for ever."""
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        layout({}, rank=2, world_size=2, local_rank=0, nodes=1)
