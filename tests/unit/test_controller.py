@@ -49,7 +49,8 @@ entrypoint: [python, train.py]
 outputs: {model: /output/model}
 checkpoint: {every: 10m}
 scaling: {policy: cost-to-finish, cooldown: 10s, stabilization: 1s, speedup: [
-  {offer: scripted/cpu-2/on-demand, relative_to: scripted/cpu-1/on-demand, mean: 1.9, stdev: 0.05, source: test}]}
+  {offer: scripted/cpu-2/on-demand, relative_to: scripted/cpu-1/on-demand, mean: 1.9, stdev: 0.05,
+   source: test}]}
 """
 
 
@@ -187,14 +188,13 @@ class World:
 
     def watch(self, waiting):
         """What a trigger sees first."""
-        watch = Watch(
+        return Watch(
             store=self.store,
             prefix=KEY.prefix,
             backend=self.backend,
             watching=waiting.watching,
             monotonic=self.clock.monotonic,
         )
-        return watch
 
 
 @pytest.fixture

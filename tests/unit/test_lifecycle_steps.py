@@ -26,10 +26,12 @@ def run(*steps):
 
 
 def begun(generation=1, actor=FIRST):
+    """Start of a generation."""
     return ("generation", {"generation": generation, "spec_hash": "A"}, actor)
 
 
 def intended(attempt=1, allocation=SMALL, generation=1):
+    """Intent of an attempt."""
     body = {
         "generation": generation,
         "attempt": attempt,
@@ -40,15 +42,18 @@ def intended(attempt=1, allocation=SMALL, generation=1):
 
 
 def started(attempt=1, generation=1):
+    """Act after the intent."""
     handle = {"backend": "local", "name": f"r-g{generation}-a{attempt}"}
     return ("attempt-started", {"generation": generation, "attempt": attempt, "handle": handle})
 
 
 def ended(outcome, attempt=1, **more):
+    """End of an attempt."""
     return ("attempt-ended", {"generation": 1, "attempt": attempt, "outcome": outcome, **more})
 
 
 def life(outcome, attempt=1, **more):
+    """Intent, act and end."""
     return [intended(attempt), started(attempt), ended(outcome, attempt, **more)]
 
 
@@ -56,6 +61,7 @@ SUCCEEDED = ("succeeded", {"generation": 1, "outputs": {"model": "file:///m"}})
 
 
 def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
+    """One node, seen so and saying so."""
     said = Ended(reason=ended_as) if ended_as else None
     status = Status(
         generation=1,
