@@ -1,0 +1,90 @@
+"""Unit tests of how a node's end is told: exit code, the wrapper's word, the kernel's count."""
+
+import pytest
+
+from envscaler_airflow.backends.local.ends import NodeEnd, read_said, tell_end
+from envscaler_airflow.protocol import Ended, Status
+
+OOM = "the kernel killed 1 process(es) at the memory limit"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "end"),
+    [
+        (0, NodeEnd(0, None, "succeeded")),
+        (1, NodeEnd(1, None, "failed")),
+        (85, NodeEnd(85, None, "left")),
+        (86, NodeEnd(86, None, "orphaned")),
+        (87, NodeEnd(87, None, "stopped")),
+        (88, NodeEnd(88, None, "setup-failed")),
+        (127, NodeEnd(127, None, "not-found")),
+        (-9, NodeEnd(None, 9, "killed")),
+        (None, NodeEnd(None, 9, "killed")),
+    ],
+)
+def test_without_a_word_the_exit_code_tells(returncode, end):
+    """The protocol's codes by name; a signal is a kill."""
+    assert tell_end(returncode) == end
+
+
+def test_the_wrapper_s_word_goes_before_its_exit_code():
+    """A command's own exit code 85 is a failure when the wrapper says so."""
+    said = Ended(exit_code=85, reason="failed", detail="exit code 85")
+
+    assert tell_end(85, said=said) == NodeEnd(85, None, "failed", "exit code 85")
+
+
+def test_a_signal_of_the_command_is_told_as_one():
+    """The wrapper exits with 128 + 11 as shells do; the end is signal 11."""
+    said = Ended(signal=11, reason="killed", detail="SIGSEGV")
+
+    assert tell_end(139, said=said) == NodeEnd(None, 11, "killed", "SIGSEGV")
+
+
+@pytest.mark.parametrize("returncode", [1, -9, None])
+def test_a_count_of_the_kernel_makes_a_failure_out_of_memory(returncode):
+    """Whoever was killed, the command failed of it."""
+    end = tell_end(returncode, oom_kills=1)
+
+    assert (end.reason, end.detail) == ("out-of-memory", OOM)
+
+
+@pytest.mark.parametrize("returncode", [0, 85, 86, 87, 88, 127])
+def test_what_ended_well_or_before_the_start_is_not_out_of_memory(returncode):
+    """A helper that was killed is not the end of a command that coped."""
+    assert tell_end(returncode, oom_kills=3) == tell_end(returncode)
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_no_count_is_no_verdict(count):
+    """None is unknown, 0 is none."""
+    assert tell_end(-9, oom_kills=count).reason == "killed"
+
+
+def test_a_deadline_is_told_unless_the_command_made_it():
+    """Left or killed at the deadline, the reason is the deadline; a success stays one."""
+    deadline = ("deadline-exceeded", "ran into its deadline of 60 s")
+
+    assert tell_end(85, ended_by=deadline) == NodeEnd(85, None, *deadline)
+    assert tell_end(None, ended_by=deadline) == NodeEnd(None, 9, *deadline)
+    assert tell_end(0, ended_by=deadline) == NodeEnd(0, None, "succeeded")
+
+
+def test_a_stop_is_told_by_how_it_went():
+    """Gone at SIGTERM: stopped. Gone with a code: what that says. Not gone: killed, and why."""
+    stop = ("killed", "stopped; what was left after 5 s was killed")
+
+    assert tell_end(-15, ended_by=stop).reason == "stopped"
+    assert tell_end(87, ended_by=stop).reason == "stopped"
+    assert tell_end(None, ended_by=stop) == NodeEnd(None, 9, *stop)
+
+
+def test_only_a_readable_status_is_a_word():
+    """Absent, torn or of another version: none."""
+    ended = Ended(exit_code=0, reason="succeeded")
+
+    assert read_said(Status(phase="ended", ended=ended).to_json()) == ended
+    assert read_said(Status().to_json()) is None
+    assert read_said(None) is None
+    assert read_said(b'{"schema": "1.0", "ended": {"reason"') is None
+    assert read_said(b'{"schema": "9.0"}') is None

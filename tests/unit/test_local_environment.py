@@ -1,0 +1,96 @@
+"""Unit tests of what the processes of a node inherit."""
+
+import os
+import subprocess
+import sys
+
+from envscaler_airflow.backends.local.environment import (
+    copy_agent,
+    courier_env,
+    node_env,
+    training_env,
+    training_pythonpath,
+)
+
+WORKER = {
+    "PATH": "/usr/bin",
+    "HOME": "/home/u",
+    "AWS_ACCESS_KEY_ID": "store",
+    "HF_HOME": "/cache",
+    "AIRFLOW__CORE__FERNET_KEY": "canary",
+    "AIRFLOW_CONN_X": "canary",
+    "_AIRFLOW_PROCESS_CONTEXT": "server",
+    "ENVSCALER_EXCHANGE": "/other",
+    "ENVSCALER_OUTPUT_MODEL": "/other",
+    "ENVSCALER_SERVICES": "/home/services",
+}
+REQUEST = {
+    "python": "/venv/bin/python",
+    "env": {"A": "1", "PYTHONPATH": "/mine"},
+    "secret_names": ["API_KEY"],
+    "gpus": [],
+    "pythonpath": "/agent",
+}
+
+
+def test_node_main_gets_no_airflow_and_the_secrets_apart():
+    """The store's credentials stay, since the courier needs them."""
+    env = node_env(WORKER, {"API_KEY": "s"}, "/n0/exchange")
+
+    assert not any("AIRFLOW" in name for name in env)
+    assert env["ENVSCALER_SECRET_API_KEY"] == "s"
+    assert env["ENVSCALER_EXCHANGE"] == "/n0/exchange"
+    assert env["AWS_ACCESS_KEY_ID"] == "store"
+    assert "ENVSCALER_OUTPUT_MODEL" not in env
+
+
+def test_the_courier_gets_the_store_s_credentials_and_no_secret_of_the_training():
+    """Each side has its own."""
+    env = courier_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/exchange"))
+
+    assert env["AWS_ACCESS_KEY_ID"] == "store"
+    assert "s" not in env.values()
+
+
+def test_the_training_gets_a_short_list_its_own_and_its_secrets():
+    """Neither credentials nor settings of the worker."""
+    env = training_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/exchange"), REQUEST)
+
+    assert env == {
+        "PATH": f"/venv/bin{os.pathsep}/usr/bin",
+        "HOME": "/home/u",
+        "ENVSCALER_SERVICES": "/home/services",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "",
+        "A": "1",
+        "API_KEY": "s",
+        "PYTHONPATH": f"/agent{os.pathsep}/mine",
+    }
+
+
+def test_this_interpreter_needs_no_copy_of_the_agent(tmp_path):
+    """``python`` is ours; whatever is not might be another."""
+    assert training_pythonpath(("python", "train.py"), None, tmp_path) in (None, str(_package_parent()))
+    assert training_pythonpath((sys.executable, "train.py"), None, tmp_path) in (None, str(_package_parent()))
+    assert training_pythonpath(("bash", "train.sh"), None, tmp_path) == str(copy_agent(tmp_path))
+    assert training_pythonpath(("python",), "/opt/py38/bin/python", tmp_path) == str(copy_agent(tmp_path))
+
+
+def _package_parent():
+    import envscaler_airflow
+
+    return os.path.dirname(os.path.dirname(envscaler_airflow.__file__))  # noqa: PTH120
+
+
+def test_the_copy_is_made_once_and_imports_alone(tmp_path):
+    """With the standard library alone, and nothing but the parts that run everywhere."""
+    folder = copy_agent(tmp_path)
+
+    assert copy_agent(tmp_path) == folder
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    imports = "import envscaler_airflow.agent as agent; print(agent.__file__)"
+    script = f"import sys; sys.path.insert(0, {str(folder)!r}); {imports}"
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.startswith(str(folder))

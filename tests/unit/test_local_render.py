@@ -1,0 +1,184 @@
+"""Unit tests of what the local backend would start: pure, nothing is written."""
+
+import sys
+from pathlib import PurePosixPath
+
+import pytest
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.local.render import Launch, PathMap, attempt_name, render_attempt
+from envscaler_airflow.planning.offers import Allocation, Offer
+
+OFFER = Offer("local", "", "cpu-2", "on-demand", vcpus=2.0, memory_gib=4.0, usd_per_hour=0.1)
+SPEC = {
+    "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "3Gi"}},
+    "volumes": [
+        {"name": "data", "source": "s3://b/p", "mount_path": "/data", "access_mode": "ReadOnly"},
+        {"name": "scratch", "source": None, "mount_path": "/data/tmp", "access_mode": "ReadWriteOnce"},
+    ],
+    "outputs": {"my-model": "/output/model", "report": "out/report.json"},
+    "checkpoint": {"path": "/output/checkpoints"},
+    "inputs": {"data": "s3://b/p", "base": "s3://b/base"},
+}
+ROOT = "/r/a/n0/root"
+
+
+def request_for(**changes):
+    """A request on two CPUs; *changes* are fields."""
+    fields = {
+        "store_url": "s3://store",
+        "run_prefix": "dep/dag/run/train/-1",
+        "run_label": "dag.train",
+        "generation": 1,
+        "attempt": 3,
+        "allocation": Allocation(OFFER),
+        "command": ("python", "train.py", "--data=/data/train", "/output/model"),
+        "env": {"CACHE": "/data/tmp/cache", "URL": "https://x/data"},
+        "secret_env": {"API_KEY": "canary"},
+        "spec": SPEC,
+    }
+    return AttemptRequest(**(fields | changes))
+
+
+def first_node(request):
+    """What is rendered for node 0."""
+    return render_attempt(request, PurePosixPath("/r/a"), Launch())["nodes"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        ("/data", f"{ROOT}/data"),
+        ("/data/", f"{ROOT}/data"),
+        ("/data/train/a.bin", f"{ROOT}/data/train/a.bin"),
+        ("--data_dir=/data", f"--data_dir={ROOT}/data"),
+        ("model.path=/output/model/x", f"model.path={ROOT}/output/model/x"),
+        ("/database", "/database"),
+        ("/other/data", "/other/data"),
+        ("s3://data", "s3://data"),
+        ("--url=http://h/?q=/data", "--url=http://h/?q=/data"),
+        ("data", "data"),
+    ],
+)
+def test_arguments_that_name_a_mounted_path_follow_it(text, becomes):
+    """The path itself, what is below it, and both behind a flag; nothing that only looks like it."""
+    paths = PathMap.of(["/data", "/output/model"], PurePosixPath(ROOT))
+
+    assert paths.argument(text) == becomes
+
+
+def test_the_longest_path_wins():
+    """A volume inside a volume has a folder of its own name."""
+    paths = PathMap.of(["/a", "/a/b"], PurePosixPath("/r"))
+
+    assert paths.path("/a/b/c") == "/r/a/b/c"
+    assert paths.pairs[0][0] == "/a/b"
+
+
+def test_a_name_carries_run_generation_and_attempt_and_is_safe():
+    """Labels of any script become one file name; the hash tells stores and runs apart."""
+    request = request_for(run_label="../Äß dag/x.train" * 9)
+
+    name = attempt_name(request)
+
+    assert name.endswith("-g1-a3")
+    assert all(character.isalnum() or character in "_-" for character in name)
+    assert name.isascii()
+    assert len(name) < 100
+    assert name.split("-g1")[0] != attempt_name(request_for(store_url="s3://other")).split("-g1")[0]
+
+
+def test_the_request_of_a_node_as_it_is_written():
+    """Golden: command, limits and environment, without the secret's value."""
+    body = first_node(request_for(deadline_s=60.0, grace_s=20.0))["request"]
+
+    assert body == {
+        "attempt": "a",
+        "node": 0,
+        "nodes": 1,
+        "python": sys.executable,
+        "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
+        "wrapper": [
+            *(sys.executable, "-P", "-m", "envscaler_airflow.agent", "run"),
+            *("--exchange", "/r/a/n0/exchange", "--grace", "15", "--"),
+            *("python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"),
+        ],
+        "courier": [
+            *(sys.executable, "-P", "-m", "envscaler_airflow.courier"),
+            *("--exchange", "/r/a/n0/exchange", "--store", "s3://store", "--prefix", "dep/dag/run/train/-1"),
+            *("--generation", "1", "--attempt", "3", "--node", "0", "--nodes", "1"),
+            *("--layout", "/r/a/n0/layout.json"),
+        ],
+        "env": {
+            "CACHE": f"{ROOT}/data/tmp/cache",
+            "URL": "https://x/data",
+            "ENVSCALER_EXCHANGE": "/r/a/n0/exchange",
+            "ENVSCALER_RUN": "dep/dag/run/train/-1",
+            "ENVSCALER_GENERATION": "1",
+            "ENVSCALER_ATTEMPT": "3",
+            "ENVSCALER_NODE": "0",
+            "ENVSCALER_NODES": "1",
+            "ENVSCALER_CPUS": "2",
+            "ENVSCALER_OUTPUT_MY_MODEL": f"{ROOT}/output/model",
+            "ENVSCALER_OUTPUT_REPORT": "/r/a/n0/work/out/report.json",
+            "ENVSCALER_VOLUME_DATA": f"{ROOT}/data",
+            "ENVSCALER_VOLUME_SCRATCH": f"{ROOT}/data/tmp",
+            "ENVSCALER_INPUT_DATA": f"{ROOT}/data",
+            "ENVSCALER_INPUT_BASE": "s3://b/base",
+            "ENVSCALER_CHECKPOINT_DIR": f"{ROOT}/output/checkpoints",
+        },
+        "secret_names": ["API_KEY"],
+        "limits": {"memory_bytes": 3 << 30, "vcpus": 2.0},
+        "deadline_s": 60.0,
+        "grace_s": 20.0,
+        "drain_s": 3600.0,
+        "cgroups": True,
+    }
+
+
+def test_the_layout_for_the_courier_as_it_is_written():
+    """Golden: where inputs, outputs and checkpoints lie."""
+    assert first_node(request_for(store_options={"region": "x"}))["layout"] == {
+        "work": "/r/a/n0/work",
+        "mounts": [
+            {"name": "data", "source": "s3://b/p", "path": f"{ROOT}/data", "read_only": True},
+            {"name": "scratch", "source": None, "path": f"{ROOT}/data/tmp", "read_only": False},
+        ],
+        "outputs": {"my-model": f"{ROOT}/output/model", "report": "/r/a/n0/work/out/report.json"},
+        "checkpoint_path": f"{ROOT}/output/checkpoints",
+        "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
+        "store_options": {"region": "x"},
+    }
+
+
+def test_a_bare_spec_needs_no_paths():
+    """No volumes, outputs or checkpoint: the slice's memory is the limit."""
+    node = first_node(request_for(spec={}, command=("true",), env={}))
+
+    assert node["request"]["limits"] == {"memory_bytes": 4 << 30, "vcpus": 2.0}
+    assert node["layout"]["mounts"] == []
+    assert node["layout"]["checkpoint_path"] is None
+
+
+def test_a_limit_above_the_slice_is_the_slice():
+    """The neighbour's memory is not ours to promise."""
+    spec = {"resources": {"limits": {"memory": "64Gi"}}}
+
+    assert first_node(request_for(spec=spec))["request"]["limits"]["memory_bytes"] == 4 << 30
+
+
+def test_another_interpreter_runs_courier_and_wrapper_without_our_flags():
+    """``-P`` is of Python 3.11; another interpreter may be older."""
+    body = first_node(request_for(python="/opt/py38/bin/python"))["request"]
+
+    assert body["wrapper"][:3] == ["/opt/py38/bin/python", "-m", "envscaler_airflow.agent"]
+
+
+def test_every_node_has_a_folder_of_its_own():
+    """Two nodes, told apart by folder and number."""
+    nodes = render_attempt(request_for(allocation=Allocation(OFFER, 2)), PurePosixPath("/r/a"), Launch())[
+        "nodes"
+    ]
+
+    assert [node["request"]["env"]["ENVSCALER_NODE"] for node in nodes] == ["0", "1"]
+    assert [node["layout"]["work"] for node in nodes] == ["/r/a/n0/work", "/r/a/n1/work"]
