@@ -21,6 +21,7 @@ from envscaler_airflow.store.names import MAX_BYTES, check_name, check_prefix, c
 DEPLOYMENT = "deployment.json"
 """Holds the deployment's uuid of a store in a folder. No run's folder has a dot in its name."""
 
+_FILE = "file://"
 _USERINFO = re.compile(r"[^/@]*:[^/@]*@")
 _SAME_STORE = (
     "operator, triggerer, API server and courier must all see the same store: set [envscaler] store_url "
@@ -248,7 +249,7 @@ def deployment_of(store: Store, configured: str | None) -> str:
     """
     if configured and configured.strip():
         return configured.strip()
-    if not isinstance(store, FileStore):
+    if not store.url.startswith(_FILE):
         raise SpecError(
             f"[envscaler] deployment is not set, and other deployments may share the store {store.url}: "
             "set it to a name of this Airflow's own (AIRFLOW__ENVSCALER__DEPLOYMENT=team-prod)"
@@ -262,8 +263,8 @@ def deployment_of(store: Store, configured: str | None) -> str:
         raise ProtocolError(f"{store.uri(DEPLOYMENT)} holds no deployment's uuid: {err!r}") from err
 
 
-def _kept_deployment(store: FileStore) -> bytes:
-    if store.root.exists():
+def _kept_deployment(store: Store) -> bytes:
+    if Path(store.url.removeprefix(_FILE)).exists():
         text = store.read(DEPLOYMENT)
         if text is not None:
             return text

@@ -126,7 +126,7 @@ class FileStore:
         with self._told(name), self._folder(folders) as folder:
             if folder is None:
                 return
-            # Linux says EISDIR for a folder, POSIX says EPERM; in an object store a folder is nothing.
+            # A folder is nothing that could be deleted by its name, as in an object store.
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(last, dir_fd=folder)
         self._prune(folders)
@@ -324,8 +324,10 @@ def _walk(folder: int) -> Iterator[str]:
 def _walk_into(folder: int, part: str) -> Iterator[str]:
     try:
         inner = os.open(part, _FOLDER, dir_fd=folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    except OSError as err:
+        if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return  # gone, or a file or link by now
+        raise
     try:
         for name in _walk(inner):
             yield f"{part}/{name}"

@@ -24,8 +24,9 @@ from envscaler_airflow.store.names import (
 ATOMIC_CREATE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory"})
 """Protocols whose ``pipe_file(mode="create")`` leaves the choice of the winner to the service.
 
-Source: gcsfs/core.py (ifGenerationMatch=0), adlfs/spec.py (overwrite=False is If-None-Match: *),
-fsspec/implementations/memory.py (one process).
+Source: gcsfs 2026.10 (``ifGenerationMatch=0``), adlfs 2026.8 (``overwrite=False``, which is
+``If-None-Match: *``), fsspec 2026.9 (memory, one process). Older versions that take the mode and ignore
+it are found by :func:`~envscaler_airflow.store.base.check_store`.
 """
 
 

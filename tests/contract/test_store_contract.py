@@ -1,9 +1,11 @@
 """One contract for every run store: a folder, S3 (moto's HTTP server on loopback), fsspec's memory."""
 
+import socket
 import uuid
 
 import boto3
 import pytest
+from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
@@ -42,15 +44,18 @@ def s3_options():
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    options = {
-        "endpoint_url": f"http://{host}:{port}",
-        "region_name": "us-east-1",
-        "aws_access_key_id": "test",
-        "aws_secret_access_key": "test",
-        "config": {"retries": {"total_max_attempts": 1}},
-    }
-    boto3.client("s3", **{k: v for k, v in options.items() if k != "config"}).create_bucket(Bucket=BUCKET)
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://{host}:{port}",
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        config=Config(retries={"total_max_attempts": 1}),
+    )
+    client.create_bucket(Bucket=BUCKET)
+    options = {"client": client}
     yield options
+    client.close()
     server.stop()
 
 
@@ -295,8 +300,9 @@ def test_a_run_sees_its_folder_only(place, store, tmp_path):
     assert (tmp_path / "down").read_bytes() == b"2"
     assert run.url == f"{place[0]}/d/dag/run2"
     assert run.uri("a/1") == f"{place[0]}/d/dag/run2/a/1"
-    with pytest.raises(ProtocolError):
-        run.read("../run1/x")
+    for name in ["../run1/x", "", "/a/1"]:
+        with pytest.raises(ProtocolError):
+            run.read(name)
     with pytest.raises(ProtocolError):
         run.delete_tree("")
     run.write("a/1", b"3")
@@ -384,3 +390,34 @@ def test_an_event_that_did_not_arrive_is_an_error(store):
 
     with pytest.raises(StoreError, match="the answer was lost"):
         log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+
+
+def test_a_store_that_is_away_is_an_error_that_passes():
+    """Nobody listens at the endpoint: not absent, not empty, worth another try."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    options = {
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "region_name": "us-east-1",
+        "aws_access_key_id": "test",
+        "aws_secret_access_key": "test",
+        "config": {"retries": {"total_max_attempts": 1}},
+    }
+    away = open_store(f"s3://{BUCKET}/x", options)
+
+    for call in [lambda: away.read("a"), lambda: away.names(""), lambda: EventLog(away).load()]:
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert caught.value.transient
+
+
+def test_a_bucket_that_is_not_there_is_an_error(s3_options):
+    """A typo in the bucket's name must not look like a store without runs."""
+    typo = open_store("s3://ruins/x", s3_options)
+
+    for call in [lambda: typo.read("a"), lambda: typo.size("a"), lambda: typo.names("")]:
+        with pytest.raises(StoreError):
+            call()
+    with pytest.raises(StoreError, match="must all see the same store"):
+        check_store(typo)

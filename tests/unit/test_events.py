@@ -3,16 +3,27 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.store import EventLog, open_store, snapshots
-from envscaler_airflow.store.events import SNAPSHOT_EVERY, event_name, snapshot_name
+from envscaler_airflow.store import events as module
+from envscaler_airflow.store.events import event_name, snapshot_name
 
+EVERY = 50
 ACTOR = Actor("ti-1", 1, 3)
 OFFER = Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=0.5, usd_per_hour=0.04)
 BEGIN = ("generation", {"generation": 1, "spec_hash": "a"})
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    """A snapshot after every 50 events instead of 500, so that tests need fewer."""
+    assert module.SNAPSHOT_EVERY == 500
+    monkeypatch.setattr(module, "SNAPSHOT_EVERY", EVERY)
 
 
 class Recorded:
@@ -248,7 +259,7 @@ def test_a_request_finds_its_number_in_few_looks(store):
 
     assert event.number == 1002
     assert store.count("read", "size", "create") <= 22
-    assert log_of(store).load().pending[-1].number == 1002
+    assert log_of(store).read(after=1001) == [event]
 
 
 def test_a_request_that_loses_tries_again(store):
@@ -268,6 +279,64 @@ def test_a_request_that_loses_tries_again(store):
 
     assert event.number == 4
     assert [item.type for item in log_of(store).read()] == ["generation", "owner", "owner", "stop-requested"]
+
+
+class Memory:
+    """A store whose creates go wrong in the way that the script says."""
+
+    def __init__(self, faults):
+        """Go wrong by *faults*, in order, then no more."""
+        self.files = {}
+        self.faults = faults
+
+    def read(self, name, *, max_bytes):
+        """What is there."""
+        return self.files.get(name)
+
+    def size(self, name):
+        """Its size."""
+        return len(self.files[name]) if name in self.files else None
+
+    def uri(self, name):
+        """A name for messages."""
+        return name
+
+    def create(self, name, data):
+        """Lose the request, the answer, or say "exists" of what was just written."""
+        fault = self.faults.pop(0) if self.faults else "none"
+        created = fault != "request lost" and name not in self.files
+        if created:
+            self.files[name] = data
+        if fault in ("request lost", "answer lost"):
+            raise StoreError(fault, transient=True)
+        return created and fault != "repeated"
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=20),
+    faults=st.lists(st.sampled_from(["none", "request lost", "answer lost", "repeated"]), max_size=20),
+)
+def test_whatever_goes_wrong_each_win_stands_once_and_without_gaps(turns, faults):
+    """Three writers in any order, up to date or not: who was told "won" is in the log, and nobody else."""
+    store = Memory(faults)
+    logs = [EventLog(store, writer=f"w{index}") for index in range(3)]
+    known, won = [0, 0, 0], []
+    for turn, (index, is_up_to_date) in enumerate(turns):
+        log = logs[index]
+        if is_up_to_date:
+            known[index] = log.load().number
+        try:
+            event = log.append(known[index], "noted", {"turn": turn})
+        except StoreError:
+            continue
+        if event is not None:
+            known[index] = event.number
+            won.append(event)
+
+    stored = EventLog(store).read()
+
+    assert stored == sorted(won, key=lambda event: event.number)
+    assert [event.number for event in stored] == list(range(1, len(won) + 1))
 
 
 # Sizes, versions, types
@@ -340,8 +409,8 @@ def test_a_second_load_reads_only_what_is_new(store):
 
 
 def test_a_state_with_snapshots_is_the_state_without(store):
-    """1,202 events: two snapshots, the second of which the next reader begins with."""
-    events = attempts(400)
+    """122 events: two snapshots, the second of which the next reader begins with."""
+    events = attempts(40)
     write_events(store, events)
 
     first = log_of(store).load()
@@ -349,18 +418,18 @@ def test_a_state_with_snapshots_is_the_state_without(store):
     second = log_of(store).load()
 
     assert first == second == fold(events)
-    assert store.count("read") == 1 + 1 + 202 + 1  # the snapshot, its last event, the later ones, the end
+    assert store.count("read") == 1 + 1 + 22 + 1  # the snapshot, its last event, the later ones, the end
     assert [name for name in store.names("run") if "snapshot" in name] == [
-        "run/events/snapshot-000500.json",
-        "run/events/snapshot-001000.json",
+        "run/events/snapshot-000050.json",
+        "run/events/snapshot-000100.json",
     ]
 
 
 def test_a_reader_that_must_write_nothing_writes_nothing(store):
     """The pages inside Airflow use the snapshots of others."""
-    write_events(store, attempts(200))
+    write_events(store, attempts(20))
 
-    assert log_of(store, snapshots=False).load().number == 602
+    assert log_of(store, snapshots=False).load().number == 62
     assert store.count("create", "write") == 0
 
 
@@ -371,10 +440,10 @@ def snapshot_of(events):
 
 def bad_snapshots():
     """Name and bytes of snapshots that must not be believed."""
-    events = attempts(200)[:SNAPSHOT_EVERY]
+    events = attempts(20)[:EVERY]
     good = snapshot_of(events)
     body = json.loads(good)
-    other = [*events[:-1], Event(SNAPSHOT_EVERY, "stop-requested", {"reason": "other run"}, "w")]
+    other = [*events[:-1], Event(EVERY, "stop-requested", {"reason": "other run"}, "w")]
     tampered = {**body, "state": {**body["state"], "spec_hash": "b"}}
     older = {key: value for key, value in {**body, "fold": "0.0.1"}.items() if key != "sha256"}
     return {
@@ -384,7 +453,7 @@ def bad_snapshots():
         "null": b"null",
         "too deep": b"[" * 100_000,
         "of another run": snapshot_of(other),
-        "of another number": snapshot_of(events[:400]),
+        "of another number": snapshot_of(events[:40]),
         "changed": json.dumps(tampered).encode(),
         "of another version": json.dumps({**older, "sha256": snapshots._digest(older)}).encode(),
     }
@@ -393,39 +462,40 @@ def bad_snapshots():
 @pytest.mark.parametrize("which", bad_snapshots())
 def test_a_snapshot_that_cannot_be_trusted_is_ignored_and_replaced(store, which):
     """The events are read instead, and the next reader finds a good one."""
-    events = attempts(200)
+    events = attempts(20)
     write_events(store, events)
-    store.write("run/" + snapshot_name(SNAPSHOT_EVERY), bad_snapshots()[which])
+    store.write("run/" + snapshot_name(EVERY), bad_snapshots()[which])
+    store.calls.clear()
 
     assert log_of(store).load() == fold(events)
-    store.calls.clear()
+    assert store.count("read") >= len(events)
     assert log_of(store).load() == fold(events)
-    assert store.count("read") == 1 + 1 + 102 + 1
+    assert store.count("read") == 1 + 1 + 12 + 1
 
 
 def test_a_snapshot_beyond_the_last_event_is_ignored(store):
-    """Event 500 is absent, so nothing proves that the snapshot is of this run."""
+    """Event 50 is absent, so nothing proves that the snapshot is of this run."""
     write_events(store, attempts(1))
-    store.write("run/" + snapshot_name(SNAPSHOT_EVERY), snapshot_of(attempts(200)[:SNAPSHOT_EVERY]))
+    store.write("run/" + snapshot_name(EVERY), snapshot_of(attempts(20)[:EVERY]))
 
     assert log_of(store).load() == fold(attempts(1))
 
 
 def test_the_snapshot_before_helps_when_the_newest_does_not(store):
-    """1,202 events, snapshot 1,000 torn: 500 is used."""
-    write_events(store, attempts(400))
+    """122 events, snapshot 100 torn: 50 is used."""
+    write_events(store, attempts(40))
     log_of(store).load()
-    store.write("run/" + snapshot_name(2 * SNAPSHOT_EVERY), b"torn")
+    store.write("run/" + snapshot_name(2 * EVERY), b"torn")
     store.calls.clear()
 
-    assert log_of(store, snapshots=False).load() == fold(attempts(400))
-    assert store.count("read") == 2 + 2 + 702 + 1
+    assert log_of(store, snapshots=False).load() == fold(attempts(40))
+    assert store.count("read") == 2 + 2 + 72 + 1
 
 
 @pytest.mark.parametrize("call", ["create", "size"])
 def test_a_store_that_keeps_no_snapshots_does_no_harm(store, call):
     """Not allowed to write them, or not able to find them: the events are read."""
-    events = attempts(200)
+    events = attempts(20)
     write_events(store, events)
     store.fail[call] = unreadable
 

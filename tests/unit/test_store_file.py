@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -167,18 +168,53 @@ def test_a_failed_write_keeps_the_old_file(store, monkeypatch, code, transient):
 
 
 def test_a_file_is_on_the_disk_before_its_name_is(store, monkeypatch):
-    """Fsync of the bytes, then the name, then fsync of the folder: a power cut leaves old or new."""
+    """Fsync of all three bytes, then the name, then fsync of the folder: a power cut leaves old or new."""
     done = []
-    real = {name: getattr(os, name) for name in ("fsync", "replace", "link")}
-    for name, call in real.items():
-        monkeypatch.setattr(
-            module.os, name, lambda *a, _name=name, _call=call, **k: (done.append(_name), _call(*a, **k))[1]
-        )
+    fsync, replace, link = os.fsync, os.replace, os.link
 
-    store.write("a/b", b"2")
-    store.create("a/c", b"1")
+    def record_fsync(descriptor):
+        facts = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(facts.st_mode) else f"{facts.st_size} bytes")
+        fsync(descriptor)
 
-    assert done == ["fsync", "replace", "fsync", "fsync", "link", "fsync"]
+    monkeypatch.setattr(module.os, "fsync", record_fsync)
+    monkeypatch.setattr(module.os, "replace", lambda *a, **k: (done.append("replace"), replace(*a, **k)))
+    monkeypatch.setattr(module.os, "link", lambda *a, **k: (done.append("link"), link(*a, **k)))
+
+    store.write("a/b", b"123")
+    store.create("a/c", b"123")
+
+    assert done == ["3 bytes", "replace", "folder", "3 bytes", "link", "folder"]
+
+
+def test_a_folder_that_became_empty_is_removed(store):
+    """Up to the first that holds something, never the root."""
+    store.write("a/c/d/e", b"1")
+
+    store.delete("a/c/d/e")
+    assert [path.name for path in (store.root / "a").iterdir()] == ["b"]
+    store.delete_tree("a")
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_folder_that_is_removed_under_a_write_is_made_again(store, tmp_path, monkeypatch):
+    """Another process deletes the folder's last file just before our first one stands in it."""
+    (tmp_path / "up").write_bytes(b"1")
+    real, raced = module._place, []
+
+    def place(folder, last, fill, *, exclusive):
+        if last not in raced:
+            raced.append(last)
+            (store.root / "new").rmdir()
+        return real(folder, last, fill, exclusive=exclusive)
+
+    monkeypatch.setattr(module, "_place", place)
+
+    store.put_file("new/copy", tmp_path / "up")
+
+    assert store.read("new/copy") == b"1"
+    store.delete("new/copy")
+    assert store.create("new/created", b"2") is True
 
 
 def test_a_link_whose_answer_was_lost_counts_as_ours(store, monkeypatch):
