@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -179,8 +180,8 @@ class Exchange:
 
     def current_control(self) -> Control | None:
         """What was handed to the wrapper last; None before that."""
-        body = self._read(self.control)
         try:
+            body = self._read(self.control)
             return None if body is None else Control.from_json(body, where="control.json")
         except ProtocolError:  # only readable ones are handed over
             return None
@@ -228,10 +229,14 @@ class Exchange:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
+        except OSError as err:
+            raise ProtocolError(f"{path.name}: {err.strerror}") from err
         with os.fdopen(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ProtocolError(f"{path.name} is no file")
             body = stream.read(MAX_JSON_BYTES + 1)
         if len(body) > MAX_JSON_BYTES:
             raise ProtocolError(f"{path.name}: more than {MAX_JSON_BYTES} bytes")

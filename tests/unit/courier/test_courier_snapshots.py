@@ -301,12 +301,12 @@ def test_by_steps_and_by_epochs(trained):
 
     bench = trained(every={"epochs": 2}, attempt=3)
     put(bench.ck, {"model.pt": b"22"})
-    bench.wrapper_says(progress={"epoch": 1, "step": 7})
+    bench.wrapper_says(progress={"epoch": 1, "step": 107})
     run(bench, 20)
     assert saved(bench) == []
-    bench.wrapper_says(progress={"epoch": 2, "step": 14})
+    bench.wrapper_says(progress={"epoch": 2, "step": 114})
     run(bench, 7)
-    assert saved(bench) == ["g1-step-00000014-a3"]
+    assert saved(bench) == ["g1-step-00000114-a3"]
 
 
 def test_a_slow_writer_is_waited_for(trained):

@@ -1,0 +1,335 @@
+"""The rounds: what a node says, when, and that the end comes last."""
+
+import json
+import os
+
+import pytest
+
+from envscaler_airflow.courier.exchange import Exchange, Layout, Memory
+from envscaler_airflow.courier.loop import WRAPPER_S, Courier
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import Status, status_name
+from envscaler_airflow.store.checkpoints import complete_checkpoints
+
+
+@pytest.fixture
+def ready(make_bench, store, tmp_path):
+    """A node that can be set up, with one output."""
+
+    def make(**options):
+        store.write("spec.yaml", b"{}")
+        bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}}, **options)
+        bench.owner_asks()
+        return bench
+
+    return make
+
+
+def rounds(bench, courier, count=1):
+    """Every thread's round once, *count* times, half a second each; True when it is done."""
+    for _ in range(count):
+        bench.clock.now += 0.5
+        courier.heavy.step()
+        courier.snapshot()
+        if courier.step():
+            return True
+    return False
+
+
+def test_a_whole_life(ready, store, tmp_path):
+    """Set up, run, checkpoint, succeed; the end is said when everything is up, and ``done`` after that."""
+    bench = ready()
+    courier = Courier(bench.site)
+    courier.step()
+    assert bench.status().phase == "setup"
+
+    rounds(bench, courier)
+    bench.wrapper_says(progress={"step": 1})
+    rounds(bench, courier)
+    assert (bench.status().phase, bench.status().start_step, bench.state.phase) == ("running", 0, "running")
+
+    bench.session_saves("g1-step-00000010-a2", step=10)
+    rounds(bench, courier)
+    assert (bench.status().last_checkpoint, bench.status().checkpoints) == ("g1-step-00000010-a2", 1)
+
+    (tmp_path / "model").write_text("W")
+    (bench.exchange.root / "logs/000001.log").write_text("bye")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"}, progress={"step": 20})
+    store.puts.clear()
+    assert rounds(bench, courier, 5)
+
+    status = bench.status()
+    assert (status.phase, status.ended.reason, status.progress.step) == ("ended", "succeeded", 20)
+    assert status.outputs == {"model": store.uri("outputs/g1/model")}
+    assert store.puts[-1] == status_name(1, 2, 0)
+    assert bench.state.phase == "done"
+
+
+def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
+    """The store takes the status and nothing else: the node is uploading, not ended."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    (tmp_path / "model").write_text("W")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    real = store._store.put_file
+    store._store.put_file = lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error"))
+
+    assert not rounds(bench, courier, 20)
+    assert (bench.status().phase, bench.status().ended, bench.status().outputs) == ("uploading", None, {})
+    assert "output model waits" in bench.status().message
+
+    store._store.put_file = real
+    assert rounds(bench, courier, 120)
+    assert bench.status().ended.reason == "succeeded"
+
+
+def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
+    """Whoever reads ``done`` may take the machine away: the last status must be in the store."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    (tmp_path / "model").write_text("W")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    courier.snapshot()
+    courier.heavy.step()
+    assert bench.state.is_drained
+    store.down = True
+
+    assert not rounds(bench, courier, 20)
+    assert bench.state.phase == "draining"
+
+    store.down = False
+    assert rounds(bench, courier, 130)
+    assert (bench.status().phase, bench.state.phase) == ("ended", "done")
+
+
+def test_a_missing_output_turns_success_into_failure(ready):
+    """Exit code 0, no output: the reason and the path are said."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded", "last_lines": ["ok"]})
+
+    assert rounds(bench, courier, 5)
+
+    ended = bench.status().ended
+    assert (ended.reason, ended.exit_code, ended.last_lines) == ("failed", 0, ("ok",))
+    assert ended.detail.startswith("output 'model': ")
+    assert bench.status().outputs == {}
+
+
+@pytest.mark.parametrize("reason", ["failed", "left", "killed"])
+def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_path, reason):
+    """A half-trained model is no output."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    (tmp_path / "model").write_text("half")
+    bench.wrapper_says(ended={"exit_code": 1, "reason": reason})
+
+    assert rounds(bench, courier, 5)
+
+    assert store.children("outputs") == []
+    assert bench.status().ended.reason == reason
+
+
+def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
+    """Saved while leaving, seconds before the command ended."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    bench.session_saves("g1-step-00000010-a2", step=10)
+    bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
+
+    assert rounds(bench, courier, 5)
+
+    assert complete_checkpoints(store, 1) == ("g1-step-00000010-a2",)
+    assert bench.status().last_checkpoint_step == 10
+
+
+def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store, tmp_path):
+    """Code that knows nothing of us wrote its model and exited."""
+    store.write("spec.yaml", b"{}")
+    bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
+    bench.owner_asks()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    (tmp_path / "ck/model.bin").write_text("W")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"}, progress={"step": 9})
+
+    assert rounds(bench, courier, 5)
+
+    assert complete_checkpoints(store, 1) == ("g1-step-00000009-a2",)
+    assert bench.status().last_checkpoint == "g1-step-00000009-a2"
+
+
+def test_a_failed_set_up_is_said_with_its_reason(make_bench):
+    """The wrapper takes it up and ends; the status carries the wrapper's word."""
+    bench = make_bench()
+    courier = Courier(bench.site)
+    rounds(bench, courier, 2)
+    assert bench.status().ended is None
+    assert bench.status().message.startswith("set-up failed: ")
+    bench.wrapper_says(ended={"exit_code": 88, "reason": "setup-failed", "detail": "spec.yaml is absent"})
+
+    assert rounds(bench, courier, 3)
+
+    assert bench.status().ended.detail == "spec.yaml is absent"
+
+
+def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_bench):
+    """Two minutes later the courier says it for the wrapper."""
+    bench = make_bench()
+    courier = Courier(bench.site)
+    rounds(bench, courier, 2)
+    bench.clock.now += WRAPPER_S
+
+    assert rounds(bench, courier, 3)
+
+    assert bench.status().ended.reason == "setup-failed"
+    assert "spec.yaml is absent" in bench.status().ended.detail
+
+
+def test_a_status_every_15_seconds_and_on_change(ready, store):
+    """Steps alone wait for the 15 s; an epoch, the health or the phase does not."""
+    bench = ready()
+    courier = Courier(bench.site)
+    bench.wrapper_says(progress={"step": 1, "epoch": 0})
+    rounds(bench, courier, 3)
+    first = bench.status().sequence
+
+    bench.wrapper_says(progress={"step": 2, "epoch": 0})
+    rounds(bench, courier, 2)
+    assert bench.status().sequence == first
+    rounds(bench, courier, 30)
+    assert (bench.status().sequence, bench.status().progress.step) == (first + 1, 2)
+
+    for count, fields in enumerate(
+        [{"progress": {"step": 3, "epoch": 1}}, {"health": "stalled"}, {"phase": "leaving"}]
+    ):
+        bench.wrapper_says(**fields)
+        rounds(bench, courier)
+        assert bench.status().sequence == first + 2 + count
+
+
+def test_the_sequence_grows_across_restarts(ready, store):
+    """Also when the machine is another and only the store remembers."""
+    bench = ready()
+    rounds(bench, Courier(bench.site), 3)
+    first = bench.status().sequence
+
+    rounds(bench, Courier(bench.restarted()))
+    assert bench.status().sequence == first + 1
+
+    bench.exchange.courier.unlink()
+    rounds(bench, Courier(bench.restarted()))
+    assert bench.status().sequence == first + 2
+
+
+def test_an_outage_of_the_store_stops_nothing(ready, store):
+    """An hour without a store: everything waits on the disk and goes up afterwards."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    bench.wrapper_says(progress={"step": 1})
+    store.down = True
+    for number in (1, 2):
+        (bench.exchange.root / f"logs/{number:06d}.log").write_text("x")
+    bench.session_saves("g1-step-00000010-a2", step=10)
+    for _ in range(60):
+        bench.clock.now += 60
+        assert not rounds(bench, courier)
+
+    store.down = False
+    bench.clock.now += 60
+    rounds(bench, courier, 2)
+
+    assert store.children("logs") == ["g1-a2-n0-000001.log", "g1-a2-n0-000002.log"]
+    assert bench.status().last_checkpoint == "g1-step-00000010-a2"
+    assert bench.status().message == ""
+
+
+def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
+    """The last status that was understood is kept."""
+    bench = ready()
+    courier = Courier(bench.site)
+    bench.wrapper_says(progress={"step": 1})
+    rounds(bench, courier, 2)
+
+    bench.exchange.wrapper.write_bytes(b'{"schema":"1.0","phase":"dancing"}')
+    rounds(bench, courier, 2)
+
+    assert bench.status().progress.step == 1
+    assert "phase must be one of" in bench.status().message
+
+
+def test_secrets_of_the_wrappers_folder_are_not_followed(ready, tmp_path):
+    """wrapper.json that is a link to elsewhere is not read."""
+    bench = ready()
+    (tmp_path / "other.json").write_bytes(Status(message="token").to_json())
+    bench.exchange.wrapper.symlink_to(tmp_path / "other.json")
+
+    rounds(bench, Courier(bench.site), 2)
+
+    assert "token" not in bench.status().message
+
+
+def test_a_pipe_in_place_of_a_file_blocks_nobody(ready):
+    """The training's side can put anything there."""
+    bench = ready()
+    os.mkfifo(bench.exchange.wrapper)
+
+    rounds(bench, Courier(bench.site), 2)
+
+    assert "wrapper.json is no file" in bench.status().message
+
+
+def test_what_is_done_stays_done(ready, tmp_path):
+    """A courier that is started once more says nothing and ends at once."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    (tmp_path / "model").write_text("W")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    rounds(bench, courier, 5)
+    before = bench.status()
+
+    assert Courier(bench.restarted()).run()
+    assert bench.status() == before
+
+
+def test_a_full_disk_under_the_exchange_loses_no_state(bench, monkeypatch):
+    """courier.json cannot be replaced: the old one stays, whole, and the state is the old one."""
+    bench.site.memory.update(checkpoints=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.write_bytes", full)
+        with pytest.raises(OSError, match="No space"):
+            bench.site.memory.update(checkpoints=2)
+
+    assert bench.state.checkpoints == 1
+    assert json.loads(bench.exchange.courier.read_bytes())["checkpoints"] == 1
+    assert not [path for path in bench.exchange.root.iterdir() if path.name.startswith(".")]
+
+
+def test_state_of_a_newer_courier_is_read(tmp_path):
+    """Unknown fields are left out, known ones kept."""
+    exchange = Exchange(tmp_path)
+    exchange.write_json(exchange.courier, {"sequence": 7, "rejected": ["a"], "mood": "new"})
+
+    state = Memory(exchange).state
+
+    assert (state.sequence, state.rejected) == (7, ("a",))
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"mounts": [{"name": 1}]}', b"[]"])
+def test_a_layout_that_is_none_is_an_error(tmp_path, body):
+    """The backend's mistake, said with its path."""
+    (tmp_path / "layout.json").write_bytes(body)
+
+    with pytest.raises(ProtocolError, match=r"layout\.json"):
+        Layout.read(tmp_path / "layout.json")

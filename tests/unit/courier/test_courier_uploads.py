@@ -1,0 +1,419 @@
+"""What goes up: chunks in order, checkpoints with their manifest last, outputs at the end."""
+
+import pytest
+
+from envscaler_airflow.courier.site import WorkInterruptedError
+from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, Chunks, Outputs
+from envscaler_airflow.protocol import Control, control_name
+from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
+
+NAME = "g1-step-00000300-a2"
+MANIFEST = f"checkpoints/{NAME}/manifest.json"
+
+
+def chunk(bench, folder, name, text):
+    """A chunk that the wrapper wrote."""
+    (bench.exchange.root / folder / name).write_text(text)
+
+
+def left(bench, folder):
+    """Names that still lie in the exchange."""
+    return sorted(path.name for path in (bench.exchange.root / folder).iterdir())
+
+
+# -- chunks
+
+
+def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
+    """Numbers in the store are those of the exchange; an open one stays."""
+    for number in (3, 1, 2):
+        chunk(bench, "logs", f"{number:06d}.log", f"line {number}")
+    chunk(bench, "logs", "000004.open", "half")
+    chunk(bench, "metrics", "000001.jsonl", "{}")
+
+    assert Chunks(bench.site).step(has_ended=False)
+
+    expected = [f"logs/g1-a2-n0-{number:06d}.log" for number in (1, 2, 3)]
+    assert store.puts == [*expected, "metrics/g1-a2-n0-000001.jsonl"]
+    assert store.read("logs/g1-a2-n0-000002.log") == b"line 2"
+    assert left(bench, "logs") == ["000004.open"]
+
+
+def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
+    """Tried again after two, then four seconds; nothing is lost, and nothing overtakes."""
+    chunks = Chunks(bench.site)
+    for number in (1, 2):
+        chunk(bench, "logs", f"{number:06d}.log", str(number))
+    store.down = True
+    assert not chunks.step(has_ended=False)
+    assert bench.site.messages.text() == "logs and metrics wait: the store is down"
+    bench.clock.now += 2
+    assert not chunks.step(has_ended=False)
+    store.down = False
+    bench.clock.now += 3.9
+    assert not chunks.step(has_ended=False)
+    assert store.puts == []
+
+    bench.clock.now += 0.1
+    assert chunks.step(has_ended=False)
+
+    assert store.puts == ["logs/g1-a2-n0-000001.log", "logs/g1-a2-n0-000002.log"]
+    assert bench.site.messages.text() == ""
+
+
+def test_a_courier_killed_after_an_upload_repeats_it_under_the_same_number(bench, store, monkeypatch):
+    """The chunk was uploaded and not yet deleted: the same name, the same bytes, once more."""
+    chunk(bench, "logs", "000007.log", "x")
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            Chunks(bench.site).step(has_ended=False)
+
+    Chunks(bench.restarted()).step(has_ended=False)
+
+    assert store.puts == ["logs/g1-a2-n0-000007.log"] * 2
+    assert store.children("logs") == ["g1-a2-n0-000007.log"]
+
+
+def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
+    """Its last lines are what says why it was killed; empty ones are no chunk."""
+    chunk(bench, "logs", "000002.open", "MemoryError")
+    chunk(bench, "metrics", "000001.open", "")
+
+    Chunks(bench.site).step(has_ended=True)
+
+    assert store.read("logs/g1-a2-n0-000002.log") == b"MemoryError"
+    assert store.children("metrics") == []
+
+
+def test_a_link_among_the_chunks_is_not_followed(bench, store, tmp_path):
+    """The training could point it at what only the courier may read."""
+    (tmp_path / "secret").write_text("token")
+    (bench.exchange.root / "logs/000001.log").symlink_to(tmp_path / "secret")
+
+    Chunks(bench.site).step(has_ended=True)
+
+    assert store.puts == []
+
+
+# -- checkpoints
+
+
+def test_files_first_then_the_manifest_then_done(bench, store):
+    """What Session said goes into the manifest; agent.json stays here."""
+    bench.session_saves(
+        NAME,
+        {"model.bin": b"W", "rng/0.bin": b"R"},
+        step=300,
+        epoch=2,
+        samples=9600,
+        world_size=2,
+        global_batch=32,
+        save_s=1.5,
+    )
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert store.puts == [f"checkpoints/{NAME}/model.bin", f"checkpoints/{NAME}/rng/0.bin", MANIFEST]
+    manifest = read_checkpoint(store, NAME)
+    assert [(item.path, item.size, item.node) for item in manifest.files] == [
+        ("model.bin", 1, 0),
+        ("rng/0.bin", 1, 0),
+    ]
+    assert (manifest.step, manifest.epoch, manifest.samples) == (300, 2, 9600)
+    assert (manifest.world_size, manifest.global_batch, manifest.cooperative) == (2, 32, True)
+    assert bench.exchange.done(NAME).exists()
+    state = bench.state
+    assert (state.last_checkpoint, state.last_checkpoint_step, state.checkpoints, state.checkpoint_s) == (
+        NAME,
+        300,
+        1,
+        1.5,
+    )
+
+
+def test_the_newest_local_save_stays_until_the_next_is_done(bench):
+    """A restart of the command on this machine may want it."""
+    checkpoints = Checkpoints(bench.site, 3)
+    bench.session_saves(NAME, step=300)
+    checkpoints.step()
+    assert (bench.exchange.checkpoints / NAME / "model.bin").exists()
+
+    bench.session_saves("g1-step-00000400-a2", step=400)
+    checkpoints.step()
+
+    assert not (bench.exchange.checkpoints / NAME).exists()
+    assert bench.exchange.done(NAME).exists()
+    assert bench.state.checkpoints == 2
+
+
+def test_a_save_that_is_going_on_is_not_touched(bench, store):
+    """Session puts it together under another name; a writer that is killed there leaves no checkpoint."""
+    folder = bench.session_saves(NAME, step=300)
+    folder.rename(folder.with_name(f".saving-{NAME}"))
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert store.puts == []
+
+
+@pytest.mark.parametrize("name", ["g1-step-00000300-a1", "g2-step-00000300-a2", "notes"])
+def test_only_saves_of_this_attempt_go_up(bench, store, name):
+    """Whatever else lies there is nobody's checkpoint."""
+    bench.session_saves(name, step=300)
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert store.puts == []
+
+
+def test_a_courier_killed_in_the_middle_leaves_nothing_that_counts(bench, store):
+    """One of two files is up, no manifest: not complete. The next courier finishes it."""
+    bench.session_saves(NAME, {"a": b"1", "b": b"2"}, step=300)
+    real = bench.site.between
+    calls = []
+
+    def cut():
+        calls.append(1)
+        if len(calls) == 2:
+            raise WorkInterruptedError("killed")
+        real()
+
+    bench.site.__class__.between, before = lambda _: cut(), bench.site.__class__.between
+    try:
+        with pytest.raises(WorkInterruptedError):
+            Checkpoints(bench.site, 3).step()
+    finally:
+        bench.site.__class__.between = before
+    assert complete_checkpoints(store, 1) == ()
+
+    assert Checkpoints(bench.restarted(), 3).step()
+    assert complete_checkpoints(store, 1) == (NAME,)
+
+
+def test_a_courier_killed_before_done_counts_once(bench, store):
+    """The manifest was written and the mark was not: nothing is uploaded again."""
+    bench.session_saves(NAME, step=300)
+    Checkpoints(bench.site, 3).step()
+    bench.exchange.done(NAME).unlink()
+    store.puts.clear()
+
+    Checkpoints(bench.restarted(), 3).step()
+
+    assert store.puts == []
+    assert bench.exchange.done(NAME).exists()
+    assert bench.state.checkpoints == 1
+
+
+def test_a_store_outage_keeps_the_save(bench, store):
+    """It waits on the disk, the last good one stays, and it goes up later."""
+    bench.in_store("g1-step-00000200-a2")
+    bench.session_saves(NAME, step=300)
+    bench.heard()
+    checkpoints = Checkpoints(bench.site, 1)
+    store.down = True
+    assert not checkpoints.step()
+    assert bench.site.messages.text() == f"checkpoint {NAME} waits: the store is down"
+    store.down = False
+    assert complete_checkpoints(store, 1) == ("g1-step-00000200-a2",)
+
+    bench.clock.now += 60
+    assert checkpoints.step()
+
+    assert complete_checkpoints(store, 1) == (NAME,)
+    assert bench.site.messages.text() == ""
+
+
+def test_a_full_store_disk_keeps_the_last_good_one(bench, store):
+    """ENOSPC while step 300 goes up: no manifest, step 200 stays, the reason is said."""
+    bench.in_store("g1-step-00000200-a2")
+    bench.session_saves(NAME, step=300)
+
+    def full(name, path):
+        raise OSError(28, "No space left on device")
+
+    store._store.put_file = full
+    assert not Checkpoints(bench.site, 1).step()
+
+    assert complete_checkpoints(store, 1) == ("g1-step-00000200-a2",)
+    assert bench.site.messages.text() == f"checkpoint {NAME} waits: [Errno 28] No space left on device"
+
+
+def test_a_save_that_cannot_be_kept_is_given_up_and_said(bench, store, tmp_path):
+    """A link out of the folder: the training goes on, and the one before stays."""
+    folder = bench.session_saves(NAME, step=300)
+    (folder / "link").symlink_to(tmp_path)
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert f"checkpoint {NAME} is lost: " in bench.site.messages.text()
+    assert bench.state.last_checkpoint is None
+
+
+def test_old_ones_go_by_count(bench, store):
+    """Keep two: the candidate of attempt 1 goes when attempt 2 has two of its own."""
+    old = bench.in_store("g1-step-00000200-a1")
+    bench.heard(candidates=(old,))
+    checkpoints = Checkpoints(bench.site, 2)
+    for step in (300, 400):
+        bench.session_saves(f"g1-step-{step:08d}-a2", step=step)
+        checkpoints.step()
+
+    assert complete_checkpoints(store, 1) == ("g1-step-00000400-a2", "g1-step-00000300-a2")
+
+
+def test_a_zombie_that_saves_after_attempt_4_began(make_bench, store):
+    """It may write, nothing it writes is chosen, and it deletes nothing that attempt 4 needs."""
+    zombie = make_bench(attempt=3)
+    known = zombie.in_store("g1-step-00000200-a3")
+    zombie.heard(candidates=())
+    store.write(control_name(1, 4), Control(candidates=(known,)).to_json())
+    for step in (500, 600, 700):
+        zombie.session_saves(f"g1-step-{step:08d}-a3", step=step)
+
+    Checkpoints(zombie.site, 1).step()
+
+    assert known in complete_checkpoints(store, 1)
+
+
+def test_a_snapshot_says_that_nobody_cooperated(bench, store):
+    """Its facts lie beside it; a file of its own called agent.json goes up."""
+    bench.session_saves(NAME, {"model.bin": b"W"})
+    bench.exchange.write_json(
+        bench.exchange.checkpoints / f"{NAME}.snapshot.json", {"step": None, "save_s": 2.0}
+    )
+
+    Checkpoints(bench.site, 3).step()
+
+    manifest = read_checkpoint(store, NAME)
+    assert (manifest.cooperative, manifest.step) == (False, None)
+    assert [item.path for item in manifest.files] == ["agent.json", "model.bin"]
+    assert bench.state.last_checkpoint_step == 300
+    assert not (bench.exchange.checkpoints / NAME).exists()
+
+
+# -- several nodes
+
+
+def test_node_0_writes_the_manifest_when_all_lists_are_there(make_bench, store):
+    """Each uploads its own files; one that both have counts once."""
+    first, second = make_bench(nodes=2), make_bench(node=1, nodes=2)
+    first.session_saves(NAME, {"shard-0": b"0", "config": b"c"}, step=300)
+    second.session_saves(NAME, {"shard-1": b"1", "config": b"c"}, step=300)
+    mine, theirs = Checkpoints(first.site, 3), Checkpoints(second.site, 3)
+
+    assert not mine.step()
+    assert first.site.messages.text() == f"checkpoint {NAME} waits for the files of nodes [1]"
+    assert not theirs.step()
+    assert second.site.messages.text() == f"checkpoint {NAME} waits for node 0's manifest"
+    assert complete_checkpoints(store, 1) == ()
+    assert mine.step()
+    assert theirs.step()
+
+    manifest = read_checkpoint(store, NAME)
+    assert [(item.path, item.node) for item in manifest.files] == [
+        ("config", 0),
+        ("shard-0", 0),
+        ("shard-1", 1),
+    ]
+    assert second.exchange.done(NAME).exists()
+
+
+def test_two_nodes_that_save_different_files_under_one_name(make_bench, store):
+    """One has overwritten the other's: no checkpoint, and the message says what to do."""
+    first, second = make_bench(nodes=2), make_bench(node=1, nodes=2)
+    first.session_saves(NAME, {"model.bin": b"0"}, step=300)
+    second.session_saves(NAME, {"model.bin": b"1"}, step=300)
+    Checkpoints(second.site, 3).step()
+
+    assert Checkpoints(first.site, 3).step()
+
+    assert "nodes 0 and 1 saved different files as model.bin; put the rank" in first.site.messages.text()
+    assert complete_checkpoints(store, 1) == ()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("has_ended", "patience"), [(False, OTHERS_S), (True, OTHERS_AT_END_S)])
+def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, has_ended, patience):
+    """Ten minutes while training, two when this node is done; the checkpoint is given up."""
+    bench = make_bench(node=node, nodes=2)
+    bench.session_saves(NAME, step=300)
+    if has_ended:
+        bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    checkpoints = Checkpoints(bench.site, 3)
+    checkpoints.step()
+    bench.clock.now += patience - 1
+    assert not checkpoints.step()
+
+    bench.clock.now += 1
+
+    assert checkpoints.step()
+    assert f"is lost: {'the files' if node == 0 else 'node 0'}" in bench.site.messages.text()
+
+
+# -- outputs
+
+
+@pytest.fixture
+def finished(make_bench, tmp_path):
+    """A node with two outputs on the disk."""
+    bench = make_bench(
+        layout={"outputs": {"model": f"{tmp_path}/out/model", "report": f"{tmp_path}/out/r.json"}}
+    )
+    (tmp_path / "out/model").mkdir(parents=True)
+    (tmp_path / "out/model/w").write_text("W")
+    (tmp_path / "out/r.json").write_text("{}")
+    return bench
+
+
+def test_outputs_go_up_with_their_uris(finished, store):
+    """Each below the generation, by its name."""
+    assert Outputs(finished.site).step()
+
+    assert finished.state.outputs == {
+        "model": store.uri("outputs/g1/model"),
+        "report": store.uri("outputs/g1/report"),
+    }
+
+
+def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
+    """The command succeeded and did not do what the spec says."""
+    (tmp_path / "out/r.json").unlink()
+
+    assert Outputs(finished.site).step()
+
+    assert (
+        finished.state.failed
+        == f"output 'report': {tmp_path}/out/r.json does not exist; the command must write it"
+    )
+
+
+def test_outputs_wait_for_the_store(finished, store):
+    """One is up, the store goes away, the other follows later; the first is not repeated."""
+    outputs = Outputs(finished.site)
+    real = store._store.write
+
+    def fail(name, data):
+        if name == "outputs/g1/report/manifest.json":
+            raise OSError(5, "I/O error")
+        real(name, data)
+
+    store._store.write = fail
+    assert not outputs.step()
+    assert finished.site.messages.text() == "output report waits: [Errno 5] I/O error"
+    store._store.write = real
+    store.puts.clear()
+    finished.clock.now += 2
+
+    assert outputs.step()
+    assert {name.split("/")[2] for name in store.puts} == {"report"}
+
+
+def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
+    """A later attempt has begun: its outputs are the run's."""
+    store.write(control_name(1, 3), Control().to_json())
+
+    assert Outputs(finished.site).step()
+
+    assert "a later attempt has begun" in finished.state.failed
+    assert store.children("outputs") == []

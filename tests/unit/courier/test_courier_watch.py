@@ -1,0 +1,161 @@
+"""What comes from the owner, and what happens when nobody owns the run any more."""
+
+import pytest
+
+from envscaler_airflow.courier.watch import OwnerWatch
+from envscaler_airflow.protocol import Control, control_name
+from envscaler_airflow.store.lease import LEASE, renew_lease
+
+NAME = control_name(1, 2)
+
+
+def run(bench, watch, seconds, every=2):
+    """Let *seconds* pass."""
+    for _ in range(0, seconds, every):
+        bench.clock.now += every
+        watch.step()
+
+
+def control(bench):
+    """What the wrapper reads."""
+    return bench.exchange.current_control()
+
+
+def test_a_control_is_handed_over_byte_for_byte(bench, store):
+    """Also fields that this version does not know."""
+    body = b'{ "schema": "1.7", "sequence": 3, "action": "leave", "mood": "new" }'
+    store.write(NAME, body)
+
+    OwnerWatch(bench.site).step()
+
+    assert bench.exchange.control.read_bytes() == body
+
+
+def test_an_unchanged_control_is_not_written_again(bench):
+    """Whoever watches the file sees a change only when there is one."""
+    bench.owner_asks(sequence=1)
+    watch = OwnerWatch(bench.site)
+    watch.step()
+    before = bench.exchange.control.stat().st_ino
+
+    run(bench, watch, 10)
+    assert bench.exchange.control.stat().st_ino == before
+
+    bench.owner_asks(sequence=2, action="checkpoint")
+    run(bench, watch, 2)
+    assert control(bench).sequence == 2
+
+
+@pytest.mark.parametrize("body", [b"{torn", b'{"schema":"2.0"}', b'{"schema":"1.0","action":"explode"}'])
+def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, store, body):
+    """The last one that was understood stays, and the message says what came."""
+    bench.owner_asks(sequence=1)
+    watch = OwnerWatch(bench.site)
+    watch.step()
+    store.write(NAME, body)
+
+    run(bench, watch, 2)
+
+    assert control(bench).sequence == 1
+    assert bench.site.messages.text().startswith("the owner is not heard: ")
+
+
+def lease_bench(bench, store):
+    """A watch of an attempt with an owner, orphaned after 300 s, grace 30 s."""
+    bench.owner_asks(sequence=4, orphan_after_s=300, grace_s=30, candidates=("g1-step-00000100-a1",))
+    renew_lease(store, holder="trigger")
+    watch = OwnerWatch(bench.site)
+    watch.step()
+    return watch
+
+
+def test_a_lease_that_moves_keeps_the_attempt(bench, store):
+    """Renewed every minute: for an hour nothing happens."""
+    watch = lease_bench(bench, store)
+    for _ in range(60):
+        renew_lease(store, holder="trigger")
+        run(bench, watch, 60, every=10)
+
+    assert control(bench).action == "run"
+
+
+def test_a_lease_that_stands_still_ends_the_attempt(bench, store):
+    """After orphan_after it is asked to leave with a checkpoint, and 60 s + grace later to stop."""
+    watch = lease_bench(bench, store)
+    run(bench, watch, 290)
+    assert control(bench).action == "run"
+
+    run(bench, watch, 30)
+    asked = control(bench)
+    assert (asked.sequence, asked.action, asked.align, asked.grace_s) == (5, "leave", "step", 30)
+    assert asked.reason.startswith("orphaned: the lease stood still for 3")
+    assert asked.candidates == ("g1-step-00000100-a1",)
+
+    run(bench, watch, 60)
+    assert control(bench).action == "leave"
+    run(bench, watch, 32)
+    assert (control(bench).sequence, control(bench).action) == (6, "stop")
+    assert control(bench).reason == asked.reason
+
+
+def test_a_lease_that_was_never_written_counts_as_still(bench):
+    """The owner died before its first renewal: the machine must not run for ever."""
+    bench.owner_asks(orphan_after_s=300)
+    watch = OwnerWatch(bench.site)
+
+    run(bench, watch, 330)
+
+    assert control(bench).action == "leave"
+
+
+def test_a_store_that_cannot_be_read_is_no_expiry(bench, store):
+    """Two hours of outage: the training goes on; only what was seen counts."""
+    watch = lease_bench(bench, store)
+    store.down = True
+    run(bench, watch, 7200, every=20)
+
+    assert control(bench).action == "run"
+    assert bench.site.messages.text() == "the owner is not heard: the store is down"
+
+    store.down = False
+    run(bench, watch, 60)
+    assert control(bench).action == "run"
+
+
+def test_a_torn_lease_is_no_expiry(bench, store):
+    """It says nothing about its owner."""
+    watch = lease_bench(bench, store)
+    store.write(LEASE, b"{torn")
+
+    run(bench, watch, 3600, every=20)
+
+    assert control(bench).action == "run"
+
+
+def test_an_orphan_stays_one(bench, store):
+    """Owner back, courier killed and started again: the leave that was asked for is carried out."""
+    watch = lease_bench(bench, store)
+    run(bench, watch, 330)
+    renew_lease(store, holder="trigger")
+    bench.owner_asks(sequence=9)
+    bench.exchange.control.unlink()
+
+    watch = OwnerWatch(bench.restarted())
+    run(bench, watch, 10)
+    assert (control(bench).sequence, control(bench).action) == (5, "leave")
+
+    run(bench, watch, 100)
+    assert control(bench).action == "stop"
+
+
+def test_a_zombie_goes(bench, store):
+    """A control of attempt 3 exists: attempt 2 was given up, and what it writes is void."""
+    bench.owner_asks(sequence=4)
+    watch = OwnerWatch(bench.site)
+    run(bench, watch, 60)
+    store.write(control_name(1, 3), Control().to_json())
+
+    run(bench, watch, 62)
+
+    assert control(bench).action == "leave"
+    assert control(bench).reason == "orphaned: a later attempt has begun; what this one writes is void"
