@@ -84,7 +84,7 @@ def run_prefixes(store: Store) -> list[str]:
 
 def load_state(store: Store, prefix: str) -> RunState:
     """Fold of the run's events."""
-    return EventLog(store, prefix).load()
+    return EventLog(store, prefix, snapshots=False).load()
 
 
 class Group(click.Group):

@@ -23,7 +23,8 @@ def make_plan(
     """Where the next attempt may run, best first; offers that were just refused come into play again last."""
     requirements = requirements_of(spec)
     if memory_bytes is not None:
-        requirements = replace(requirements, memory_gib=max(requirements.memory_gib, memory_bytes / GIB))
+        least = memory_bytes / GIB
+        requirements = tuple(replace(one, memory_gib=max(one.memory_gib, least)) for one in requirements)
     goal = Goal(
         strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator
         value_of_hour_usd=stage.value_of_hour,

@@ -102,7 +102,7 @@ class Observer:
         self._candidates = candidates
         self._monotonic = monotonic
         self._clock = clock
-        self._log = EventLog(store, prefix)
+        self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
         self._state = RunState()
         checks = [check for check, _ in read_decisions(store, prefix)]
         self._memory: Memory = remember(checks)

@@ -50,7 +50,7 @@ class Watch:
         self._backend = backend
         self._watching = watching
         self._monotonic = monotonic
-        self._log = EventLog(store, prefix)
+        self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
         self._began = monotonic()
         self._number = watching.number
         self._sequences: dict[int, int] = {}
