@@ -1,0 +1,347 @@
+"""``demo``: the example pipeline on a real, throwaway Airflow, with one machine taken away on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+import envscaler_airflow
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.cli.story import StageStory, moves
+from envscaler_airflow.cli.tables import print_report
+from envscaler_airflow.controller.report import run_report
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.protocol import Status
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing.airflow_services import AirflowServices
+
+DAG_ID = "retrain_text_classifier"
+STAGES = ("prepare", "train", "score")
+LONGEST_S = 900.0
+"""After so many seconds the demo gives up. Chosen: three times what it takes on two cores."""
+LOOK_S = 0.5
+ASK_S = 2.0
+"""Between two questions to the API server, which shares the cores with the training."""
+LOSE_AFTER_STEPS = 10
+"""Steps beyond a checkpoint at which the machine is taken away. Chosen: a loss that is seen."""
+LOSE_ANYWAY = 0.6
+"""Share of the work after which no move is waited for any longer. Chosen: enough is left to go on with."""
+
+
+@click.command()
+@click.option("--serve", is_flag=True, help="Keep Airflow's UI up at the end, until Ctrl-C.")
+@click.option("--keep", is_flag=True, help="Leave the throwaway home with store and logs where it is.")
+@click.option(
+    "--dags",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the example DAG; the default is that of the clone which this command runs from.",
+)
+@click.pass_context
+def demo(context: click.Context, *, serve: bool, keep: bool, dags: Path | None) -> None:
+    """Retrain a text classifier on a real Airflow: moved when that pays, and its machine lost once.
+
+    Everything runs on this machine, in a throwaway home, and is stopped at the end.
+    """
+    folder = dags or Path(envscaler_airflow.__file__).parents[1] / "dags" / "examples"
+    if not (folder / f"{DAG_ID}.py").is_file():
+        raise SpecError(
+            f"{folder}: there is no {DAG_ID}.py; run this in a clone, or give its dags/examples by --dags"
+        )
+    home = Path(tempfile.mkdtemp(prefix="envscaler-demo-"))
+    code = 1
+    try:
+        with _interruptible():
+            code = Demo(home, folder, Console()).run(serve=serve)
+    except KeyboardInterrupt:
+        click.echo("interrupted: everything that was started is stopped", err=True)
+        code = 130  # 128 + SIGINT, as shells say it
+    except (RuntimeError, TimeoutError, httpx.HTTPError) as err:
+        click.echo(f"the demo failed: {err}", err=True)
+    finally:
+        keep = keep or code not in (0, 130)
+        if keep:
+            click.echo(f"store and logs are kept in {home}", err=True)
+        else:
+            shutil.rmtree(home, ignore_errors=True)
+    context.exit(code)
+
+
+class Demo:
+    """One run of the pipeline."""
+
+    def __init__(self, home: Path, dags: Path, console: Console) -> None:
+        """Name the places; nothing is started yet."""
+        self._home, self._dags, self._console = home, dags, console
+        self._begun = time.monotonic()
+        self._backend = LocalBackend(home / "local")
+        self._stories: dict[str, StageStory] = {}
+        self._tasks: dict[str, str | None] = {}
+        self._lost: str | None = None
+        self._plain_at = 0.0
+
+    def run(self, *, serve: bool) -> int:
+        """Exit code: 0 when the pipeline succeeded."""
+        self._say("demo", f"starting a real Airflow in {self._home}")
+        with AirflowServices(self._home, self._dags) as airflow:
+            self._say("demo", f"Airflow answers at {airflow.url}")
+            run_id = airflow.trigger_dag(DAG_ID)
+            self._say("demo", f"triggered {DAG_ID} ({run_id})")
+            self._open_stories(run_id)
+            with self._view():
+                state = self._follow(airflow, run_id)
+            code = self._conclude(airflow, run_id, state)
+            if serve:
+                self._serve(airflow.url)
+        self._say("demo", "everything that was started is stopped")
+        return code
+
+    # -- while it runs -------------------------------------------------------------------------
+
+    def _open_stories(self, run_id: str) -> None:
+        store = open_store(str(self._home / "store"))
+        for stage in STAGES:
+            prefix = RunKey("local", DAG_ID, run_id, stage).prefix
+            self._stories[stage] = StageStory(store, prefix, stage)
+
+    def _follow(self, airflow: AirflowServices, run_id: str) -> str:
+        """Final state of the DAG run, told as it comes."""
+        asked_at, state = 0.0, "running"
+        while state not in ("success", "failed"):
+            if time.monotonic() - self._begun > LONGEST_S:
+                raise TimeoutError(f"the pipeline is not over after {LONGEST_S:.0f} s: {self._tasks}")
+            self._look()
+            self._lose_machine()
+            if time.monotonic() - asked_at > ASK_S:
+                state = airflow.run_state(DAG_ID, run_id)
+                self._note_tasks(airflow.task_states(DAG_ID, run_id))
+                asked_at = time.monotonic()
+            self._refresh()
+            time.sleep(LOOK_S)
+        self._look()
+        return state
+
+    def _look(self) -> None:
+        for stage, story in self._stories.items():
+            for line in story.look():
+                self._say(stage, line)
+
+    def _note_tasks(self, tasks: dict[str, str | None]) -> None:
+        for task, state in tasks.items():
+            if state != self._tasks.get(task) and state in ("success", "failed", "skipped", "up_for_retry"):
+                self._say("airflow", f"task {task} is {state}")
+        self._tasks = tasks
+
+    def _lose_machine(self) -> None:
+        """Take the training's machine away, once, as a spot loss: SIGKILL to all of it, without notice."""
+        story = self._stories["train"]
+        why = None if self._lost else reason_to_lose(story)
+        attempt = story.attempt()
+        if why is None or attempt is None or attempt.handle is None:
+            return
+        self._lost = why
+        self._backend.take_away(Handle.from_dict(attempt.handle))
+        step = story.status.progress.step if story.status else None
+        self._say("demo", f"took the machine of attempt {attempt.number} away at step {step}: {why}")
+
+    # -- what is shown -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _view(self) -> Iterator[None]:
+        self._live: Live | None = None
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(self._panel(), console=self._console, auto_refresh=False, transient=True) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def _say(self, who: str, text: str) -> None:
+        seconds = time.monotonic() - self._begun
+        style = "dim" if text.startswith("| ") else "bold" if who == "demo" else ""
+        self._console.print(
+            Text(f"{seconds:6.1f} s  {who:<8} ", style="cyan") + Text(text, style=style), soft_wrap=True
+        )
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+        elif time.monotonic() - self._plain_at > 10:
+            self._plain_at = time.monotonic()
+            for stage, story in self._stories.items():
+                attempt, status = story.attempt(), story.status
+                if attempt is not None and status is not None and status.progress.step:
+                    self._say(stage, f"{attempt.allocation.name}: {progress_words(status)}")
+
+    def _panel(self) -> RenderableType:
+        table = Table("STAGE", "TASK", "ATTEMPT", "MACHINE", "DONE", "", box=None, pad_edge=False)
+        for stage, story in self._stories.items():
+            current, status = story.state.current, story.status
+            done, total = _done(status)
+            table.add_row(
+                stage,
+                self._tasks.get(stage) or "-",
+                str(current.number) if current else "-",
+                current.allocation.name if current else "-",
+                ProgressBar(total=total, completed=done, width=30) if total else "",
+                progress_words(status) if status else "",
+            )
+        return Group(Text(""), table)
+
+    # -- at the end ----------------------------------------------------------------------------
+
+    def _conclude(self, airflow: AirflowServices, run_id: str, state: str) -> int:
+        for stage, story in self._stories.items():
+            if story.state.attempts:
+                self._console.rule(f"cost of {stage}", align="left")
+                print_report(run_report(story.state, now=time.time()), self._console)
+        self._console.rule("what happened", align="left")
+        for line in conclusions(self._stories, self._lost):
+            self._console.print(f"- {line}", soft_wrap=True)
+        if state == "success":
+            self._console.print(f"- the pipeline succeeded in {time.monotonic() - self._begun:.0f} s")
+            return 0
+        failed = [task for task, outcome in self._tasks.items() if outcome == "failed"]
+        for task in failed:
+            self._console.rule(f"log of {task}", align="left")
+            tries = airflow.task(DAG_ID, run_id, task)["try_number"]
+            for line in airflow.logs(DAG_ID, run_id, task, try_number=tries)[-30:]:
+                self._console.print(line, soft_wrap=True, markup=False)
+        self._console.print(f"the pipeline failed: {', '.join(failed) or state}", style="bold red")
+        return 1
+
+    def _serve(self, url: str) -> None:
+        self._say("demo", f"Airflow stays up at {url} (no login is asked for); Ctrl-C stops it")
+        try:
+            while True:
+                time.sleep(1)
+        except KeyboardInterrupt:
+            self._say("demo", "stopping")
+
+
+def reason_to_lose(story: StageStory) -> str | None:
+    """Why now is the time to take the machine away; None while it is not.
+
+    After a move, or once it is clear that none comes; and always some steps after a
+    checkpoint of the very attempt, so that something is lost and something is kept.
+    """
+    attempt, status = story.attempt(), story.status
+    if attempt is None or status is None or story.state.pending or status.ended is not None:
+        return None
+    step, saved = status.progress.step, status.last_checkpoint_step
+    if status.attempt != attempt.number or step is None or saved is None or step - saved < LOSE_AFTER_STEPS:
+        return None
+    if moves(story.state):
+        return "a spot loss after the move"
+    done, total = _done(status)
+    if total and done / total > LOSE_ANYWAY:
+        return "a spot loss; no move was asked for so far"
+    return None
+
+
+def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
+    """What the demo was to show, and whether it did."""
+    train = stories["train"].state
+    lines = [_about_move(left, came) for left, came in moves(train)]
+    if not lines:
+        lines.append("no move: on this machine none would have paid within the time of the training")
+    if lost is None:
+        lines.append("the training was over before its machine could be taken away")
+    for before, after in itertools.pairwise(train.attempts_of(train.generation)):
+        if before.outcome in ("lost", "killed"):
+            kept, again = after.ended.get("start_step"), before.step
+            steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
+            lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")
+    metrics = stories["train"].output_json("model", "metrics.json")
+    if metrics:
+        lines.append(
+            f"{metrics.get('samples')} samples in {metrics.get('epochs')} epochs make the model: "
+            f"{metrics.get('samples_repeated')} repeated, {metrics.get('samples_dropped')} dropped"
+        )
+    scores = stories["score"].output_json("predictions", "scores.json")
+    if scores:
+        lines.append(
+            f"accuracy {scores.get('accuracy', 0):.3f} on {scores.get('documents')} held-out documents "
+            f"(always the most frequent label: {scores.get('majority', 0):.3f})"
+        )
+    return lines
+
+
+def _about_move(left: Any, came: Any) -> str:
+    words = f"moved from {left.allocation.name} to {came.allocation.name}"
+    speeds = [_steps_per_s(attempt) for attempt in (left, came)]
+    if speeds[0] and speeds[1]:
+        words += f": {speeds[0]:.1f} steps/s, then {speeds[1]:.1f} ({speeds[1] / speeds[0]:.2f} times)"
+    return words
+
+
+def _steps_per_s(attempt: Any) -> float | None:
+    ended = attempt.ended
+    try:
+        seconds = ended["elapsed_s"] - ended["first_step_s"]
+        return float((ended["step"] - ended["start_step"]) / seconds) if seconds > 0 else None
+    except (KeyError, TypeError):
+        return None
+
+
+def progress_words(status: Status) -> str:
+    """``epoch 12/36, step 528/1584, 18.3 steps/s, loss 0.71``, as far as it is known."""
+    progress = status.progress
+    parts = []
+    if progress.epoch is not None:
+        parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
+    if progress.step:
+        parts.append(f"step {progress.step}" + (f"/{progress.total_steps}" if progress.total_steps else ""))
+    if progress.steps_per_s:
+        parts.append(f"{progress.steps_per_s:.1f} steps/s")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    return ", ".join(parts) if parts else status.phase
+
+
+def _done(status: Status | None) -> tuple[int, int]:
+    progress = status.progress if status else None
+    return (progress.step or 0, progress.total_steps or 0) if progress else (0, 0)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that everything is stopped."""
+    before: dict[signal.Signals, Any] = {}
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    kinds: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGHUP)
+    handler: Callable[[int, object], None] = interrupt
+    for kind in kinds:
+        before[kind] = signal.signal(kind, handler)
+    try:
+        yield
+    finally:
+        for kind, old in before.items():
+            signal.signal(kind, old)
+
+
+if __name__ == "__main__":
+    sys.exit(demo())
