@@ -154,8 +154,9 @@ class _Resolver:
             tree = merge(tree, document)
         overlay = tree.get("targets")
         tree = tree.without("targets")
-        if target is not None and overlay is not None and overlay.get(target) is not None:
-            tree = merge(tree, overlay.value[target].without("parameters"))
+        chosen = overlay.get(target) if overlay is not None and target is not None else None
+        if chosen is not None and chosen.is_map:
+            tree = tree.with_value(merge(tree, chosen.without("parameters")).value)
         check_secrets(tree, faults)
         tree = _expand_alternatives(prune(_with_gpu_limit(tree)))
         resolved = {

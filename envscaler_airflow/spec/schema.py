@@ -38,6 +38,11 @@ def json_schema() -> dict[str, Any]:
         "targets": {"type": "object", "additionalProperties": overlay},
     }
     schema["$defs"]["Resources"]["properties"] |= _SHORT_FORMS
+    for name in ("Every", "Hold", "NodeRange", "Gpu", "GpuLimit"):
+        schema["$defs"][name] = {"anyOf": [schema["$defs"][name], {"type": ["string", "integer"]}]}
+    for name, shorter in (("env", "object"), ("entrypoint", "string")):
+        written = schema["properties"][name]
+        schema["properties"][name] = {"anyOf": [written, {"type": shorter}]}
     schema["required"] = ["version"]
     schema = _with_templates(schema)
     return {
@@ -79,7 +84,8 @@ def _with_templates(node: Any) -> Any:
 
 
 def _or_template(node: dict[str, Any]) -> dict[str, Any]:
-    if node.get("type") in _SCALARS or "enum" in node or "const" in node:
+    kind = node.get("type")
+    if (isinstance(kind, str) and kind in _SCALARS) or "enum" in node or "const" in node:
         outer: dict[str, Any] = {
             key: node[key] for key in ("description", "title", "default", "examples") if key in node
         }

@@ -229,18 +229,23 @@ class _Normaliser:
     def several_accelerators(self, node: Node, entries: dict[str, Node], requests: dict[str, Node]) -> None:
         if node.is_map:  # {A100: 8} and the set {A100:8: null}
             gpus = [
-                item.with_value(key if item.value is None else {"type": key, "count": item})
+                replace(
+                    item.with_value(
+                        key if item.value is None else {"type": node_of(key, item), "count": item}
+                    ),
+                    resets=True,
+                )
                 for key, item in node.value.items()
             ]
         else:
             gpus = list(node.value)
         if len(gpus) == 1:
-            requests["gpu"] = node_of(gpus[0].value, gpus[0])
+            requests["gpu"] = gpus[0]
             return
         if "any_of" in entries or "ordered" in entries:
             self.fault(node, "offers a choice beside any_of or ordered; write one of them")
             return
-        choices = [node_of({"requests": {"gpu": node_of(gpu.value, gpu)}}, gpu) for gpu in gpus]
+        choices = [node_of({"requests": {"gpu": gpu}}, gpu) for gpu in gpus]
         entries["ordered" if node.is_list else "any_of"] = node.with_value(choices)
 
     def alternatives(self, node: Node, *, is_alternative: bool) -> Node:
@@ -283,7 +288,8 @@ class _Normaliser:
             self.split_memory(memory, body)
         if body.get("count") is not None and isinstance(body["count"].value, str):
             body["count"] = self.count(body["count"])
-        return node.with_value(body)
+        # A whole GPU in one word replaces the one below it; a map joins it.
+        return replace(node.with_value(body), resets=node.resets or isinstance(node.value, str))
 
     def gpu_text(self, node: Node) -> dict[str, Node]:
         body: dict[str, Node] = {}

@@ -155,13 +155,15 @@ def _explain(error: Any, node: Node | None, location: list[Any], *, is_document:
         return _unknown_field(name, location[:-1], is_document=is_document)
     example = _example(location)
     if kind == "missing":
-        return f"is missing; write {name}: {example}" if example else "is missing; write it"
+        return f"is missing; write {name}: {example or '...'}"
     if kind == "string_type" and isinstance(error["input"], (bool, int, float)):
         raw = node.raw if node is not None and node.raw is not None else str(error["input"])
         return f'got {got}, which is no text; write it in quotes: "{raw:.60}"'
     if kind == "literal_error":
         return f"{got} is not known here; write {str(context['expected']).replace(' or ', ', ')}"
-    return f"got {got}; {_wanted(kind, context)}" + (f", such as {example}" if example else "")
+    wanted = _wanted(kind, context)
+    fits = example and (wanted not in ("write a list", "write a map") or example[0] in "[{")
+    return f"got {got}; {wanted}" + (f", such as {example}" if fits else "")
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:

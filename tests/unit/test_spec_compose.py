@@ -72,7 +72,7 @@ plain = st.recursive(
 bodies = st.dictionaries(st.sampled_from(["a", "b", "system_packages", "env"]), plain, max_size=3)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(bodies, bodies, bodies)
 def test_merging_is_associative(first, second, third):
     """Grouping does not matter, also where null and a change of kind come between."""

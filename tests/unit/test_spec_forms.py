@@ -251,6 +251,12 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
         ("targets: {local: {version: v1}}",
          "3: targets.local.version: cannot differ by target; write it once, outside targets"),
         ("targets: {local: {num_node: 1}}", "3: targets.local.num_node: unknown field; write num_nodes"),
+        ("volumes: x", "3: volumes: got 'x'; write a list"),
+        ("outputs: [x]", "3: outputs: got a list; write a map"),
+        ("scaling: {speedup: [{offer: a, relative_to: b, mean: 1.5, stdev: 0.1}]}",
+         "3: scaling.speedup[0].source: is missing; write source: ..."),
+        ("base: {image: x}\ntargets: {vm: {base: {image: null}}}",
+         "4: targets.vm.base.image: is missing; write image: python:3.11-slim"),
         ("warnings: [x]", None),
         ("base_dirs: {workdir: /}", None),
         ("system_packages: ['git; rm -rf /']", None),
@@ -272,6 +278,13 @@ def test_an_unknown_target_lists_the_known_ones(tmp_path):
     faults = faults_of(tmp_path, "targets: {serving: {num_nodes: 1}}\n", target="servng")
 
     assert faults[0].endswith("no target 'servng'; write one of docker, kubernetes, local, serving, vm")
+
+
+def test_one_word_for_gpus_replaces_the_one_below_it(tmp_path):
+    """T4 as an alternative to eight A100 is one T4."""
+    spec = load(tmp_path, "resources: {accelerators: A100:8, any_of: [{accelerators: T4}, {cpus: 4}]}\n")
+
+    assert needs(spec.resources) == [(None, None, ("T4",), 1), (4, None, ("A100",), 8)]
 
 
 def test_inputs_are_filled_in_when_they_are_known(tmp_path):
