@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import (
     AttemptRequest,
     AttemptStatus,
+    Backend,
     Handle,
     NodeState,
     NodeStatus,
@@ -240,3 +241,7 @@ class ScriptedBackend:
 
 def _name(request: AttemptRequest) -> str:
     return f"{request.store_url}|{request.run_prefix}|g{request.generation}-a{request.attempt}"
+
+
+if TYPE_CHECKING:
+    _conforms: Backend = ScriptedBackend()

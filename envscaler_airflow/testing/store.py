@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.store.base import Store
@@ -138,3 +138,7 @@ class FaultyStore:
             if fault.kind == "lose-answer":
                 raise fault.error
         return answer
+
+
+if TYPE_CHECKING:
+    _conforms: Callable[[Store], Store] = FaultyStore

@@ -481,7 +481,7 @@ def test_leaves_at_the_end_of_the_epoch(rig):
             rig.ask("leave", align="epoch", align_timeout_s=100)
             rig.walk(session, 20, epoch=6)
 
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit):
         train()
 
     assert rig.names() == [name(6)]
@@ -496,7 +496,7 @@ def test_the_wait_for_an_epoch_is_bounded(rig):
             rig.ask("leave", align="epoch", align_timeout_s=3)
             rig.walk(session, 20)
 
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit):
         train()
 
     assert rig.names() == [name(6)]
@@ -589,7 +589,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
             rig.now += 1
             session.checkpoint(pytest.fail)
 
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit):
         train()
 
 
@@ -624,7 +624,7 @@ def test_an_exception_in_save_that_ends_the_process_is_not_swallowed(tmp_path):
             session.step()
             session.checkpoint(interrupted)
 
-    with pytest.raises(KeyboardInterrupt) as leaving:
+    with pytest.raises(KeyboardInterrupt):
         train()
 
     assert [entry for entry in rig.names() if not entry.startswith(".")] == []

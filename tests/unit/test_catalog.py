@@ -60,7 +60,7 @@ def test_one_gpu_of_many_sizes_takes_the_nearest_size():
 
 def test_a_gpu_without_a_published_price_has_no_shadow():
     """Unknown stays unknown; it never becomes free."""
-    assert shadow_offer(8, 32, gpu_name="RTX 4090", gpus=1) is None
+    assert shadow_offer(8, 32, gpu_name="RTX4090", gpus=1) is None
 
 
 def test_half_of_the_vcpus_cost_half():
@@ -83,7 +83,7 @@ def test_half_of_the_vcpus_cost_half():
         ("NVIDIA H200", 150.0, "H200"),
         ("NVIDIA H100 80GB HBM3", 85.0, "H100"),
         ("NVIDIA A10G", 24.1, "A10G"),
-        ("NVIDIA GeForce RTX 4090", 24.1, "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", 24.1, "RTX4090"),
     ],
 )
 def test_names_of_drivers_become_names_of_the_tables(said, memory_gb, name):

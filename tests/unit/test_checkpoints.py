@@ -9,7 +9,6 @@ from envscaler_airflow.protocol import Control, Manifest, control_name
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import (
-    candidates,
     complete_checkpoints,
     is_superseded,
     newest_good,
@@ -93,17 +92,6 @@ def test_what_a_zombie_saves_later_is_never_chosen(store, save):
     good, rejected = newest_good(store, generation=1, attempt=4, candidates=[known])
 
     assert (good, rejected) == (known, ())
-
-
-def test_candidates_of_a_new_attempt_leave_a_zombie_out(store, save):
-    """Attempt 5 gets what attempt 4 saved and what attempt 4 was given, not what attempt 3 added since."""
-    given, own = save("g1-step-00000200-a3"), save("g1-step-00000300-a4")
-    save("g1-step-00000999-a3")
-    root = FileStore(store._store.root)
-
-    got = candidates(root, "d/run", 1, last_attempt=4, before=(given, "g1-step-00000100-a1"))
-
-    assert got == (own, given)
 
 
 def test_complete_ones_are_listed_newest_attempt_first(store, save):

@@ -246,3 +246,11 @@ def test_parts_add_up_to_the_whole(found):
             assert sum(known) == pytest.approx(line.node_hours)
     assert got.usd == spent_usd(found, now=1e6)
     assert got.usd is None or got.usd == pytest.approx(got.known_usd)
+
+
+def test_the_static_plan_does_not_borrow_another_s_speed():
+    """The small one made no step: what the large one did says nothing of it."""
+    got = bill([replace(FIRST, last_step=0, kept_step=0), SECOND], now=0)
+
+    assert (got.static.hours, got.saved_usd) == (None, None)
+    assert got.notes == ("static plan: the speed of g1-a1 on local/cpu-1 is unknown",)

@@ -88,7 +88,7 @@ def test_the_copy_is_made_once_and_imports_alone(tmp_path):
 
     assert copy_agent(tmp_path) == folder
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    imports = "import envscaler_airflow.agent as agent; print(agent.__file__)"
+    imports = "import envscaler_airflow.agent as agent, pynvml; print(agent.__file__)"
     script = f"import sys; sys.path.insert(0, {str(folder)!r}); {imports}"
     ran = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True

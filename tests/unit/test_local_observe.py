@@ -25,6 +25,7 @@ class Node:
         self.folder.mkdir(parents=True)
         (self.folder / "exchange").mkdir()
         (self.folder / files.LOCK).touch()
+        (self.folder.parent / "submit.lock").touch()
         body = {"id": "one", "main": main, "guard": GONE}
         self.handle = Handle(
             "local",

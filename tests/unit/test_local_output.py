@@ -55,7 +55,7 @@ def test_nothing_written_is_nothing_read(tmp_path):
 def test_a_full_disk_loses_bytes_and_not_the_caller(tmp_path):
     """The node goes on."""
     writer = OutputWriter(tmp_path)
-    real, writer._file = writer._file, Path("/dev/full").open("wb", buffering=0)
+    real, writer._file = writer._file, Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115  # closed below
 
     writer.write(b"x")
 

@@ -252,3 +252,29 @@ def test_requirements_with_nonsense_cannot_exist(fields, message):
     """Refused at birth."""
     with pytest.raises(ValueError, match=message):
         Requirements(**fields)
+
+
+def test_a_price_comes_before_a_speed():
+    """A known speed at an unknown price is still behind a price alone."""
+    unpriced = replace(T4, usd_per_hour=None)
+
+    got = plan(GPU, [unpriced, A100_SPOT], work=TEN_UNITS)
+
+    assert [item.allocation.offer for item in got.candidates] == [A100_SPOT, unpriced]
+
+
+def test_of_those_that_may_be_late_the_fastest_is_chosen():
+    """Both may miss the deadline; the dearer one less so."""
+    doubt = {T4.name: Speed(HOURLY, 0.5 * HOURLY), A100.name: Speed(1.2 * HOURLY, 0.6 * HOURLY)}
+
+    got = plan(GPU, [T4, A100], work=Work(units=10, speeds=doubt), goal=Goal("deadline", deadline_s=36_000))
+
+    assert [item.is_safe for item in got.candidates] == [False, False]
+    assert chosen(got) == A100.name
+
+
+def test_the_nearest_of_several_alternatives_is_the_miss():
+    """It misses one need of the first and three of the second."""
+    needs = (replace(GPU, gpu_memory_gb=24), Requirements(vcpus=99, memory_gib=999, gpus=9))
+
+    assert plan(needs, [T4]).rejected[0].reason == "has 16 GB of GPU memory, 24 asked"

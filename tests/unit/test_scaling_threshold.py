@@ -207,7 +207,14 @@ def test_only_whole_model_parallel_groups():
 
 @pytest.mark.parametrize(
     ("values", "nodes"),
-    [([75, 75, 75], 3), ([100, 75, 60], 3), ([54, 54, 54], 2), ([47, 100, 100], 2), ([20, 24, 10], 1)],
+    [
+        ([75, 75, 75], 3),
+        ([100, 75, 60], 3),
+        ([100, 20, 20], 2),
+        ([54, 54, 54], 2),
+        ([47, 100, 100], 2),
+        ([20, 24, 10], 1),
+    ],
 )
 def test_holds_a_metric_at_a_target(values, nodes):
     """HPA: nodes * value / 50, rounded up; within a tenth of 50 nothing is done."""

@@ -12,11 +12,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import (
     AttemptRequest,
     AttemptStatus,
+    Backend,
     Handle,
     UsageInterval,
 )
@@ -69,7 +70,7 @@ class LocalBackend:
             machine: What to give out; None: what this machine has.
             launch: How courier and wrapper are started; None: those of this package.
         """
-        self.root = (root or default_root()).absolute()
+        self.root = (root or default_root()).resolve()  # as the agent names its folder
         self._machine = machine
         self._launch = launch or Launch()
 
@@ -102,6 +103,12 @@ class LocalBackend:
         missing += [m for m in allocation_shortfalls(request.allocation, self.machine) if m not in missing]
         if missing:
             raise NoOfferError(f"{request.run_label}: {'; '.join(missing)}")
+        try:
+            return self._submit(request)
+        except OSError as err:
+            raise BackendError(f"{request.run_label}: {err}", transient=True) from err
+
+    def _submit(self, request: AttemptRequest) -> Handle:
         files.make_root(self.root)
         folder = self.root / attempt_name(request)
         while True:
@@ -144,7 +151,8 @@ class LocalBackend:
         for view in self._views(handle):
             if not view.folder.is_dir() or view.end() is not None:
                 continue
-            files.write_json(view.folder / files.STOP, {"grace_s": grace_s, "requested": time.time()})
+            with suppress(OSError):  # a full disk must not keep anything alive
+                files.write_json(view.folder / files.STOP, {"grace_s": grace_s, "requested": time.time()})
             if not view.is_here:
                 continue
             if grace_s <= 0 or not view.is_live():
@@ -170,8 +178,9 @@ class LocalBackend:
 
     def release(self, handle: Handle) -> None:
         """Remove the folder and cgroups of an ended attempt; a live or unknown one stays."""
+        is_over = self.observe(handle).is_over
         folder = Path(handle.details["folder"])
-        if not folder.is_dir() or not self.observe(handle).is_over:
+        if not is_over or folder.name != handle.name or not (folder / _SUBMIT_LOCK).exists():
             return
         with files.locked(folder / _SUBMIT_LOCK):
             until = time.monotonic() + RELEASE_PATIENCE_S
@@ -330,3 +339,7 @@ def _last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+if TYPE_CHECKING:
+    _conforms: Backend = LocalBackend()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import envscaler_airflow
+from envscaler_airflow.errors import BackendError
 
 SECRET_PREFIX = "ENVSCALER_SECRET_"  # noqa: S105  # a prefix of names
 """Secrets of the training reach node main under this prefix, and nobody else."""
@@ -85,16 +87,18 @@ def _is_this_interpreter(program: str) -> bool:
 
 def copy_agent(root: Path) -> Path:
     """A folder with the parts that run in any training, made once for each content."""
-    files = sorted(_agent_files(_package()))
+    package = _package()
+    sources = {path: path.relative_to(package.parent) for path in sorted(_agent_files(package))}
+    sources[Path(_pynvml_path())] = Path("pynvml.py")
     digest = hashlib.sha256()
-    for path in files:
+    for path in sources:
         digest.update(path.read_bytes())
     folder = root / f"agent-{digest.hexdigest()[:16]}"
     if folder.exists():
         return folder
     draft = root / f".{folder.name}.{os.getpid()}"
-    for path in files:
-        target = draft / "envscaler_airflow" / path.relative_to(_package())
+    for path, name in sources.items():
+        target = draft / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     with (draft / "envscaler_airflow" / "__init__.py").open("a", encoding="utf-8") as file:
@@ -104,6 +108,14 @@ def copy_agent(root: Path) -> Path:
     except OSError:  # another one was first
         shutil.rmtree(draft)
     return folder
+
+
+def _pynvml_path() -> str:
+    """The one file of nvidia-ml-py, which samplers need where there is a driver."""
+    spec = importlib.util.find_spec("pynvml")
+    if spec is None or spec.origin is None:
+        raise BackendError("nvidia-ml-py is not installed: its module pynvml goes with the agent")
+    return spec.origin
 
 
 def _agent_files(package: Path) -> Iterable[Path]:

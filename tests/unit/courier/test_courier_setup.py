@@ -12,6 +12,7 @@ from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.outputs import put_output
 
 SPEC = {
+    "stall": {"factor": 20.0, "min": "5m"},
     "checkpoint": {"every": "100 steps", "keep": 2, "align": "epoch"},
     "distributed": {"global_batch": 256},
     "metrics": {"log_patterns": {"step": r"step (\d+)"}},
@@ -74,6 +75,8 @@ def test_a_fresh_start(node, store, tmp_path):
             "global_batch": 256,
             "checkpoint_path": str(tmp_path / "ck"),
             "log_patterns": {"step": r"step (\d+)"},
+            "stall_factor": 20.0,
+            "stall_min_s": 300.0,
             "secret_env": ["TOKEN"],
         },
     }

@@ -1,0 +1,140 @@
+"""Integration tests: a local node with the real courier and the real wrapper."""
+
+import json
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import Control, Status, control_name, status_name
+from envscaler_airflow.spec import load_spec
+from envscaler_airflow.store import for_run, open_store
+
+PREFIX = "dep/dag/run/train/-1"
+
+
+class Run:
+    """One run in a store of its own, and a backend."""
+
+    def __init__(self, tmp_path):
+        """Lay out an empty store."""
+        self.folder = tmp_path
+        (tmp_path / "store").mkdir()
+        self.url = f"file://{tmp_path / 'store'}"
+        self.store = for_run(open_store(self.url), PREFIX)
+        self.backend = LocalBackend(tmp_path / "root")
+
+    def start(self, script, *, spec="", **changes):
+        """Start a Python *script* with the additions *spec*."""
+        path = self.folder / "env.yaml"
+        path.write_text(
+            "version: v1\nname: one\nbase: {image: 'python:3.11'}\nentrypoint: [python]\n"
+            + textwrap.dedent(spec)
+        )
+        frozen = load_spec(path).to_dict()
+        self.store.write("spec.yaml", json.dumps(frozen).encode())
+        self.store.write(control_name(1, 1), Control(sequence=1).to_json())
+        env = {item["name"]: item["value"] for item in frozen.get("env", []) if "value" in item}
+        fields = {
+            "store_url": self.url,
+            "run_prefix": PREFIX,
+            "run_label": "dag.train",
+            "generation": 1,
+            "attempt": 1,
+            "allocation": Allocation(self.backend.offers()[0]),
+            "command": ("python", "-c", textwrap.dedent(script), "/output/model"),
+            "env": env,
+            "spec": frozen,
+        }
+        return self.backend.submit(AttemptRequest(**(fields | changes)))
+
+    def over(self, handle, patience_s=60.0):
+        """How node 0 ended."""
+        until = time.monotonic() + patience_s
+        while not self.backend.observe(handle).is_over:
+            assert time.monotonic() < until, self.backend.observe(handle)
+            time.sleep(0.05)
+        return self.backend.observe(handle).nodes[0]
+
+    def status(self):
+        """What node 0 said last in the store; None before the first word."""
+        text = self.store.read(status_name(1, 1, 0))
+        return None if text is None else Status.from_json(text, where="status")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run; what it left running is killed."""
+    made = Run(tmp_path)
+    yield made
+    for handle in made.backend.attempts():
+        made.backend.stop(handle, grace_s=0)
+        made.backend.release(handle)
+
+
+def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
+    """The path of the spec is mapped, and its file comes out as an output."""
+    script = """
+        import os, sys
+        path = sys.argv[1]
+        os.makedirs(path, exist_ok=True)
+        open(path + "/weights", "w").write("w" * 10)
+        print("trained in", os.environ["ENVSCALER_OUTPUT_MODEL"] == path)
+    """
+
+    end = run.over(run.start(script, spec="outputs: {model: /output/model}"))
+
+    assert (end.exit_code, end.reason) == (0, "succeeded")
+    status = run.status()
+    assert (status.phase, status.ended.reason) == ("ended", "succeeded")
+    assert run.store.read("outputs/g1/model/weights") == b"w" * 10
+    logs = b"".join(run.store.read(name) for name in run.store.names("logs"))
+    assert b"trained in True" in logs
+
+
+def test_a_graceful_stop_lets_the_last_words_out(run):
+    """Stopped within the grace: the store has the end and the last line."""
+    script = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (print("last words", flush=True), sys.exit(0)))
+        print("up", flush=True)
+        while True: time.sleep(0.1)
+    """
+    handle = run.start(script)
+    until = time.monotonic() + 30
+    while not any(b"up" in text for _, text in run.backend.logs(handle)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+    run.backend.stop(handle, grace_s=20)
+
+    assert run.over(handle).reason == "stopped"
+    assert run.status().ended.reason == "stopped"
+    logs = b"".join(run.store.read(name) for name in run.store.names("logs"))
+    assert b"last words" in logs
+
+
+def test_a_command_that_does_not_exist_is_told(run):
+    """By the wrapper, in the store and by the backend."""
+    end = run.over(run.start("", command=("no-such-command",)))
+
+    assert (end.exit_code, end.reason) == (127, "not-found")
+    assert "no-such-command" in run.status().ended.detail
+
+
+def test_no_secret_is_on_the_machine_s_disk_or_in_the_store(run):
+    """Printed by the training: masked in the store's log and in the node's own."""
+    canary = "canary-9d41-secret"
+    script = "import os; print('key', os.environ['API_KEY'])"
+    spec = "env: [{name: API_KEY, value_from: 'secret:a/b'}]"
+
+    end = run.over(run.start(script, spec=spec, secret_env={"API_KEY": canary}))
+
+    assert end.reason == "succeeded"
+    files = [path for path in Path(run.folder).rglob("*") if path.is_file()]
+    assert b"key ***" in b"".join(text for _, text in run.backend.logs(next(run.backend.attempts())))
+    assert [path for path in files if canary.encode() in path.read_bytes()] == []

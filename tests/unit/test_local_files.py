@@ -1,0 +1,79 @@
+"""Unit tests of a node's files: whole or absent, and locks that go with their holder."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.backends.local import files
+from envscaler_airflow.errors import BackendError
+
+
+def test_json_is_replaced_as_a_whole(tmp_path):
+    """The old bytes until the new ones are complete; no draft stays."""
+    path = tmp_path / "node.json"
+
+    files.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 2})
+
+    assert files.read_json(path) == {"schema": "1.0", "a": 2}
+    assert [found.name for found in tmp_path.iterdir()] == ["node.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\udcff"])
+def test_what_is_no_object_is_an_error(tmp_path, text):
+    """Torn or foreign: never 'absent'."""
+    path = tmp_path / "node.json"
+    path.write_text(text, errors="surrogateescape")
+
+    with pytest.raises(BackendError, match=r"node\.json"):
+        files.read_json(path)
+
+
+def test_absent_is_none(tmp_path):
+    """And no error."""
+    assert files.read_json(tmp_path / "node.json") is None
+
+
+def test_a_lock_is_held_once_and_seen_without_being_taken(tmp_path):
+    """Held, free, absent."""
+    path = tmp_path / "lock"
+    assert files.lock_state(path) == "absent"
+
+    fd = files.try_lock(path)
+
+    assert files.lock_state(path) == "held"
+    assert files.try_lock(path) is None
+    os.close(fd)
+    assert files.lock_state(path) == "free"
+
+
+def test_a_lock_waited_for_is_of_the_file_that_others_find(tmp_path):
+    """The holder removes the file: who waited locks the new one, not the removed one."""
+    path = tmp_path / "lock"
+    waiting, found = threading.Event(), []
+
+    def wait():
+        waiting.set()
+        with files.locked(path):
+            found.append(files.lock_state(path))
+
+    with files.locked(path):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait(5)
+        path.unlink()
+    thread.join(5)
+
+    assert found == ["held"]
+
+
+def test_the_root_is_ours_alone(tmp_path):
+    """Made for us alone; a link or a file in its place is refused."""
+    files.make_root(tmp_path / "a" / "root")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+
+    assert (tmp_path / "a" / "root").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(BackendError, match="local_root"):
+        files.make_root(Path(tmp_path / "link"))
