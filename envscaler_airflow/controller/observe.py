@@ -35,7 +35,10 @@ from envscaler_airflow.store.events import EventLog
 
 START_S = 30.0
 START_STDEV_S = 15.0
-"""Pause of a move before one was measured, seconds. Chosen: two worker slots, a process and a restore."""
+"""Pause of a move before anything was measured, seconds. Chosen: two worker slots, a process, a restore."""
+SLOTS_S = 6.0
+"""The part of a move's pause that a first start does not have: two short worker slots and the way out of the
+old machine, seconds. Chosen: a task slice of Airflow 3.3 begins within 2 to 3 s on two cores."""
 STALE_S = 90.0
 """A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
 WINDOW_S = 1800.0
@@ -183,7 +186,7 @@ class Observer:
             epoch=head.progress.epoch if head else None,
             speeds=self._speeds(live, mine),
             speedups=speedups_of(spec),
-            overheads=self._overheads(state, spec, head),
+            overheads=self._overheads(state, live, head),
             samples=self._samples,
             spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
             budget_usd=_number(state.begun.get("budget_usd")),
@@ -252,12 +255,14 @@ class Observer:
             known[live.allocation.name] = speed
         return known
 
-    def _overheads(self, state: RunState, spec: EnvSpec, head: Status | None) -> Overheads:
+    def _overheads(self, state: RunState, live: AttemptState, head: Status | None) -> Overheads:
+        spec = self.spec(state)
         pauses = facts.move_pauses_s(state)
         every = spec.checkpoint.every if spec.checkpoint else None
+        expected = expected_pause_s(live, head)
         return Overheads(
-            start_s=sum(pauses) / len(pauses) if pauses else START_S,
-            start_stdev_s=START_STDEV_S / (1 + len(pauses)),
+            start_s=sum(pauses) / len(pauses) if pauses else START_S if expected is None else expected,
+            start_stdev_s=START_STDEV_S / (1 + len(pauses) + (expected is not None)),
             checkpoint_s=(head.checkpoint_s if head else None) or 0.0,
             checkpoint_every_s=every.seconds if every else None,
         )
@@ -267,6 +272,19 @@ class Observer:
         if deadline_s is None or state.begun_at is None:
             return None
         return deadline_s - (self._clock() - state.begun_at)
+
+
+def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
+    """What a move will pause the stage, told from how this attempt itself began; None when that is unknown.
+
+    From the intent to the first step, and :data:`SLOTS_S` besides.
+    """
+    if live.started_at is None or head is None:
+        return None
+    setup, first = head.setup_s, head.progress.first_step_s
+    if setup is None or first is None:
+        return None
+    return SLOTS_S + max(0.0, live.started_at - live.intended_at) + setup + first
 
 
 def _moves(state: RunState) -> int:
