@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from statistics import fmean
 from typing import Any
 
 from envscaler_airflow.planning import Allocation
@@ -16,7 +15,12 @@ from envscaler_airflow.scaling.decision import Policy, Proposal, ThresholdRule, 
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import outlook
 
-_ACROSS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "max": max, "min": min}
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+_ACROSS: dict[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "max": max, "min": min}
 
 STALE_S = 120.0
 """Metrics whose newest is older are missing. Chosen: four checks of the sensor's default interval."""
@@ -113,7 +117,7 @@ def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
     rounds: list[tuple[float, float]] = []
     for at_s, by_node in sorted(by_check.items()):
         if all(node in by_node for node in nodes):
-            rounds.append((at_s, across([fmean(by_node[node]) for node in nodes])))
+            rounds.append((at_s, across([_mean(by_node[node]) for node in nodes])))
         else:
             rounds.clear()
     is_stale = bool(rounds) and observation.elapsed_s - rounds[-1][0] > STALE_S
