@@ -57,7 +57,7 @@ def read_frozen(body: bytes) -> Frozen:
     """
     spec = _mapping(_parse(body), "spec.yaml")
     checkpoint = _mapping(spec.get("checkpoint"), "checkpoint")
-    failure = _mapping(spec.get("failure"), "failure")
+    stall = _mapping(spec.get("stall"), "stall")
     try:
         return Frozen(
             every=read_every(checkpoint.get("every")),
@@ -67,8 +67,8 @@ def read_frozen(body: bytes) -> Frozen:
             log_patterns=_mapping(
                 _mapping(spec.get("metrics"), "metrics").get("log_patterns"), "log_patterns"
             ),
-            stall_factor=failure.get("stall_factor"),
-            stall_min_s=failure.get("stall_min_s"),
+            stall_factor=float(stall["factor"]) if "factor" in stall else None,
+            stall_min_s=duration_s(stall["min"]) if "min" in stall else None,
             secret_env=tuple(_secret_names(spec.get("env"))),
             workdir_archive=spec.get("workdir_archive"),
         )

@@ -22,6 +22,8 @@ QUIET_S = 5.0
 """Seconds without a change before a tree is copied. Chosen: DESIGN section 4."""
 SCAN_S = 1.0
 """Between two looks at the tree. Chosen: a fifth of the quiet time."""
+ASK_SHARE = 0.8
+"""Part of the grace after which an ask is answered all the same. Chosen: the wrapper waits for the whole."""
 _PART = "snapshot"
 
 
@@ -142,7 +144,7 @@ class Snapshots:
         _, since, first = self._ask
         is_quiet = selection is not None and self._is_quiet(selection)
         waits = control.align == "epoch"
-        is_late = now - since >= (control.align_timeout_s if waits else max(control.grace_s, 2 * QUIET_S))
+        is_late = now - since >= (control.align_timeout_s if waits else ASK_SHARE * control.grace_s)
         if waits and fingerprint == first and not is_late:
             return
         if folder is None or selection is None:

@@ -4,7 +4,7 @@ A checkpoint is a folder ``checkpoints/g1-step-00004200-a3`` below the run with 
 written last. Only names that the owner lists as candidates, and those of the asking attempt itself,
 are ever chosen or counted: what an older attempt saves after a newer one began is void.
 
-Unless they take a prefix, functions take the store of the run (``for_run``).
+All functions take the store of the run (``for_run``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.protocol import Manifest, parse_checkpoint_name
 from envscaler_airflow.store import folders
-from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MANIFEST
 
 FOLDER = "checkpoints"
@@ -55,30 +55,6 @@ def complete_checkpoints(store: Store, generation: int) -> tuple[str, ...]:
     """
     names = _names(store, generation)
     return tuple(name for name in names if is_complete(store, name))
-
-
-def candidates(
-    store: Store,
-    prefix: str,
-    generation: int,
-    *,
-    last_attempt: int | None = None,
-    before: Collection[str] = (),
-) -> tuple[str, ...]:
-    """What the owner lists in the control of a new attempt, best first.
-
-    The complete checkpoints of *last_attempt*, then those of *before* (the candidates that
-    *last_attempt* itself was given) that still are there: so what an older attempt saved after
-    *last_attempt* began is not among them. With *last_attempt* None, all of the generation.
-
-    Raises:
-        StoreError: Cannot be told.
-    """
-    complete = complete_checkpoints(for_run(store, prefix), generation)
-    if last_attempt is None:
-        return complete
-    own = tuple(name for name in complete if _is_of(name, last_attempt))
-    return own + tuple(name for name in before if name in complete and name not in own)
 
 
 def _names(store: Store, generation: int) -> list[str]:
