@@ -7,6 +7,7 @@ import logging
 import click
 
 from envscaler_airflow.cli.common import Group
+from envscaler_airflow.cli.demo import demo
 from envscaler_airflow.cli.inspect import cancel, logs, report, status
 from envscaler_airflow.cli.run import run
 
@@ -21,5 +22,5 @@ def main(*, verbose: bool) -> None:
     )
 
 
-for command in (run, status, logs, report, cancel):
+for command in (run, status, logs, report, cancel, demo):
     main.add_command(command)

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from envscaler_airflow.cli.story import StageStory, moves
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.report import run_report
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
@@ -44,6 +46,9 @@ LOSE_AFTER_STEPS = 10
 """Steps beyond a checkpoint at which the machine is taken away. Chosen: a loss that is seen."""
 LOSE_ANYWAY = 0.6
 """Share of the work after which no move is waited for any longer. Chosen: enough is left to go on with."""
+
+PIPED_COLUMNS = 120
+"""Width where there is no terminal. Chosen: the widest table of the report."""
 
 
 @click.command()
@@ -69,7 +74,7 @@ def demo(context: click.Context, *, serve: bool, keep: bool, dags: Path | None) 
     code = 1
     try:
         with _interruptible():
-            code = Demo(home, folder, Console()).run(serve=serve)
+            code = Demo(home, folder, _console()).run(serve=serve)
     except KeyboardInterrupt:
         click.echo("interrupted: everything that was started is stopped", err=True)
         code = 130  # 128 + SIGINT, as shells say it
@@ -272,6 +277,8 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
             kept, again = after.ended.get("start_step"), before.step
             steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
             lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")
+    worth = _worth(run_report(train, now=time.time())["bill"], stories["train"].value_of_hour())
+    lines += [worth] if worth else []
     metrics = stories["train"].output_json("model", "metrics.json")
     if metrics:
         lines.append(
@@ -287,7 +294,21 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
     return lines
 
 
-def _about_move(left: Any, came: Any) -> str:
+def _worth(bill: dict[str, Any], hour_usd: float | None) -> str | None:
+    """The objective of the run and of the plan that never moves; None when a part of it is unknown."""
+    static = bill.get("static") or {}
+    known = [bill.get("usd"), bill.get("wall_s"), static.get("usd"), static.get("hours")]
+    if hour_usd is None or any(value is None for value in known):
+        return None
+    usd, wall_s, static_usd, static_hours = (float(value) for value in known if value is not None)
+    name = Allocation.from_dict(static["allocation"]).name
+    return (
+        f"with an hour worth ${hour_usd:.2f}, cost plus time was ${usd + hour_usd * wall_s / 3600:.4f}; "
+        f"on {name} throughout, with no loss, ${static_usd + hour_usd * static_hours:.4f}"
+    )
+
+
+def _about_move(left: AttemptState, came: AttemptState) -> str:
     words = f"moved from {left.allocation.name} to {came.allocation.name}"
     speeds = [_steps_per_s(attempt) for attempt in (left, came)]
     if speeds[0] and speeds[1]:
@@ -295,7 +316,7 @@ def _about_move(left: Any, came: Any) -> str:
     return words
 
 
-def _steps_per_s(attempt: Any) -> float | None:
+def _steps_per_s(attempt: AttemptState) -> float | None:
     ended = attempt.ended
     try:
         seconds = ended["elapsed_s"] - ended["first_step_s"]
@@ -319,6 +340,11 @@ def progress_words(status: Status) -> str:
     return ", ".join(parts) if parts else status.phase
 
 
+def _console() -> Console:
+    """The terminal as it is; wide enough for the report's tables where the output is piped."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
+
+
 def _done(status: Status | None) -> tuple[int, int]:
     progress = status.progress if status else None
     return (progress.step or 0, progress.total_steps or 0) if progress else (0, 0)
@@ -327,15 +353,11 @@ def _done(status: Status | None) -> tuple[int, int]:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, so that everything is stopped."""
-    before: dict[signal.Signals, Any] = {}
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    kinds: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGHUP)
-    handler: Callable[[int, object], None] = interrupt
-    for kind in kinds:
-        before[kind] = signal.signal(kind, handler)
+    before = {kind: signal.signal(kind, interrupt) for kind in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

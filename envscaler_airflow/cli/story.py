@@ -55,11 +55,19 @@ class StageStory:
         live = self.state.live
         return live if live is not None and live.phase == "started" else None
 
+    def value_of_hour(self) -> float | None:
+        """USD that an hour was worth in the plan; None when it is not known."""
+        value = self._json("plan.json").get("value_of_hour_usd")
+        return float(value) if isinstance(value, int | float) else None
+
     def output_json(self, output: str, file: str) -> dict[str, Any]:
         """A JSON file of one of the outputs; {} when it is not there."""
-        name = f"{self.prefix}/outputs/g{self.state.generation}/{output}/{file}"
+        return self._json(f"outputs/g{self.state.generation}/{output}/{file}")
+
+    def _json(self, name: str) -> dict[str, Any]:
         try:
-            body = json.loads(self._store.read(name, max_bytes=_MAX_OUTPUT_BYTES) or b"{}")
+            text = self._store.read(f"{self.prefix}/{name}", max_bytes=_MAX_OUTPUT_BYTES)
+            body = json.loads(text or b"{}")
         except (StoreError, ValueError):
             return {}
         return body if isinstance(body, dict) else {}

@@ -1,0 +1,254 @@
+"""Unit tests of the demo's narration: each fact once, and the machine taken away at the right moment."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.cli import main
+from envscaler_airflow.cli.demo import _interruptible, conclusions, progress_words, reason_to_lose
+from envscaler_airflow.cli.story import StageStory
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.protocol import Progress, Status, log_name, status_name
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.events import EventLog
+
+PREFIX = "local/dag/run/train/-1"
+OWNER = Actor("ti-1")
+
+
+def _allocation(cpus):
+    offer = Offer("local", "", f"cpu-{cpus}", "on-demand", cpus, 4.0 * cpus, usd_per_hour=0.05 * cpus)
+    return Allocation(offer).to_dict()
+
+
+class Run:
+    """A run in a store of its own, to which a test appends."""
+
+    def __init__(self, folder):
+        """Begin with an empty store."""
+        self.store = open_store(str(folder))
+        self.log = EventLog(self.store, PREFIX, clock=lambda: 0.0)
+        self.story = StageStory(self.store, PREFIX, "train")
+        self.number = 0
+
+    def append(self, kind, **body):
+        """Append one event; those of an attempt name generation 1."""
+        whole = {"generation": 1, **body} if "attempt" in body or kind == "generation" else body
+        self.number = self.log.append(self.number, kind, whole, actor=OWNER).number
+
+    def begin(self, attempt, cpus, reason):
+        """Intend and start an attempt."""
+        self.append("attempt-intended", attempt=attempt, allocation=_allocation(cpus), reason=reason)
+        self.append("attempt-started", attempt=attempt, handle={"backend": "local", "name": f"a{attempt}"})
+
+    def say(self, attempt, start_step=0, saved=None, **progress):
+        """Write what node 0 says."""
+        status = Status(
+            generation=1,
+            attempt=attempt,
+            start_step=start_step,
+            last_checkpoint_step=saved,
+            progress=Progress(**progress),
+        )
+        self.store.write(f"{PREFIX}/{status_name(1, attempt, 0)}", status.to_json())
+
+    def move(self, step):
+        """Have attempt 1 moved to two CPUs at *step*."""
+        target = {"target": _allocation(2), "reason": "it pays"}
+        self.append("move-requested", from_attempt=[1, 1], **target)
+        self.append(
+            "move-accepted", attempt=1, request=self.number, why="move", align="epoch", grace_s=30, **target
+        )
+        self.append("attempt-ended", attempt=1, outcome="left", step=step, checkpoint_step=step, start_step=0)
+        self.begin(2, cpus=2, reason="moved")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose first attempt has started on one CPU."""
+    made = Run(tmp_path)
+    made.append("generation", spec_hash="0" * 64, reason="first start")
+    made.begin(1, cpus=1, reason="first attempt")
+    return made
+
+
+def test_tells_each_fact_once(run):
+    """A second look at an unchanged store has nothing to say."""
+    assert run.story.look() == ["attempt 1 on local/cpu-1 ($0.0500/h): first attempt"]
+    assert run.story.look() == []
+
+
+def test_prints_what_the_training_printed_once(run):
+    """Chunks come one after the other."""
+    run.story.look()
+    run.store.write(f"{PREFIX}/{log_name(1, 1, 0, 1)}", b"epoch 1\nepoch 2\n")
+
+    assert run.story.look() == ["| epoch 1", "| epoch 2"]
+    assert run.story.look() == []
+
+
+def test_tells_a_move_with_its_reasons(run):
+    """Asked, accepted, left, begun, resumed: five lines and no step lost."""
+    run.story.look()
+    run.move(step=440)
+    run.say(2, start_step=440)
+
+    assert run.story.look() == [
+        "asked for a move to local/cpu-2: it pays",
+        "move to local/cpu-2 accepted: it pays; attempt 1 saves at the end of an epoch",
+        "attempt 1 moved at step 440; last checkpoint at step 440",
+        "attempt 2 on local/cpu-2 ($0.1000/h): moved",
+        "attempt 2 goes on from step 440, nothing to do again",
+    ]
+
+
+def test_tells_how_much_a_loss_has_cost(run):
+    """Seen at step 627, saved at 572: 55 steps again."""
+    run.append("attempt-ended", attempt=1, outcome="lost", detail="gone", step=627, checkpoint_step=572)
+    run.begin(2, cpus=1, reason="after: lost")
+    run.say(2, start_step=572)
+
+    assert run.story.look()[1:] == [
+        "attempt 1 lost at step 627; last checkpoint at step 572: gone",
+        "attempt 2 on local/cpu-1 ($0.0500/h): after: lost",
+        "attempt 2 goes on from step 572, 55 steps to do again",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "line"),
+    [
+        ("move-refused", {"request": 3, "reason": "stale"}, "move refused: stale"),
+        (
+            "attempt-stopping",
+            {"attempt": 1, "why": "stop", "reason": "asked by a user"},
+            "attempt 1 is asked to go: asked by a user",
+        ),
+        ("failed", {"generation": 1, "reason": "exit code 1", "failure": "user"}, "failed: exit code 1"),
+        ("stopped", {"generation": 1, "reason": "cancelled"}, "stopped: cancelled"),
+    ],
+)
+def test_tells_what_ends_a_run(run, kind, body, line):
+    """One line each."""
+    run.story.look()
+    run.append(kind, **body)
+
+    assert run.story.look() == [line]
+
+
+def test_waits_for_a_checkpoint_after_the_move_and_some_steps_beyond(run):
+    """Nine steps beyond are too few; ten are a loss that is seen."""
+    run.move(step=100)
+
+    def why(**said):
+        run.say(2, start_step=100, **said)
+        run.story.look()
+        return reason_to_lose(run.story)
+
+    assert why(step=150, total_steps=400) is None
+    assert why(step=159, total_steps=400, saved=150) is None
+    assert why(step=160, total_steps=400, saved=150) == "a spot loss after the move"
+
+
+def test_without_a_move_the_machine_goes_late(run):
+    """At half of the work a move may still come; beyond 60 % it is not waited for."""
+
+    def why(step):
+        run.say(1, step=step, total_steps=400, saved=step - 20)
+        run.story.look()
+        return reason_to_lose(run.story)
+
+    assert why(200) is None
+    assert why(241) == "a spot loss; no move was asked for so far"
+
+
+def test_never_takes_a_machine_away_while_an_answer_is_due(run):
+    """A request is pending: the move comes first."""
+    run.append("move-requested", from_attempt=[1, 1], target=_allocation(2), reason="it pays")
+    run.say(1, step=300, total_steps=400, saved=200)
+    run.story.look()
+
+    assert reason_to_lose(run.story) is None
+
+
+def test_concludes_what_was_moved_lost_and_learned(run):
+    """Ten steps/s, then twenty; a loss; a model of whole epochs that beats the most frequent label."""
+    run.append(
+        "attempt-ended",
+        attempt=1,
+        outcome="left",
+        start_step=0,
+        step=100,
+        checkpoint_step=100,
+        elapsed_s=11.0,
+        first_step_s=1.0,
+    )
+    run.story.look()
+    attempt = run.story.state.attempts[0]
+    moved = replace(attempt, stop_why="move")
+    run.begin(2, cpus=2, reason="moved")
+    run.append(
+        "attempt-ended",
+        attempt=2,
+        outcome="lost",
+        start_step=100,
+        step=300,
+        elapsed_s=10.5,
+        first_step_s=0.5,
+    )
+    run.begin(3, cpus=2, reason="after: lost")
+    run.append("attempt-ended", attempt=3, outcome="succeeded", start_step=280, step=400)
+    metrics = {"samples": 800, "epochs": 4, "samples_repeated": 0, "samples_dropped": 0}
+    run.store.write(f"{PREFIX}/outputs/g1/model/metrics.json", json.dumps(metrics).encode())
+    scores = {"accuracy": 0.767, "majority": 0.08, "documents": 4386}
+    run.store.write(f"{PREFIX}/outputs/g1/predictions/scores.json", json.dumps(scores).encode())
+    run.story.look()
+    run.story.state = replace(run.story.state, attempts=(moved, *run.story.state.attempts[1:]))
+
+    assert conclusions({"train": run.story, "score": run.story}, "a spot loss") == [
+        "moved from local/cpu-1 to local/cpu-2: 10.0 steps/s, then 20.0 (2.00 times)",
+        "attempt 2 was lost, attempt 3 went on, 20 steps done again",
+        "800 samples in 4 epochs make the model: 0 repeated, 0 dropped",
+        "accuracy 0.767 on 4386 held-out documents (always the most frequent label: 0.080)",
+    ]
+
+
+def test_says_so_when_no_move_paid_and_nothing_was_lost(run):
+    """The demo succeeds all the same."""
+    run.story.look()
+
+    assert conclusions({"train": run.story, "score": run.story}, None) == [
+        "no move: on this machine none would have paid within the time of the training",
+        "the training was over before its machine could be taken away",
+    ]
+
+
+def test_shows_progress_as_far_as_it_is_known():
+    """A phase alone before the first step."""
+    busy = Progress(step=5, total_steps=9, epoch=1, epochs=3, steps_per_s=2.0, loss=0.5)
+
+    assert progress_words(Status(phase="setup")) == "setup"
+    assert progress_words(Status(progress=busy)) == "epoch 1/3, step 5/9, 2.0 steps/s, loss 0.500"
+
+
+def test_refuses_a_folder_without_the_example(tmp_path):
+    """A wheel has no DAGs: the message says where they are."""
+    done = CliRunner().invoke(main, ["demo", "--dags", str(tmp_path)])
+
+    assert done.exit_code == 2
+    assert "there is no retrain_text_classifier.py; run this in a clone" in done.output
+
+
+def test_a_termination_is_an_interrupt():
+    """SIGTERM and SIGHUP stop everything as Ctrl-C does, and the handlers are put back."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt), _interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert signal.getsignal(signal.SIGTERM) is before
