@@ -83,7 +83,8 @@ class Node:
         """Start the courier."""
         values = {
             "exchange": self.exchange, "store": self.url, "prefix": PREFIX, "generation": 1,
-            "attempt": self.attempt, "node": self.node, "nodes": self.nodes, "layout": self.folder / "layout.json",
+            "attempt": self.attempt, "node": self.node, "nodes": self.nodes,
+            "layout": self.folder / "layout.json",
         }  # fmt: skip
         command = [sys.executable, "-m", "envscaler_airflow.courier"]
         command += [part for name, value in values.items() for part in (f"--{name}", str(value))]
