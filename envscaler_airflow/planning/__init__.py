@@ -10,7 +10,7 @@ from envscaler_airflow.planning.objective import (
 )
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, measure, merged
-from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, Work, plan
+from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, Work, feasible, plan
 from envscaler_airflow.planning.requirements import Misfit, Requirements, is_ordered, misfits, requirements_of
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Strategy",
     "Work",
     "estimate",
+    "feasible",
     "is_ordered",
     "known_speeds",
     "measure",

@@ -179,6 +179,12 @@ def plan(
     return first or Plan(None)
 
 
+def feasible(requirements: Sequence[Requirements], offers: Iterable[Offer]) -> tuple[Allocation, ...]:
+    """Every allocation that meets any of the alternatives, in the order of the offers."""
+    fitting, _ = _split(requirements, offers)
+    return tuple(allocation for allocation, _ in fitting)
+
+
 def _plan(needs: Sequence[Requirements], offers: Iterable[Offer], goal: Goal, work: Work) -> Plan:
     fitting, rejected = _split(needs, offers)
     hour = value_of_hour(

@@ -9,7 +9,7 @@ from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
 
 if TYPE_CHECKING:
-    from envscaler_airflow.spec import EnvSpec, Resources
+    from envscaler_airflow.spec import EnvSpec, NodeRange, Resources
 
 Capacity = Literal["spot", "on-demand", "auto"]
 
@@ -144,14 +144,16 @@ def _too_little(need: str, asked: float, has: float, unit: str) -> Misfit | None
     return Misfit(need, f"has {has:g} {unit}, {asked:g} asked", 1 - has / asked)
 
 
-def requirements_of(spec: EnvSpec) -> tuple[Requirements, ...]:
+def requirements_of(spec: EnvSpec, *, while_running: bool = False) -> tuple[Requirements, ...]:
     """Needs of *spec*: one, or one for each alternative of ``any_of`` or ``ordered``.
 
-    With ``cpu_fallback`` the same without a GPU comes last.
+    With ``cpu_fallback`` the same without a GPU comes last. Nodes are those of ``num_nodes`` for
+    the start, and those that scaling allows for *while_running*.
     """
     found = []
+    nodes = spec.node_bounds if while_running else spec.num_nodes
     for resources in spec.resources.alternatives:
-        found.append(_of_resources(spec, resources))
+        found.append(_of_resources(spec, resources, nodes))
         if resources.cpu_fallback and resources.requests.gpu is not None:
             found.append(replace(found[-1], gpus=0, gpu_types=(), gpu_memory_gb=None, gpu_memory_max_gb=None))
     return tuple(found)
@@ -163,7 +165,7 @@ def is_ordered(spec: EnvSpec) -> bool:
     return spec.resources.is_ordered or fallback
 
 
-def _of_resources(spec: EnvSpec, resources: Resources) -> Requirements:
+def _of_resources(spec: EnvSpec, resources: Resources, nodes: NodeRange) -> Requirements:
     asked, gpu = resources.requests, resources.requests.gpu
     return Requirements(
         vcpus=asked.cpu_cores or 0.0,
@@ -176,8 +178,8 @@ def _of_resources(spec: EnvSpec, resources: Resources) -> Requirements:
         region=resources.region,
         zone=resources.zone,
         instance_type=resources.instance_type,
-        min_nodes=spec.num_nodes.min,
-        max_nodes=spec.num_nodes.max,
+        min_nodes=nodes.min,
+        max_nodes=nodes.max,
         capacity=resources.capacity or spec.capacity,
         can_checkpoint=spec.checkpoint is not None,
         model_parallel=1 if spec.distributed is None else spec.distributed.model_parallel,

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.cost import Bill, Held, Pause, Split, StaticPlan, Use, bill, spent_usd
@@ -234,6 +234,7 @@ uses = st.builds(
 )
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(uses, max_size=5))
 def test_parts_add_up_to_the_whole(found):
     """Whatever is known, no part is negative and together they are what was billed."""

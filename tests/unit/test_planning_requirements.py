@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from envscaler_airflow.planning import Offer, Requirements, is_ordered, misfits, plan, requirements_of
+from envscaler_airflow.planning import (
+    Allocation,
+    Offer,
+    Requirements,
+    feasible,
+    is_ordered,
+    misfits,
+    plan,
+    requirements_of,
+)
 from envscaler_airflow.spec import EnvSpec
 
 A100 = Offer("aws", "us-east-1", "p4de", "on-demand", 12, 85, "us-east-1a", "A100-80GB", 1, 80, 4.0)
@@ -120,3 +129,11 @@ def test_only_whole_model_parallel_groups_are_candidates():
     assert [item.allocation.nodes for item in got.candidates] == [2, 4]
     alone = plan(Requirements(gpus=1, model_parallel=2), [T4])
     assert alone.rejected[0].reason == "no number of nodes holds whole model-parallel groups of 2 GPUs"
+
+
+def test_while_running_the_nodes_are_those_of_scaling():
+    """It starts on one, and may be moved to two or three."""
+    got = spec({}, num_nodes=1, scaling={"max_nodes": 3})
+
+    assert feasible(requirements_of(got), [CPU]) == (Allocation(CPU, 1),)
+    assert [item.nodes for item in feasible(requirements_of(got, while_running=True), [CPU])] == [1, 2, 3]

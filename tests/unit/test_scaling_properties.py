@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed, Speedup, estimate
@@ -21,6 +21,7 @@ from envscaler_airflow.scaling import (
     validate,
 )
 
+unhurried = settings(deadline=None)  # the machine may be busy
 KINDS = ("a", "b", "c")
 
 
@@ -123,6 +124,7 @@ eager = policies.map(
 )
 
 
+@unhurried
 @given(cases, policies)
 def test_a_move_is_within_every_limit(seen, policy):
     """Nodes, what is free, cool-down, one action, health; budget unless it saves."""
@@ -144,6 +146,7 @@ def test_a_move_is_within_every_limit(seen, policy):
     assert 600 - got.wanted[got.target.name] >= policy.stabilization_s
 
 
+@unhurried
 @given(cases, policies)
 def test_a_move_never_breaks_the_budget(seen, policy):
     """Nine times of ten it ends within the budget, or it costs less than staying."""
@@ -155,6 +158,7 @@ def test_a_move_never_breaks_the_budget(seen, policy):
         assert moving["usd_high"] <= left or moving["usd"] < staying["usd"]
 
 
+@unhurried
 @given(cases, policies)
 def test_a_move_by_cost_beats_staying_by_the_tolerance(seen, policy):
     """Without a deadline, the objective decides and nothing else."""
@@ -165,6 +169,7 @@ def test_a_move_by_cost_beats_staying_by_the_tolerance(seen, policy):
         assert moving["objective"] < (1 - policy.tolerance) * staying["objective"]
 
 
+@unhurried
 @given(cases, policies, st.randoms(use_true_random=False))
 def test_the_order_of_offers_does_not_matter(seen, policy, random):
     """Candidates, statements and samples come in any order."""
@@ -179,6 +184,7 @@ def test_the_order_of_offers_does_not_matter(seen, policy, random):
     assert decide(other, policy) == decide(seen, policy)
 
 
+@unhurried
 @given(cases, policies)
 def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
     """Through JSON without NaN, and decided again."""
@@ -190,6 +196,7 @@ def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
     assert replay(again) == check.decision
 
 
+@unhurried
 @given(movable(), eager | policies)
 def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
     """The owner who sees the same says yes."""
@@ -202,6 +209,7 @@ def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
     assert (again.action, again.target) == ("move", got.target)
 
 
+@unhurried
 @given(movable(), eager, st.floats(0, 1))
 def test_a_lower_price_never_undoes_a_move(seen, policy, factor):
     """Monotone in price: the target of a move, made cheaper, is still moved to."""
@@ -216,6 +224,7 @@ def test_a_lower_price_never_undoes_a_move(seen, policy, factor):
     assert decide(replace(seen, candidates=(*rest, cheaper)), policy).target == cheaper
 
 
+@unhurried
 @given(cases, policies, st.floats(1, 10))
 def test_a_higher_price_never_makes_a_move(seen, policy, factor):
     """Monotone in price: what was kept at the lower price of the others is kept at a higher one."""
@@ -234,6 +243,7 @@ def test_a_higher_price_never_makes_a_move(seen, policy, factor):
     assert decide(replace(seen, candidates=dearer), policy).action == "keep"
 
 
+@unhurried
 @given(
     prior=st.floats(0.5, 3),
     truth=st.floats(0.5, 3),
@@ -269,6 +279,7 @@ def test_a_stationary_noisy_job_does_not_flap(prior, truth, price, value, noise)
     assert moves <= 2
 
 
+@unhurried
 @given(st.lists(st.floats(30, 90), min_size=30, max_size=30), st.integers(1, 8))
 def test_a_stationary_noisy_load_does_not_flap(load, nodes):
     """Noise around one load (60 per node at *nodes*): after a first settling, no way back and forth."""
@@ -289,6 +300,7 @@ def test_a_stationary_noisy_load_does_not_flap(load, nodes):
     assert turns == 0
 
 
+@unhurried
 @given(
     units=st.floats(0, 1e6),
     speed=speeds,
