@@ -96,6 +96,8 @@ class Reporter:
 
     def close(self) -> None:
         """Close the metrics and say the last status."""
+        if self._samples:
+            self.set(usage=aggregate(self._samples))
         if self._metrics is not None:
             self._metrics.close()
         self.tick(at_once=True)

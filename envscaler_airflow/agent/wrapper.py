@@ -122,6 +122,7 @@ class Wrapper:
             return self._end_early(
                 "setup-failed", f"working directory {cwd} does not exist", EXIT_SETUP_FAILED
             )
+        self._forget_earlier_life()
         reading, writing = os.pipe()
         try:
             command = process.start(self._argv, cwd=cwd, env=environ, output=writing)
@@ -168,6 +169,13 @@ class Wrapper:
         if self._start.restore is not None:
             environ["ENVSCALER_RESTORE"] = self._start.restore.path
         return environ
+
+    def _forget_earlier_life(self) -> None:
+        """Remove what a wrapper and a session before this one said to each other."""
+        if self._exchange is not None:
+            for path in (self._exchange.request, self._exchange.progress):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def _end_early(self, reason: str, detail: str, code: int) -> int:
         detail = self._masker.mask(detail)

@@ -1,0 +1,157 @@
+"""What runs inside training images must run on a bare Python 3.8: no site-packages, no environment."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import envscaler_airflow
+
+PACKAGE = Path(envscaler_airflow.__file__).parent
+FILES = [
+    PACKAGE / "__init__.py",
+    PACKAGE / "errors.py",
+    PACKAGE / "protocol.py",
+    *sorted((PACKAGE / "agent").rglob("*.py")),
+]
+MODULES = [
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).replace(".__init__", "")
+    for path in FILES
+    if path.name != "__main__.py"
+]
+LATER_MODULES = {"tomllib", "zoneinfo", "graphlib"}
+_PYENV = "versions/3.8*/bin/python3.8"
+BOOT = "import sys; sys.path.insert(0, {root!r}); "
+
+
+def _is_python38(program):
+    try:
+        done = subprocess.run(
+            [program, "-c", "import sys; print(sys.version_info[:2] == (3, 8))"],
+            capture_output=True,
+            timeout=20,
+            check=False,
+        )
+    except OSError:
+        return False
+    return done.stdout.strip() == b"True"
+
+
+def _find_python38():
+    roots = [Path(os.environ.get("PYENV_ROOT", "")), Path.home() / ".pyenv"]
+    found = [shutil.which("python3.8")]
+    found += [
+        str(path) for root in roots if root.is_absolute() for path in root.glob("versions/3.8*/bin/python3.8")
+    ]
+    return next((program for program in found if program and _is_python38(program)), None)
+
+
+PYTHON38 = _find_python38()
+needs_python38 = pytest.mark.skipif(PYTHON38 is None, reason="no Python 3.8 on PATH or in pyenv")
+
+
+def run(code, *arguments, **environ):
+    """Run *code* on a bare 3.8: isolated, without site-packages."""
+    boot = BOOT.format(root=str(PACKAGE.parent))
+    return subprocess.run(
+        [PYTHON38, "-I", "-S", "-W", "error", "-c", boot + code, *arguments],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={"PATH": os.environ["PATH"], **environ},
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_grammar_is_that_of_38(path):
+    """No match statements, no parenthesised context managers, no later syntax."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+
+    imported = {name.split(".")[0] for node in ast.walk(tree) for name in _imports(node)}
+    assert imported <= {*sys.stdlib_module_names, "envscaler_airflow", "pynvml"} - LATER_MODULES
+    assert _has_future_annotations(tree) or not _annotations(tree)
+
+
+def _imports(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return []
+
+
+def _annotations(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign | ast.FunctionDef)]
+
+
+def _has_future_annotations(tree):
+    return any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+
+
+def test_the_room_imports_nothing_above_it():
+    """A folder with these files alone is what images get."""
+    for path in FILES[1:]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {name for node in ast.walk(tree) for name in _imports(node) if name.startswith("envscaler")}
+        assert {name.split(".")[1] for name in names} <= {"agent", "errors", "protocol"}, path
+
+
+@needs_python38
+def test_every_module_imports():
+    """With warnings as errors."""
+    code = "import importlib, json; [importlib.import_module(name) for name in json.loads(sys.argv[1])]"
+
+    done = run(code, json.dumps(MODULES))
+
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@needs_python38
+def test_messages_are_read_and_written():
+    """The protocol's types work there."""
+    code = (
+        "from envscaler_airflow.protocol import Control; "
+        "c = Control(sequence=3, action='leave', candidates=('g1-step-00000001-a1',)); "
+        "print(Control.from_json(c.to_json(), where='x') == c)"
+    )
+
+    assert run(code).stdout == b"True\n"
+
+
+@needs_python38
+def test_a_whole_stage_runs(tmp_path):
+    """Wrapper, sampler, Session, a checkpoint and a leave, all on 3.8."""
+    exchange = tmp_path / "exchange"
+    exchange.mkdir()
+    session = {"generation": 1, "attempt": 2, "every": {"steps": 50}, "log_patterns": {"loss": r"loss (\S+)"}}
+    (exchange / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}), encoding="utf-8")
+    control = {"schema": "1.0", "sequence": 1, "action": "leave", "align": "epoch"}
+    train = BOOT.format(root=str(PACKAGE.parent)) + (
+        "import time, pathlib\n"
+        "from envscaler_airflow.agent import Session\n"
+        "with Session() as session:\n"
+        "    assert session.restore() is None\n"
+        "    while session.steps < 100000:\n"
+        "        time.sleep(0.01)\n"
+        "        session.step(samples=4, loss=0.5)\n"
+        "        session.checkpoint(lambda path: (path / 'w').touch(), epoch_end=session.steps % 25 == 0)\n"
+        "        if session.steps == 60:\n"
+        f"            pathlib.Path({str(exchange / 'control.json')!r}).write_text({json.dumps(control)!r})\n"
+    )
+    wrap = "from envscaler_airflow.agent.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+    done = run(wrap, "run", "--exchange", str(exchange), "--", PYTHON38, "-I", "-S", "-c", train)
+
+    assert (done.returncode, done.stderr) == (85, b"")
+    saves = sorted(path.name for path in (exchange / "checkpoints").iterdir())
+    assert saves[0] == "g1-step-00000050-a2"
+    assert int(saves[-1].split("-")[2]) % 25 == 0
+    status = json.loads((exchange / "wrapper.json").read_text())
+    assert status["ended"]["reason"] == "left"
+    lines = (exchange / "metrics" / "000001.jsonl").read_text().splitlines()
+    assert any("memory_rss_bytes" in json.loads(line) for line in lines)

@@ -1,0 +1,592 @@
+"""The wrapper with real commands: each test starts its own, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.agent import exchange as ex
+from envscaler_airflow.agent import process
+from envscaler_airflow.protocol import (
+    EXIT_LEFT,
+    EXIT_NOT_FOUND,
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+    Status,
+)
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+
+TRAIN = """
+import sys, time
+from envscaler_airflow.agent import Session
+with Session(total_steps=10**6) as session:
+    path = session.restore()
+    print("restored", path, session.steps)
+    def save(folder):
+        (folder / "w").write_text(str(session.steps))
+        {in_save}
+    while True:
+        time.sleep(0.005)
+        session.step(samples=8, loss=0.5)
+        session.checkpoint(save, epoch_end=session.steps % 20 == 0)
+"""
+
+
+def joined(folder):
+    """All chunks of a folder in order; one that is closed meanwhile is looked for again."""
+    for _ in range(100):
+        try:
+            return b"".join(path.read_bytes() for path in sorted(folder.glob("0*")))
+        except FileNotFoundError:
+            continue
+    raise AssertionError(folder)
+
+
+class Node:
+    """One exchange folder and at most one wrapper on it at a time."""
+
+    def __init__(self, root):
+        """Use *root*, which is made."""
+        self.exchange = ex.Exchange(root)
+        self.process = None
+        self.sequence = 0
+
+    def start(self, *argv, setup=None, options=(), env=None, **session):
+        """Start the wrapper with a ``start.json`` of *setup* and *session*."""
+        session = {"generation": 1, "attempt": 1, **session}
+        ex.write_json(self.exchange.start, {"session": session, **(setup or {})})
+        return self.run(*options, "--", *argv, env=env)
+
+    def run(self, *arguments, env=None):
+        """Start the wrapper on whatever lies in the exchange folder."""
+        command = [
+            sys.executable,
+            "-m",
+            "envscaler_airflow.agent",
+            "run",
+            "--exchange",
+            str(self.exchange.root),
+        ]
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+        )
+        return self
+
+    def train(self, *, in_save="", **session):
+        """Start a cooperating training and wait until it has made steps."""
+        self.start(sys.executable, "-c", TRAIN.format(in_save=in_save), **session)
+        self.until(lambda: (self.report().progress.step or 0) > 5)
+        return self
+
+    def ask(self, action, **fields):
+        """Ask as the owner does."""
+        self.sequence += 1
+        ex.write_json(self.exchange.control, {"sequence": self.sequence, "action": action, **fields})
+
+    def end(self, timeout=20):
+        """Wait for the wrapper's end: exit code, output, errors."""
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out.decode(), err.decode()
+
+    def status(self):
+        """What the wrapper last said."""
+        try:
+            return Status.from_json(self.exchange.wrapper.read_bytes(), where="wrapper.json")
+        except FileNotFoundError:
+            return Status()
+
+    def report(self):
+        """What the session last said."""
+        try:
+            return ex.parse_report(self.exchange.progress.read_bytes())
+        except FileNotFoundError:
+            return ex.SessionReport()
+
+    def log(self):
+        """All output in chunks, closed or not."""
+        return joined(self.exchange.logs)
+
+    def metrics(self):
+        """All metric lines."""
+        return [json.loads(line) for line in joined(self.exchange.metrics).splitlines()]
+
+    def saves(self):
+        """Complete checkpoints."""
+        folder = self.exchange.checkpoints
+        return sorted(path.name for path in folder.glob("g*")) if folder.is_dir() else []
+
+    def children(self):
+        """Processes below the wrapper."""
+        return [pid for pid in process.family(self.process.pid, process.parents()) if pid != self.process.pid]
+
+    def kill(self):
+        """End the machine: everything at once, without warning."""
+        for pid in [self.process.pid, *self.children()]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=10)
+
+    def until(self, condition, timeout=15):
+        """Wait until *condition* holds."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout} s: {self.status()}"
+            assert self.process.poll() is None or condition(), self.process.communicate()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node; whatever still runs afterwards is killed."""
+    node = Node(tmp_path / "exchange")
+    yield node
+    if node.process is not None:
+        if node.process.poll() is None:
+            node.kill()
+        node.process.stdout.close()
+        node.process.stderr.close()
+
+
+def python(code):
+    """A command that runs *code*."""
+    return sys.executable, "-c", textwrap.dedent(code)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_succeeds(node):
+    """Its output is forwarded and kept, errors too; times and the machine are recorded."""
+    code, out, _ = node.start("sh", "-c", "echo one; echo two >&2; sleep 0.7").end()
+
+    status = node.status()
+    assert (code, out) == (0, "one\ntwo\n")
+    assert (node.exchange.logs / "000001.log").read_bytes() == b"one\ntwo\n"
+    assert (status.phase, status.ended.reason, status.ended.last_lines) == (
+        "ended",
+        "succeeded",
+        ("one", "two"),
+    )
+    assert 0 <= status.setup_s < 5
+    assert any("memory_rss_bytes" in line for line in node.metrics())
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "reason"),
+    [
+        (("sh", "-c", "exit 3"), 3, "failed"),
+        (("sh", "-c", "kill -KILL $$"), 137, "killed"),
+        (("sh", "-c", "kill -SEGV $$"), 139, "failed"),
+        (("no-such-command",), EXIT_NOT_FOUND, "not-found"),
+        (("sh", "-c", "no-such-command"), EXIT_NOT_FOUND, "not-found"),
+        (("/etc/passwd",), 126, "failed"),
+        (python("open('/dev/full', 'w').write('x' * 10**6)"), 1, "disk-full"),
+    ],
+)
+def test_ends_are_told_apart(node, command, code, reason):
+    """By real processes."""
+    got, _, _ = node.start(*command).end()
+
+    assert (got, node.status().ended.reason) == (code, reason)
+
+
+def test_memory_that_is_not_to_be_had(node):
+    """An rlimit instead of a cgroup: the command fails by itself."""
+    code = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))
+        bytearray(1 << 30)
+    """
+
+    got, _, _ = node.start(*python(code)).end()
+
+    assert (got, node.status().ended.reason) == (1, "out-of-memory")
+
+
+def test_a_setup_that_failed(node):
+    """The courier's reason is said, and nothing is started."""
+    code, _, err = node.start("touch", "/nonexistent/x", setup={"failed": "input data: not found"}).end()
+
+    assert code == EXIT_SETUP_FAILED
+    assert "input data: not found" in err
+    assert node.status().ended.detail == "input data: not found"
+
+
+def test_a_working_directory_that_is_not_there(node, tmp_path):
+    """It is named, and not taken for a command that is not found."""
+    code, _, err = node.start("true", setup={"cwd": str(tmp_path / "gone")}).end()
+
+    assert code == EXIT_SETUP_FAILED
+    assert f"{tmp_path}/gone does not exist" in err
+
+
+def test_the_command_gets_its_place(node, tmp_path):
+    """Working directory, environment and checkpoint as the courier laid them out."""
+    setup = {"cwd": str(tmp_path), "env": {"A": "b"}, "restore": {"path": "/r", "step": 1}}
+
+    _, out, _ = node.start(
+        "sh", "-c", "pwd; echo $A $ENVSCALER_RESTORE $ENVSCALER_EXCHANGE", setup=setup
+    ).end()
+
+    assert out.split() == [str(tmp_path), "b", "/r", str(node.exchange.root)]
+
+
+def test_no_start_in_time(node):
+    """A courier that never comes."""
+    node.run("--wait-start", "0.3", "--", "true")
+
+    code, _, err = node.end()
+
+    assert code == EXIT_SETUP_FAILED
+    assert "no start.json within 0.3 s" in err
+
+
+def test_a_stop_while_it_waits_for_the_start(node):
+    """Nothing is started any more."""
+    node.exchange.root.mkdir()
+    node.run("--", "echo", "started")
+    node.ask("stop")
+
+    code, out, _ = node.end()
+
+    assert (code, out) == (EXIT_STOPPED, "")
+
+
+def test_a_command_without_an_exchange(tmp_path):
+    """Any command can be wrapped; nothing is written."""
+    environ = {name: value for name, value in os.environ.items() if name != "ENVSCALER_EXCHANGE"}
+    done = subprocess.run(
+        [sys.executable, "-m", "envscaler_airflow.agent", "run", "--", "sh", "-c", "echo hello; exit 5"],
+        capture_output=True,
+        cwd=tmp_path,
+        env=environ,
+        timeout=20,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (5, b"hello\n", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what is left behind ---------------------------------------------------------------------------
+
+
+def test_a_background_process_does_not_outlive_the_command(node):
+    """It holds the pipe open; the wrapper does not wait for it, and ends it."""
+    began = time.monotonic()
+
+    code, out, _ = node.start("sh", "-c", "sleep 300 & echo $!").end()
+
+    assert code == 0
+    assert time.monotonic() - began < 10
+    assert not Path(f"/proc/{out.strip()}").exists()
+
+
+def test_processes_in_a_session_of_their_own_are_ended_too(node):
+    """As torchrun starts its workers: a signal to the group does not reach them."""
+    node.start("sh", "-c", "setsid sh -c 'sleep 300 & sleep 300' & echo started; wait")
+    node.until(lambda: b"started" in node.log() and len(node.children()) >= 5)
+    children = node.children()
+    node.ask("stop", grace_s=5)
+
+    code, _, _ = node.end()
+
+    assert code == EXIT_STOPPED
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_orphans_become_no_zombies(node):
+    """A command that lets many children go: all are reaped while it runs."""
+    node.start("sh", "-c", "for i in 1 2 3 4 5 6 7 8; do (true & true); done; echo done; sleep 300")
+    node.until(lambda: b"done" in node.log())
+    time.sleep(0.3)
+
+    states = [process.stat_fields(pid)[:1] for pid in node.children()]
+
+    assert [b"Z"] not in states
+    node.ask("stop", grace_s=2)
+    node.end()
+
+
+# -- leaving and stopping --------------------------------------------------------------------------
+
+
+def test_cooperating_code_leaves_at_the_end_of_an_epoch(node):
+    """Saved at a multiple of 20 steps, the protocol's code, and the control acknowledged."""
+    node.train().ask("leave", align="epoch", align_timeout_s=60, grace_s=20)
+
+    code, _, _ = node.end()
+
+    (name,) = node.saves()
+    assert code == EXIT_LEFT
+    assert int(name.split("-")[2]) % 20 == 0
+    assert (node.exchange.checkpoints / name / "w").exists()
+    status = node.status()
+    assert (status.ended.reason, status.control_sequence) == ("left", 1)
+    assert status.progress.first_step_s < status.progress.elapsed_s
+
+
+def test_a_run_that_nobody_owns_is_orphaned(node):
+    """The courier says so in the reason."""
+    node.train().ask("leave", align="step", reason="orphaned: the lease stood still")
+
+    assert node.end()[0] == EXIT_ORPHANED
+    assert node.status().ended.reason == "orphaned"
+    assert len(node.saves()) == 1
+
+
+def test_sigterm_to_the_wrapper_lets_the_training_save(node):
+    """A pod that is deleted: the work is kept."""
+    node.train()
+    node.process.terminate()
+
+    assert node.end()[0] == EXIT_STOPPED
+    assert node.status().ended.reason == "stopped"
+    assert len(node.saves()) == 1
+
+
+def test_a_signal_after_a_leave_keeps_it_a_leave(node):
+    """A graceful delete sends both."""
+    node.train().ask("leave", align="epoch", align_timeout_s=60)
+    node.until(lambda: node.status().control_sequence == 1)
+    node.process.terminate()
+
+    assert node.end()[0] == EXIT_LEFT
+
+
+def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path):
+    """Not before the courier has copied what it saved by itself."""
+    node.start("sh", "-c", "echo up; exec sleep 300", checkpoint_path=str(tmp_path))
+    node.until(lambda: b"up" in node.log())
+    node.ask("leave", align="step", align_timeout_s=60, grace_s=5)
+    node.until(lambda: node.status().phase == "leaving")
+    time.sleep(1.2)
+    assert node.process.poll() is None
+
+    ex.write_json(node.exchange.snapshot, {"sequence": 1})
+
+    assert node.end()[0] == EXIT_LEFT
+    assert node.status().ended.signal == signal.SIGTERM
+
+
+def test_code_that_will_not_go_is_killed_within_its_grace(node):
+    """SIGTERM is ignored by all of it."""
+    node.start("sh", "-c", "trap '' TERM; echo up; sleep 300 & wait; sleep 300")
+    node.until(lambda: b"up" in node.log())
+    began = time.monotonic()
+    node.ask("stop", grace_s=1.5)
+
+    assert node.end()[0] == EXIT_STOPPED
+    assert 1 < time.monotonic() - began < 8
+
+
+def test_a_training_that_ends_by_itself_when_asked_has_succeeded(node):
+    """Nothing is left to move."""
+    node.start("sh", "-c", "echo up; sleep 1; exit 0", checkpoint_path="/tmp")
+    node.until(lambda: b"up" in node.log())
+    node.ask("leave", align_timeout_s=60)
+
+    assert node.end()[0] == 0
+    assert node.status().ended.reason == "succeeded"
+
+
+def test_a_leave_whose_save_fails_is_told(node):
+    """A full disk: the reason and the lines are the owner's."""
+    node.train(in_save="open('/dev/full', 'w').write('x' * 10**6)").ask("leave", align="step")
+
+    code, _, _ = node.end()
+
+    assert code == 1
+    assert node.status().ended.reason == "disk-full"
+    assert node.saves() == []
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_a_training_killed_in_a_save_keeps_the_one_before(node):
+    """SIGKILL in the middle of the second save: the first is whole, the half one is cleared later."""
+    node.train(in_save="session.steps >= 40 and time.sleep(300)", every={"steps": 20})
+    node.until(lambda: node.report().saving and node.report().progress.step == 40)
+    node.kill()
+
+    assert node.saves() == ["g1-step-00000020-a1"]
+    assert list(node.exchange.checkpoints.glob(".saving-*")) != []
+
+    setup = {"restore": {"path": str(node.exchange.checkpoints / node.saves()[0])}}
+    node.start(sys.executable, "-c", TRAIN.format(in_save=""), setup=setup)
+    node.until(lambda: b"g1-step-00000020-a1 20" in node.log())
+    node.until(lambda: (node.report().progress.step or 0) > 25)
+    assert list(node.exchange.checkpoints.glob(".saving-*")) == []
+
+
+def test_a_wrapper_that_is_restarted_forgets_what_was_asked_of_the_one_before(node):
+    """Its stop and the session's farewell were for another life; the owner's control stands."""
+    node.train()
+    node.process.terminate()
+    node.end()
+
+    node.start("sh", "-c", "exit 85")
+
+    assert node.end()[0] == 85
+    assert node.status().ended.reason == "failed"
+    assert not node.exchange.request.exists()
+
+
+def test_a_full_disk_during_a_save_does_not_stop_the_training(node):
+    """It is reported, and the steps go on."""
+    node.train(
+        in_save="session.steps > 20 and open('/dev/full', 'w').write('x' * 10**6)", every={"steps": 20}
+    )
+
+    node.until(lambda: "No space left on device" in node.status().message)
+    step = node.report().progress.step
+    node.until(lambda: node.report().progress.step > step)
+
+    assert node.saves() == ["g1-step-00000020-a1"]
+
+
+def test_two_ranks_leave_at_the_same_step(node):
+    """A launcher with two workers that meet at every step, as gradients do."""
+    worker = """
+        import multiprocessing, os, sys
+        def work(rank, barrier):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+            from envscaler_airflow.agent import Session
+            with Session() as session:
+                def save(folder):
+                    (folder / f"shard-{rank}").write_text(str(session.steps))
+                while True:
+                    barrier.wait(timeout=60)
+                    session.step(samples=8)
+                    session.checkpoint(save)
+        context = multiprocessing.get_context("fork")
+        barrier = context.Barrier(2)
+        ranks = [context.Process(target=work, args=(rank, barrier)) for rank in (0, 1)]
+        [rank.start() for rank in ranks]
+        [rank.join() for rank in ranks]
+        sys.exit(1 if any(rank.exitcode for rank in ranks) else 0)
+    """
+    node.start(*python(worker), every={"steps": 50})
+    node.until(node.saves)
+    node.ask("leave", align="step", grace_s=20, align_timeout_s=20)
+
+    assert node.end()[0] == EXIT_LEFT  # although the launcher exits with 1
+    for name in node.saves():
+        step = str(int(name.split("-")[2]))
+        folder = node.exchange.checkpoints / name
+        assert [(folder / f"shard-{rank}").read_text() for rank in (0, 1)] == [step, step]
+    assert "g1-step-00000050-a1" in node.saves()
+
+
+# -- what is watched and said ----------------------------------------------------------------------
+
+
+def test_secrets_are_masked_everywhere(node):
+    """In output, chunks, last lines and messages; cut by writes, and over several lines."""
+    code = """
+        import os, sys, time
+        key, pem = os.environ["API_KEY"], os.environ["PEM"]
+        sys.stdout.write("key " + key[:7]); sys.stdout.flush(); time.sleep(0.2)
+        print(key[7:])
+        print(pem)
+        print(repr(pem))
+        sys.exit(f"failed with {key}")
+    """
+    secrets = {
+        "API_KEY": "canary-0123456789",
+        "PEM": "-----BEGIN-----\ncanaryline1\ncanaryline2\n-----END-----",
+    }
+
+    _, out, err = node.start(*python(code), secret_env=["API_KEY", "PEM"], env=secrets).end()
+
+    files = [path.read_text() for path in node.exchange.root.rglob("*") if path.is_file()]
+    assert "key ***\n" in out
+    assert [text for text in (out, err, *files) if "canary" in text] == []
+
+
+def test_a_stall_is_seen_and_ends(node):
+    """Half a second without a step is long when they take 20 ms."""
+    code = """
+        import sys, time
+        for step in range(400):
+            print("step", step)
+            time.sleep(3 if step == 100 else 0.02)
+    """
+    node.start(*python(code), log_patterns={"step": r"step (\d+)"}, stall_factor=5, stall_min_s=1)
+
+    node.until(lambda: node.status().health == "stalled")
+    assert "no step for" in node.status().message
+    node.until(lambda: node.status().health == "ok")
+
+
+def test_progress_by_log_patterns(node):
+    """Steps, loss and epochs of code that knows nothing of us; a bad pattern is named."""
+    code = "for i in range(5): print(f'epoch {i} step {i * 10} loss {1 / (i + 1)}')"
+    patterns = {"step": r"step (\d+)", "loss": r"loss (\S+)", "epoch": r"epoch (\d+)", "accuracy": "("}
+
+    node.start(*python(code), log_patterns=patterns).end()
+
+    progress = node.status().progress
+    assert (progress.step, progress.loss, progress.epoch, progress.accuracy) == (40, 0.2, 4, None)
+    assert "log_patterns.accuracy" in node.status().message
+
+
+def test_a_sampler_that_is_killed_is_replaced(node):
+    """Samples go on, and so does the command."""
+    node.start("sleep", "300")
+
+    def sampler():
+        return [pid for pid in node.children() if b"sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def samples():
+        return len([line for line in node.metrics() if "memory_rss_bytes" in line])
+
+    node.until(lambda: sampler() and samples())
+    os.kill(sampler()[0], signal.SIGKILL)
+    before = samples()
+
+    node.until(lambda: samples() > before)
+    node.ask("stop", grace_s=2)
+    assert node.end()[0] == EXIT_STOPPED
+
+
+def test_the_machine_is_measured(node):
+    """A process that burns CPU: near one core, with its memory; the sampler itself does not count."""
+    code = """
+        import time
+        memory, end = bytearray(50 << 20), time.time() + 4
+        while time.time() < end:
+            sum(range(1000))
+    """
+
+    node.start(*python(code)).end()
+
+    samples = [line for line in node.metrics() if line.get("cpu_percent") is not None]
+    assert max(line["cpu_percent"] for line in samples) > 20  # of a core that others use too
+    assert max(line["memory_rss_bytes"] for line in samples) > 50 << 20
+    assert samples[-1]["processes"] == 1
+    assert node.status().cpu_seconds > 0.5
+    assert node.status().usage["memory_rss_bytes"] > 50 << 20
+
+
+def test_a_slow_reader_of_our_output_stops_no_control(node):
+    """Nobody reads the wrapper's stdout; it still hears the owner, and the chunks have it all."""
+    node.start("sh", "-c", "yes | head -c 3000000; sleep 300")
+    node.until(lambda: len(node.log()) > 200_000)
+    node.ask("stop", grace_s=2)
+    deadline = time.monotonic() + 15
+    while node.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    assert node.process.returncode == EXIT_STOPPED

@@ -1,0 +1,334 @@
+"""Unit tests of GPU sampling against a scripted NVML: what fails or hangs takes nothing else with it."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from envscaler_airflow.agent import gpu
+from envscaler_airflow.agent.gpu import Gpus, is_visible
+from envscaler_airflow.agent.sampler import CALL_S, INIT_S, STALE_S, GpuThread
+
+
+class NVMLError(Exception):
+    """As pynvml raises it."""
+
+    def __init__(self, value):
+        """Carry NVML's number."""
+        super().__init__(value)
+        self.value = value
+
+
+class Nvml:
+    """Two GPUs, numbers that a reader can check; *broken* maps a function to an NVML error number."""
+
+    NVMLError = NVMLError
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+    NVML_TEMPERATURE_GPU = 0
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
+    NVML_VOLATILE_ECC = 0
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
+    nvmlEventTypeXidCriticalError = 8  # noqa: N815 - NVML's name
+
+    def __init__(self, *, count=2, mig=0, broken=None):
+        """Have *count* GPUs, the first cut into *mig* instances."""
+        self.count, self.mig = count, mig
+        self.broken = broken or {}
+        self.calls = []
+        self.links = 0
+        self.xids = []
+
+    def __getattr__(self, name):
+        """Answer a call, or raise what it is scripted to raise."""
+        answer = self.answers().get(name)
+        if answer is None:
+            raise AttributeError(name)
+
+        def call(*arguments):
+            self.calls.append(name)
+            if name in self.broken:
+                raise NVMLError(self.broken[name])
+            return answer(*arguments)
+
+        return call
+
+    def answers(self):
+        """What each function says."""
+        return {
+            "nvmlDeviceGetCount": lambda: self.count,
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetUUID": lambda handle: f"MIG-{handle}" if handle >= 10 else f"GPU-{handle}",
+            "nvmlDeviceGetMigMode": lambda handle: [int(self.mig > 0 and handle == 0), 0],
+            "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
+            "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=90 + handle, memory=40),
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=2**30, total=2**34),
+            "nvmlDeviceGetClockInfo": lambda handle, kind: 1000 * kind,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 4,
+            "nvmlDeviceGetTemperature": lambda handle, kind: 60,
+            "nvmlDeviceGetPowerUsage": lambda handle: 250_500,
+            "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 5_000,
+            "nvmlDeviceGetPcieThroughput": lambda handle, way: 100 + way,
+            "nvmlDeviceGetTotalEccErrors": lambda handle, kind, which: kind,
+            "nvmlEventSetCreate": lambda: "set",
+            "nvmlDeviceRegisterEvents": lambda handle, kind, events: None,
+            "nvmlDeviceGetMigDeviceHandleByIndex": self.instance,
+            "nvmlDeviceGetFieldValues": self.fields,
+            "nvmlEventSetWait_v2": self.wait,
+        }
+
+    def instance(self, handle, number):
+        """Instances at the first places, nothing after."""
+        if number >= self.mig:
+            raise NVMLError(6)
+        return 10 + number
+
+    def fields(self, handle, fields):
+        """A counter in KiB for each field."""
+        assert [scope for _, scope in fields] == [gpu.ALL_LINKS] * 2
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=self.links)) for _ in fields]
+
+    def wait(self, events, timeout_ms):
+        """The next event, or a timeout."""
+        if not self.xids:
+            raise NVMLError(10)
+        handle, number = self.xids.pop(0)
+        return SimpleNamespace(device=handle, eventData=number)
+
+
+def first(values):
+    """Metrics of GPU 0 without their prefix."""
+    return {name[5:]: value for name, value in values.items() if name.startswith("gpu0_")}
+
+
+def test_reads_what_a_gpu_tells():
+    """Units: bytes, MHz, degrees, watts, joules; rates are unknown at the first reading."""
+    got = first(Gpus(Nvml()).sample(0))
+
+    assert got == {
+        "utilization_percent": 90,
+        "memory_copy_utilization_percent": 40,
+        "memory_used_bytes": 2**30,
+        "memory_total_bytes": 2**34,
+        "sm_clock_mhz": 1000,
+        "memory_clock_mhz": 2000,
+        "throttle_reasons": 4,
+        "temperature_celsius": 60,
+        "power_watts": 250.5,
+        "energy_joules": 5,
+        "pcie_transmit_bytes_per_s": 100_000,
+        "pcie_receive_bytes_per_s": 101_000,
+        "ecc_corrected_errors": 0,
+        "ecc_uncorrected_errors": 1,
+        "xid_errors": 0,
+    }
+
+
+def test_every_metric_is_in_the_table():
+    """The table in the docstring is what people read."""
+    nvml = Nvml()
+    gpus = Gpus(nvml)
+    gpus.sample(0)
+    nvml.xids = [(0, 79)]
+    nvml.links = 1
+
+    named = set(re.findall(r"^``(\w+)``", gpu.__doc__, re.MULTILINE))
+
+    assert set(first(gpus.sample(10))) == named
+
+
+def test_nvlink_counters_become_rates():
+    """1000 KiB in ten seconds."""
+    nvml = Nvml()
+    gpus = Gpus(nvml)
+    gpus.sample(0)
+
+    nvml.links = 1000
+
+    assert first(gpus.sample(10))["nvlink_transmit_bytes_per_s"] == 102_400
+
+
+def test_every_gpu_is_read():
+    """GPU 1 is busier."""
+    got = Gpus(Nvml()).sample(0)
+
+    assert (got["gpu0_utilization_percent"], got["gpu1_utilization_percent"]) == (90, 91)
+
+
+def test_what_is_not_supported_is_asked_once():
+    """Error 3 is for ever; everything else is still read."""
+    nvml = Nvml(broken={"nvmlDeviceGetPowerUsage": 3})
+    gpus = Gpus(nvml)
+
+    for now in range(5):
+        got = gpus.sample(now)
+
+    assert "gpu0_power_watts" not in got
+    assert got["gpu0_utilization_percent"] == 90
+    assert nvml.calls.count("nvmlDeviceGetPowerUsage") == 2  # once for each GPU
+
+
+def test_what_fails_now_is_unknown_now_and_asked_again():
+    """Error 15, the GPU is lost: no old number is repeated."""
+    nvml = Nvml()
+    gpus = Gpus(nvml)
+    gpus.sample(0)
+
+    nvml.broken["nvmlDeviceGetUtilizationRates"] = 15
+    assert "gpu0_utilization_percent" not in gpus.sample(1)
+
+    del nvml.broken["nvmlDeviceGetUtilizationRates"]
+    assert gpus.sample(2)["gpu0_utilization_percent"] == 90
+
+
+def test_costly_questions_are_asked_less_often():
+    """PCIe blocks for 20 ms: every 5 s; utilisation every second."""
+    nvml = Nvml(count=1)
+    gpus = Gpus(nvml)
+
+    for now in range(10):
+        gpus.sample(now)
+
+    assert nvml.calls.count("nvmlDeviceGetUtilizationRates") == 10
+    assert nvml.calls.count("nvmlDeviceGetPcieThroughput") == 2 * 2
+
+
+def test_an_older_module_is_no_error():
+    """A function that pynvml does not have is not asked for again."""
+
+    class Old(Nvml):
+        """It does not know energy yet."""
+
+        def answers(self):
+            """All but one."""
+            return {name: call for name, call in super().answers().items() if "Energy" not in name}
+
+    got = Gpus(Old()).sample(0)
+
+    assert "gpu0_energy_joules" not in got
+    assert got["gpu0_power_watts"] == 250.5
+
+
+def test_critical_errors_are_counted_for_their_gpu():
+    """XID 79 twice and 48 once on GPU 1."""
+    nvml = Nvml()
+    gpus = Gpus(nvml)
+    nvml.xids = [(1, 79), (1, 79), (1, 48)]
+
+    gpus.sample(0)
+    got = gpus.sample(1)
+
+    assert (got["gpu0_xid_errors"], got["gpu1_xid_errors"], got["gpu1_last_xid"]) == (0, 3, 48)
+
+
+def test_mig_instances_have_memory():
+    """Two instances of GPU 0, beside the whole GPU."""
+    got = Gpus(Nvml(mig=2)).sample(0)
+
+    assert got["gpu0_mig1_memory_used_bytes"] == 2**30
+    assert "gpu0_mig2_memory_used_bytes" not in got
+    assert "gpu0_mig1_utilization_percent" not in got
+
+
+def test_questions_that_hung_are_left_out():
+    """The child before this one died of GPU 0's power."""
+    nvml = Nvml()
+
+    got = Gpus(nvml, skip=["gpu0:power"]).sample(0)
+
+    assert "gpu0_power_watts" not in got
+    assert got["gpu1_power_watts"] == 250.5
+    assert got["gpu0_utilization_percent"] == 90
+
+
+def test_no_gpu_is_no_error():
+    """A driver without devices."""
+    assert Gpus(Nvml(count=0)).sample(0) == {}
+    assert Gpus(Nvml(broken={"nvmlDeviceGetCount": 999})).sample(0) == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, True),
+        ("all", True),
+        ("1,0", True),
+        ("1", False),
+        ("", False),
+        ("-1", False),
+        ("void", False),
+        ("GPU-aaa", True),
+        ("GPU-b", False),
+        ("MIG-xyz", True),
+        ("MIG-nnn", False),
+        ("what is this", True),
+    ],
+)
+def test_only_gpus_that_the_command_sees_count(visible, expected):
+    """GPU 0 with UUID GPU-aaab and one instance MIG-xyz."""
+    assert is_visible(0, "GPU-aaab", visible, ["MIG-xyz"]) is expected
+
+
+def test_real_nvml_knows_every_name():
+    """Each function and constant of the module exists in nvidia-ml-py, whose error class has ``value``."""
+    import pynvml
+
+    source = Path(gpu.__file__).read_text(encoding="utf-8")
+    names = set(re.findall(r"nvml\.(nvml\w+|NVML\w+)", source)) | set(re.findall(r'"(nvml[A-Z]\w+)"', source))
+
+    assert len(names) > 20
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+    assert pynvml.NVMLError(gpu.NEVER[0]).value == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert gpu.NEVER[1] == pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
+
+
+def test_without_a_driver_nothing_is_known():
+    """This machine may have none; then there is no module to ask, and no exception."""
+    thread = GpuThread(interval_s=1, visible=None, skip=[], load=lambda: None)
+
+    thread.run(sleep=pytest.fail)
+
+    assert thread.values(1e9) == {}
+    assert thread.hangs_at(1e9) is None
+
+
+def test_a_call_that_hangs_is_named_after_ten_seconds():
+    """Until then, and after a call that came back, nothing is wrong."""
+    now = [0.0]
+    thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: now[0])
+    thread._gpus = Gpus(Nvml())
+
+    thread._gpus.doing = "gpu0:power"
+    assert thread.hangs_at(CALL_S + 1) is None
+    assert thread.hangs_at(CALL_S + 1.1) == "gpu0:power"
+
+    thread._gpus.doing = ""
+    assert thread.hangs_at(1e9) is None
+
+
+def test_a_driver_that_never_loads_is_named_after_a_minute():
+    """Then there are no GPUs for this attempt."""
+    thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: 0.0)
+
+    assert thread.hangs_at(INIT_S) is None
+    assert thread.hangs_at(INIT_S + 1) == "gpu:init"
+
+    again = GpuThread(interval_s=1, visible=None, skip=["gpu:init"], load=pytest.fail, clock=lambda: 0.0)
+    again.start()
+    assert again.hangs_at(1e9) is None
+
+
+def test_old_values_are_not_repeated():
+    """A sample of half a minute ago says nothing about now."""
+    now = [0.0]
+    nvml = Nvml(count=1)
+    thread = GpuThread(interval_s=1, visible=None, skip=[], load=lambda: nvml, clock=lambda: now[0])
+
+    def stop(_):
+        thread._gpus.devices.clear()
+
+    thread.run(stop)
+
+    assert thread.values(1.0)["gpu0_utilization_percent"] == 90
+    assert thread.values(STALE_S) == {}

@@ -1,0 +1,189 @@
+"""Unit tests of what the wrapper says: a clock by hand, files in a temporary folder."""
+
+import json
+
+import pytest
+
+from envscaler_airflow.agent.exchange import Exchange
+from envscaler_airflow.agent.rates import Rate
+from envscaler_airflow.agent.reporting import Reporter, aggregate
+from envscaler_airflow.protocol import Progress, Status
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    now = 100.0
+
+    def __call__(self):
+        """Seconds."""
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    """A clock at 100."""
+    return Clock()
+
+
+@pytest.fixture
+def exchange(tmp_path):
+    """An exchange folder."""
+    return Exchange(tmp_path)
+
+
+@pytest.fixture
+def reporter(exchange, clock):
+    """A reporter that began at 100."""
+    return Reporter(exchange, clock=clock, wall=lambda: 5000.0)
+
+
+def said(exchange):
+    """The status."""
+    return Status.from_json(exchange.wrapper.read_bytes(), where="wrapper.json")
+
+
+def lines(exchange):
+    """All metric lines, closed or not."""
+    found = []
+    for path in sorted(exchange.metrics.iterdir()):
+        found += [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(reporter, exchange, clock):
+    """Three changes within a second are one write; no change is none."""
+    reporter.set(phase="running")
+    reporter.tick()
+    for message in ("a", "b"):
+        reporter.set(message=message)
+        clock.now += 0.4
+        reporter.tick()
+    assert (said(exchange).sequence, said(exchange).message) == (1, "")
+
+    clock.now += 0.3
+    reporter.tick()
+    assert (said(exchange).sequence, said(exchange).message) == (2, "b")
+
+    clock.now += 10
+    reporter.tick()
+    assert said(exchange).sequence == 2
+
+
+def test_a_full_disk_delays_a_status(reporter, exchange, clock, monkeypatch):
+    """The next tick says it."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    reporter.set(phase="running")
+    with monkeypatch.context() as patch:
+        patch.setattr("envscaler_airflow.agent.reporting.write_atomic", full)
+        reporter.tick()
+    reporter.tick()
+
+    assert said(exchange).phase == "running"
+
+
+def test_metric_lines_have_both_clocks(reporter, exchange, clock):
+    """``t`` since the node began, ``at`` by the wall; the sampler's own times win over ours."""
+    reporter.add_sample({"t": 1.5, "at": 4999.0, "cpu_percent": 50}, cpu_seconds=3.0)
+    clock.now = 102.5
+    reporter.add_progress(Progress(step=3, step_time_s=0.5, loss=0.25))
+
+    assert lines(exchange) == [
+        {"t": 1.5, "at": 4999.0, "cpu_percent": 50},
+        {"t": 2.5, "at": 5000.0, "step": 3, "step_time_s": 0.5, "loss": 0.25},
+    ]
+
+
+def test_loss_is_recorded_every_ten_seconds_and_steps_every_second(reporter, exchange, clock):
+    """21 s of four steps a second."""
+    for quarter in range(85):
+        clock.now = 100 + quarter / 4
+        reporter.add_progress(Progress(step=quarter, loss=0.5))
+
+    got = lines(exchange)
+    assert len(got) == 22
+    assert [line["t"] for line in got if "loss" in line] == [0, 10, 20]
+
+
+def test_a_step_is_recorded_once(reporter, exchange, clock):
+    """Evaluation takes a minute; the same step is not said sixty times."""
+    for _ in range(60):
+        clock.now += 1
+        reporter.add_progress(Progress(step=5))
+
+    assert len(lines(exchange)) == 1
+
+
+def test_usage_is_the_mean_of_the_last_samples(reporter, exchange, clock):
+    """Fifteen samples; limits, totals and counts as they were last."""
+    for number in range(30):
+        clock.now += 1
+        sample = {"t": 0, "at": 0, "cpu_percent": number, "memory_peak_bytes": number, "odd": "text"}
+        reporter.add_sample(sample, cpu_seconds=2.0)
+    reporter.tick()
+
+    # the last aggregate was made with the 26th sample: 11 to 25
+    assert said(exchange).usage == {"cpu_percent": 18.0, "memory_peak_bytes": 25.0}
+    assert said(exchange).cpu_seconds == 2.0
+
+
+def test_means_are_over_the_samples_that_know():
+    """A GPU value that was unknown once does not count as 0."""
+    assert aggregate([{"a": 1.0, "b_xid": 3.0}, {"a": 3.0, "b_xid": 4.0}, {"c": 5.0}]) == {
+        "a": 2.0,
+        "b_xid": 4.0,
+        "c": 5.0,
+    }
+
+
+def test_without_an_exchange_nothing_is_written(clock, tmp_path, monkeypatch):
+    """A wrapped command on a laptop leaves no files."""
+    monkeypatch.chdir(tmp_path)
+    reporter = Reporter(None, clock=clock, wall=lambda: 5000.0)
+
+    reporter.set(phase="running")
+    reporter.add_sample({"cpu_percent": 1}, cpu_seconds=None)
+    reporter.add_progress(Progress(step=1))
+    reporter.close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_is_said_at_once(reporter, exchange):
+    """Nobody waits a second for it."""
+    reporter.set(phase="running")
+    reporter.tick()
+    reporter.add_sample({"cpu_percent": 1}, cpu_seconds=None)
+    reporter.set(phase="ended")
+
+    reporter.close()
+
+    assert said(exchange).phase == "ended"
+    assert (exchange.metrics / "000001.jsonl").exists()
+
+
+def test_a_rate_looks_back_half_a_minute():
+    """One a second for a minute, then two: 30 s later it is two."""
+    rate = Rate(window_s=30)
+    for now in range(60):
+        rate.add(now, now)
+    assert rate.per_s() == 1
+    for now in range(60, 91):
+        rate.add(now, 59 + 2 * (now - 59))
+
+    assert rate.per_s() == 2
+
+
+def test_a_rate_needs_two_moments():
+    """Unknown is not 0, and a count that fell begins anew."""
+    rate = Rate()
+    assert rate.per_s() is None
+    rate.add(0, 10)
+    assert rate.per_s() is None
+    rate.add(1, 5)
+    assert rate.per_s() is None
+    rate.add(2, 7)
+    assert rate.per_s() == 2
