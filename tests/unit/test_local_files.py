@@ -1,7 +1,7 @@
 """Unit tests of a node's files: whole or absent, and locks that go with their holder."""
 
+import fcntl
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -49,24 +49,34 @@ def test_a_lock_is_held_once_and_seen_without_being_taken(tmp_path):
     assert files.lock_state(path) == "free"
 
 
-def test_a_lock_waited_for_is_of_the_file_that_others_find(tmp_path):
-    """The holder removes the file: who waited locks the new one, not the removed one."""
+@pytest.fixture
+def removed(tmp_path, monkeypatch):
+    """A lock file that is removed between being opened and being locked for the first time."""
     path = tmp_path / "lock"
-    waiting, found = threading.Event(), []
+    real, calls = fcntl.flock, []
 
-    def wait():
-        waiting.set()
-        with files.locked(path):
-            found.append(files.lock_state(path))
+    def flock(fd, operation):
+        if not calls:
+            path.unlink()
+        calls.append(operation)
+        real(fd, operation)
 
-    with files.locked(path):
-        thread = threading.Thread(target=wait)
-        thread.start()
-        waiting.wait(5)
-        path.unlink()
-    thread.join(5)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return path
 
-    assert found == ["held"]
+
+def test_a_lock_waited_for_is_of_the_file_that_others_find(removed):
+    """Its holder removed the file: who waited locks the new one, not the removed one."""
+    with files.locked(removed):
+        assert files.lock_state(removed) == "held"
+
+
+def test_a_lock_tried_is_of_the_file_that_others_find(removed):
+    """The same without waiting."""
+    fd = files.try_lock(removed)
+
+    assert files.lock_state(removed) == "held"
+    os.close(fd)
 
 
 def test_the_root_is_ours_alone(tmp_path):
