@@ -1,0 +1,92 @@
+"""The demo, interrupted: whatever it had started by then is gone, its home too."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from envscaler_airflow.testing.processes import MARK, belonging_to
+
+
+class Interrupted:
+    """A demo in a temporary folder of its own, whose output is read line by line."""
+
+    def __init__(self, folder):
+        """Start it."""
+        command = [sys.executable, "-m", "envscaler_airflow.cli.demo"]
+        env = {name: value for name, value in os.environ.items() if name != MARK}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            command,
+            env=env | {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines = []
+
+    def wait_for(self, words):
+        """Read on until a line has *words*."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return
+        pytest.fail("".join(self.lines))
+
+    @property
+    def home(self):
+        """Its throwaway home."""
+        (home,) = self.folder.glob("envscaler-demo-*")
+        return home
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """One demo; nothing of it outlives the test."""
+    started = Interrupted(tmp_path)
+    yield started
+    if started.process.poll() is None:
+        started.process.kill()
+        started.process.wait(timeout=10)
+    started.process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [
+        ("starting a real Airflow", signal.SIGTERM, 130),
+        ("starting a real Airflow", signal.SIGKILL, -signal.SIGKILL),
+        ("prepare  attempt 1 on", signal.SIGINT, 130),
+    ],
+)
+def test_leaves_no_process_behind(demo, words, number, code):
+    """At the start, in the middle of a stage, and when it cannot say goodbye: the guard does it then."""
+    demo.wait_for(words)
+    time.sleep(3)  # services and training are on their way
+    home = demo.home
+    before = belonging_to(home)
+
+    demo.process.send_signal(number)
+
+    assert demo.process.wait(timeout=60) == code
+    give_up = time.monotonic() + 20
+    while belonging_to(home) and time.monotonic() < give_up:
+        time.sleep(0.2)
+    assert before
+    assert belonging_to(home) == []
+    assert [process for process in before if _lives(process)] == []
+    if number != signal.SIGKILL:
+        assert not Path(home).exists()
+
+
+def _lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
