@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.common import shell_key, store_option
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
@@ -67,7 +68,7 @@ def run(path: Path, *, store: Store, **options: object) -> None:
 
 
 def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:
-    backend, prefix = create_backend("local", {}), key.prefix
+    backend, prefix = shell_backend(), key.prefix
     # Each start from a shell counts as a clear: what had ended is taken up again.
     actor = Actor(ti_id=str(uuid.uuid4()), try_number=time.time_ns(), max_tries=time.time_ns())
     controller = Controller(store=store, key=key, backend=backend, actor=actor, stage=stage)
@@ -88,6 +89,12 @@ def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:
         click.echo("-- asked to checkpoint and stop; Ctrl-C again leaves it to its lease", err=True)
         request_stop(store, prefix, reason="Ctrl-C", by="shell")
         return holder.go_on()
+
+
+def shell_backend() -> Backend:
+    """The local backend, with attempts below ``ENVSCALER_LOCAL_ROOT`` where that is set."""
+    root = os.environ.get("ENVSCALER_LOCAL_ROOT") or os.environ.get("AIRFLOW__ENVSCALER__LOCAL_ROOT")
+    return create_backend("local", {"root": Path(root)} if root else {})
 
 
 def _print_new_logs(

@@ -109,9 +109,7 @@ class Controller:
             freeze.write(self._store, self._key, frozen)
             body["spec_hash"] = frozen.spec_hash
         elif frozen.spec_hash != state.spec_hash:
-            log.warning(
-                "run=%s the spec has changed; that counts from the next clear", self._prefix
-            )
+            log.warning("run=%s the spec has changed; that counts from the next clear", self._prefix)
         return self._append(state, "owner", body)
 
     def resume(self, wake: Wake) -> Waiting | Delivered:
@@ -187,10 +185,11 @@ class Controller:
         target, memory = action.target, action.memory_bytes
         if target is not None and (memory is None or target.offer.memory_gib * choose.GIB >= memory):
             return target
-        made = choose.make_plan(
-            state, self._stage, self._spec(state), self._backend.offers(), memory_bytes=memory
-        )
-        choose.write_plan(self._store, self._prefix, made)
+        spec, offers, now = self._spec(state), self._backend.offers(), self._clock()
+        spent = facts.spent_usd(state, self._backend, now=now)
+        goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
+        made = choose.make_plan(state, spec, offers, goal, memory_bytes=memory)
+        choose.write_plan(self._store, self._prefix, made, spec, offers, memory_bytes=memory)
         return made.pick()
 
     def _carry_out(self, state: RunState, action: Action) -> _Result:

@@ -8,8 +8,17 @@ from dataclasses import replace
 
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.lifecycle import AttemptState, RunState
-from envscaler_airflow.planning import Allocation, Goal, Offer, Plan, plan
-from envscaler_airflow.planning.requirements import requirements_of
+from envscaler_airflow.planning import (
+    Allocation,
+    Goal,
+    Offer,
+    Plan,
+    Requirements,
+    feasible,
+    is_ordered,
+    plan,
+    requirements_of,
+)
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
@@ -18,24 +27,43 @@ GIB = 2**30
 
 
 def make_plan(
-    state: RunState, stage: Stage, spec: EnvSpec, offers: Iterable[Offer], *, memory_bytes: int | None = None
+    state: RunState, spec: EnvSpec, offers: Iterable[Offer], goal: Goal, *, memory_bytes: int | None = None
 ) -> Plan:
     """Where the next attempt may run, best first; offers that were just refused come into play again last."""
-    requirements = requirements_of(spec)
-    if memory_bytes is not None:
-        least = memory_bytes / GIB
-        requirements = tuple(replace(one, memory_gib=max(one.memory_gib, least)) for one in requirements)
-    goal = Goal(
-        strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator
-        value_of_hour_usd=stage.value_of_hour,
-        budget_usd=stage.budget_usd,
-        deadline_s=stage.deadline_s,
-    )
+    requirements = _with_memory(requirements_of(spec), memory_bytes)
     refused = refused_offers(state)
     all_offers = tuple(offers)
     left = [offer for offer in all_offers if offer.name not in refused]
-    made = plan(requirements, left, goal=goal)
-    return made if made.chosen is not None or not refused else plan(requirements, all_offers, goal=goal)
+    made = plan(requirements, left, goal=goal, is_ordered=is_ordered(spec))
+    if made.chosen is not None or not refused:
+        return made
+    return plan(requirements, all_offers, goal=goal, is_ordered=is_ordered(spec))
+
+
+def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
+    """What the user wants of the rest: money and time that the generation has used are gone.
+
+    Args:
+        state: Fold of the run's events.
+        stage: What was asked for.
+        spent_usd: By this generation so far; None when unknown, which then counts as nothing.
+        now: Clock of the owner's side, seconds since the epoch.
+    """
+    budget, deadline = stage.budget_usd, stage.deadline_s
+    begun = state.begun_at if state.attempts_of(state.generation) else None
+    return Goal(
+        strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator
+        value_of_hour_usd=stage.value_of_hour,
+        budget_usd=None if budget is None else max(0.0, budget - (spent_usd or 0.0)),
+        deadline_s=None if deadline is None else max(0.0, deadline - (now - begun if begun else 0.0)),
+    )
+
+
+def _with_memory(
+    requirements: tuple[Requirements, ...], memory_bytes: int | None
+) -> tuple[Requirements, ...]:
+    least = (memory_bytes or 0) / GIB
+    return tuple(replace(one, memory_gib=max(one.memory_gib, least)) for one in requirements)
 
 
 def refused_offers(state: RunState) -> frozenset[str]:
@@ -48,9 +76,19 @@ def refused_offers(state: RunState) -> frozenset[str]:
     return frozenset(names)
 
 
-def write_plan(store: Store, prefix: str, made: Plan) -> None:
-    """Keep the plan for the sensor and for people."""
-    body = {"schema": SCHEMA, **made.to_dict()}
+def write_plan(
+    store: Store,
+    prefix: str,
+    made: Plan,
+    spec: EnvSpec,
+    offers: Iterable[Offer],
+    *,
+    memory_bytes: int | None = None,
+) -> None:
+    """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
+    running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
+    targets = [item.to_dict() for item in feasible(running, offers)]
+    body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
     store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
 
 

@@ -160,17 +160,18 @@ class Observer:
     def candidates(self, state: RunState) -> tuple[Allocation, ...]:
         """What the stage may move to."""
         self.spec(state)
-        planned = [Allocation.from_dict(item["allocation"]) for item in self._plan.get("candidates", ())]
+        planned = [Allocation.from_dict(item) for item in self._plan.get("targets", ())]
         return self._candidates or tuple(planned)
 
     def observation(self, state: RunState, live: AttemptState) -> Observation:
         """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
         now_s = self._monotonic() + self._offset_s
         spec = self.spec(state)
-        statuses = self._statuses(live, now_s)
-        head = statuses.get(0)
-        mine = self._remembered(live, now_s, head)
-        self._take_point(mine, head, now_s)
+        mine = self._remembered(live, now_s)
+        head = self._statuses(live, mine, now_s).get(0)
+        if mine.epoch is None and head is not None:
+            mine.epoch = head.progress.epoch
+        self._take_point(mine, head)
         done = work_of(head.progress) if head else None
         return Observation(
             current=live.allocation,
@@ -198,7 +199,7 @@ class Observer:
             wanted=dict(self._memory.wanted),
         )
 
-    def _statuses(self, live: AttemptState, now_s: float) -> dict[int, Status]:
+    def _statuses(self, live: AttemptState, mine: _Attempt, now_s: float) -> dict[int, Status]:
         found = {}
         for node in range(live.allocation.nodes):
             key = (live.generation, live.number)
@@ -206,14 +207,23 @@ class Observer:
             if status is None:
                 continue
             found[node] = status
-            new = usage_samples(now_s, node, status.usage)
-            self._samples = recent((*self._samples, *new), now_s=now_s, window_s=WINDOW_S)
+            if self._is_news(mine, node, status, now_s):  # one reading looked at twice is one sample
+                new = usage_samples(now_s, node, status.usage)
+                self._samples = recent((*self._samples, *new), now_s=now_s, window_s=WINDOW_S)
         return found
 
-    def _remembered(self, live: AttemptState, now_s: float, head: Status | None) -> _Attempt:
+    @staticmethod
+    def _is_news(mine: _Attempt, node: int, status: Status, now_s: float) -> bool:
+        last = mine.sequences.get(node)
+        if last is not None and last[0] == status.sequence:
+            return False
+        mine.sequences[node] = (status.sequence, now_s)
+        return True
+
+    def _remembered(self, live: AttemptState, now_s: float) -> _Attempt:
         key = (live.generation, live.number)
         if self._attempt is None or self._attempt.key != key:
-            since, epoch = now_s, head.progress.epoch if head else None
+            since, epoch = now_s, None
             last = self._last.observation if self._last else None
             if self._attempt is None and last is not None and (last.generation, last.attempt) == key:
                 since = last.elapsed_s - (last.since_move_s or 0.0)
@@ -223,16 +233,12 @@ class Observer:
             speed = self._memory.speeds.get(live.allocation.name)
             earlier = speed if self._memory.generation == live.generation else None
             self._attempt = _Attempt(key, since, epoch, earlier=earlier)
-        if self._attempt.epoch is None and head is not None:
-            self._attempt.epoch = head.progress.epoch
         return self._attempt
 
-    def _take_point(self, mine: _Attempt, head: Status | None, now_s: float) -> None:
+    @staticmethod
+    def _take_point(mine: _Attempt, head: Status | None) -> None:
         if head is None:
             return
-        last = mine.sequences.get(0)
-        if last is None or last[0] != head.sequence:
-            mine.sequences[0] = (head.sequence, now_s)
         done = work_of(head.progress).done
         at_s = head.progress.elapsed_s
         if head.phase != "running" or done is None or at_s is None:
