@@ -213,6 +213,18 @@ def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
     assert [(n.exit_code, n.reason) for n in over(backend, handle).nodes] == [(0, "succeeded")]
 
 
+def test_a_wrapper_killed_alone_ends_the_node(either, tmp_path):
+    """Its command goes with it, and the courier hears of the end although the wrapper said nothing."""
+    _, handle = stubborn(either, tmp_path)
+    [wrapper] = [p for p in processes_of(tmp_path) if str(STANDINS / "wrapper.py") in p.cmdline()]
+
+    wrapper.send_signal(signal.SIGKILL)
+
+    [status] = over(either, handle).nodes
+    assert (status.state, status.signal, status.reason) == ("ended", 9, "killed")
+    wait_for(lambda: processes_of(tmp_path) == [])
+
+
 def test_a_courier_that_dies_is_started_again_and_training_goes_on(tmp_path):
     """Two deaths, then it lives; the command runs once."""
     launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--die", "1"))

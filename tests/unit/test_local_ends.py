@@ -2,8 +2,8 @@
 
 import pytest
 
-from envscaler_airflow.backends.local.ends import NodeEnd, read_said, tell_end
-from envscaler_airflow.protocol import Ended, Status
+from envscaler_airflow.backends.local.ends import NodeEnd, read_said, say_end, tell_end
+from envscaler_airflow.protocol import Ended, Progress, Status
 
 OOM = "the kernel killed 1 process(es) at the memory limit"
 
@@ -88,3 +88,14 @@ def test_only_a_readable_status_is_a_word():
     assert read_said(None) is None
     assert read_said(b'{"schema": "1.0", "ended": {"reason"') is None
     assert read_said(b'{"schema": "9.0"}') is None
+
+
+def test_what_a_killed_wrapper_said_last_is_kept_with_its_end():
+    """Progress stays, the number grows, the end is ours; of a torn status only the end is left."""
+    last = Status(attempt=3, sequence=41, phase="running", progress=Progress(step=7))
+    ended = Ended(signal=9, reason="killed", detail="d")
+
+    said = say_end(last.to_json(), NodeEnd(None, 9, "killed", "d"))
+
+    assert said == Status(attempt=3, sequence=42, phase="ended", progress=Progress(step=7), ended=ended)
+    assert say_end(b"{", NodeEnd(None, 9, "deadline-exceeded", "d")).ended == ended

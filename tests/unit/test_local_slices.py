@@ -40,6 +40,14 @@ def test_prices_are_said_to_be_shadow_prices_and_are_in_proportion():
     assert [offer.usd_per_hour for offer in offers] == pytest.approx([0.0504, 0.1008, 0.2016, 0.3024])
 
 
+def test_a_price_of_one_s_own_stands_in_place_of_the_shadow():
+    """Only for the slice that it names, and it says so."""
+    offers = {offer.instance_type: offer for offer in slice_offers(MACHINE, {"cpu-2": 0.5})}
+
+    assert (offers["cpu-2"].usd_per_hour, offers["cpu-2"].price_source) == (0.5, "set in the configuration")
+    assert offers["cpu-1"].price_source.startswith("shadow price")
+
+
 def test_gpu_offers_share_the_machine_in_proportion():
     """Four T4 on 16 CPUs: a GPU comes with 4 CPUs and a quarter of the memory."""
     offers = [offer for offer in slice_offers(GPUS) if offer.gpus]

@@ -61,7 +61,12 @@ class LocalBackend:
     name = "local"
 
     def __init__(
-        self, root: Path | None = None, *, machine: Machine | None = None, launch: Launch | None = None
+        self,
+        root: Path | None = None,
+        *,
+        machine: Machine | None = None,
+        launch: Launch | None = None,
+        prices: Mapping[str, float] | None = None,
     ) -> None:
         """Keep attempts below *root*; touch nothing yet.
 
@@ -69,10 +74,12 @@ class LocalBackend:
             root: Folder of all attempts; None: :func:`default_root`.
             machine: What to give out; None: what this machine has.
             launch: How courier and wrapper are started; None: those of this package.
+            prices: USD per hour by slice (``cpu-2``), where shadow prices will not do.
         """
         self.root = (root or default_root()).resolve()  # as the agent names its folder
         self._machine = machine
         self._launch = launch or Launch()
+        self._prices = prices
 
     @property
     def machine(self) -> Machine:
@@ -81,7 +88,7 @@ class LocalBackend:
 
     def offers(self) -> tuple[Offer, ...]:
         """Slices of this machine at shadow prices; see :func:`~.slices.slice_offers`."""
-        return slice_offers(self.machine)
+        return slice_offers(self.machine, self._prices)
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
         """What ``submit`` would write, as JSON and without secrets."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.protocol import (
+    END_REASONS,
     EXIT_LEFT,
     EXIT_NOT_FOUND,
     EXIT_ORPHANED,
@@ -90,3 +91,14 @@ def read_said(text: bytes | None) -> Ended | None:
         return Status.from_json(text, where="wrapper.json").ended
     except ProtocolError:
         return None
+
+
+def say_end(text: bytes | None, end: NodeEnd) -> Status:
+    """The last status of a wrapper that was killed before it could tell its end: *text*, with *end*."""
+    try:
+        last = Status.from_json(text or b"", where="wrapper.json")
+    except ProtocolError:
+        last = Status()
+    reason = end.reason if end.reason in END_REASONS else "killed"
+    ended = Ended(exit_code=end.exit_code, signal=end.signal, reason=reason, detail=end.detail)
+    return replace(last, sequence=last.sequence + 1, phase="ended", ended=ended)

@@ -110,9 +110,7 @@ class Survivors:
         pids: set[int] = set()
         for ancestor in (self.guard, self.main):
             if ancestor is not None and ancestor.is_alive():
-                pids.add(ancestor.pid)
-                with suppress(psutil.Error):
-                    pids.update(child.pid for child in psutil.Process(ancestor.pid).children(recursive=True))
+                pids |= {ancestor.pid, *descendants(ancestor.pid)}
         return pids
 
     def _by_look(self) -> set[int]:
@@ -130,6 +128,13 @@ class Survivors:
         if self.guard is None or process_start(self.guard.pid) not in (None, self.guard.start):
             return None
         return self.guard.pid
+
+
+def descendants(pid: int) -> set[int]:
+    """Children of *pid* and theirs; none when it is gone."""
+    with suppress(psutil.Error):
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return set()
 
 
 def _environ(pid: int) -> list[bytes]:

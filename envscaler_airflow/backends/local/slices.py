@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Machine
@@ -20,11 +21,12 @@ def is_shared(offer: Offer) -> bool:
     return offer.instance_type.endswith(SHARED_SUFFIX)
 
 
-def slice_offers(machine: Machine) -> tuple[Offer, ...]:
+def slice_offers(machine: Machine, prices: Mapping[str, float] | None = None) -> tuple[Offer, ...]:
     """``local/cpu-1``, ``local/cpu-2``, ... up to all CPUs; ``local/gpu-1``, ... where there are GPUs.
 
     Counts are powers of two and the full count. Memory, and CPUs of a GPU slice, are in proportion.
-    The price is a shadow price: that of the nearest published cloud type, by the slice's share of it.
+    The price is a shadow price: that of the nearest published cloud type, by the slice's share of it;
+    *prices* (USD per hour by name, such as ``cpu-2``) stand in its place.
     """
     cpus, usable_gib = len(machine.cpus), machine.usable_memory_bytes / GIB
     shadow = shadow_offer(cpus, machine.memory_bytes / GIB, arch=machine.arch)
@@ -33,7 +35,13 @@ def slice_offers(machine: Machine) -> tuple[Offer, ...]:
     ]
     for name in sorted({gpu.name for gpu in machine.gpus}):
         offers += _gpu_offers(machine, name)
-    return tuple(offers)
+    return tuple(_priced(offer, prices or {}) for offer in offers)
+
+
+def _priced(offer: Offer, prices: Mapping[str, float]) -> Offer:
+    if offer.instance_type not in prices:
+        return offer
+    return replace(offer, usd_per_hour=prices[offer.instance_type], price_source="set in the configuration")
 
 
 def _gpu_offers(machine: Machine, name: str) -> list[Offer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import selectors
@@ -15,10 +16,10 @@ from typing import Any
 
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage
-from envscaler_airflow.backends.local.ends import NodeEnd, read_said, tell_end
+from envscaler_airflow.backends.local.ends import NodeEnd, read_said, say_end, tell_end
 from envscaler_airflow.backends.local.environment import courier_env, training_env
 from envscaler_airflow.backends.local.output import OutputWriter
-from envscaler_airflow.backends.local.processes import ProcessId, Survivors, kill_all
+from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.protocol import MAX_JSON_BYTES
 
@@ -253,9 +254,24 @@ class NodeMain:
             self._wrapper.returncode = self._returncode = returncode
             self._wrapper = None
             self._drained_at = self._clock.now() + self._request["drain_s"]
+            self._end_training()
         elif self._courier.process is not None and pid == self._courier.process.pid:
             self._courier.process.returncode = returncode
             self._courier.died()
+
+    def _end_training(self) -> None:
+        """Nothing outlives the wrapper but the courier; and when the wrapper could not say its end, we do."""
+        keep = {os.getpid(), os.getppid()}
+        if self._courier.process is not None:
+            keep |= {self._courier.process.pid, *descendants(self._courier.process.pid)}
+        kill_all(self._survivors, spare=keep)
+        path = self._exchange / "wrapper.json"
+        text = _bytes(path)
+        if read_said(text) is None:
+            end = tell_end(self._returncode, oom_kills=self._cage.oom_kills(), ended_by=self._ended_by)
+            body = json.loads(say_end(text, end).to_json())
+            with suppress(OSError):
+                files.write_json(path, body)
 
     def _look_at_stop(self) -> None:
         """Take up stop.json, or a bare SIGTERM with the grace of the request."""
