@@ -1,11 +1,13 @@
-"""Names of GPUs: what a driver says becomes what the price tables say."""
+"""Names of GPUs: what a driver says becomes what the price tables and specs say."""
 
 from __future__ import annotations
 
 import re
 
-_MEMORY_SPLIT = {"A100": (40.0, "A100-80GB"), "V100": (16.0, "V100-32GB")}
-"""Models sold with two memory sizes: the smaller one in GB, and the name of the larger."""
+from envscaler_airflow.spec.gpus import MEMORY_GB, canonical
+
+_LARGER = {"A100": "A100-80GB", "V100": "V100-32GB"}
+"""Models sold with two memory sizes: the smaller by its name, and the name of the larger."""
 
 
 def canonical_gpu(driver_name: str, memory_gb: float | None = None) -> str:
@@ -15,14 +17,15 @@ def canonical_gpu(driver_name: str, memory_gb: float | None = None) -> str:
         driver_name: As NVML or nvidia-smi says it.
         memory_gb: Total memory of one GPU, GB; tells two sizes of a model apart when the name does not.
     """
-    name = re.sub(r"^(NVIDIA|Tesla|Quadro)\s+", "", driver_name.strip())
-    name = re.sub(r"^(Tesla|GeForce)\s+", "", name)
-    model = re.split(r"[-\s]", name)[0]
-    if model in _MEMORY_SPLIT:
-        smaller_gb, larger = _MEMORY_SPLIT[model]
-        stated = re.search(r"(\d+)\s*GB", name)
-        size = float(stated[1]) if stated else memory_gb
-        return larger if size is not None and size > 1.2 * smaller_gb else model
-    if model in ("RTX", "GTX", "Radeon"):
-        return name
-    return model
+    name = re.sub(r"^((NVIDIA|Tesla|Quadro|GeForce)\s+)+", "", driver_name.strip())
+    words = re.split(r"[-\s]", name)
+    found = canonical(name) or canonical(name.replace(" ", "")) or canonical(words[0]) or name
+    if found in _LARGER and not re.search(r"\d+\s*GB", name):
+        fits = memory_gb is None or memory_gb <= 1.2 * MEMORY_GB[found]
+        return found if fits else _LARGER[found]
+    return found
+
+
+def nominal_memory_gb(name: str, measured_gb: float) -> float:
+    """The vendor's figure for a canonical name, what was measured for one that is not known."""
+    return float(MEMORY_GB.get(name, round(measured_gb, 1)))

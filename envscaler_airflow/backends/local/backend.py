@@ -62,7 +62,7 @@ class LocalBackend:
 
     def __init__(
         self,
-        root: Path | None = None,
+        root: Path | str | None = None,
         *,
         machine: Machine | None = None,
         launch: Launch | None = None,
@@ -76,7 +76,7 @@ class LocalBackend:
             launch: How courier and wrapper are started; None: those of this package.
             prices: USD per hour by slice (``cpu-2``), where shadow prices will not do.
         """
-        self.root = (root or default_root()).resolve()  # as the agent names its folder
+        self.root = Path(root or default_root()).resolve()  # as the agent names its folder
         self._machine = machine
         self._launch = launch or Launch()
         self._prices = prices
