@@ -155,6 +155,38 @@ class AirflowServices(AirflowApi):
             what=f"a healthy {component}",
         )
 
+    @contextlib.contextmanager
+    def frozen(self, component: Component) -> Iterator[None]:
+        """*component* stands still (SIGSTOP) in this block, and goes on as if nothing had been after it."""
+        members = [member for pid in self.pids(component) if (member := processes.find(pid))]
+        for member in members:
+            member.suspend()
+        try:
+            yield
+        finally:
+            for member in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.resume()
+
+    @contextlib.contextmanager
+    def second(self, component: Component, *, timeout_s: float = 60) -> Iterator[None]:
+        """Another *component* beside the first one in this block, healthy from its start."""
+        first = self._started[component]
+        since = time.time()
+        self._launch(component)
+        second = self._started[component]
+        try:
+            self.wait(
+                lambda: self._has_beaten(component, since),
+                timeout_s=timeout_s,
+                what=f"a second {component}",
+            )
+            yield
+        finally:
+            self._end(component)
+            second.wait(timeout=10)
+            self._started[component] = first
+
     def stop(self) -> list[str]:
         """End everything that was started below the home; returns what did not end when asked to.
 

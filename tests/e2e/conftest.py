@@ -1,12 +1,23 @@
-"""One real Airflow for all e2e tests of the session."""
+"""One real Airflow for all e2e tests of the session, and what the tests ask of a run in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.local.render import attempt_name
+from envscaler_airflow.lifecycle import AttemptState, Event, RunState
+from envscaler_airflow.store import EventLog, RunKey, Store, open_store
+from envscaler_airflow.store.base import for_run
+from envscaler_airflow.store.checkpoints import complete_checkpoints
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 DAGS = Path(__file__).parent / "dags"
@@ -22,8 +33,188 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServices]:
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the gates at which ``dags/held.py`` holds a slice."""
+    return tmp_path_factory.mktemp("gates")
+
+
+@pytest.fixture(scope="session")
+def airflow(tmp_path_factory: pytest.TempPathFactory, gates: Path) -> Iterator[AirflowServices]:
     """A running Airflow with the DAGs of ``tests/e2e/dags``, shared by all tests."""
     home = tmp_path_factory.mktemp("airflow")
-    with AirflowServices(home, DAGS) as services:
+    with AirflowServices(home, DAGS, {"E2E_GATES": str(gates)}) as services:
         yield services
+
+
+@dataclass
+class Run:
+    """One run of the stage ``train`` in a DAG run, seen from outside: Airflow, store and processes."""
+
+    airflow: AirflowServices
+    dag_id: str
+    run_id: str
+    ledger: Path
+    gates: Path
+    task_id: str = "train"
+
+    @property
+    def key(self) -> RunKey:
+        """The run's key; the services' deployment is ``local``."""
+        return RunKey("local", self.dag_id, self.run_id, self.task_id)
+
+    @property
+    def store(self) -> Store:
+        """The run store of the services."""
+        return open_store(str(self.airflow.home / "store"))
+
+    def wait(self, states: Any, *, timeout_s: float = 90) -> dict[str, Any]:
+        """The task instance, once it is in one of *states*."""
+        return self.airflow.wait_for_task(self.dag_id, self.run_id, self.task_id, states, timeout_s=timeout_s)
+
+    def wait_end(self, *, timeout_s: float = 120) -> str:
+        """Final state of the DAG run."""
+        return self.airflow.wait_for_run(self.dag_id, self.run_id, timeout_s=timeout_s)
+
+    def until(self, what: str, ask: Callable[[], Any], *, timeout_s: float = 60) -> Any:
+        """The first true answer of *ask*."""
+        return self.airflow.wait(ask, timeout_s=timeout_s, what=f"{self.run_id}: {what}", every_s=0.2)
+
+    def steps(self) -> list[tuple[int, int, int]]:
+        """``(generation, attempt, step)`` in the order in which they were made."""
+        if not self.ledger.exists():
+            return []
+        rows = (line.split() for line in self.ledger.read_text().splitlines())
+        return [(int(row[0]), int(row[1]), int(row[2])) for row in rows]
+
+    def wait_step(self, step: int, *, attempt: int | None = None, timeout_s: float = 60) -> None:
+        """Return once *step* was made (by *attempt*)."""
+        self.until(
+            f"step {step}",
+            lambda: any(s >= step and attempt in (None, a) for _, a, s in self.steps()),
+            timeout_s=timeout_s,
+        )
+        assert self.processes(), "steps are made, so its processes must be found"
+
+    def wait_checkpoint(self, *, timeout_s: float = 60) -> None:
+        """Return once a checkpoint of the current generation is complete in the store."""
+        store = for_run(self.store, self.key.prefix)
+        self.until(
+            "a checkpoint",
+            lambda: complete_checkpoints(store, self.state().generation),
+            timeout_s=timeout_s,
+        )
+
+    def log(self) -> EventLog:
+        """The run's events."""
+        return EventLog(self.store, self.key.prefix, snapshots=False)
+
+    def events(self) -> list[Event]:
+        """All of them."""
+        return self.log().read()
+
+    def state(self) -> RunState:
+        """Their fold."""
+        return self.log().load()
+
+    def gate(self, point: str) -> Path:
+        """Where a slice is held: ``before`` or ``after`` the backend was called."""
+        return self.gates / f"{self.run_id}.{point}"
+
+    def wait_held(self, point: str) -> None:
+        """Return once a slice stands at the gate."""
+        self.until(f"gate {point}", self.gate(point).with_suffix(f".{point}.reached").exists)
+
+    def open_gates(self) -> None:
+        """Let slices pass."""
+        for point in ("before", "after"):
+            self.gate(point).unlink(missing_ok=True)
+
+    def processes(self) -> list[psutil.Process]:
+        """Live processes of any attempt of this run."""
+        return [process for process in psutil.process_iter() if self._is_mine(process)]
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        root = str(self.airflow.home / "local")
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            env = process.environ()
+            return env.get("ENVSCALER_EXCHANGE", "").startswith(root) and self._owns(
+                env["ENVSCALER_EXCHANGE"]
+            )
+        except (psutil.Error, OSError):
+            return False
+
+    def _owns(self, exchange: str) -> bool:
+        return any(
+            f"/{attempt_name(self._request(attempt))}/" in exchange for attempt in self.state().attempts
+        )
+
+    def _request(self, attempt: AttemptState) -> AttemptRequest:
+        """As much of what the backend was asked for as its folder's name depends on."""
+        return AttemptRequest(
+            store_url=self.store.url,
+            run_prefix=self.key.prefix,
+            run_label=f"{self.dag_id}.{self.task_id}",
+            generation=attempt.generation,
+            attempt=attempt.number,
+            allocation=attempt.allocation,
+            command=(),
+        )
+
+    def wait_gone(self, *, timeout_s: float = 60) -> None:
+        """Return once no process of this run is left."""
+        self.until("no process", lambda: not self.processes(), timeout_s=timeout_s)
+
+    def check(self) -> None:
+        """At most one live attempt ever, no process left, and no committed step made again.
+
+        A committed step is one that a complete checkpoint holds: the next attempt starts there.
+        """
+        self._check_one_at_a_time()
+        self._check_resumes()
+        assert self.processes() == []
+
+    def _check_one_at_a_time(self) -> None:
+        order = [(generation, attempt) for generation, attempt, _ in self.steps()]
+        lives = [key for key, _ in itertools.groupby(order)]
+        assert lives == sorted(set(lives)), f"two attempts made steps at the same time: {lives}"
+        live: tuple[int, int] | None = None
+        for event in self.events():
+            key = (event.body.get("generation"), event.body.get("attempt"))
+            if event.type == "attempt-intended":
+                assert live is None, f"{key} was intended while {live} was live"
+                live = key
+            elif event.type == "attempt-ended":
+                live = None
+
+    def _check_resumes(self) -> None:
+        committed: dict[int, int] = {}
+        for attempt in self.state().attempts:
+            start = attempt.ended.get("start_step")
+            if start is not None:
+                assert start >= committed.get(attempt.generation, 0), f"attempt {attempt.number} lost steps"
+            if attempt.checkpoint_step is not None:
+                newest = max(committed.get(attempt.generation, 0), attempt.checkpoint_step)
+                committed[attempt.generation] = newest
+
+
+@pytest.fixture
+def begin(
+    airflow: AirflowServices, gates: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Run]]:
+    """Start a DAG run: ``begin("stage", steps=50, held="before")``."""
+    runs: list[Run] = []
+
+    def start(dag_id: str, *, held: str | None = None, **conf: Any) -> Run:
+        run_id = f"{request.node.name[:40]}_{len(runs)}_{os.getpid()}".replace("[", "_").replace("]", "_")
+        run = Run(airflow, dag_id, run_id, tmp_path / f"ledger-{len(runs)}", gates)
+        if held:
+            run.gate(held).touch()
+        airflow.trigger_dag(dag_id, run_id=run_id, conf={"ledger": str(run.ledger), **conf})
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.open_gates()

@@ -1,0 +1,19 @@
+"""Stages whose slices can be held right before and right after the backend is called."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import slice_gates
+from airflow.sdk import DAG
+
+from envscaler_airflow import EnvStageOperator, spec_params
+
+slice_gates.install()
+
+PARAMS = spec_params("envs/tiny.yaml")
+
+with DAG("held", schedule=None, params=PARAMS):
+    EnvStageOperator(
+        task_id="train", spec="envs/tiny.yaml", retry_delay=timedelta(seconds=1), poll_interval=1
+    )

@@ -1,0 +1,15 @@
+"""A stage that is not retried, with a lease shorter than a spec may have it: the tests have not that long."""
+
+from __future__ import annotations
+
+import slice_gates
+from airflow.sdk import DAG
+
+from envscaler_airflow import EnvStageOperator, spec_params
+from envscaler_airflow.spec.running import Failure
+
+slice_gates.install()
+Failure.orphan_after_s = property(lambda _self: 15.0)  # type: ignore[assignment,method-assign]
+
+with DAG("orphaned", schedule=None, params=spec_params("envs/tiny.yaml")):
+    EnvStageOperator(task_id="train", spec="envs/tiny.yaml", retries=0, poll_interval=1)

@@ -1,0 +1,212 @@
+"""Whatever is killed, cleared or deleted: one live attempt at most, no orphan, no committed step lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+LONG = 600
+"""Steps that no test waits for."""
+
+
+def kill_slice(run) -> None:
+    """SIGKILL the worker's processes of the task: its runner and the supervisor above it."""
+    for pid in run.airflow.task_pids(run.dag_id, run.run_id, run.task_id):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
+    """The trigger's on_kill asks the attempt to save and go; the task stays failed."""
+    run = begin("stage", steps=LONG)
+    run.wait_step(3)
+
+    run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
+
+    run.wait_gone()
+    assert run.wait_end() == "failed"
+    assert run.state().pending[-1].type == "stop-requested"
+    run.check()
+
+
+def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable):
+    """The slice is killed between intent and act: nothing was started, and nothing will be."""
+    run = begin("held", held="before", steps=LONG)
+    run.wait_held("before")
+
+    run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
+
+    run.until("the slice is dead", lambda: not run.airflow.task_pids(run.dag_id, run.run_id, "train"))
+    run.open_gates()
+    assert run.wait_end() == "failed"
+    assert run.state().live.phase == "intended"
+    assert run.steps() == []
+    run.check()
+
+
+def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
+    """The slice dies before it recorded the start: nobody renews the lease, so the courier ends it all."""
+    run = begin("orphaned", held="after", steps=LONG)
+    run.wait_held("after")
+
+    run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
+
+    run.wait_step(3)
+    run.open_gates()
+    run.wait_gone(timeout_s=90)
+    assert run.wait_end() == "failed"
+    run.check()
+
+
+def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
+    """The next try finds the intent and carries it out: one attempt, and it succeeds."""
+    run = begin("held", held="before", steps=10)
+    run.wait_held("before")
+
+    kill_slice(run)
+
+    run.open_gates()
+    assert run.wait_end() == "success"
+    assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
+    run.check()
+
+
+def test_worker_killed_after_the_act_with_retries(begin: Callable):
+    """The machine was started and not recorded: the next try adopts it, and starts no second one."""
+    run = begin("held", held="after", steps=100)
+    run.wait_held("after")
+
+    kill_slice(run)
+
+    run.open_gates()
+    assert run.wait_end(timeout_s=150) == "success"
+    assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
+    assert [step for _, _, step in run.steps()] == list(range(1, 101))
+    run.check()
+
+
+def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
+    """Nobody comes back: the machine is gone within ``orphan_after``."""
+    run = begin("orphaned", held="after", steps=LONG)
+    run.wait_held("after")
+
+    kill_slice(run)
+
+    run.wait_step(3)
+    run.open_gates()
+    run.wait_gone(timeout_s=90)
+    assert run.wait_end() == "failed"
+    run.check()
+
+
+def test_clear_while_a_slice_runs(begin: Callable):
+    """The old slice is killed and the new try carries its intent out."""
+    run = begin("held", held="before", steps=10)
+    run.wait_held("before")
+
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+
+    run.until("the slice is dead", lambda: not run.airflow.task_pids(run.dag_id, run.run_id, "train"))
+    run.open_gates()
+    assert run.wait_end() == "success"
+    assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
+    run.check()
+
+
+def test_clear_while_deferred_goes_on_from_the_checkpoint(begin: Callable):
+    """The old try asks the attempt to save and go, the new try starts the next one from there."""
+    run = begin("stage", steps=100)
+    run.wait_checkpoint()
+
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+
+    assert run.wait_end(timeout_s=150) == "success"
+    assert run.state().generation == 1
+    assert [step for _, _, step in run.steps()] == list(range(1, 101))
+    run.check()
+
+
+def test_clear_after_success_begins_a_new_generation(begin: Callable):
+    """What was delivered is done again from the start, not from its last checkpoint."""
+    run = begin("stage", steps=8)
+    assert run.wait_end() == "success"
+
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+
+    run.until("the second generation", lambda: run.state().generation == 2)
+    assert run.wait_end() == "success"
+    assert [(g, s) for g, _, s in run.steps()] == [(g, s) for g in (1, 2) for s in range(1, 9)]
+    run.check()
+
+
+def test_triggerer_killed_during_training(begin: Callable):
+    """Training goes on meanwhile, and no line of its log is shown twice."""
+    run = begin("stage", steps=100)
+    run.wait_step(5)
+
+    run.airflow.kill("triggerer")
+    run.wait_step(20)
+    run.airflow.restart("triggerer")
+
+    assert run.wait_end() == "success"
+    assert [step for _, _, step in run.steps()] == list(range(1, 101))
+    shown = [line for line in run.airflow.logs(run.dag_id, run.run_id, "train") if line.startswith("step ")]
+    assert len(shown) == len(set(shown))
+    run.check()
+
+
+def test_deferral_timeout_saves_and_the_retry_goes_on(begin: Callable):
+    """``execution_timeout`` counts deferred time; what was committed by then is not made again."""
+    run = begin("stage_with_timeout", steps=150)
+
+    assert run.wait_end(timeout_s=200) == "success"
+    outcomes = [attempt.outcome for attempt in run.state().attempts]
+    assert outcomes[-1] == "succeeded"
+    assert set(outcomes[:-1]) == {"left"}
+    run.check()
+
+
+def test_two_triggerers_for_a_moment(begin: Callable):
+    """One stands still until another has taken its triggers, and then goes on: one event counts."""
+    run = begin("stage", steps=100)
+    run.wait_step(5)
+
+    with run.airflow.frozen("triggerer"), run.airflow.second("triggerer"):
+        run.wait_step(40)
+    run.airflow.restart("triggerer")
+
+    assert run.wait_end() == "success"
+    assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
+    assert [step for _, _, step in run.steps()] == list(range(1, 101))
+    run.check()
+
+
+def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
+    """The new DAG run of the same name is a new generation; the old attempt is gone before it starts."""
+    run = begin("stage", steps=60)
+    run.wait_step(5)
+
+    run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
+    run.airflow.delete_dag_run(run.dag_id, run.run_id)
+    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 10})
+
+    run.until("the second generation", lambda: run.state().generation == 2)
+    assert run.wait_end() == "success"
+    assert [step for generation, _, step in run.steps() if generation == 2] == list(range(1, 11))
+    run.check()
+
+
+def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
+    """The result of the deleted DAG run is not handed over again."""
+    run = begin("stage", steps=5)
+    assert run.wait_end() == "success"
+
+    run.airflow.delete_dag_run(run.dag_id, run.run_id)
+    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 6})
+
+    run.until("the second generation", lambda: run.state().generation == 2)
+    assert run.wait_end() == "success"
+    assert [(g, s) for g, _, s in run.steps()] == [(1, s) for s in range(1, 6)] + [
+        (2, s) for s in range(1, 7)
+    ]
+    run.check()
