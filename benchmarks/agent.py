@@ -4,8 +4,8 @@
 
 Two numbers, both of real processes on this machine:
 
-- CPU seconds of wrapper and sampler (rusage and /proc) per second of a training that makes 20 steps a
-  second, at one sample a second; start-up is left out and stated beside it. The goal is at most 0.5 % of one core.
+- CPU seconds of wrapper and sampler (by /proc) per second of a training that makes 20 steps a second,
+  at one sample a second; start-up is left out and stated beside it. The goal is at most 0.5 % of one core.
 - A paired A/B: the same small CPU loop (no numpy) that counts its own steps, alternately bare and
   under the agent, in random order within each pair. The mean of the paired differences has a
   confidence interval by Student's t over the pairs; a machine that others use makes it wide, and

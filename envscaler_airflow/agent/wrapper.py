@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -48,6 +48,7 @@ DRAIN_S = 2.0
 SIGTERM_GRACE_S = 25.0
 """Chosen: 5 s below the 30 s after which a kubelet kills."""
 MAX_MESSAGE_CHARS = 500
+MAX_PHASE_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Wrapper:
         self._notes: List[str] = []
         self._orphans_cpu_s = 0.0
         self._code: Optional[int] = None
+        self._out = sys.stdout.fileno() if sys.stdout is not None else os.open(os.devnull, os.O_WRONLY)
         self._selector = selectors.PollSelector()
         self._sampler: Optional[SamplerChild] = None
         self._watched = [ex.Watched(exchange.control), ex.Watched(exchange.progress)] if exchange else []
@@ -168,6 +170,8 @@ class Wrapper:
             environ[ex.ENV] = str(self._exchange.root.resolve())
         if self._start.restore is not None:
             environ["ENVSCALER_RESTORE"] = self._start.restore.path
+        elif "ENVSCALER_RESTORE" not in self._start.env:
+            environ.pop("ENVSCALER_RESTORE", None)
         return environ
 
     def _forget_earlier_life(self) -> None:
@@ -227,14 +231,14 @@ class Wrapper:
                 max_age_s=LOG_CHUNK_S,
                 clock=self._clock,
             )
-        return Pump(masker, LogPatterns(self._start.log_patterns), chunks, sys.stdout.fileno())
+        return Pump(masker, LogPatterns(self._start.log_patterns), chunks, self._out)
 
     def _turn(
         self, command: subprocess.Popen[bytes], reading: int, tracker: "_Tracker", wait_s: float
     ) -> None:
         """Wait until something happens, and deal with it."""
         pump = tracker.pump
-        out = sys.stdout.fileno()
+        out = self._out
         self._register(out, selectors.EVENT_WRITE, wanted=pump.has_pending)
         self._register(reading, selectors.EVENT_READ, wanted=pump.has_room and not tracker.is_drained)
         sampled = self._sampler.output if self._sampler is not None else None
@@ -330,6 +334,8 @@ class Wrapper:
         tracker.found = False
         progress = tracker.merge(now, self._report)
         tracker.stall.observe(now, step=progress.step, phase=progress.phase, saving=self._report.saving)
+        if progress.phase is not None:
+            progress = replace(progress, phase=self._masker.mask(progress.phase)[:MAX_PHASE_CHARS])
         self._reporter.add_progress(progress)
 
     def _take_signals(self, now: float, command: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,7 @@
 """Unit tests of the exchange folder: what is read is checked, what is written is whole."""
 
 import json
+import os
 
 import pytest
 
@@ -97,6 +98,34 @@ def test_a_watched_file_is_read_when_it_changed(tmp_path):
     write_json(path, {"a": 2})
     assert json.loads(watched.changed())["a"] == 2
     path.unlink()
+    assert watched.changed() is None
+
+
+def test_a_file_that_took_the_inode_and_time_of_the_one_before_is_seen(tmp_path):
+    """Replaced within a tick of the kernel's clock, same size: the mark is the same, the bytes are not."""
+    path = tmp_path / "f"
+    watched = Watched(path)
+    path.write_bytes(b"one")
+    stat = path.stat()
+    assert watched.changed() == b"one"
+
+    path.write_bytes(b"two")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    assert watched.changed() == b"two"
+    assert watched.changed() is None
+
+
+def test_an_old_file_is_not_read_again(tmp_path, monkeypatch):
+    """Asking costs one ``stat``."""
+    path = tmp_path / "f"
+    path.write_bytes(b"one")
+    os.utime(path, (1, 1))
+    watched = Watched(path)
+    assert watched.changed() == b"one"
+
+    monkeypatch.setattr(type(path), "open", lambda *_: pytest.fail("read again"))
+
     assert watched.changed() is None
 
 
