@@ -201,7 +201,7 @@ class Resources(Model):
             text = f"{most.memory} is below the request of {asked.memory}; write at least that"
             raise fault(text, at="limits.memory")
         if most.gpu is not None and most.gpu.count != asked.gpu_count:
-            text = f"{most.gpu.count}, but requests.gpu.count is {asked.gpu_count}; GPUs are not shared"
+            text = f"{most.gpu.count}, but requests.gpu.count is {asked.gpu_count}; write the same"
             raise fault(text, at="limits.gpu.count")
         if self.any_of and self.ordered:
             raise fault("beside any_of; write one of them", at="ordered")

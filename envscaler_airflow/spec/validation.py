@@ -42,6 +42,7 @@ _FOREIGN = {
     "policies": "policy",
 }
 """What other tools call our fields."""
+_HIDDEN = "a hidden value"
 _DOCUMENT_FIELDS = ("extends", "modules", "parameters", "targets", "inputs")
 _SHORT_FORMS = ("accelerators", "cpus", "memory", "gpu", "infra", "use_spot")
 
@@ -158,6 +159,7 @@ def _explain(error: Any, node: Node | None, location: list[Any], *, is_document:
         return f"is missing; write {name}: {example or '...'}"
     if kind == "string_type" and isinstance(error["input"], (bool, int, float)):
         raw = node.raw if node is not None and node.raw is not None else str(error["input"])
+        raw = "..." if got == _HIDDEN else raw
         return f'got {got}, which is no text; write it in quotes: "{raw:.60}"'
     if kind == "literal_error":
         return f"{got} is not known here; write {str(context['expected']).replace(' or ', ', ')}"
@@ -209,7 +211,7 @@ def _unknown_field(name: str, above: list[Any], *, is_document: bool) -> str:
 
 def _shown(value: Any, name: str, node: Node | None) -> str:
     if looks_secret(name, value):
-        return "a hidden value"
+        return _HIDDEN
     if isinstance(value, (dict, BaseModel)):
         return "a map"
     if isinstance(value, (list, tuple)):
@@ -225,7 +227,7 @@ def _shown(value: Any, name: str, node: Node | None) -> str:
 
 def _hidden_if_secret(text: str, value: Any, name: str) -> str:
     if isinstance(value, str) and len(value) > 3 and looks_secret(name, value):
-        return text.replace(repr(value), "a hidden value").replace(value, "a hidden value")
+        return text.replace(repr(value), _HIDDEN).replace(value, _HIDDEN)
     return text
 
 

@@ -136,6 +136,7 @@ def test_a_circle_is_found_and_shown(tmp_path):
         "/etc/passwd",
         "~/x.yaml",
         "a/../../x.yaml",
+        "m/../m.yaml",
         "https://h/x.yaml",
         "{{ parameters.x }}.yaml",
         "none.yaml",
@@ -144,6 +145,8 @@ def test_a_circle_is_found_and_shown(tmp_path):
 def test_references_that_leave_the_folder_or_name_nothing_are_refused(tmp_path, reference):
     """One fault each, with the reference."""
     write(tmp_path, "num_nodes: 2\n", "x.yaml")
+    write(tmp_path, "num_nodes: 2\n", "in/m.yaml")
+    (tmp_path / "in" / "m").mkdir()
     path = write(tmp_path, HEAD + f'modules: ["{reference}"]\n', "in/spec.yaml")
 
     assert len(faults_of(path)) == 1

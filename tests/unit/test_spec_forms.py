@@ -191,6 +191,8 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
          "3: resources.use_spot: says spot where capacity says on-demand; write capacity alone"),
         ("resources: {requests: {memory: 8Gi}, limits: {memory: 4Gi}}",
          "3: resources.limits.memory: 4Gi is below the request of 8Gi; write at least that"),
+        ("resources: {requests: {gpu: 2}, limits: {gpu: 1}}",
+         "3: resources.limits.gpu: 1, but requests.gpu.count is 2; write the same"),
         ("resources: {gpu: {type: A100, memory: 100GB}}",
          "3: resources.gpu.type: A100 has 80 GB at most; write memory: 80GB, or another type"),
         ("resources: {any_of: [{any_of: [{cpus: 1}]}]}",

@@ -57,6 +57,7 @@ def refused(folder, text, **arguments):
         f"env: [{{name: WANDB_API_KEY, value_from: {CANARY}}}]",
         f"targets: {{local: {{env: {{DB_PASSWORD: {CANARY}}}}}}}",
         f"password: {CANARY}",
+        f"parameters: {{api_key: {{type: string, description: {CANARY}}}}}",
     ],
 )
 def test_a_literal_is_refused_and_not_repeated(tmp_path, text):
@@ -91,6 +92,20 @@ def test_a_parameter_cannot_carry_a_literal_to_a_secret(tmp_path):
     text = "parameters: {x: {type: string}}\nenv: {DB_PASSWORD: '{{ parameters.x }}'}\n"
 
     assert CANARY not in refused(tmp_path, text, parameters={"x": CANARY})
+
+
+def test_a_parameter_that_nothing_names_cannot_hold_a_secret(tmp_path):
+    """It is stored with the run; and no parameter is named like one."""
+    message = refused(tmp_path, "parameters: {x: {type: string}}\n", parameters={"x": SHAPES[0]})
+    assert "parameters.x: the value given looks like a secret" in message
+
+    message = refused(tmp_path, "parameters: {api_key: {type: string, default: /a}}\n")
+    assert "parameters.api_key: a parameter is stored and shown" in message
+
+
+def test_a_number_under_a_secret_field_is_not_repeated(tmp_path):
+    """Also when its type is what is wrong."""
+    assert "12345678" not in refused(tmp_path, "base: {image: x, credentials: 12345678}\n")
 
 
 def test_inputs_cannot_carry_users_of_urls(tmp_path):
