@@ -24,6 +24,7 @@ _SEVERITY = (
     "not-found",
     "setup-failed",
     "failed",
+    "deadline-exceeded",
     "lost",
     "killed",
     "orphaned",

@@ -27,9 +27,10 @@ OUTCOMES = (
     "not-found",
     "stalled",
     "failed",
+    "deadline-exceeded",
     "not-started",
 )
-"""How an attempt ended. ``not-started``: the backend refused it, nothing ran."""
+"""How an attempt ended. ``deadline-exceeded``: of the machine itself. ``not-started``: refused, nothing ran."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,8 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     memory = _raised_memory(facts) if last.outcome == "out-of-memory" else None
     if last.outcome == "out-of-memory" and memory is None:
         return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
+    if last.outcome == "deadline-exceeded":
+        return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
     failure = _hopeless(counted, facts)
     if failure is not None:
         return failure
