@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 30.0
 """From asking an attempt to go to killing it, seconds. Source: Kubernetes' terminationGracePeriodSeconds."""
-ALIGN_TIMEOUT_S = 3600.0
-"""Longest wait for the end of an epoch before a move, seconds. Chosen: the default cool-down of moves."""
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
 
@@ -275,12 +273,12 @@ class Controller:
 
     def _ask_to_go(self, state: RunState) -> RunState:
         """Write the control of a stopping attempt; repeated by every slice until it went."""
-        live = _live(state)
+        live, spec = _live(state), self._spec(state)
         control = Control(
             sequence=live.stop_number,
             action="stop" if live.stop_why == "stalled" else "leave",
             align=str(live.stop.get("align", "step")),
-            align_timeout_s=ALIGN_TIMEOUT_S,
+            align_timeout_s=spec.checkpoint_align_timeout_s,
             grace_s=float(live.stop.get("grace_s", GRACE_S)),
             reason=str(live.stop.get("reason", "")),
             candidates=live.candidates,
@@ -308,8 +306,7 @@ class Controller:
         body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
         if verdict.target is None:
             return self._append(state, "move-refused", body)
-        align = spec.checkpoint.align if spec.checkpoint else "step"
-        body |= self._stop_body(live, replace(action, why="move"), align=align)
+        body |= self._stop_body(live, replace(action, why="move"), align=spec.checkpoint_align)
         body |= {"target": verdict.target.to_dict(), "reason": verdict.reason}
         after = self._append(state, "move-accepted", body)
         return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
@@ -335,7 +332,7 @@ class Controller:
         stopping = live.phase == "stopping"
         overdue = None
         if stopping:
-            align = ALIGN_TIMEOUT_S if live.stop.get("align") == "epoch" else 0.0
+            align = self._spec(state).checkpoint_align_timeout_s if live.stop.get("align") == "epoch" else 0.0
             overdue = align + float(live.stop.get("grace_s", GRACE_S)) + OVERDUE_MARGIN_S
         watching = Watching(
             number=state.number,

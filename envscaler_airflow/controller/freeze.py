@@ -53,8 +53,10 @@ def freeze(spec: EnvSpec) -> Frozen:
     """Pack the workdir and hash everything that decides what runs.
 
     Raises:
-        SpecError: The workdir cannot be packed: absent, too large, links that leave it.
+        SpecError: It runs nothing, or its workdir cannot be packed: absent, too large, links out of it.
     """
+    if not spec.entrypoint:
+        raise SpecError(f"{spec.name}: entrypoint: is empty; write entrypoint: [python, train.py]")
     document = spec.to_dict()
     digest = spec_hash(spec)
     folder = spec.resolve_path("workdir")

@@ -30,7 +30,7 @@ OUTCOMES = (
     "deadline-exceeded",
     "not-started",
 )
-"""How an attempt ended. ``deadline-exceeded``: of the machine itself. ``not-started``: refused, nothing ran."""
+"""How an attempt ended. ``deadline-exceeded``: the machine's own. ``not-started``: refused, nothing ran."""
 
 
 @dataclass(frozen=True, slots=True)

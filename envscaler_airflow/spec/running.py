@@ -171,7 +171,8 @@ class Scaling(Model):
     cooldown: Duration = "1h"
     stabilization: Duration = "2m"
     tolerance: Fraction = 0.1
-    min_epochs_between: Annotated[int, Field(strict=True, ge=0, le=100_000)] = 0
+    warmup: Duration = "30s"
+    min_epochs_between: Annotated[int, Field(strict=True, ge=0, le=100_000)] = 1
     max_moves: Annotated[int, Field(strict=True, ge=0, le=100_000)] | None = None
     recommend_only: Annotated[bool, Field(strict=True)] = False
     rules: Annotated[tuple[MetricRule, ...], Field(max_length=64)] = ()
@@ -182,6 +183,11 @@ class Scaling(Model):
     def cooldown_s(self) -> float:
         """Least seconds between two moves."""
         return duration_s(self.cooldown)
+
+    @property
+    def warmup_s(self) -> float:
+        """Seconds that a speed must have been measured before it counts."""
+        return duration_s(self.warmup)
 
     @property
     def stabilization_s(self) -> float:
