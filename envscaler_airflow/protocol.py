@@ -14,7 +14,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+from typing import Any, ClassVar, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
 
 from envscaler_airflow.errors import ProtocolError
 
@@ -22,7 +22,9 @@ SCHEMA = "1.0"
 """``major.minor``. Readers take this and the previous minor, and ignore unknown fields."""
 
 MAX_JSON_BYTES = 1 << 20
-"""Largest control, status or manifest read, bytes. Chosen: 20 times a 64-node manifest of 200 files."""
+"""Largest control or status read, bytes. Chosen: a thousand times the usual one."""
+MAX_MANIFEST_BYTES = 1 << 24
+"""Largest manifest read, bytes. Chosen: a folder of 100,000 images with their hashes."""
 
 EXIT_LEFT = 85
 """Wrapper: asked to leave, checkpointed, left. Chosen outside sysexits (64-78) and shells (126-165)."""
@@ -89,6 +91,8 @@ def is_safe_relative_path(path: str) -> bool:
 class Message:
     """A JSON object with ``schema``; subclasses are what is on the wire."""
 
+    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
+
     def to_json(self) -> bytes:
         """Compact UTF-8 JSON; unknown (None) fields are left out."""
         body = {"schema": SCHEMA}
@@ -102,8 +106,8 @@ class Message:
         Raises:
             ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
         """
-        if len(text) > MAX_JSON_BYTES:
-            raise ProtocolError(f"{where}: {len(text)} bytes, at most {MAX_JSON_BYTES} are read")
+        if len(text) > cls.MAX_BYTES:
+            raise ProtocolError(f"{where}: {len(text)} bytes, at most {cls.MAX_BYTES} are read")
         try:
             body = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as err:
@@ -426,6 +430,8 @@ class Manifest(Message):
         generation, attempt: Who wrote it.
         cooperative: True when the training saved it through ``Session``; False for a snapshot.
     """
+
+    MAX_BYTES: ClassVar[int] = MAX_MANIFEST_BYTES
 
     kind: str = "checkpoint"
     files: Tuple[ManifestFile, ...] = ()

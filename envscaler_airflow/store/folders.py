@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.protocol import MAX_JSON_BYTES, Manifest, ManifestFile, is_safe_relative_path
+from envscaler_airflow.protocol import MAX_MANIFEST_BYTES, Manifest, ManifestFile, is_safe_relative_path
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MANIFEST, join
 
@@ -63,10 +63,13 @@ def walk(folder: Path) -> tuple[TreeFile, ...]:
     """All regular files below *folder*, by path. What vanishes meanwhile is left out.
 
     Raises:
-        CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long).
+        CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long). *folder*
+            itself may be a link to its neighbour.
         FileNotFoundError: *folder* itself is not there.
     """
     root = folder.resolve(strict=True)
+    if folder.is_symlink() and not root.is_relative_to(folder.parent.resolve()):
+        raise CheckpointError(f"{folder}: the link leads to {root}, outside {folder.parent}")
     return tuple(sorted(_walk(root, "", root, (root,)), key=lambda item: item.path))
 
 
@@ -153,10 +156,10 @@ def write_manifest(store: Store, prefix: str, manifest: Manifest, *, name: str =
         StoreError: Not written; the call can be repeated.
     """
     body = manifest.to_json()
-    if len(body) > MAX_JSON_BYTES:
+    if len(body) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{prefix}: a manifest of {len(manifest.files)} files has {len(body)} bytes, at most "
-            f"{MAX_JSON_BYTES} are read; keep fewer files"
+            f"{MAX_MANIFEST_BYTES} are read; keep fewer files"
         )
     store.write(join(prefix, name), body)
 
@@ -169,7 +172,7 @@ def read_manifest(store: Store, prefix: str, *, name: str = MANIFEST) -> Manifes
         StoreError: Cannot be told.
     """
     try:
-        body = store.read(join(prefix, name), max_bytes=MAX_JSON_BYTES)
+        body = store.read(join(prefix, name), max_bytes=MAX_MANIFEST_BYTES)
         if body is None:
             raise CheckpointError(f"{store.uri(prefix)}: no {name}: it was never completed")
         return Manifest.from_json(body, where=f"{store.uri(prefix)}/{name}")
