@@ -80,7 +80,7 @@ class Speaker:
         self._backoff = Backoff(site.monotonic)
         self._said: Status | None = None
         self._said_at = -float("inf")
-        self._knows_sequence = site.memory.state.sequence > 0
+        self._sequence: int | None = None
 
     @property
     def _name(self) -> str:
@@ -96,9 +96,8 @@ class Speaker:
         if not self._backoff.is_ready:
             return False
         try:
-            self._learn_sequence()
-            sequence = self._site.memory.update(sequence=self._site.memory.state.sequence + 1).sequence
-            self._site.store.write(self._name, dataclasses.replace(status, sequence=sequence).to_json())
+            self._sequence = self._next_sequence()
+            self._site.store.write(self._name, dataclasses.replace(status, sequence=self._sequence).to_json())
         except (StoreError, OSError) as err:
             self._backoff.failed()
             log.warning("status not written error=%s", err)
@@ -107,17 +106,24 @@ class Speaker:
         self._said, self._said_at = status, now
         return True
 
-    def _learn_sequence(self) -> None:
-        if self._knows_sequence:
-            return
+    def _next_sequence(self) -> int:
+        """One more than was ever written, as far as this disk and the store remember."""
+        last = self._sequence if self._sequence is not None else self._last_in_store()
+        sequence = max(last, self._site.memory.state.sequence) + 1
+        try:
+            self._site.memory.update(sequence=sequence)
+        except OSError as err:  # a full disk must not silence the node
+            self._site.messages.say("courier", f"courier.json: {err}")
+        return sequence
+
+    def _last_in_store(self) -> int:
         body = self._site.store.read(self._name, max_bytes=MAX_JSON_BYTES)
-        if body is not None:
-            try:
-                before = Status.from_json(body, where=self._name).sequence
-            except ProtocolError:
-                before = 1 << 20  # whatever it was; readers only ask whether it changed
-            self._site.memory.update(sequence=max(before, self._site.memory.state.sequence))
-        self._knows_sequence = True
+        if body is None:
+            return 0
+        try:
+            return Status.from_json(body, where=self._name).sequence
+        except ProtocolError:
+            return 0  # readers only ask whether it changed
 
 
 def _matter(status: Status) -> Status:

@@ -167,7 +167,7 @@ class Snapshots:
                     f"no last snapshot: {folder} was written less than {QUIET_S:g} s before the command died",
                 )
             else:
-                self._take(folder, selection, progress)
+                self._take(folder, selection, progress, nobody_writes=True)
         asked = self._asked()
         if asked is not None:
             self._answer(asked, None)
@@ -185,7 +185,9 @@ class Snapshots:
     def _is_quiet(self, selection: Selection) -> bool:
         return self._quiet.quiet_s(selection.fingerprint) >= QUIET_S
 
-    def _take(self, folder: Path, selection: Selection, progress: Progress) -> str | None:
+    def _take(
+        self, folder: Path, selection: Selection, progress: Progress, *, nobody_writes: bool = False
+    ) -> str | None:
         """Copy; None, and a message, when it did not count."""
         exchange, site = self._site.exchange, self._site
         part = exchange.checkpoints / ".snapshot"
@@ -193,7 +195,7 @@ class Snapshots:
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            layouts.copy(folder, selection, part, between=site.between)
+            layouts.copy(folder, selection, part, between=site.between, nobody_writes=nobody_writes)
             name, body = self._describe(selection, progress, site.monotonic() - began)
             exchange.write_json(snapshot_facts(exchange, name), body)
             part.rename(exchange.checkpoints / name)

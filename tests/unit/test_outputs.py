@@ -178,6 +178,17 @@ def test_a_link_that_leads_outside_is_refused(store, model, tmp_path):
         put_output(store, "model", model, **WHO)
 
 
+def test_an_output_that_is_a_link_stays_beside_it(store, model, tmp_path):
+    """``best -> model`` is a folder like any; ``best -> /etc`` is not the training's to give."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "best").symlink_to("model")
+    (tmp_path / "out/stolen").symlink_to(model)
+
+    assert read_output(put_output(store, "best", tmp_path / "best", **WHO)).files
+    with pytest.raises(CheckpointError, match=r"the link leads to .*/model, outside"):
+        put_output(store, "stolen", tmp_path / "out/stolen", **WHO)
+
+
 def test_a_file_that_grows_meanwhile_is_refused(store, model):
     """Its hash would be of something that never was."""
 

@@ -84,6 +84,52 @@ def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
     assert bench.status().ended.reason == "succeeded"
 
 
+def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp_path):
+    """Only the logs cannot be written: whoever reads the end wants the last lines too."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    (tmp_path / "model").write_text("W")
+    (bench.exchange.root / "logs/000001.log").write_text("bye")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    real = store._store.put_file
+
+    def no_logs(name, path):
+        if name.startswith("logs/"):
+            raise OSError(5, "I/O error")
+        real(name, path)
+
+    store._store.put_file = no_logs
+    assert not rounds(bench, courier, 20)
+    assert (bench.state.is_drained, bench.status().ended) == (True, None)
+
+    store._store.put_file = real
+    assert rounds(bench, courier, 130)
+    assert store.children("logs") == ["g1-a2-n0-000001.log"]
+
+
+def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
+    """The uploads were through, then the other thread finished the last snapshot."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    real = courier.heavy._checkpoints.step
+
+    def step():
+        is_through = real()
+        if not bench.state.is_final_snapshot_done:
+            bench.session_saves("g1-step-00000009-a2", step=9)
+            bench.site.memory.update(is_final_snapshot_done=True)
+        return is_through
+
+    courier.heavy._checkpoints.step = step
+    bench.wrapper_says(ended={"exit_code": 1, "reason": "failed"})
+
+    assert rounds(bench, courier, 5)
+
+    assert complete_checkpoints(store, 1) == ("g1-step-00000009-a2",)
+
+
 def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
     """Whoever reads ``done`` may take the machine away: the last status must be in the store."""
     bench = ready()
@@ -314,6 +360,37 @@ def test_a_full_disk_under_the_exchange_loses_no_state(bench, monkeypatch):
     assert bench.state.checkpoints == 1
     assert json.loads(bench.exchange.courier.read_bytes())["checkpoints"] == 1
     assert not [path for path in bench.exchange.root.iterdir() if path.name.startswith(".")]
+
+
+def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
+    """Its status goes to the store, with the reason and a growing sequence."""
+    bench = ready()
+    courier = Courier(bench.site)
+    bench.wrapper_says(progress={"step": 1})
+    rounds(bench, courier, 2)
+    first = bench.status().sequence
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    for _ in range(3):
+        bench.clock.now += 20
+        courier.step()
+
+    assert bench.status().sequence > first + 1
+    assert "No space left on device" in bench.status().message
+
+
+def test_a_reader_never_sees_half_a_file(bench, monkeypatch):
+    """A file is replaced in one step or not at all."""
+    bench.exchange.write(bench.exchange.control, b"old")
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
+
+    with pytest.raises(OSError, match="I/O error"):
+        bench.exchange.write(bench.exchange.control, b"new")
+
+    assert bench.exchange.control.read_bytes() == b"old"
 
 
 def test_state_of_a_newer_courier_is_read(tmp_path):

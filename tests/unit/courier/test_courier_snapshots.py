@@ -544,6 +544,20 @@ def test_the_last_snapshot_is_of_a_writer_that_was_done(trained, age_s, ended, i
     assert bench.state.is_final_snapshot_done
 
 
+def test_the_last_snapshot_takes_no_room(trained, monkeypatch):
+    """Nobody writes any more: the files are linked, however full the disk is."""
+    bench = trained()
+    put(bench.ck, {"model.bin": b"1"})
+    monkeypatch.setattr("shutil.copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+
+    end(bench, age_s=0, exit_code=0, reason="succeeded")
+
+    name = saved(bench)[0]
+    assert (bench.exchange.checkpoints / name / "model.bin").stat().st_ino == (
+        bench.ck / "model.bin"
+    ).stat().st_ino
+
+
 def test_a_writer_killed_in_the_middle_of_a_save(trained):
     """Step 20 is half written when the machine's out-of-memory killer comes; step 10 is what counts."""
     bench = trained()

@@ -262,6 +262,18 @@ def test_old_ones_go_by_count(bench, store):
     assert complete_checkpoints(store, 1) == ("g1-step-00000400-a2", "g1-step-00000300-a2")
 
 
+def test_one_that_was_rejected_at_the_restore_is_not_the_last_good_one(bench, store):
+    """Keep one besides the new: the one that was resumed from, not the newer one whose bytes are wrong."""
+    good, torn = bench.in_store("g1-step-00000100-a1"), bench.in_store("g1-step-00000200-a1")
+    bench.heard(candidates=(torn, good))
+    bench.site.memory.update(rejected=(f"{torn}: another sha256",))
+    bench.session_saves(NAME, step=300)
+
+    Checkpoints(bench.site, 2).step()
+
+    assert set(complete_checkpoints(store, 1)) == {NAME, torn, good}
+
+
 def test_a_zombie_that_saves_after_attempt_4_began(make_bench, store):
     """It may write, nothing it writes is chosen, and it deletes nothing that attempt 4 needs."""
     zombie = make_bench(attempt=3)
