@@ -74,11 +74,15 @@ def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, rea
         StoreError: The store cannot be read or written; the lease ends the attempt then.
     """
     log = EventLog(store, prefix)
-    state = log.load()
-    live = state.live
-    if state.owner is None or state.owner.ti_id != ti_id or live is None:
-        return False
-    event = log.append_request("stop-requested", {"reason": reason, "by": f"ti {ti_id}"}, actor=None)
+    body = {"reason": reason, "by": f"ti {ti_id}"}
+    while True:
+        state = log.load()
+        live = state.live
+        if state.owner is None or state.owner.ti_id != ti_id or live is None:
+            return False
+        event = log.append(state.number, "stop-requested", body, actor=None)
+        if event is not None:
+            break  # else the number was taken, perhaps by a new owner: look again
     control = Control(
         sequence=event.number,
         action="leave",

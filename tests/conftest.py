@@ -1,0 +1,12 @@
+"""For all tests: an Airflow home of the session's own, so that nobody's settings are read or written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+HOME = tempfile.TemporaryDirectory(prefix="envscaler-tests-")
+"""Removed when the interpreter ends."""
+
+os.environ["AIRFLOW_HOME"] = HOME.name
+os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"

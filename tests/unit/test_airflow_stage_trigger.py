@@ -1,0 +1,304 @@
+"""The trigger of a stage: one event, its log, its lease, and what a kill does. No triggerer, no sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.controller.stage import Watching
+from envscaler_airflow.errors import SpecError, StoreError
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import control_name, log_name
+from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, read_lease, renew_lease
+from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
+from envscaler_airflow.triggers import look as look_module
+from envscaler_airflow.triggers import stage as stage_module
+from envscaler_airflow.triggers.stage import StageTrigger, settle_s
+
+KEY = RunKey("deployment", "dag", "run", "train")
+OWNER = Actor("ti-1", 1, 3)
+ALLOCATION = Allocation(cpu_offer(1))
+
+
+class World:
+    """A run with one started attempt, in a real store, on scripted machines."""
+
+    def __init__(self, tmp_path):
+        """Begin generation 1 and start its first attempt."""
+        self.url = f"file://{tmp_path}/store"
+        self.store = FaultyStore(open_store(self.url))
+        check_store(self.store)
+        self.backend = ScriptedBackend()
+        self.log = EventLog(self.store, KEY.prefix)
+        request = AttemptRequest(self.url, KEY.prefix, "dag.train", 1, 1, ALLOCATION, ("true",))
+        self.handle = self.backend.submit(request)
+        self.append("generation", {"generation": 1, "spec_hash": "h"})
+        self.append("attempt-intended", {"generation": 1, "attempt": 1, "allocation": ALLOCATION.to_dict()})
+        self.append("attempt-started", {"generation": 1, "attempt": 1, "handle": self.handle.to_dict()})
+
+    def append(self, kind, body, *, actor=OWNER):
+        """One more event."""
+        return self.log.append(self.log.load().number, kind, body, actor=actor)
+
+    def print(self, chunk, text, *, node=0):
+        """A closed chunk of the training's output."""
+        self.store.write(f"{KEY.prefix}/{log_name(1, 1, node, chunk)}", text.encode())
+
+    def watching(self):
+        """What the slice that deferred said to watch."""
+        return Watching(self.log.load().number, 1, 1, handle=self.handle.to_dict()).to_dict()
+
+    def trigger(self, **changes):
+        """A trigger that looks without pause and fires at once."""
+        arguments = {"prefix": KEY.prefix, "watching": self.watching(), "ti_id": "ti-1", **changes}
+        return StageTrigger(**arguments, store_url=self.url, poll_s=0.0, settle=0.0)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """The run, wired to what the trigger opens."""
+    made = World(tmp_path)
+    monkeypatch.setattr(look_module, "open_backend", lambda _name: made.backend)
+    place = type("Place", (), {"open": lambda _self: made.store})()
+    monkeypatch.setattr(look_module, "store_place", lambda *_: place)
+    return made
+
+
+def events_of(trigger):
+    """Everything that the trigger yields."""
+
+    async def collect():
+        return [event.payload async for event in trigger.run()]
+
+    return asyncio.run(collect())
+
+
+def test_fires_once_when_the_attempt_is_over(world):
+    """The event says that the status changed; nothing follows it."""
+    world.backend.end(world.handle)
+
+    assert [event["kind"] for event in events_of(world.trigger())] == ["status"]
+
+
+def test_fires_on_a_request(world):
+    """Somebody asked for a move while the attempt runs."""
+    trigger = world.trigger()
+    world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
+
+    assert [(event["kind"], event["detail"]) for event in events_of(trigger)] == [
+        ("request", "move-requested")
+    ]
+
+
+def test_follows_the_run_and_says_when_it_is_superseded(world):
+    """An old trigger that finds a newer attempt does not watch the old one for ever."""
+    trigger = world.trigger()
+    world.append("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "lost"})
+    world.append("attempt-intended", {"generation": 1, "attempt": 2, "allocation": ALLOCATION.to_dict()})
+
+    assert [event["kind"] for event in events_of(trigger)] == ["superseded"]
+
+
+def test_goes_on_after_a_store_that_cannot_be_read(world, capsys):
+    """Unknown is not dead: one warning for the same fault, then the truth."""
+    world.backend.end(world.handle)
+    trigger = world.trigger()
+    world.store.add("refuse", "read", "*", times=3)
+
+    found = events_of(trigger)
+
+    assert [event["kind"] for event in found] == ["status"]
+    assert capsys.readouterr().out.count("cannot look") == 1
+
+
+def test_shows_the_log_once_over_a_restart(world, capsys):
+    """The cursor is in the lease: a second trigger shows only what is new."""
+    world.print(1, "step 1\nstep 2\n")
+    world.backend.end(world.handle)
+    events_of(world.trigger())
+    world.print(2, "step 3\n")
+    events_of(world.trigger())
+
+    assert re.findall(r"step \d", capsys.readouterr().out) == ["step 1", "step 2", "step 3"]
+
+
+def test_advances_the_cursor_before_it_shows_a_line(world):
+    """A triggerer that dies while it writes its log loses lines there, and repeats none."""
+    world.print(1, "step 1\n")
+    look = world.trigger()._open()
+
+    lines, _ = look.once()
+
+    assert lines == ["step 1"]
+    assert read_lease(world.store, KEY.prefix).log_cursor == {"0": [2, 0]}
+
+
+def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
+    """Showing first and failing to remember would repeat it."""
+    world.print(1, "step 1\n")
+    look = world.trigger()._open()
+    world.store.add("refuse", "write", "*lease/run.json")
+
+    with pytest.raises(StoreError):
+        look.once()
+
+    assert look.once()[0] == ["step 1"]
+
+
+def test_renews_the_lease_every_minute(world):
+    """Two looks within the minute raise the counter once, one after it once more."""
+    now = [0.0]
+    look = look_module.Look(
+        world.store,
+        KEY.prefix,
+        Watching.from_dict(world.watching()),
+        compute="local",
+        holder="t",
+        monotonic=lambda: now[0],
+    )
+    counters = []
+    for now[0] in (0.0, 30.0, 61.0):
+        look.once()
+        counters.append(read_lease(world.store, KEY.prefix).counter)
+
+    assert counters == [1, 1, 2]
+
+
+def test_marks_lines_with_the_node_when_there_are_several(world):
+    """One node needs no mark."""
+    world.print(1, "hello\n", node=1)
+    watching = {**world.watching(), "nodes": 2}
+
+    lines, _ = world.trigger(watching=watching)._open().once()
+
+    assert lines == ["[node 1] hello"]
+
+
+def test_refuses_a_store_that_does_not_hold_the_run(world, tmp_path):
+    """A triggerer with another file system says so instead of watching nothing."""
+    elsewhere = open_store(f"file://{tmp_path}/elsewhere")
+    check_store(elsewhere)
+    place = type("Place", (), {"open": lambda _self: elsewhere})()
+    trigger = world.trigger()
+    look_module.store_place = lambda *_: place  # undone by the fixture's monkeypatch
+
+    with pytest.raises(SpecError, match="the triggerer does not see this run"):
+        events_of(trigger)
+
+
+def test_holds_its_event_until_the_deferring_slice_is_reported(world, monkeypatch):
+    """Airflow fails a task that is queued again before the end of its last slice was reported."""
+    waited = []
+    real = asyncio.sleep
+
+    async def sleep(seconds):
+        waited.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(stage_module.asyncio, "sleep", sleep)
+    world.backend.end(world.handle)
+    trigger = StageTrigger(
+        prefix=KEY.prefix, watching=world.watching(), ti_id="ti-1", store_url=world.url, settle=None
+    )
+
+    events_of(trigger)
+
+    assert settle_s() == 7.0  # five seconds of heartbeat and two of margin
+    assert 6.0 < waited[-1] <= 7.0
+
+
+def test_a_kill_asks_the_attempt_to_save_and_go(world):
+    """A stop request, the control, and a graceful stop of the machine."""
+    asyncio.run(world.trigger().on_kill())
+
+    control = json.loads(world.store.read(f"{KEY.prefix}/{control_name(1, 1)}"))
+    assert world.log.read()[-1].type == "stop-requested"
+    assert (control["action"], control["align"]) == ("leave", "now")
+    assert ("stop", world.handle.name) in world.backend.calls
+
+
+def test_a_late_kill_of_an_old_try_does_nothing(world):
+    """On a clear the old trigger can be told after the new try took the run over."""
+    trigger = world.trigger()
+    world.append("owner", {"reason": "taken over"}, actor=Actor("ti-2", 2, 4))
+    before = world.log.load().number
+
+    asyncio.run(trigger.on_kill())
+
+    assert world.log.load().number == before
+    assert not [call for call in world.backend.calls if call[0] == "stop"]
+
+
+def test_a_kill_that_races_with_a_new_owner_does_nothing(world, monkeypatch):
+    """The new try's event lands between reading and asking: its number is taken, and the kill sees it."""
+    trigger = world.trigger()
+    rival = EventLog(world.store, KEY.prefix)
+    real, once = EventLog.load, []
+
+    def load(self):
+        state = real(self)
+        if not once:
+            once.append(True)
+            rival.append(state.number, "owner", {"reason": "taken over"}, actor=Actor("ti-2", 2, 4))
+        return state
+
+    monkeypatch.setattr(EventLog, "load", load)
+    asyncio.run(trigger.on_kill())
+
+    assert world.log.read()[-1].type == "owner"
+
+
+def test_a_kill_after_the_event_does_nothing(world):
+    """Airflow tells a trigger on_kill that has fired and still runs."""
+    world.backend.end(world.handle)
+    trigger = world.trigger()
+
+    async def fire_and_kill():
+        async for _ in trigger.run():
+            await trigger.on_kill()
+
+    asyncio.run(fire_and_kill())
+
+    assert world.log.read()[-1].type == "attempt-started"
+
+
+def test_a_kill_without_a_store_leaves_it_to_the_lease(world, capsys):
+    """It is logged and raises nothing: Airflow would only log it too."""
+    trigger = world.trigger()
+    world.store.add("refuse", "read", "*", times=None)
+
+    asyncio.run(trigger.on_kill())
+
+    assert "the lease will end the attempt" in capsys.readouterr().out
+
+
+def test_cleanup_stops_nothing(world):
+    """It runs at every restart of a triggerer."""
+    renew_lease(world.store, KEY.prefix, holder="t")
+    before = world.log.load().number
+
+    asyncio.run(world.trigger().cleanup())
+
+    assert world.log.load().number == before
+    assert [call[0] for call in world.backend.calls] == ["submit"]
+
+
+def test_comes_back_from_its_serialized_arguments(world):
+    """All state is in them: a trigger made again serializes to the same."""
+    path, arguments = world.trigger().serialize()
+
+    again = StageTrigger(**json.loads(json.dumps(arguments)))
+
+    assert again.serialize() == (path, arguments)
+
+
+def test_arguments_that_an_older_version_did_not_write_have_defaults(world):
+    """Three arguments are enough."""
+    trigger = StageTrigger(prefix=KEY.prefix, watching=world.watching(), ti_id="ti-1")
+
+    assert trigger.serialize()[1]["compute"] == "local"
