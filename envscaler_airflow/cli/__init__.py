@@ -9,7 +9,9 @@ import click
 from envscaler_airflow.cli.common import Group
 from envscaler_airflow.cli.demo import demo
 from envscaler_airflow.cli.inspect import cancel, logs, report, status
+from envscaler_airflow.cli.render import render
 from envscaler_airflow.cli.run import run
+from envscaler_airflow.cli.validate import validate
 
 
 @click.group(cls=Group)
@@ -22,5 +24,7 @@ def main(*, verbose: bool) -> None:
     )
 
 
+for command in (validate, render):
+    main.add_command(command)
 for command in (run, status, logs, report, cancel, demo):
     main.add_command(command)

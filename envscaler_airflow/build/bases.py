@@ -1,0 +1,128 @@
+"""What common base images hold, and how packages are installed on them: a small table, no network."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec.models import Base
+
+Family = Literal["apt", "dnf", "apk"]
+
+_DISTROS: dict[str, tuple[str, Family]] = {
+    "debian": ("debian:12-slim", "apt"),
+    "ubuntu": ("ubuntu:22.04", "apt"),
+    "fedora": ("fedora:40", "dnf"),
+    "rocky": ("rockylinux:9", "dnf"),
+    "rockylinux": ("rockylinux:9", "dnf"),
+    "almalinux": ("almalinux:9", "dnf"),
+    "amazonlinux": ("amazonlinux:2023", "dnf"),
+    "alpine": ("alpine:3.20", "apk"),
+}
+"""Image and package manager of a distribution without a version. Chosen: long-term releases."""
+
+_CODENAMES = {"bookworm": "12", "bullseye": "11", "trixie": "13", "jammy": "22.04", "noble": "24.04"}
+
+_NGC_PYTORCH = {
+    "23.10": {"python": "3.10", "torch": "2.1.0a0", "cuda": "12.2.2"},
+    "24.01": {"python": "3.10", "torch": "2.2.0a0", "cuda": "12.3.2"},
+    "24.04": {"python": "3.10", "torch": "2.3.0a0", "cuda": "12.4.1"},
+    "24.10": {"python": "3.10", "torch": "2.5.0a0", "cuda": "12.6.2"},
+    "25.01": {"python": "3.12", "torch": "2.6.0a0", "cuda": "12.8.0"},
+}
+"""Source: NVIDIA, Frameworks Support Matrix, container versions by release."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFacts:
+    """What is known of a base before it is pulled.
+
+    Attributes:
+        image: Name to build from.
+        family: Its package manager.
+        provides: Packages that it holds, name to version; ``python`` and ``cuda`` among them.
+        is_known: False when the package manager is a guess.
+    """
+
+    image: str
+    family: Family
+    provides: dict[str, str] = field(default_factory=dict)
+    is_known: bool = True
+
+    @property
+    def python(self) -> str | None:
+        """Version of the Python that its packages are for; None without one."""
+        return self.provides.get("python")
+
+    @property
+    def cuda(self) -> str | None:
+        """CUDA version of its libraries; None without them."""
+        return self.provides.get("cuda")
+
+
+DEFAULT_IMAGE = "debian:12-slim"
+"""Base of a spec that names none. Chosen: small, and the ordinary wheels run on it."""
+
+
+def facts(base: Base | None) -> BaseFacts:
+    """What is known of *base*; ``base.provides`` over the table.
+
+    Raises:
+        SpecError: A distribution that is not known.
+    """
+    if base is None:
+        return BaseFacts(DEFAULT_IMAGE, "apt")
+    if base.image is None:
+        image, family = _of_distro(base.distro or "")
+        return BaseFacts(image, family, dict(base.provides))
+    known = _provides(base.image)
+    family_of_image = _family(base.image)
+    if base.distro is not None:
+        family_of_image = _of_distro(base.distro)[1]
+    provides = {**known, **base.provides}
+    return BaseFacts(base.image, family_of_image or "apt", provides, is_known=family_of_image is not None)
+
+
+def _of_distro(text: str) -> tuple[str, Family]:
+    match = re.match(r"([a-z]+)[-_]?([0-9][0-9.]*|[a-z]+)?\Z", text.lower())
+    name = match[1] if match else ""
+    version = match[2] if match else None
+    for known in _DISTROS:
+        if match and name.startswith(known) and name != known and version is None:
+            name, version = known, name.removeprefix(known)
+    if name not in _DISTROS:
+        listed = ", ".join(sorted(_DISTROS))
+        raise SpecError(f"base.distro: {text!r} is not known; write one of {listed}, or base.image")
+    image, family = _DISTROS[name]
+    if version is not None:
+        image = f"{image.partition(':')[0]}:{_CODENAMES.get(version, version)}"
+    return image, family
+
+
+def _family(image: str) -> Family | None:
+    name, _, tag = image.partition("@")[0].rpartition("/")[2].partition(":")
+    if "alpine" in tag:
+        return "apk"
+    if re.search(r"ubuntu|debian|bookworm|bullseye|trixie|slim", tag):
+        return "apt"
+    if re.search(r"ubi|rocky|centos|fedora", f"{name}:{tag}"):
+        return "dnf"
+    if name in _DISTROS:
+        return _DISTROS[name][1]
+    return "apt" if name in ("python", "pytorch", "tensorflow", "cuda") else None
+
+
+def _provides(image: str) -> dict[str, str]:
+    """Tags that say what is inside: CUDA's, Python's, PyTorch's own and NVIDIA's PyTorch images."""
+    plain = image.partition("@")[0]
+    if match := re.search(r"nvcr\.io/nvidia/pytorch:([0-9]{2}\.[0-9]{2})-py3", plain):
+        return dict(_NGC_PYTORCH.get(match[1], {"python": "3"}))
+    if match := re.search(r"(?:^|/)pytorch/pytorch:([0-9.]+)-cuda([0-9.]+)-", plain):
+        return {"python": "3", "torch": match[1], "cuda": match[2]}
+    if match := re.search(r"(?:^|/)nvidia/cuda:([0-9]+\.[0-9]+\.[0-9]+)-", plain):
+        return {"cuda": match[1]}
+    if match := re.search(r"(?:^|/)python:(3\.[0-9]+(?:\.[0-9]+)?)", plain):
+        return {"python": match[1]}
+    return {}

@@ -1,0 +1,148 @@
+"""Python packages of a runtime as one requirements file, and the files of the user that it names."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from envscaler_airflow.build.artefacts import Artefact
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
+from envscaler_airflow.spec.models import EnvSpec, Runtime
+
+FOLDER = "requirements"
+"""Folder of the user's own requirements files in a rendering."""
+MAIN = "requirements.txt"
+"""The file that is installed: indexes, the user's file, then ``packages``."""
+MAX_BYTES = 1 << 20
+"""Largest requirements file read, bytes. Chosen: ten thousand pinned packages with hashes."""
+MAX_FILES = 32
+"""Most files that one names. Chosen."""
+
+_INCLUDE = re.compile(r"\s*(-r|--requirement|-c|--constraint)[ =]?\s*(?P<path>\S+)")
+_LOCAL = re.compile(r"\s*(-e\b|--editable|\.{1,2}/|/|file:)|.*@\s*file:")
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a runtime installs.
+
+    Attributes:
+        runtime: The runtime; None when the stage has none.
+        files: The user's requirements files, path below their folder to text.
+        main: Which of them the spec names; None without.
+        locked: Text with exact versions and hashes that replaces them all; None when not locked.
+    """
+
+    runtime: Runtime | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    main: str | None = None
+    locked: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing is to be installed."""
+        return self.locked is None and self.main is None and not (self.runtime and self.runtime.packages)
+
+    def artefacts(self) -> list[Artefact]:
+        """``requirements.txt`` and the files that it names; [] when nothing is to be installed."""
+        if self.is_empty:
+            return []
+        if self.locked is not None:
+            return [Artefact(MAIN, self.locked)]
+        copies = [Artefact(f"{FOLDER}/{path}", text) for path, text in sorted(self.files.items())]
+        return [Artefact(MAIN, self.text()), *copies]
+
+    def text(self) -> str:
+        """The combined file, which names the user's by ``-r``."""
+        runtime = self.runtime
+        assert runtime is not None
+        lines = [f"--index-url {runtime.index_url}"] if runtime.index_url else []
+        lines += [f"--extra-index-url {url}" for url in runtime.extra_index_urls]
+        lines += [f"-r {FOLDER}/{self.main}"] if self.main else []
+        lines += check_packages(runtime)
+        return "".join(f"{line}\n" for line in lines)
+
+
+def check_packages(runtime: Runtime) -> list[str]:
+    """``packages`` of *runtime*, each read as a requirement, so that none is an option or a path.
+
+    Raises:
+        SpecError: One is no requirement, or holds a password.
+    """
+    if runtime.package_manager == "conda":
+        return list(runtime.packages)
+    faults = []
+    for index, text in enumerate(runtime.packages):
+        try:
+            Requirement(text)
+        except InvalidRequirement as err:
+            reason = str(err).splitlines()[0]
+            faults.append(
+                f"runtimes: packages[{index}]: {text!r:.80} is no requirement ({reason}); write torch==2.1.0"
+            )
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
+    return list(runtime.packages)
+
+
+def read_requirements(spec: EnvSpec) -> Requirements:
+    """The requirements of *spec*'s Python runtime with its files, read from where the spec was loaded.
+
+    Raises:
+        SpecError: A file is absent, too large, no UTF-8, outside the folder, names a local package, or
+            holds a password.
+    """
+    for index, runtime in enumerate(spec.runtimes):
+        path = spec.resolve_path(f"runtimes[{index}].requirements")
+        if path is None:
+            return Requirements(runtime)
+        files: dict[str, str] = {}
+        _read(path.parent.resolve(), path.name, files, by="runtimes: requirements")
+        return Requirements(runtime, files, path.name)
+    return Requirements()
+
+
+def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
+    if name in files:
+        return
+    if len(files) >= MAX_FILES:
+        raise SpecError(f"{by}: more than {MAX_FILES} requirements files; write fewer")
+    text = files[name] = _text(folder, name, by)
+    for number, line in enumerate(text.splitlines(), start=1):
+        where = f"{name}:{number}"
+        if has_userinfo(line) or has_secret_shape(line):
+            raise SpecError(
+                f"{where}: holds a user or password; leave it out and write credentials: env:NAME "
+                "in the runtime"
+            )
+        if _LOCAL.match(line):
+            raise SpecError(
+                f"{where}: installs from this machine, which an image does not see; "
+                "publish it as a package, or ship it with workdir"
+            )
+        if match := _INCLUDE.match(line):
+            nested = posixpath.normpath(
+                posixpath.join(posixpath.dirname(name), shlex.split(match["path"])[0])
+            )
+            if "://" not in match["path"]:
+                _read(folder, nested, files, by=where)
+
+
+def _text(folder: Path, name: str, by: str) -> str:
+    path = folder / name
+    try:
+        if not path.resolve().is_relative_to(folder):
+            raise SpecError(f"{by}: {name!r:.100} leads out of its folder; keep it beside the first file")
+        data = path.read_bytes()
+        if len(data) > MAX_BYTES:
+            raise SpecError(f"{by}: {path} has {len(data)} bytes, at most {MAX_BYTES} are read")
+        return data.decode("utf-8")
+    except (OSError, ValueError) as err:
+        raise SpecError(f"{by}: {path} cannot be read ({err}); write the path of a UTF-8 text file") from err

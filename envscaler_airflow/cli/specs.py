@@ -1,0 +1,70 @@
+"""Options that every command on a spec file shares."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from envscaler_airflow.errors import SpecError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+TARGETS = ("local", "docker", "kubernetes", "vm")
+"""Variants of a spec that need no overlay."""
+
+
+def spec_options(command: _F) -> _F:
+    """Add ``-f``, ``--set`` and ``--input``; the command gets ``path``, ``parameters`` and ``inputs``."""
+
+    @click.option(
+        "-f",
+        "--file",
+        "path",
+        default="envscaler.yaml",
+        show_default=True,
+        help="Spec, or registry://team/name@1.",
+    )
+    @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the spec.")
+    @click.option("--input", "given", multiple=True, metavar="NAME=URI", help="An output of another run.")
+    @functools.wraps(command)
+    def with_spec(*args: Any, settings: tuple[str, ...], given: tuple[str, ...], **kwargs: Any) -> Any:
+        inputs = pairs(given, "--input") or None
+        return command(*args, parameters=pairs(settings, "--set"), inputs=inputs, **kwargs)
+
+    return with_spec  # type: ignore[return-value]
+
+
+def pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:
+    """``NAME=VALUE`` texts as a dict.
+
+    Raises:
+        SpecError: One has no ``=``.
+    """
+    found = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise SpecError(f"{option} {text!r}: write {option} NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def write_artefact(folder: Path, name: str, text: str, *, is_executable: bool) -> Path:
+    """Write one file of a rendering below *folder*."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    if is_executable:
+        path.chmod(path.stat().st_mode | 0o111 & ~_umask())
+    return path
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,63 @@
+"""``validate``: every fault of a spec at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import click
+
+from envscaler_airflow.build.distributed import batches
+from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.cli.specs import spec_options
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
+
+
+@click.command()
+@spec_options
+@click.option("--target", help="Variant to check; without it every variant of the spec is.")
+@click.option("--json", "as_json", is_flag=True, help="Print faults as JSON, for tools.")
+def validate(
+    path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str | None, *, as_json: bool
+) -> None:
+    """Check a spec: every fault, each with file, line, path, what was got and what to write. Exit 0 or 2."""
+    spec: EnvSpec | None = None
+    faults: list[str] = []
+    try:
+        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs)
+        faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
+    except SpecError as err:
+        faults = err.faults
+    if as_json:
+        click.echo(json.dumps(_answer(path, spec, faults), indent=2))
+    else:
+        _print(path, spec, faults)
+    if faults:
+        click.get_current_context().exit(2)
+
+
+def _faults_of(check: Callable[[EnvSpec], object], spec: EnvSpec) -> list[str]:
+    try:
+        check(spec)
+    except SpecError as err:
+        return err.faults
+    return []
+
+
+def _answer(path: str, spec: EnvSpec | None, faults: list[str]) -> dict[str, object]:
+    found: dict[str, object] = {"file": path, "valid": not faults, "faults": faults}
+    if spec is not None:
+        found |= {"name": spec.name, "warnings": list(spec.warnings)}
+    if spec is not None and not faults:
+        found["spec_hash"] = spec_hash(spec)
+    return found
+
+
+def _print(path: str, spec: EnvSpec | None, faults: list[str]) -> None:
+    for fault in faults:
+        click.echo(fault, err=True)
+    for warning in spec.warnings if spec is not None else ():
+        click.echo(f"warning: {warning}", err=True)
+    if spec is not None and not faults:
+        click.echo(f"{path}: {spec.name} is valid ({spec_hash(spec)[:12]})")

@@ -1,0 +1,123 @@
+"""``validate`` and ``render`` from a shell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.cli import main
+
+GOOD = """\
+version: v1
+name: tiny
+base: {image: python:3.11-slim}
+parameters: {epochs: {type: integer, default: 3, minimum: 1}}
+runtimes: [{type: python, requirements: requirements.txt}]
+entrypoint: [python, train.py, --epochs, "{{ parameters.epochs }}"]
+targets: {vm: {base: {image: debian:12}}}
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Run the shell's command in a folder with a good spec."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envscaler.yaml").write_text(GOOD)
+    (tmp_path / "requirements.txt").write_text("attrs\n")
+    return lambda *words: CliRunner().invoke(main, list(words), catch_exceptions=False)
+
+
+def test_a_valid_spec_ends_with_zero_and_its_hash(call):
+    """Nothing on standard error, one line on standard output."""
+    got = call("validate")
+
+    assert got.exit_code == 0
+    assert got.output.startswith("envscaler.yaml: tiny is valid (")
+
+
+def test_every_fault_is_shown_at_once_and_ends_with_two(call, tmp_path):
+    """Two faults, each with file, line and path."""
+    (tmp_path / "bad.yaml").write_text(
+        "version: v1\nname: x\nresources: {requests: {memory: 4096}}\nentrypont: [a]\n"
+    )
+
+    got = call("validate", "-f", "bad.yaml")
+
+    assert got.exit_code == 2
+    assert "bad.yaml:3: resources.requests.memory:" in got.stderr
+    assert "bad.yaml:4: entrypont:" in got.stderr
+    assert "entrypoint" in got.stderr
+
+
+def test_faults_are_json_for_tools(call, tmp_path):
+    """The same faults as a list, the same exit code."""
+    (tmp_path / "bad.yaml").write_text("version: v1\nname: x\nresources: {requests: {memory: 4096}}\n")
+
+    got = call("validate", "-f", "bad.yaml", "--json")
+
+    assert got.exit_code == 2
+    answer = json.loads(got.stdout)
+    assert answer["valid"] is False
+    assert answer["faults"][0].startswith("bad.yaml:3: resources.requests.memory:")
+
+
+def test_a_bad_parameter_is_a_fault(call):
+    """Bounds of the spec's own parameters hold on the command line."""
+    assert call("validate", "--set", "epochs=5").exit_code == 0
+    assert call("validate", "--set", "epochs=0").exit_code == 2
+    assert call("validate", "--set", "epochs").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("torch --index-url https://user:pw@wheels.example.com/simple", "holds a user or password"),
+        ("-e ./mine", "installs from this machine"),
+        ("-r ../outside.txt", "leads out of its folder"),
+        ("-r absent.txt", "cannot be read"),
+    ],
+)
+def test_a_requirements_file_is_checked_too(call, tmp_path, line, fault):
+    """What an image cannot have, or must not hold, is said with file and line, and no password with it."""
+    (tmp_path / "requirements.txt").write_text(f"attrs\n{line}\n")
+
+    got = call("validate")
+
+    assert got.exit_code == 2
+    assert fault in got.stderr
+    assert "requirements.txt:2" in got.stderr
+    assert "pw@" not in got.output
+
+
+def test_renders_to_a_folder_with_scripts_that_run(call, tmp_path):
+    """Names of the files are printed; the script may be executed."""
+    got = call("render", "--target", "venv", "-o", "out", "--set", "epochs=4")
+
+    assert got.exit_code == 0
+    assert (tmp_path / "out" / "venv.sh").stat().st_mode & 0o111
+    assert (tmp_path / "out" / "requirements" / "requirements.txt").read_text() == "attrs\n"
+
+
+def test_renders_the_composed_spec_with_where_each_value_came_from(call):
+    """Resolved values, then file and line of each."""
+    got = call("render", "--target", "spec")
+
+    assert '- "3"' in got.output
+    assert "# entrypoint[3]: envscaler.yaml:6" in got.output
+
+
+def test_a_target_takes_its_overlay(call):
+    """``targets.vm`` counts for the machine's rendering and for no other."""
+    assert "debian:12" in call("render", "--target", "vm").output
+    assert "FROM python:3.11-slim" in call("render", "--target", "docker").output
+
+
+def test_a_job_needs_the_name_of_an_image_when_the_base_is_not_enough(call):
+    """The message says how to get one."""
+    got = call("render", "--target", "kubernetes")
+
+    assert got.exit_code == 2
+    assert "envscaler build" in got.stderr
+    assert "image: team/tiny:1" in call("render", "--target", "kubernetes", "--image", "team/tiny:1").output

@@ -1,0 +1,137 @@
+"""The launcher's command, and a global batch that no change of size changes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envscaler_airflow.build.distributed import Batch, batch_env, batches, launch_command
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import EnvSpec
+
+
+def stage(
+    *,
+    gpus: int = 2,
+    nodes: str | int = 2,
+    entrypoint: tuple[str, ...] = ("python", "train.py"),
+    **distributed,
+):
+    """A stage of *nodes* nodes with *gpus* GPUs each."""
+    body = {
+        "version": "v1",
+        "name": "s",
+        "resources": {"requests": {"gpu": {"count": gpus}}},
+        "num_nodes": nodes,
+        "distributed": distributed,
+        "entrypoint": list(entrypoint),
+    }
+    return EnvSpec.from_dict(body)
+
+
+def test_every_size_makes_the_same_global_batch_with_the_same_micro_batch():
+    """1536 over 2, 4, 6 and 8 copies: 768, 384, 256 and 192 samples each; 64 divides them all."""
+    got = batches(stage(nodes="1..4", global_batch=1536))
+
+    assert got == (
+        Batch(1, 2, 2, 64, 12),
+        Batch(2, 4, 4, 64, 6),
+        Batch(3, 6, 6, 64, 4),
+        Batch(4, 8, 8, 64, 3),
+    )
+
+
+def test_model_parallel_copies_are_counted_and_not_processes():
+    """Eight GPUs per copy: one node of four makes none, two make one, four make two."""
+    got = batches(stage(gpus=4, nodes="1..4", global_batch=64, model_parallel=8))
+
+    assert got == (Batch(2, 8, 1, 32, 2), Batch(4, 16, 2, 32, 1))
+
+
+def test_a_batch_that_cannot_be_kept_names_sizes_and_a_batch_that_can():
+    """256 samples do not divide over 3 copies; 768 do."""
+    with pytest.raises(SpecError, match=r"256 cannot be kept with 3 nodes \(3 copies\); write 768"):
+        batches(stage(gpus=1, nodes="1..4", global_batch=256))
+
+
+def test_a_model_that_fits_no_size_is_said_so():
+    """A copy of 16 GPUs on two nodes of four."""
+    with pytest.raises(SpecError, match="model_parallel: no number of nodes gives a multiple of 16"):
+        batches(stage(gpus=4, nodes=2, global_batch=64, model_parallel=16))
+
+
+@given(
+    gpus=st.integers(1, 8), low=st.integers(1, 6), more=st.integers(0, 6), total=st.integers(1, 20_000),
+    parallel=st.sampled_from([1, 2, 4, 8]),
+)  # fmt: skip
+def test_micro_batch_times_copies_times_accumulation_is_the_global_batch(gpus, low, more, total, parallel):
+    """Whatever the sizes, either all keep the batch exactly or the spec is refused."""
+    spec = stage(gpus=gpus, nodes=f"{low}..{low + more}", global_batch=total, model_parallel=parallel)
+    try:
+        got = batches(spec)
+    except SpecError:
+        return
+
+    assert {batch.micro * batch.replicas * batch.accumulation for batch in got} == {total}
+    assert len({batch.micro for batch in got}) == 1
+
+
+def test_the_training_reads_its_accumulation_from_the_environment():
+    """Two nodes of two GPUs: 4 copies x 64 x 6 = 1536."""
+    assert batch_env(stage(nodes="1..4", global_batch=1536), 2) == {
+        "ENVSCALER_GLOBAL_BATCH": "1536",
+        "ENVSCALER_MICRO_BATCH": "64",
+        "ENVSCALER_GRADIENT_ACCUMULATION": "6",
+    }
+    assert batch_env(stage(), 2) == {}
+
+
+def test_torchrun_meets_by_c10d_at_node_zero():
+    """Several nodes: count, processes, rank and endpoint; the interpreter is torchrun's own."""
+    got = launch_command(stage(launcher="torchrun"), 2, endpoint="node-0:29400", node_rank="1")
+
+    assert got == (
+        "torchrun", "--nnodes=2", "--nproc_per_node=2", "--node_rank=1", "--rdzv_backend=c10d",
+        "--rdzv_endpoint=node-0:29400", "--rdzv_id=envscaler", "train.py",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("launcher", "entrypoint", "expected"),
+    [
+        (
+            "torchrun",
+            ("python", "train.py", "-x"),
+            ("torchrun", "--standalone", "--nproc_per_node=2", "train.py", "-x"),
+        ),
+        (
+            "torchrun",
+            ("python", "-m", "pkg"),
+            ("torchrun", "--standalone", "--nproc_per_node=2", "-m", "pkg"),
+        ),
+        (
+            "torchrun",
+            ("python", "-u", "a.py"),
+            ("torchrun", "--standalone", "--nproc_per_node=2", "--no-python", "python", "-u", "a.py"),
+        ),
+        ("none", ("./train",), ("./train",)),
+    ],
+)
+def test_one_node_needs_no_rendezvous_and_other_programs_no_python(launcher, entrypoint, expected):
+    """What stands before the user's own words depends on the launcher and the program."""
+    assert launch_command(stage(nodes=1, launcher=launcher, entrypoint=entrypoint), 1) == expected
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+def test_other_launchers_get_nodes_processes_rank_and_address(launcher):
+    """The same four facts in each launcher's own words."""
+    got = " ".join(launch_command(stage(launcher=launcher), 2, endpoint="n0:1234", node_rank="1"))
+
+    expected = {
+        "accelerate": "accelerate launch --num_machines=2 --num_processes=4 --machine_rank=1 "
+        "--main_process_ip=n0 --main_process_port=1234 train.py",
+        "deepspeed": "deepspeed --num_nodes=2 --num_gpus=2 --node_rank=1 --master_addr=n0 --master_port=1234 "
+        "--no_ssh train.py",
+    }
+    assert got == expected[launcher]
