@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -503,8 +503,8 @@ class _Tracker:
         """Return what the session said, completed by what the patterns found and by times."""
         said, found = report.progress, self.pump.progress()
         values = {
-            name: getattr(said, name) if getattr(said, name) is not None else getattr(found, name)
-            for name in Progress.__dataclass_fields__
+            item.name: getattr(said if getattr(said, item.name) is not None else found, item.name)
+            for item in fields(Progress)
         }
         if values["steps_per_s"] is None and values["step"] is not None:
             self._steps.add(now, values["step"])
