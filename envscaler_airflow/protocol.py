@@ -14,7 +14,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
 
 from envscaler_airflow.errors import ProtocolError
 
@@ -91,7 +91,7 @@ def is_safe_relative_path(path: str) -> bool:
 class Message:
     """A JSON object with ``schema``; subclasses are what is on the wire."""
 
-    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
+    MAX_BYTES = MAX_JSON_BYTES
 
     def to_json(self) -> bytes:
         """Compact UTF-8 JSON; unknown (None) fields are left out."""
@@ -431,7 +431,7 @@ class Manifest(Message):
         cooperative: True when the training saved it through ``Session``; False for a snapshot.
     """
 
-    MAX_BYTES: ClassVar[int] = MAX_MANIFEST_BYTES
+    MAX_BYTES = MAX_MANIFEST_BYTES
 
     kind: str = "checkpoint"
     files: Tuple[ManifestFile, ...] = ()
