@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from airflow.sdk._shared.secrets_masker import redact
 
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
@@ -12,6 +14,7 @@ from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.operators.params import RESTART
 from envscaler_airflow.operators.stage import seconds_left, spec_path
 from envscaler_airflow.spec import load_spec, spec_params
+from envscaler_airflow.spec.secrets import REFERENCE_FORMS
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -35,7 +38,9 @@ def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) ->
         path = spec_path(operator.spec, context["dag"].fileloc)
         parameters = chosen_parameters(spec_params(path), context["params"], parameters)
         target = operator.target or operator.compute
+        _refuse_masked({"parameters": parameters, "inputs": inputs})
         spec = load_spec(path, parameters=parameters, target=target, inputs=inputs)
+        _refuse_masked(spec.to_dict())
     return Stage(
         spec=spec,
         spec_source=operator.spec,
@@ -50,6 +55,29 @@ def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) ->
         resolve_secret=resolve_secret,
         store_options=store_place(operator.store_url, operator.store_conn_id).options,
     )
+
+
+def _refuse_masked(body: Mapping[str, Any]) -> None:
+    """Raise SpecError where a value holds what Airflow's secrets masker would redact."""
+    faults = [
+        f"{path}: holds a secret; write an env entry with value_from: {REFERENCE_FORMS}"
+        for path, text in _texts(body, "")
+        if redact(text) != text
+    ]
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
+
+
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Every text in *value* with where it stands: ``env[0].value``."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{path}[{index}]")
 
 
 def chosen_parameters(

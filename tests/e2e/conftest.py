@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from envscaler_airflow.store.checkpoints import complete_checkpoints
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 DAGS = Path(__file__).parent / "dags"
+CANARIES = {"connection": "canary-k7Qp2wZx", "env": "canary-Vb93mLtR", "variable": "canary-T5hyN8sd"}
+"""Secrets that must be found nowhere, by where they come from."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def canaries() -> dict[str, str]:
+    """Secrets that must be found nowhere, by where they come from."""
+    return CANARIES
+
+
+@pytest.fixture(scope="session")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the gates at which ``dags/held.py`` holds a slice."""
     return tmp_path_factory.mktemp("gates")
@@ -42,7 +51,13 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def airflow(tmp_path_factory: pytest.TempPathFactory, gates: Path) -> Iterator[AirflowServices]:
     """A running Airflow with the DAGs of ``tests/e2e/dags``, shared by all tests."""
     home = tmp_path_factory.mktemp("airflow")
-    with AirflowServices(home, DAGS, {"E2E_GATES": str(gates)}) as services:
+    given = {
+        "E2E_GATES": str(gates),
+        "E2E_CANARY": CANARIES["env"],
+        "AIRFLOW_CONN_CANARY": f"generic://someone:{CANARIES['connection']}@nowhere",
+        "AIRFLOW_VAR_CANARY_JSON": json.dumps({"token": CANARIES["variable"]}),
+    }
+    with AirflowServices(home, DAGS, given) as services:
         yield services
 
 

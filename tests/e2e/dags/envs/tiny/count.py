@@ -42,7 +42,7 @@ def main() -> None:
             (folder / "step.json").write_text(json.dumps(step))
 
         while step < args.steps:
-            time.sleep(args.pause)
+            time.sleep(args.pause / int(os.environ.get("ENVSCALER_CPUS", "1")))
             step += 1
             if step == args.fail_at:
                 sys.exit("fails as it was told")
