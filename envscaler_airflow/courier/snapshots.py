@@ -28,20 +28,24 @@ _PART = "snapshot"
 
 
 class QuietWatch:
-    """For how long a fingerprint has been the same, by the watcher's own clock."""
+    """For how long a tree has been the same, by the watcher's own clock, and the progress then."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         """Begin without knowing anything."""
         self._monotonic = monotonic
         self._fingerprint: str | None = None
         self._since = 0.0
+        self._progress = Progress()
 
-    def quiet_s(self, fingerprint: str) -> float:
-        """Seconds since *fingerprint* was first seen without another in between."""
+    def look(self, fingerprint: str, progress: Progress) -> tuple[float, Progress]:
+        """Seconds since *fingerprint* was first seen, without another in between, and the progress then.
+
+        What the training wrote, it wrote before it was seen: a later step would claim too much.
+        """
         now = self._monotonic()
         if fingerprint != self._fingerprint:
-            self._fingerprint, self._since = fingerprint, now
-        return now - self._since
+            self._fingerprint, self._since, self._progress = fingerprint, now, progress
+        return now - self._since, self._progress
 
 
 class Snapshots:
@@ -57,6 +61,9 @@ class Snapshots:
         self._quiet = QuietWatch(site.monotonic)
         self._last_at = site.monotonic()
         self._next_scan = -float("inf")
+        self._found: Selection | None = None
+        self._quiet_s = 0.0
+        self._progress = Progress()
         self._ask: tuple[int, float, str | None] | None = None  # sequence, seen at, fingerprint then
 
     def step(self) -> None:
@@ -73,15 +80,19 @@ class Snapshots:
             if ended is not None or state.failed is not None:
                 self._site.memory.update(is_final_snapshot_done=True)
             return
+        now = self._site.monotonic()
+        if ended is None and now < self._next_scan:
+            return
+        progress = status.progress if status else Progress()
+        self._scan(progress)
+        # A large tree is looked at less often, so that looking takes a twentieth of the time at most.
+        self._next_scan = now + max(SCAN_S, 20 * (self._site.monotonic() - now))
         if ended is not None:
-            self._last(ended, status.progress if status else Progress())
-        elif self._site.monotonic() >= self._next_scan:
-            self._next_scan = self._site.monotonic() + SCAN_S
-            progress = status.progress if status else Progress()
-            if asked is not None:
-                self._for_ask(asked, progress)
-            elif self._is_due(progress):
-                self._periodic(progress)
+            self._last(ended)
+        elif asked is not None:
+            self._for_ask(asked)
+        elif self._is_due(progress):
+            self._periodic()
 
     # -- what is known
 
@@ -103,16 +114,23 @@ class Snapshots:
             return None
         return control if control.sequence > self._site.memory.state.answered else None
 
-    def _select(self, folder: Path) -> Selection | None:
-        """What could be copied and is not in a snapshot yet."""
+    def _scan(self, progress: Progress) -> None:
+        """Look at the tree: what is in no snapshot yet, and for how long it has been quiet."""
+        folder = self._folder()
+        self._found = None
         try:
-            selection = layouts.select(folder)
+            selection = layouts.select(folder) if folder else None
         except CheckpointError as err:
             self._site.messages.say(_PART, f"no snapshot: {err}")
-            return None
-        if selection is None or selection.fingerprint == self._site.memory.state.snapshot:
-            return None
-        return selection
+            return
+        if selection is not None:
+            self._quiet_s, self._progress = self._quiet.look(selection.fingerprint, progress)
+            if selection.fingerprint != self._site.memory.state.snapshot:
+                self._found = selection
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._found is not None and self._quiet_s >= QUIET_S
 
     def _is_due(self, progress: Progress) -> bool:
         if self._site.exchange.saved(self._site.who):
@@ -127,47 +145,38 @@ class Snapshots:
 
     # -- the three occasions
 
-    def _periodic(self, progress: Progress) -> None:
-        folder = self._folder()
-        selection = self._select(folder) if folder else None
-        if folder is not None and selection is not None and self._is_quiet(selection):
-            self._take(folder, selection, progress)
+    def _periodic(self) -> None:
+        if self._found is not None and self._is_quiet:
+            self._take(self._found)
 
-    def _for_ask(self, control: Control, progress: Progress) -> None:
+    def _for_ask(self, control: Control) -> None:
         """Copy what is new; with ``align: epoch`` wait for the next save, such code's own boundary."""
-        folder = self._folder()
-        selection = self._select(folder) if folder else None
-        fingerprint = selection.fingerprint if selection else None
-        now = self._site.monotonic()
+        found, now = self._found, self._site.monotonic()
+        fingerprint = found.fingerprint if found else None
         if self._ask is None or self._ask[0] != control.sequence:
             self._ask = (control.sequence, now, fingerprint)
         _, since, first = self._ask
-        is_quiet = selection is not None and self._is_quiet(selection)
         waits = control.align == "epoch"
         is_late = now - since >= (control.align_timeout_s if waits else ASK_SHARE * control.grace_s)
         if waits and fingerprint == first and not is_late:
             return
-        if folder is None or selection is None:
+        if found is None:
             self._answer(control, None)
-        elif is_quiet:
-            name = self._take(folder, selection, progress)
+        elif self._is_quiet:
+            name = self._take(found)
             if name is not None or is_late:
                 self._answer(control, name)
         elif is_late:
-            self._site.messages.say(_PART, f"no snapshot: {folder} was not quiet for {QUIET_S:g} s")
+            self._site.messages.say(_PART, f"no snapshot: the tree was not quiet for {QUIET_S:g} s")
             self._answer(control, None)
 
-    def _last(self, ended: Ended, progress: Progress) -> None:
-        folder = self._folder()
-        selection = self._select(folder) if folder else None
-        if folder is not None and selection is not None:
-            if self._may_be_torn(ended, selection):
-                self._site.messages.say(
-                    _PART,
-                    f"no last snapshot: {folder} was written less than {QUIET_S:g} s before the command died",
-                )
+    def _last(self, ended: Ended) -> None:
+        if self._found is not None:
+            if self._may_be_torn(ended, self._found):
+                reason = f"it was written less than {QUIET_S:g} s before the command died"
+                self._site.messages.say(_PART, f"no last snapshot: {reason}")
             else:
-                self._take(folder, selection, progress, nobody_writes=True)
+                self._take(self._found, nobody_writes=True)
         asked = self._asked()
         if asked is not None:
             self._answer(asked, None)
@@ -182,13 +191,12 @@ class Snapshots:
         died_ns = self._site.exchange.wrapper.stat().st_mtime_ns
         return selection.newest_mtime_ns > died_ns - QUIET_S * 1e9
 
-    def _is_quiet(self, selection: Selection) -> bool:
-        return self._quiet.quiet_s(selection.fingerprint) >= QUIET_S
-
-    def _take(
-        self, folder: Path, selection: Selection, progress: Progress, *, nobody_writes: bool = False
-    ) -> str | None:
+    def _take(self, selection: Selection, *, nobody_writes: bool = False) -> str | None:
         """Copy; None, and a message, when it did not count."""
+        folder = self._folder()
+        if folder is None:
+            return None
+        progress = self._progress
         exchange, site = self._site.exchange, self._site
         part = exchange.checkpoints / ".snapshot"
         began = site.monotonic()

@@ -14,6 +14,7 @@ from envscaler_airflow.courier import layouts
 from envscaler_airflow.courier.layouts import select
 from envscaler_airflow.courier.snapshots import QuietWatch, Snapshots
 from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import Progress
 
 
 def put(folder, files):
@@ -210,9 +211,10 @@ def test_quiet_is_measured_since_the_last_change():
     seen = []
     for at, fingerprint in [(0, "a"), (3, "a"), (4, "b"), (10, "b"), (11, "a")]:
         now[0] = at
-        seen.append(watch.quiet_s(fingerprint))
+        quiet_s, progress = watch.look(fingerprint, Progress(step=at))
+        seen.append((quiet_s, progress.step))
 
-    assert seen == [0, 3, 0, 6, 0]
+    assert seen == [(0, 0), (3, 0), (0, 4), (6, 4), (0, 11)]
 
 
 # -- when
@@ -273,6 +275,20 @@ def test_a_periodic_snapshot(trained):
     }  # fmt: skip
 
 
+def test_a_snapshot_claims_no_step_that_was_made_after_its_save(trained):
+    """Saved at step 40, copied at step 50 when it is due and quiet: it holds step 40."""
+    bench = trained(every={"seconds": 60})
+    run(bench, 30)
+    bench.wrapper_says(progress={"step": 40})
+    put(bench.ck, {"model.pt": b"weights"})
+    run(bench, 3)
+    bench.wrapper_says(progress={"step": 50})
+
+    run(bench, 30)
+
+    assert saved(bench) == ["g1-step-00000040-a2"]
+
+
 def test_nothing_new_is_not_copied_twice(trained):
     """A hundred seconds without a change after a snapshot: still one, also after the courier was killed."""
     bench = trained()
@@ -297,7 +313,7 @@ def test_by_steps_and_by_epochs(trained):
     assert saved(bench) == []
     bench.wrapper_says(progress={"step": 100})
     run(bench, 7)
-    assert saved(bench) == ["g1-step-00000100-a2"]
+    assert saved(bench) == ["g1-step-00000099-a2"]
 
     bench = trained(every={"epochs": 2}, attempt=3)
     put(bench.ck, {"model.pt": b"22"})
@@ -306,7 +322,7 @@ def test_by_steps_and_by_epochs(trained):
     assert saved(bench) == []
     bench.wrapper_says(progress={"epoch": 2, "step": 114})
     run(bench, 7)
-    assert saved(bench) == ["g1-step-00000114-a3"]
+    assert saved(bench) == ["g1-step-00000107-a3"]
 
 
 def test_a_slow_writer_is_waited_for(trained):
