@@ -51,7 +51,8 @@ def render_venv(spec: EnvSpec, requirements: Requirements) -> list[Artefact]:
 def python_version(spec: EnvSpec) -> str:
     """Python of the stage: as written, else the base's, else the default."""
     written = next((runtime.version for runtime in spec.runtimes if runtime.version), None)
-    return written or facts(spec.base).python or DEFAULT_PYTHON
+    of_base = facts(spec.base).python or ""
+    return written or (of_base if "." in of_base else DEFAULT_PYTHON)
 
 
 def env_script(spec: EnvSpec) -> str:

@@ -9,6 +9,7 @@ import click
 from envscaler_airflow.cli.common import Group
 from envscaler_airflow.cli.demo import demo
 from envscaler_airflow.cli.inspect import cancel, logs, report, status
+from envscaler_airflow.cli.registry import init, registry
 from envscaler_airflow.cli.render import render
 from envscaler_airflow.cli.run import run
 from envscaler_airflow.cli.validate import validate
@@ -24,7 +25,7 @@ def main(*, verbose: bool) -> None:
     )
 
 
-for command in (validate, render):
+for command in (validate, render, registry, init):
     main.add_command(command)
 for command in (run, status, logs, report, cancel, demo):
     main.add_command(command)

@@ -10,7 +10,7 @@ from envscaler_airflow.build.artefacts import Artefact
 from envscaler_airflow.build.render import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.build.render import render as render_target
 from envscaler_airflow.build.requirements import read_requirements
-from envscaler_airflow.cli.specs import spec_options, write_artefact
+from envscaler_airflow.cli.specs import spec_options, spec_registry, write_artefact
 from envscaler_airflow.spec.loading import load_with_sources
 
 
@@ -36,7 +36,9 @@ def render(
     """Show what a spec becomes: the composed spec, an environment, a Dockerfile, a Job, user-data."""
     kind = {"docker": "dockerfile", "local": "venv"}.get(target, target)
     overlay = variant or VARIANTS.get(kind)
-    loaded = load_with_sources(path, parameters=parameters, target=overlay, inputs=inputs)
+    loaded = load_with_sources(
+        path, parameters=parameters, target=overlay, inputs=inputs, registry=spec_registry()
+    )
     if kind == "spec":
         found = render_spec(loaded)
     else:

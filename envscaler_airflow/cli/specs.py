@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
+from envscaler_airflow.build.registry import SpecRegistry
+from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.store.base import open_store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -37,6 +40,11 @@ def spec_options(command: _F) -> _F:
         return command(*args, parameters=pairs(settings, "--set"), inputs=inputs, **kwargs)
 
     return with_spec  # type: ignore[return-value]
+
+
+def spec_registry() -> SpecRegistry:
+    """The registry on the default store, opened when a spec refers to it."""
+    return SpecRegistry(lambda: open_store(default_store_url()))
 
 
 def pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import click
 
 from envscaler_airflow.build.distributed import batches
 from envscaler_airflow.build.requirements import read_requirements
-from envscaler_airflow.cli.specs import spec_options
+from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
 
@@ -25,7 +25,7 @@ def validate(
     spec: EnvSpec | None = None
     faults: list[str] = []
     try:
-        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs)
+        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
         faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
     except SpecError as err:
         faults = err.faults
