@@ -67,6 +67,15 @@ def reap() -> Iterator[Reaped]:
         yield Reaped(pid, exit_code(status), usage.ru_utime + usage.ru_stime)
 
 
+def has_children() -> bool:
+    """Tell whether a child, adopted ones included, runs or waits to be reaped."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def exit_code(status: int) -> int:
     """Return a wait status as ``subprocess`` says it."""
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

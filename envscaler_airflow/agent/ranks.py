@@ -5,8 +5,10 @@ So one rank decides and the others follow:
 
 - :class:`Alone`: one rank, nothing to agree on.
 - :class:`Neighbours`: all ranks on this node. Rank 0 names a coming step in the exchange
-  folder; each rank saves when it gets there and says so. At the end of an epoch all
-  wait for its verdict, since no step can be named before.
+  folder; each rank saves when it gets there and says at which step it did. At the end of
+  an epoch all wait for its verdict, since no step can be named before. Ranks that were not
+  at the same step, since they reduce no gradients, make no checkpoint: it is tried again
+  with a longer lead.
 - :class:`Collective`: ranks on other nodes too. A function of the user's (a broadcast of
   rank 0's integer) is called by all at the same steps.
 - :class:`Scheduled`: ranks on other nodes and no such function. Only what every rank can
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
@@ -34,6 +36,12 @@ LEAD_STEPS = 1
 WAIT_S = 1800.0
 """Longest wait for another rank. Source: default timeout of torch.distributed's gloo backend."""
 POLL_S = 0.002
+WRITE_TRIES = 30
+"""Tries, a second apart, to write what other ranks wait for. Chosen: a save that failed on a full disk
+is removed by then."""
+MAX_LEAD_STEPS = 1000
+ELSEWHERE = "was at step"
+"""Words by which a save that failed because ranks were not at the same step is told from others."""
 
 Agree = Callable[[int], int]
 
@@ -79,31 +87,40 @@ class Alone:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 wrote last: *what* happens at *step*; the outcome of step *settled* is *is_complete*."""
+    """What rank 0 wrote last.
+
+    Attributes:
+        number: Grows with every naming of a step.
+        step: *what* is done at the first call of ``checkpoint`` at this step or after it.
+        epoch_step: Newest end of an epoch that rank 0 has come to.
+        settled: Number of the newest save whose outcome is known; *settled_step* is its step.
+        is_complete: Its outcome.
+    """
 
     number: int = 0
     step: int = -1
     what: int = NOTHING
-    settled: int = -1
+    epoch_step: int = -1
+    settled: int = 0
+    settled_step: int = -1
     is_complete: bool = False
 
 
 class Neighbours(Alone):
     """The ranks of one node, through files in the exchange folder."""
 
-    lead_steps = LEAD_STEPS
-
     def __init__(
         self, folder: Path, rank: int, count: int, *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         """Join *count* ranks as number *rank*; rank 0 clears what an earlier launch left."""
         self.is_first = rank == 0
+        self.lead_steps = LEAD_STEPS
         self._folder = folder
         self._rank = rank
         self._count = count
         self._sleep = sleep
         self._verdict = Verdict()
-        self._answered = -1
+        self._obeyed = 0
         self._watched = Watched(folder / "verdict.json")
         if self.is_first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,11 +129,10 @@ class Neighbours(Alone):
             self._publish(Verdict())
 
     def look(self) -> bool:
-        """Return True for a rank that follows when rank 0 has named a step."""
-        if self.is_first:
-            return self._verdict.what != NOTHING
-        self._follow()
-        return self._verdict.what != NOTHING and self._verdict.step != self._answered
+        """Return True when rank 0 has named a step and this rank has not done it yet."""
+        if not self.is_first:
+            self._follow()
+        return self._verdict.what != NOTHING and self._verdict.number != self._obeyed
 
     def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
         """Return what all ranks do at *step*."""
@@ -126,21 +142,26 @@ class Neighbours(Alone):
 
     def acknowledge(self, step: int, problem: str) -> None:
         """Say that this rank is done with *step*."""
-        self._answered = step
-        write_json(self._folder / f"rank-{self._rank}.json", {"step": step, "problem": problem})
+        body = {"number": self._obeyed, "step": step, "problem": problem}
+        self._patiently(lambda: write_json(self._folder / f"rank-{self._rank}.json", body))
 
     def gather(self, step: int) -> List[str]:
-        """Wait until all ranks are done with *step*."""
+        """Wait until all ranks are done with *step*; one that was elsewhere makes the next lead longer."""
         others = {rank: Watched(self._folder / f"rank-{rank}.json") for rank in range(1, self._count)}
         problems: List[str] = []
 
         def all_done() -> bool:
             for rank, watched in list(others.items()):
                 said = _read(watched)
-                if said.get("step") == step:
-                    del others[rank]
-                    if said.get("problem"):
-                        problems.append(f"rank {rank}: {said['problem']}")
+                is_other_step = self._verdict.number > 0 and said.get("number") == self._verdict.number
+                if said.get("step") == step and said.get("problem"):
+                    problems.append(f"rank {rank}: {said['problem']}")
+                elif said.get("step") != step and is_other_step:
+                    problems.append(f"rank {rank} {ELSEWHERE} {said.get('step')}, not {step}")
+                    self.lead_steps = min(MAX_LEAD_STEPS, 2 * self.lead_steps + abs(said["step"] - step))
+                elif said.get("step") != step:
+                    continue
+                del others[rank]
             return not others
 
         if not self._wait_for(all_done):
@@ -149,42 +170,53 @@ class Neighbours(Alone):
 
     def announce(self, step: int, *, is_complete: bool) -> None:
         """Say how the save of *step* ended."""
-        self._publish(Verdict(self._verdict.number + 1, settled=step, is_complete=is_complete))
+        now = self._verdict
+        self._obeyed = now.number
+        said = Verdict(now.number, now.step, NOTHING, now.epoch_step, now.number, step, is_complete)
+        self._patiently(lambda: self._publish(said))
 
     def await_outcome(self, step: int) -> bool:
         """Wait until rank 0 said how the save of *step* ended."""
 
         def settled() -> bool:
             self._follow()
-            return self._verdict.settled >= step
+            said = self._verdict
+            return said.settled_step >= step or 0 < self._obeyed <= said.settled
 
         return self._wait_for(settled) and self._verdict.is_complete
 
     def _lead(self, step: int, want: int, *, epoch_end: bool) -> int:
         named = self._verdict
-        if named.what != NOTHING and named.step == step:
+        is_pending = named.what != NOTHING
+        if is_pending and named.step <= step:
             return named.what
-        if epoch_end:
-            self._publish(Verdict(named.number + 1, step, want, named.settled, named.is_complete))
-            return want
-        if want != NOTHING and (named.what == NOTHING or named.step < step):
-            ahead = step + LEAD_STEPS
-            self._publish(Verdict(named.number + 1, ahead, want, named.settled, named.is_complete))
+        try:
+            if epoch_end:
+                self._publish(replace(named, number=named.number + 1, step=step, what=want, epoch_step=step))
+                return want
+            if want != NOTHING and not is_pending:
+                ahead = step + self.lead_steps
+                self._publish(replace(named, number=named.number + 1, step=ahead, what=want))
+        except OSError:  # a full disk: nobody heard it, and it is still wanted later
+            self._verdict = named
         return NOTHING
 
     def _obey(self, step: int, *, epoch_end: bool) -> int:
-        if epoch_end and not self._wait_for(lambda: self._follow() or self._verdict.step >= step):
+        if epoch_end and not self._wait_for(lambda: self._follow() or self._has_verdict(step)):
             raise CheckpointError(
                 f"rank {self._rank}: no verdict of rank 0 for step {step} within {WAIT_S:g} s"
             )
         verdict = self._verdict
-        if verdict.what == NOTHING or verdict.step > step:
+        if verdict.what == NOTHING or verdict.number == self._obeyed or verdict.step > step:
             return NOTHING
-        if verdict.step < step:
-            if verdict.step != self._answered:
-                self.acknowledge(verdict.step, f"is at step {step} already")
-            return NOTHING
+        self._obeyed = verdict.number
         return verdict.what
+
+    def _has_verdict(self, step: int) -> bool:
+        """True when rank 0 has come to the end of the epoch at *step*, or named a step before it."""
+        said = self._verdict
+        is_pending = said.what != NOTHING and said.number != self._obeyed
+        return said.epoch_step >= step or (is_pending and said.step <= step)
 
     def _follow(self) -> bool:
         """Read what rank 0 wrote; False always, so that a wait can call it first."""
@@ -198,6 +230,21 @@ class Neighbours(Alone):
     def _publish(self, verdict: Verdict) -> None:
         self._verdict = verdict
         write_json(self._folder / "verdict.json", dict(vars(verdict)))
+
+    def _patiently(self, write: Callable[[], None]) -> None:
+        """Write what others wait for, also on a disk that is full for a moment.
+
+        Raises:
+            OSError: It is full for longer.
+        """
+        for _ in range(WRITE_TRIES - 1):
+            try:
+                write()
+            except OSError:
+                self._sleep(1.0)
+            else:
+                return
+        write()
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         for _ in range(int(WAIT_S / POLL_S)):

@@ -50,6 +50,7 @@ MAX_WAITING = 2
 being uploaded and a newer one."""
 LOCAL_EVERY: Mapping[str, float] = {"seconds": 600}
 """Periodic saves with ``local_dir`` and without an exchange. Chosen: as ``checkpoint.every: 10m``."""
+GIVEN_UP = "the first rank gave it up"
 _EXITS = {rk.LEAVE: EXIT_LEFT, rk.STOP: EXIT_STOPPED}
 _WANTS = {"checkpoint": rk.SAVE, "leave": rk.LEAVE, "stop": rk.STOP}
 
@@ -338,7 +339,8 @@ class Session:
         else:
             self._delay_retry(now)
             self._warn(f"checkpoint at step {self.steps} failed, the one before stays: {problem}")
-        if not goes:
+        if not goes or (problem is not None and self._may_try_again(what, problem)):
+            self._state["leaving"] = False
             self._write(now)
             return problem is None
         if problem is not None and what == rk.LEAVE:
@@ -348,6 +350,10 @@ class Session:
         self._loss_at = -math.inf
         self._write(now)
         raise SystemExit(_EXITS[what])
+
+    def _may_try_again(self, what: int, problem: str) -> bool:
+        """True when a leave failed for reasons that are not a failed save of this node's first rank."""
+        return what == rk.LEAVE and (problem == GIVEN_UP or rk.ELSEWHERE in problem)
 
     def _delay_retry(self, now: float) -> None:
         seconds = self._every.get("seconds")
@@ -361,22 +367,30 @@ class Session:
         if checkpoints is None:
             return None
         name = checkpoint_name(self._start.generation, self.steps, self._start.attempt)
-        if saving.is_taken(checkpoints, name):
-            return None
         began = self._clock()
+        is_taken = saving.is_taken(checkpoints, name)
         self._state.update(saving=True, leaving=what in _EXITS)
         self._write(began)
-        problem = self._call(save, saving.partial_folder(checkpoints, name))
+        problem = None if is_taken else self._call(save, saving.partial_folder(checkpoints, name))
         try:
-            if self._ranks.is_first:
+            if self._ranks.is_first and not is_taken:
                 return self._complete(checkpoints, name, problem, began)
-            self._ranks.acknowledge(self.steps, problem or "")
-            if what in _EXITS and not self._ranks.await_outcome(self.steps):
-                return problem or "rank 0 gave it up"
-            return problem
+            if self._ranks.is_first:
+                self._ranks.announce(self.steps, is_complete=True)
+                return None
+            return self._take_part(what, checkpoints, name, problem)
         finally:
             self._state["saving"] = False
             self._save_s += self._clock() - began
+
+    def _take_part(self, what: int, checkpoints: Path, name: str, problem: Optional[str]) -> Optional[str]:
+        """Tell the first rank how this rank's part went; before leaving, hear how the whole did."""
+        if problem is not None:
+            saving.abandon(checkpoints, name)  # room for the answer, where the disk is full
+        self._ranks.acknowledge(self.steps, problem or "")
+        if problem is None and what in _EXITS and not self._ranks.await_outcome(self.steps):
+            return GIVEN_UP
+        return problem
 
     def _complete(self, checkpoints: Path, name: str, problem: Optional[str], began: float) -> Optional[str]:
         who = f"rank {self.rank}: " if self.world_size > 1 else ""
@@ -387,7 +401,7 @@ class Session:
             except OSError as err:
                 problems = [str(err)]
         if problems:
-            saving.abandon(checkpoints, name)
+            saving.clear_partial(checkpoints)
         else:
             self._state.update(saved_step=self.steps, last_save_s=round(self._clock() - began, 3))
             if self._local_dir is not None:

@@ -408,13 +408,16 @@ class Wrapper:
         self._kill(command, signal.SIGKILL)
         self._register(reading, selectors.EVENT_READ, wanted=False)
         os.close(reading)
+        tracker.is_drained = True
         tracker.pump.finish()
         deadline = self._clock() + DRAIN_S
         while tracker.pump.has_pending and self._clock() < deadline:
-            tracker.is_drained = True
             self._turn(command, reading, tracker, 0.05)
+        deadline = self._clock() + DRAIN_S
+        while process.has_children() and self._clock() < deadline:
+            self._turn(command, reading, tracker, 0.02)
+        self._look_at_control(self._clock())  # the session may have heard the owner before us
         self._look_at_session(self._clock(), tracker)
-        self._reap(command)
 
     def _finish(self, pump: Pump, kills: int) -> int:
         assert self._code is not None

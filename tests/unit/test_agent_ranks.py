@@ -61,15 +61,48 @@ def test_a_rank_that_could_not_save_is_named(pair):
     assert not second.await_outcome(11)
 
 
-def test_a_rank_that_is_past_the_step_says_so_once(pair):
-    """Without gradients to reduce, rank 1 ran ahead to 13: the save of 11 is given up."""
+def test_ranks_that_were_not_at_the_same_step_make_no_checkpoint(pair):
+    """Without gradients to reduce, rank 1 ran ahead to 13: nothing is saved, the next lead is longer."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
 
     assert second.look()
-    assert second.decide(13, rk.NOTHING, epoch_end=False) == rk.NOTHING
+    assert second.decide(13, rk.NOTHING, epoch_end=False) == rk.SAVE
+    second.acknowledge(13, "")
     assert not second.look()
-    assert first.gather(11) == ["rank 1: is at step 13 already"]
+    assert first.gather(11) == ["rank 1 was at step 13, not 11"]
+    first.announce(11, is_complete=False)
+    assert not second.await_outcome(13)
+    assert first.lead_steps == 2 * 1 + 2
+
+    first.decide(20, rk.SAVE, epoch_end=False)
+    assert second.look()
+    assert second.decide(23, rk.NOTHING, epoch_end=False) == rk.NOTHING
+    assert second.decide(24, rk.NOTHING, epoch_end=False) == rk.SAVE
+
+
+def test_code_that_asks_every_fifth_step_saves_there(pair):
+    """Step 11 is named and nobody asks there: all save at 15."""
+    first, second = pair
+    first.decide(10, rk.SAVE, epoch_end=False)
+    second.look()
+    second.decide(10, rk.NOTHING, epoch_end=False)
+
+    assert second.decide(15, rk.NOTHING, epoch_end=False) == rk.SAVE
+    assert first.decide(15, rk.SAVE, epoch_end=False) == rk.SAVE
+
+
+def test_an_epoch_end_before_the_named_step_has_its_own_verdict(pair):
+    """Step 24 was named; at 22 an epoch ends: rank 1 waits there, and both save."""
+    first, second = pair
+    first.lead_steps = 4
+    first.decide(20, rk.SAVE, epoch_end=False)
+    second.look()
+
+    with pytest.raises(CheckpointError, match="no verdict"):
+        second.decide(22, rk.NOTHING, epoch_end=True)
+    assert first.decide(22, rk.LEAVE, epoch_end=True) == rk.LEAVE
+    assert second.decide(22, rk.NOTHING, epoch_end=True) == rk.LEAVE
 
 
 def test_a_rank_that_never_answers_is_named(pair):
@@ -79,16 +112,51 @@ def test_a_rank_that_never_answers_is_named(pair):
     assert first.gather(11) == [f"no answer from ranks [1] within {rk.WAIT_S:g} s"]
 
 
-def test_a_saved_step_is_not_taken_for_a_missed_one(pair):
-    """Rank 1 saved 11 and is at 12 while rank 0 still completes: its acknowledgement stands."""
+def test_a_rank_that_has_saved_goes_on(pair):
+    """Rank 1 saved 11 and is at 12 while rank 0 still completes: nothing is asked of it again."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
     second.look()
+    assert second.decide(11, rk.NOTHING, epoch_end=False) == rk.SAVE
     second.acknowledge(11, "")
 
     assert not second.look()
-    second.decide(12, rk.NOTHING, epoch_end=False)
+    assert second.decide(12, rk.NOTHING, epoch_end=False) == rk.NOTHING
     assert first.gather(11) == []
+
+
+def test_an_answer_waits_for_room_on_a_full_disk(pair, monkeypatch):
+    """Others wait for it: it is written again until it is there, within bounds."""
+    _, second = pair
+    tries = []
+
+    def full(path, body):
+        tries.append(path.name)
+        if len(tries) < 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rk, "write_json", full)
+
+    second.acknowledge(11, "")
+
+    assert tries == ["rank-1.json"] * 3
+
+
+def test_a_step_that_cannot_be_named_stays_wanted(pair, monkeypatch):
+    """The disk is full: nobody hears of step 11, and the next try names 12."""
+    first, second = pair
+
+    def full(path, body):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rk, "write_json", full)
+        assert first.decide(10, rk.SAVE, epoch_end=False) == rk.NOTHING
+    assert not second.look()
+    first.decide(11, rk.SAVE, epoch_end=False)
+
+    assert second.look()
+    assert second.decide(12, rk.NOTHING, epoch_end=False) == rk.SAVE
 
 
 def test_an_epoch_end_has_a_verdict_at_once(pair):

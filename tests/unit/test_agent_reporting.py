@@ -156,12 +156,14 @@ def test_the_end_is_said_at_once(reporter, exchange):
     """Nobody waits a second for it."""
     reporter.set(phase="running")
     reporter.tick()
-    reporter.add_sample({"cpu_percent": 1}, cpu_seconds=None)
+    for percent in (1, 3):
+        reporter.add_sample({"cpu_percent": percent}, cpu_seconds=None)
     reporter.set(phase="ended")
 
     reporter.close()
 
     assert said(exchange).phase == "ended"
+    assert said(exchange).usage == {"cpu_percent": 2.0}
     assert (exchange.metrics / "000001.jsonl").exists()
 
 

@@ -73,7 +73,7 @@ class Rig:
         """Train *steps* steps of *dt* seconds; every *epoch*-th is an epoch's last."""
         for _ in range(steps):
             self.now += dt
-            session.step(samples=32, loss=0.5)
+            session.step(samples=32, loss=0.5, data_s=0.25, sync_s=0.125)
             session.checkpoint(self.save, epoch_end=bool(epoch) and session.steps % epoch == 0)
 
 
@@ -157,6 +157,8 @@ def test_progress_says_what_is_known(rig):
         loss=0.5,
         loss_is_nan=False,
         step_time_s=1.0,
+        data_time_s=0.25,
+        sync_time_s=0.125,
         steps_per_s=1.0,
         samples_per_s=32.0,
         save_s=0.0,
@@ -686,6 +688,50 @@ def test_no_checkpoint_is_complete_without_every_rank(tmp_path, monkeypatch):
 
         assert rig.names() == []
         assert "rank 1: OSError" in rig.said().warning
+
+
+def test_a_leave_that_ranks_could_not_agree_on_is_tried_again(tmp_path, monkeypatch, capsys):
+    """Rank 1 was elsewhere: rank 0 does not fail, and leaves at a later step."""
+    monkeypatch.setattr(rk, "WAIT_S", 5 * rk.POLL_S)
+    rig = Rig(tmp_path / "x")
+    rig.ask("leave")
+    first = rig.session(rank=0, world_size=2)
+    gathered = iter([["rank 1 was at step 5, not 2"], []])
+    monkeypatch.setattr(first._ranks, "gather", lambda _: next(gathered))
+
+    def train():
+        with first:
+            rig.walk(first, 2)
+            assert not rig.said().leaving
+            rig.walk(first, 5)
+
+    with pytest.raises(SystemExit) as leaving:
+        train()
+
+    assert leaving.value.code == EXIT_LEFT
+    assert rig.names() == [name(4)]
+    assert "was at step 5" in capsys.readouterr().err
+
+
+def test_a_rank_whose_shard_failed_makes_room_for_its_answer(tmp_path, monkeypatch):
+    """Its half of a checkpoint that will never be is removed before it answers on the full disk."""
+    rig = Rig(tmp_path / "x")
+    rig.session(rank=0, world_size=2)
+    second = rig.session(rank=1, world_size=2)
+    seen = []
+    monkeypatch.setattr(second._ranks, "look", lambda: True)
+    monkeypatch.setattr(second._ranks, "decide", lambda *_, **__: rk.SAVE)
+    monkeypatch.setattr(second._ranks, "acknowledge", lambda *_: seen.append(rig.names()))
+
+    def fail(folder):
+        (folder / "half").touch()
+        raise OSError(28, "No space left on device")
+
+    with second:
+        second.step()
+        assert not second.checkpoint(fail)
+
+    assert seen == [[]]
 
 
 def test_counted_saves_fall_on_their_step_with_several_ranks(tmp_path, monkeypatch):
