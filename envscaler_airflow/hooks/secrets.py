@@ -28,7 +28,7 @@ def resolve_secret(reference: str) -> str:
     try:
         parsed = parse_reference(reference)
     except ValueError as err:
-        raise SpecError(f"{reference.partition(':')[0]}:...: {err}") from err
+        raise SpecError(f"value_from: {err}") from err
     value = _READERS[parsed.kind](parsed)
     if value is None:
         raise SpecError(f"{parsed}: {_MISSING[parsed.kind]}")

@@ -142,16 +142,17 @@ class EnvStageOperator(BaseOperator):
     def _advance(self, context: Context, event: dict[str, Any] | None) -> Any:
         from envscaler_airflow.controller.stage import Waiting  # noqa: PLC0415  (DAG files do without)
 
-        part = self._open(context)
-        self.run_url = part.run_url
         try:
-            result = part.advance(self._stage(context, is_entry=event is None), event)
+            part = self._open(context)
+            stage = self._stage(context, is_entry=event is None)
+            try:
+                result = part.advance(stage, event)
+            finally:
+                part.show_log(self.log.info)
         except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
-            part.show_log(self.log.info)
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
             self._raise(err)
-        part.show_log(self.log.info)
         if isinstance(result, Waiting):
             self._defer(context, part, result)
         return self._deliver(context, result)
@@ -167,9 +168,11 @@ class EnvStageOperator(BaseOperator):
     def _open(self, context: Context) -> Slice:
         from envscaler_airflow.operators.slices import Slice  # noqa: PLC0415  (DAG files do without)
 
-        return Slice.open(
+        part = Slice.open(
             context, compute=self.compute, store_url=self.store_url, store_conn_id=self.store_conn_id
         )
+        self.run_url = part.run_url
+        return part
 
     def _stage(self, context: Context, *, is_entry: bool) -> Stage:
         from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
@@ -200,7 +203,6 @@ class EnvStageOperator(BaseOperator):
 
     def _time_out(self, context: Context) -> None:
         part = self._open(context)
-        self.run_url = part.run_url
         part.time_out(
             self._stage(context, is_entry=False),
             f"the task's execution_timeout of {self.execution_timeout} is over",

@@ -1,0 +1,392 @@
+"""The operator's slices against a scripted backend: no Airflow services, no process, no sleep."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+from airflow.sdk import DAG
+from airflow.sdk._shared.secrets_masker import reset_secrets_masker
+from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, ExecutorSafeguard, TriggerFailureReason
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    TaskDeferralError,
+    TaskDeferralTimeout,
+    TaskDeferred,
+)
+from airflow.sdk.log import mask_secret
+
+from envscaler_airflow import EnvStageOperator
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.errors import SpecError, StoreError
+from envscaler_airflow.operators import asked, slices
+from envscaler_airflow.operators.asked import chosen_parameters
+from envscaler_airflow.operators.links import RunStoreLink, store_page
+from envscaler_airflow.operators.stage import seconds_left, spec_path
+from envscaler_airflow.protocol import Ended, Status, log_name, status_name
+from envscaler_airflow.store import EventLog, check_store, open_store, read_lease
+from envscaler_airflow.testing import ScriptedBackend
+
+SPEC = """\
+version: v1
+name: train
+parameters: {rate: {type: number, default: 0.1}, note: {type: string, default: ""}}
+resources: {requests: {cpu: 1, memory: 1Gi}}
+env: [{name: NOTE, value: "{{ parameters.note }}"}]
+entrypoint: [python, train.py, "--rate={{ parameters.rate }}"]
+outputs: {model: /output/model}
+"""
+PREFIX = "unit/dag/run/train/-1"
+
+
+class Ti:
+    """As much of a task instance as a slice uses."""
+
+    def __init__(self, number=1, max_tries=3):
+        """Try *number*."""
+        self.id, self.try_number, self.max_tries = f"ti-{number}", number, max_tries
+        self.dag_id, self.run_id, self.task_id, self.map_index = "dag", "run", "train", -1
+        self.start_date = datetime.now(UTC)
+        self.pushed = {}
+
+    def xcom_push(self, key, value):
+        """Keep it."""
+        self.pushed[key] = value
+
+    def xcom_pull(self, key, **_):
+        """What was pushed."""
+        return self.pushed.get(key)
+
+
+class World:
+    """A stage's operator with its store and machines."""
+
+    def __init__(self, tmp_path):
+        """Nothing begun."""
+        (tmp_path / "train.yaml").write_text(SPEC)
+        self.dag_file = tmp_path / "dag.py"
+        self.store = open_store(f"file://{tmp_path}/store")
+        check_store(self.store)
+        self.backend = ScriptedBackend(ends_on_stop=False)
+        self.log = EventLog(self.store, PREFIX)
+        self.params = {}
+
+    def operator(self, **more):
+        """The operator of the stage, in a DAG of this folder."""
+        dag = DAG("dag", schedule=None)
+        dag.fileloc = str(self.dag_file)
+        return EnvStageOperator(task_id="train", spec="train.yaml", dag=dag, **more)
+
+    def context(self, operator, ti):
+        """What a worker hands to a slice."""
+        return {
+            "ti": ti,
+            "dag": operator.dag,
+            "dag_run": SimpleNamespace(team_name=None),
+            "params": self.params,
+        }
+
+    def execute(self, operator, ti=None):
+        """First slice; returns the deferral."""
+        return self.deferral(lambda: operator.execute(self.context(operator, ti or Ti())))
+
+    def resume(self, operator, ti, kind="status"):
+        """A later slice."""
+        return operator.resume(self.context(operator, ti), {"kind": kind})
+
+    @staticmethod
+    def deferral(call):
+        """What *call* deferred for."""
+        with pytest.raises(TaskDeferred) as caught:
+            call()
+        return caught.value
+
+    @property
+    def handle(self):
+        """Of the live attempt."""
+        return Handle.from_dict(self.log.load().live.handle)
+
+    def end(self, *, reason="succeeded", exit_code=0, lines=(), outputs=None):
+        """Let the live attempt end."""
+        live = self.log.load().live
+        ended = Ended(exit_code=exit_code, reason=reason, last_lines=tuple(lines))
+        status = Status(
+            generation=live.generation,
+            attempt=live.number,
+            sequence=9,
+            phase="ended",
+            ended=ended,
+            outputs=outputs or {},
+        )
+        self.store.write(f"{PREFIX}/{status_name(live.generation, live.number, 0)}", status.to_json())
+        self.backend.end(self.handle, exit_code=exit_code, reason=reason)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Settings of a deployment, and operators that may be run outside a task."""
+    made = World(tmp_path)
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", f"file://{tmp_path}/store")
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")
+    monkeypatch.setattr(slices, "open_backend", lambda _name: made.backend)
+    monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
+    yield made
+    reset_secrets_masker()
+
+
+def test_nothing_is_read_while_the_dag_file_is_parsed():
+    """No spec, no store: a DAG file with an operator costs its arguments."""
+    operator = EnvStageOperator(task_id="train", spec="no/such/file.yaml", deadline="nonsense")
+
+    assert operator.retries == 3
+    assert operator.retry_delay == timedelta(minutes=1)
+    assert operator.template_ext == ()
+    assert {"spec", "parameters", "inputs"} <= set(operator.template_fields)
+
+
+def test_has_fewer_than_fifteen_arguments_of_its_own():
+    """What is BaseOperator's is not counted."""
+    import inspect
+
+    names = set(inspect.signature(EnvStageOperator.__init__.__wrapped__).parameters)
+
+    assert len(names - {"self", "kwargs", "retries", "retry_delay"}) < 15
+
+
+def test_execute_starts_an_attempt_and_defers(world):
+    """The trigger is told what to watch and who owns it."""
+    deferral = world.execute(world.operator())
+
+    path, arguments = deferral.trigger.serialize()
+    assert path == "envscaler_airflow.triggers.stage.StageTrigger"
+    assert (arguments["prefix"], arguments["ti_id"]) == (PREFIX, "ti-1")
+    assert arguments["watching"]["attempt"] == 1
+    assert deferral.method_name == "resume"
+    assert deferral.timeout is None
+    assert len(world.backend.live) == 1
+
+
+def test_success_pushes_each_output_and_returns_the_report(world):
+    """``train.output["model"]`` is the output's URI."""
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    world.end(outputs={"model": "file:///model"})
+
+    result = world.resume(operator, ti)
+
+    assert ti.pushed == {"model": "file:///model"}
+    assert result["outputs"] == {"model": "file:///model"}
+    assert result["report"]
+
+
+def test_failure_is_never_retried_and_tells_the_last_lines(world):
+    """Airflow's retries are for crashes of Airflow; the run's own retries are over."""
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    world.end(reason="failed", exit_code=3, lines=["no such file: data.csv"])
+
+    with pytest.raises(AirflowFailException, match="exit code 3") as caught:
+        world.resume(operator, ti)
+
+    assert "no such file: data.csv" in str(caught.value)
+
+
+def test_an_error_of_the_store_is_retried_by_airflow(world, monkeypatch):
+    """The next try finds the run again; training goes on meanwhile."""
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    monkeypatch.setattr(EventLog, "load", lambda _self: (_ for _ in ()).throw(StoreError("503")))
+
+    with pytest.raises(AirflowException, match="503") as caught:
+        world.resume(operator, ti)
+
+    assert not isinstance(caught.value, AirflowFailException)
+
+
+def test_a_slice_of_an_old_try_does_nothing(world):
+    """A new try owns the run: the old one ends without a retry, and touches nothing."""
+    operator, old = world.operator(), Ti(1)
+    world.execute(operator, old)
+    world.execute(operator, Ti(2))
+    before = world.log.load().number
+
+    with pytest.raises(AirflowFailException, match="owned by ti-2"):
+        world.resume(operator, old)
+
+    assert world.log.load().number == before
+
+
+def test_a_changed_spec_file_does_not_disturb_a_resumed_slice(world):
+    """A generation runs on its frozen spec; a DAG file broken meanwhile counts from the next clear."""
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    (world.dag_file.parent / "train.yaml").write_text("this is: [no spec")
+
+    deferral = world.deferral(lambda: world.resume(operator, ti, kind="request"))
+
+    assert deferral.method_name == "resume"
+
+
+def test_the_log_of_the_ended_attempt_is_shown_to_its_end(world, capsys):
+    """What came after the trigger's last look is in the slice's log, once."""
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    world.store.write(f"{PREFIX}/{log_name(1, 1, 0, 1)}", b"step 1\nstep 2\n")
+    world.end(outputs={"model": "file:///model"})
+
+    world.resume(operator, ti)
+
+    assert capsys.readouterr().out.count("step 2") == 1
+    assert read_lease(world.store, PREFIX).log_cursor == {"0": [2, 0]}
+
+
+def test_on_kill_stops_nothing(world):
+    """A SIGTERM does not say who sent it."""
+    operator = world.operator()
+    world.execute(operator)
+
+    operator.on_kill()
+
+    assert len(world.backend.live) == 1
+    assert world.log.read()[-1].type == "attempt-started"
+
+
+def test_execution_timeout_covers_deferred_time(world):
+    """What is left of it is the deferral's timeout; when it is over the attempt is asked to go."""
+    operator, ti = world.operator(execution_timeout=timedelta(seconds=100)), Ti()
+    ti.start_date -= timedelta(seconds=40)
+    deferral = world.execute(operator, ti)
+
+    assert timedelta(seconds=58) < deferral.timeout <= timedelta(seconds=60)
+    with pytest.raises(TaskDeferralTimeout):
+        operator.resume_execution(
+            TRIGGER_FAIL_REPR, {"error": TriggerFailureReason.TRIGGER_TIMEOUT}, world.context(operator, ti)
+        )
+    assert world.log.load().live.stop_why == "timeout"
+
+
+def test_a_failed_trigger_is_replaced_three_times(world):
+    """A triggerer upgrade must not end a training; one that never works must not loop for ever."""
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    failure = {"error": TriggerFailureReason.TRIGGER_FAILURE, "traceback": ["Boom\n"]}
+
+    def resume():
+        return operator.resume_execution(TRIGGER_FAIL_REPR, dict(failure), world.context(operator, ti))
+
+    for _ in range(3):
+        assert world.deferral(resume).method_name == "resume"
+    with pytest.raises(TaskDeferralError):
+        resume()
+    assert len(world.backend.live) == 1
+
+
+def test_parameters_come_from_the_form_and_then_from_the_operator(world):
+    """Only names that the spec knows are taken from DAG params."""
+    world.params = {"rate": 0.5, "other": 1, "note": None}
+
+    world.execute(world.operator(parameters={"note": "mine"}))
+
+    spec = world.store.read(f"{PREFIX}/spec.yaml").decode()
+    assert '"rate": 0.5' in spec
+    assert '"note": "mine"' in spec
+    assert chosen_parameters({"a": {}, "b": {}}, {"a": 1, "b": 2, "c": 3}, {"b": 9}) == {"a": 1, "b": 9}
+
+
+@pytest.mark.parametrize("field", ["parameters", "inputs"])
+def test_what_airflow_masks_is_refused_in_any_field(world, field):
+    """The masker would hide it in the log; the store and the machine would not."""
+    mask_secret("hunter2-hunter2")
+
+    with pytest.raises(AirflowFailException, match="note: holds a secret") as caught:
+        world.execute(world.operator(**{field: {"note": "is hunter2-hunter2"}}))
+
+    assert "hunter2" not in str(caught.value)
+    assert world.log.read() == []
+
+
+def test_an_input_that_is_no_uri_is_refused(world):
+    """The upstream stage was skipped or pushed nothing."""
+    with pytest.raises(AirflowFailException, match=r"inputs\['data'\]: got None"):
+        world.execute(world.operator(inputs={"data": None}))
+
+
+def test_a_spec_that_is_wrong_is_never_retried(world):
+    """Nor is anything begun."""
+    (world.dag_file.parent / "train.yaml").write_text(SPEC + "nonsense: 1\n")
+
+    with pytest.raises(AirflowFailException, match="nonsense"):
+        world.execute(world.operator())
+
+    assert world.log.read() == []
+
+
+def test_a_missing_store_is_named(world, monkeypatch):
+    """The message says what to set."""
+    monkeypatch.delenv("AIRFLOW__ENVSCALER__STORE_URL")
+
+    with pytest.raises(AirflowFailException, match="AIRFLOW__ENVSCALER__STORE_URL"):
+        world.execute(world.operator())
+
+
+def test_restart_by_the_form_begins_a_generation_at_a_clear(world):
+    """DAG param ``restart`` is ``fresh``: not the last checkpoint but the start."""
+    world.execute(world.operator(), Ti(1, max_tries=3))
+    world.params = {"restart": "fresh"}
+
+    world.deferral(lambda: world.operator().execute(world.context(world.operator(), Ti(2, max_tries=5))))
+
+    assert world.log.load().generation == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        ("", None),
+        ("4h", 14400.0),
+        ("90m", 5400.0),
+        ("1970-01-01T00:10:00+00:00", 500.0),
+        ("1970-01-01T00:10:00", 500.0),
+        (datetime(1970, 1, 1, 1, 10, tzinfo=UTC), 4100.0),
+    ],
+)
+def test_a_deadline_is_a_duration_or_a_point_in_time(given, seconds):
+    """Now is 100 s after the epoch."""
+    assert seconds_left(given, now=100.0) == seconds
+
+
+def test_a_deadline_that_is_neither_is_told():
+    """With both forms."""
+    with pytest.raises(SpecError, match="write '4h' or"):
+        seconds_left("tomorrow")
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])
+def test_money_that_makes_no_sense_is_refused(value):
+    """It would make every comparison lie."""
+    with pytest.raises(SpecError, match="budget_usd"):
+        asked._usd("budget_usd", value)
+
+
+def test_a_spec_is_relative_to_the_dag_file():
+    """A registry reference and an absolute path stay as they are."""
+    assert spec_path("envs/a.yaml", "/dags/one/dag.py") == "/dags/one/envs/a.yaml"
+    assert spec_path("/envs/a.yaml", "/dags/one/dag.py") == "/envs/a.yaml"
+    assert spec_path("registry://team/a@1", "/dags/one/dag.py") == "registry://team/a@1"
+
+
+def test_the_link_leads_to_the_runs_folder(world):
+    """To the console for S3, to the folder itself otherwise; to nothing before it is known."""
+    operator = world.operator()
+    link = RunStoreLink()
+    assert link.get_link(operator, ti_key=None) == ""
+
+    world.execute(operator)
+
+    assert link.get_link(operator, ti_key=None) == world.store.uri(PREFIX)
+    assert store_page("s3://b/a b/c").startswith(
+        "https://s3.console.aws.amazon.com/s3/buckets/b?prefix=a%20b/c/"
+    )

@@ -1,0 +1,173 @@
+"""Where the store is, what secrets are worth, and what the checkpoint hook does. No network."""
+
+from __future__ import annotations
+
+import pytest
+from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
+
+from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.hooks.checkpoint import CheckpointHook
+from envscaler_airflow.hooks.secrets import resolve_secret
+from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.protocol import Manifest
+from envscaler_airflow.store import EventLog, check_store, checkpoints, folders, for_run, open_store
+
+CONNECTION = """{
+  "conn_type": "envscaler_store", "login": "AKIDEXAMPLE", "password": "s3cr3t-key",
+  "extra": {"store_url": "s3://from-connection/runs", "region_name": "eu-west-1", "endpoint_url": "", "x": 1}
+}"""
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    """A deployment's settings, a connection of ours and one of another type, and a JSON variable."""
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", "/from/setting")
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")
+    monkeypatch.setenv("AIRFLOW_CONN_STORE", CONNECTION)
+    monkeypatch.setenv(
+        "AIRFLOW_CONN_WANDB", '{"conn_type": "http", "password": "pw-12345", "extra": {"k": "ex-12345"}}'
+    )
+    monkeypatch.setenv("AIRFLOW_VAR_HF", '{"token": "hf-12345"}')
+    monkeypatch.setenv("AIRFLOW_VAR_PLAIN", "plain-12345")
+    monkeypatch.setenv("UNIT_SECRET", "env-12345")
+    yield
+    reset_secrets_masker()
+
+
+def test_the_operators_url_wins_then_the_connections_then_the_setting():
+    """One order, wherever a store is opened."""
+    assert store_place("/mine", "store").url == "/mine"
+    assert store_place(None, "store").url == "s3://from-connection/runs"
+    assert store_place().url == "/from/setting"
+
+
+def test_a_connection_gives_options_and_keeps_its_secrets_apart():
+    """Machines get the options; the secrets stay here and are not shown."""
+    place = store_place(None, "store")
+
+    assert place.options == {"region_name": "eu-west-1"}
+    assert place.secrets == {"aws_access_key_id": "AKIDEXAMPLE", "aws_secret_access_key": "s3cr3t-key"}
+    assert "s3cr3t-key" not in repr(place)
+
+
+def test_a_connection_of_another_type_is_refused():
+    """Its host is no store."""
+    with pytest.raises(SpecError, match="'wandb' is of type 'http', expected 'envscaler_store'"):
+        store_place(None, "wandb")
+
+
+@pytest.mark.parametrize(
+    ("reference", "value"),
+    [
+        ("env:UNIT_SECRET", "env-12345"),
+        ("connection:wandb/password", "pw-12345"),
+        ("connection:wandb/k", "ex-12345"),
+        ("variable:plain", "plain-12345"),
+        ("secret:wandb/password", "pw-12345"),
+        ("secret:hf/token", "hf-12345"),
+    ],
+)
+def test_a_reference_becomes_its_value_and_is_masked(reference, value):
+    """From now on Airflow's logs hide it."""
+    assert resolve_secret(reference) == value
+    assert redact(f"it is {value}") == "it is ***"
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        ("env:UNIT_NOTHING", "no such environment variable"),
+        ("connection:nobody/password", "no such connection"),
+        ("connection:wandb/nothing", "that field of it is empty"),
+        ("variable:nothing", "no such variable"),
+        ("secret:hf/nothing", "neither a connection"),
+    ],
+)
+def test_a_reference_to_nothing_says_where_it_looked(reference, told):
+    """And never starts a training without it."""
+    with pytest.raises(SpecError, match=told):
+        resolve_secret(reference)
+
+
+def test_what_is_no_reference_is_not_repeated():
+    """It may be the secret itself."""
+    with pytest.raises(SpecError) as caught:
+        resolve_secret("hunter2-hunter2")
+
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.fixture
+def hook(tmp_path, monkeypatch):
+    """A hook on a store with one run that has checkpoints at steps 10 and 20."""
+    url = f"file://{tmp_path}/store"
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", url)
+    store = open_store(url)
+    check_store(store)
+    made = CheckpointHook()
+    key = made.key("dag", "run", "train")
+    log = EventLog(store, key.prefix)
+    log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=Actor("ti", 1, 3))
+    for step in (10, 20):
+        save(for_run(store, key.prefix), tmp_path, step)
+    return made
+
+
+def save(run, tmp_path, step):
+    """A complete checkpoint of attempt 1."""
+    folder = tmp_path / f"step-{step}"
+    folder.mkdir()
+    (folder / "weights.bin").write_bytes(bytes([step]) * step)
+    prefix = checkpoints.checkpoint_prefix(f"g1-step-{step:08d}-a1")
+    files = folders.upload(run, prefix, folders.walk(folder))
+    folders.write_manifest(run, prefix, Manifest(files=files, step=step, generation=1, attempt=1))
+
+
+def test_the_hook_lists_newest_first(hook):
+    """With what the training said of itself and a URI for restore_from."""
+    found = hook.list_checkpoints(hook.key("dag", "run", "train"))
+
+    assert [(item.step, item.size_bytes, item.attempt) for item in found] == [(20, 20, 1), (10, 10, 1)]
+    assert found[0].uri.endswith("/checkpoints/g1-step-00000020-a1")
+
+
+def test_the_hook_finds_the_newest_good_one(hook):
+    """One whose bytes disagree with its manifest is passed over, and verify says why."""
+    key = hook.key("dag", "run", "train")
+    name = "g1-step-00000020-a1"
+    hook.get_conn().write(f"{key.prefix}/checkpoints/{name}/weights.bin", b"x" * 20)
+
+    assert hook.latest(key).step == 10
+    with pytest.raises(CheckpointError, match="sha256"):
+        hook.verify(key, name)
+
+
+def test_the_hook_downloads_verified_files(hook, tmp_path):
+    """As they were saved."""
+    target = hook.download(hook.key("dag", "run", "train"), "g1-step-00000010-a1", tmp_path / "here")
+
+    assert (target / "weights.bin").read_bytes() == bytes([10]) * 10
+
+
+def test_the_hook_deletes_but_not_the_newest_of_a_run_that_goes_on(hook):
+    """A training that has to resume would lose its work."""
+    key = hook.key("dag", "run", "train")
+
+    hook.delete(key, "g1-step-00000010-a1")
+
+    assert [item.step for item in hook.list_checkpoints(key)] == [20]
+    with pytest.raises(CheckpointError, match="goes on"):
+        hook.delete(key, "g1-step-00000020-a1")
+    with pytest.raises(CheckpointError, match="no checkpoint name"):
+        hook.delete(key, "../../elsewhere")
+
+
+def test_the_hook_tests_its_connection(hook, tmp_path):
+    """True with the URL, or False with what is wrong; never an exception."""
+    (tmp_path / "file").write_text("no folder")
+
+    assert hook.test_connection()[0] is True
+    status, told = CheckpointHook(store_url=f"file://{tmp_path}/file/store").test_connection()
+    assert status is False
+    assert "cannot be used" in told
