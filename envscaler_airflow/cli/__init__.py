@@ -9,6 +9,8 @@ import click
 from envscaler_airflow.cli.common import Group
 from envscaler_airflow.cli.demo import demo
 from envscaler_airflow.cli.inspect import cancel, logs, report, status
+from envscaler_airflow.cli.offers import offers_command
+from envscaler_airflow.cli.plan import plan_command
 from envscaler_airflow.cli.registry import init, registry
 from envscaler_airflow.cli.render import render
 from envscaler_airflow.cli.run import run
@@ -27,5 +29,7 @@ def main(*, verbose: bool) -> None:
 
 for command in (validate, render, registry, init):
     main.add_command(command)
+main.add_command(plan_command)
+main.add_command(offers_command)
 for command in (run, status, logs, report, cancel, demo):
     main.add_command(command)

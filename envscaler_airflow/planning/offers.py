@@ -27,6 +27,8 @@ class Offer:
         gpu_memory_gb: Nominal memory of one GPU, GB; None without GPU or unknown.
         usd_per_hour: Price of one node; None is unknown, 0 is free.
         price_source: Where the price is from, with its date; a shadow price says so here.
+        arch: ``x86_64`` or ``arm64``; None is unknown, and then taken to be right.
+        is_attached: Its GPUs are added to a host that is also sold without them.
     """
 
     cloud: str
@@ -41,6 +43,8 @@ class Offer:
     gpu_memory_gb: float | None = None
     usd_per_hour: float | None = None
     price_source: str = ""
+    arch: str | None = None
+    is_attached: bool = False
 
     def __post_init__(self) -> None:
         """Refuse NaN and nonsense here, once."""
@@ -55,15 +59,22 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """``aws/us-east-1/us-east-1a/g5.xlarge/spot``; empty parts left out; ``local/cpu-2`` for local."""
-        parts = [self.cloud, self.region, self.zone, self.instance_type]
+        """``aws/us-east-1/us-east-1a/g5.xlarge/spot``; empty parts left out; ``local/cpu-2`` for local.
+
+        Attached GPUs stand with the host: ``n1-standard-8+V100:1``.
+        """
+        attached = f"+{self.gpu_name}:{self.gpus}" if self.is_attached else ""
+        parts = [self.cloud, self.region, self.zone, self.instance_type + attached]
         if self.cloud != "local":
             parts.append(self.capacity_type)
         return "/".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as it stands in events and in plan.json."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        found = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        if not self.is_attached:
+            del found["is_attached"]
+        return found
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Offer:

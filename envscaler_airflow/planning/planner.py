@@ -139,7 +139,16 @@ class Plan(Record):
         nearest = self.rejected[0]
         reasons = "; ".join(item.reason for item in nearest.misfits)
         others = f" ({len(self.rejected)} offers looked at)" if len(self.rejected) > 1 else ""
-        raise NoOfferError(f"no offer fits{others}; the nearest, {nearest.allocation.name}: {reasons}")
+        also = "".join(f"; {item.allocation.name}: {item.reason}" for item in self._by_other_needs())
+        raise NoOfferError(f"no offer fits{others}; the nearest, {nearest.allocation.name}: {reasons}{also}")
+
+    def _by_other_needs(self) -> list[Rejected]:
+        """The nearest of those that miss one need alone, for each need but the nearest one's."""
+        first: dict[str, Rejected] = {}
+        for item in self.rejected:
+            if len(item.misfits) == 1:
+                first.setdefault(item.misfits[0].need, item)
+        return [item for item in first.values() if item is not self.rejected[0]]
 
 
 def plan(
@@ -192,19 +201,26 @@ def _plan(needs: Sequence[Requirements], offers: Iterable[Offer], goal: Goal, wo
     )
     candidates = []
     for allocation, need in fitting:
-        candidate = _candidate(allocation, work, goal, hour or 0.0)
-        found = _goal_misfits(need, candidate, goal)
+        candidate = candidate_of(
+            allocation,
+            work.speeds.get(allocation.name),
+            work,
+            goal,
+            hour_usd=hour or 0.0,
+            interruptions_per_hour=work.interruptions_per_hour.get(allocation.offer.name, 0.0),
+        )
+        found = goal_misfits(need, candidate, goal)
         if found:
             rejected.append(Rejected(allocation, found))
         else:
             candidates.append(candidate)
-    candidates.sort(key=lambda item: _rank(item, goal))
+    candidates.sort(key=lambda item: rank_of(item, goal))
     return Plan(
         chosen=candidates[0] if candidates else None,
         candidates=tuple(candidates),
         rejected=tuple(sorted(rejected, key=lambda item: item.distance)),
         value_of_hour_usd=hour,
-        notes=tuple(_notes(candidates, work, goal, hour)),
+        notes=tuple(notes_of(candidates, work, goal, hour)),
     )
 
 
@@ -220,7 +236,7 @@ def _split(
             found = misfits(need, offer)
             if found:
                 missed.append(Rejected(Allocation(offer, need.min_nodes), found))
-            elif counts := node_counts(need, offer):
+            elif counts := node_counts(need, offer.gpus):
                 met |= {nodes: need for nodes in counts if nodes not in met}
             else:
                 reason = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
@@ -234,8 +250,17 @@ def _split(
     return fitting, rejected
 
 
-def _candidate(allocation: Allocation, work: Work, goal: Goal, hour_usd: float) -> Candidate:
-    speed, price = work.speeds.get(allocation.name), allocation.usd_per_hour
+def candidate_of(
+    allocation: Allocation,
+    speed: Speed | None,
+    work: Work,
+    goal: Goal,
+    *,
+    hour_usd: float,
+    interruptions_per_hour: float = 0.0,
+) -> Candidate:
+    """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known."""
+    price = allocation.usd_per_hour
     if speed is None or work.units is None:
         return Candidate(allocation, price, speed)
     expected = estimate(
@@ -244,18 +269,23 @@ def _candidate(allocation: Allocation, work: Work, goal: Goal, hour_usd: float) 
         usd_per_hour=price,
         value_of_hour=hour_usd,
         overheads=work.overheads,
-        interruptions_per_hour=work.interruptions_per_hour.get(allocation.offer.name, 0.0),
+        interruptions_per_hour=interruptions_per_hour,
     )
+    return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
+
+
+def is_safe(expected: Estimate, goal: Goal) -> bool:
+    """False when the 90th percentile of time or money is over the deadline or budget."""
     is_late = _is_over(expected.hours_high * SECONDS_PER_HOUR, goal.deadline_s)
-    is_dear = _is_over(expected.usd_high, goal.budget_usd)
-    return Candidate(allocation, price, speed, expected, is_safe=not (is_late or is_dear))
+    return not (is_late or _is_over(expected.usd_high, goal.budget_usd))
 
 
 def _is_over(value: float | None, limit: float | None) -> bool:
     return limit is not None and (value is None or value > limit)
 
 
-def _goal_misfits(requirements: Requirements, candidate: Candidate, goal: Goal) -> tuple[Misfit, ...]:
+def goal_misfits(requirements: Requirements, candidate: Candidate, goal: Goal) -> tuple[Misfit, ...]:
+    """Limits of money, time and risk that *candidate* breaks for sure; empty: it may do."""
     price, expected = candidate.usd_per_hour, candidate.estimate
     found = []
     if requirements.max_usd_per_hour is not None:
@@ -284,7 +314,8 @@ def _over(need: str, value: float | None, limit: float, unit: str) -> Misfit | N
     return Misfit(need, f"takes {value:.3g} {unit} at best, {need} is {limit:.3g}", 1 - limit / value)
 
 
-def _rank(candidate: Candidate, goal: Goal) -> tuple[Any, ...]:
+def rank_of(candidate: Candidate, goal: Goal) -> tuple[Any, ...]:
+    """Sorts candidates, the best first; see :func:`plan`."""
     price = _UNKNOWN_LAST if candidate.usd_per_hour is None else candidate.usd_per_hour
     name, expected = candidate.allocation.name, candidate.estimate
     if expected is None:
@@ -296,7 +327,8 @@ def _rank(candidate: Candidate, goal: Goal) -> tuple[Any, ...]:
     return (candidate.usd_per_hour is None, 1, by_time, worth, name)
 
 
-def _notes(candidates: Sequence[Candidate], work: Work, goal: Goal, hour: float | None) -> list[str]:
+def notes_of(candidates: Sequence[Candidate], work: Work, goal: Goal, hour: float | None) -> list[str]:
+    """What is unknown of *candidates* or was assumed, for people."""
     notes = []
     timed = [item for item in candidates if item.estimate is not None]
     if candidates and not timed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
@@ -30,6 +30,8 @@ class Requirements(Record):
         can_checkpoint: False: an interruption loses everything.
         tolerated_loss_h: A stage that cannot checkpoint runs on spot up to so many hours.
             Chosen: half an hour of work is lost without regret.
+        arch: ``x86_64`` or ``arm64``; None: any. An offer of unknown architecture passes.
+        gpu_vendor: ``nvidia`` or ``amd``; None: any.
         model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups count.
         max_usd_per_hour: Highest price of all nodes together; None: no limit.
     """
@@ -51,6 +53,8 @@ class Requirements(Record):
     tolerated_loss_h: float = 0.5
     model_parallel: int = 1
     max_usd_per_hour: float | None = None
+    arch: str | None = None
+    gpu_vendor: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse NaN, negative needs and a range of nodes that is empty."""
@@ -92,15 +96,75 @@ def misfits(requirements: Requirements, offer: Offer) -> tuple[Misfit, ...]:
         _too_little("memory", requirements.memory_gib, offer.memory_gib, "GiB"),
         *_gpu_misfits(requirements, offer),
     ]
+    if None not in (requirements.arch, offer.arch) and requirements.arch != offer.arch:
+        found.append(Misfit("arch", f"is {offer.arch}, {requirements.arch} asked"))
     if requirements.capacity not in ("auto", offer.capacity_type):
         found.append(Misfit("capacity", f"is {offer.capacity_type}, {requirements.capacity} asked"))
     return tuple(item for item in found if item is not None)
 
 
-def node_counts(requirements: Requirements, offer: Offer) -> tuple[int, ...]:
-    """Numbers of nodes of *offer* that hold whole model-parallel groups, within the range; may be empty."""
+def node_counts(requirements: Requirements, gpus: int) -> tuple[int, ...]:
+    """Numbers of nodes of *gpus* each that hold whole model-parallel groups, in range; may be empty."""
     counts = range(requirements.min_nodes, requirements.max_nodes + 1)
-    return tuple(count for count in counts if count * max(1, offer.gpus) % requirements.model_parallel == 0)
+    return tuple(count for count in counts if count * max(1, gpus) % requirements.model_parallel == 0)
+
+
+def fits_node(requirements: Requirements, node: NodeFacts) -> bool:
+    """True when *node* meets all needs but those of place and capacity: :func:`misfits` in haste."""
+    need = requirements
+    if node.vcpus < need.vcpus or node.memory_gib < need.memory_gib:
+        return False
+    if need.instance_type not in (None, node.instance_type):
+        return False
+    if need.arch is not None and node.arch not in (None, need.arch):
+        return False
+    return need.gpus == 0 or _fits_gpus(need, node)
+
+
+def _fits_gpus(need: Requirements, node: NodeFacts) -> bool:
+    if int(node.gpus) < need.gpus or node.gpu_name is None:
+        return False
+    if need.gpu_types:
+        if node.gpu_name.casefold() not in {name.casefold() for name in need.gpu_types}:
+            return False
+    elif _kind_misfit(need.gpu_vendor, node.gpu_name) is not None:
+        return False
+    least, most, has = need.gpu_memory_gb, need.gpu_memory_max_gb, node.gpu_memory_gb
+    if has is None:
+        return least is None and most is None
+    return has >= (least or 0.0) and (most is None or has <= most)
+
+
+class NodeFacts(Protocol):
+    """What of a node decides whether it will do, wherever it is."""
+
+    @property
+    def instance_type(self) -> str:
+        """The provider's name."""
+
+    @property
+    def vcpus(self) -> float:
+        """Virtual CPUs."""
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory, GiB."""
+
+    @property
+    def gpu_name(self) -> str | None:
+        """Canonical name."""
+
+    @property
+    def gpus(self) -> float:
+        """GPUs; whole ones count."""
+
+    @property
+    def gpu_memory_gb(self) -> float | None:
+        """Nominal memory of one GPU, GB."""
+
+    @property
+    def arch(self) -> str | None:
+        """Architecture."""
 
 
 def _place_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None]:
@@ -121,9 +185,31 @@ def _gpu_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None
     if wanted and offer.gpu_name is not None and offer.gpu_name.casefold() not in wanted:
         kinds = " or ".join(requirements.gpu_types)
         found.append(Misfit("gpu.type", f"has {offer.gpu_name}, {kinds} asked"))
+    elif not wanted and offer.gpu_name is not None:
+        found.append(_kind_misfit(requirements.gpu_vendor, offer.gpu_name))
     if offer.gpus > 0:
         found += _gpu_memory_misfits(requirements, offer.gpu_memory_gb)
     return found
+
+
+OTHER_CHIPS = frozenset({"Gaudi", "Gaudi HL-205", "Inferentia", "Inferentia2", "Trainium", "Trainium2"})
+"""Accelerators that run no code written for GPUs: had only when they are asked for by name."""
+
+AMD = frozenset({"MI250", "MI300X", "MI325X", "MI355X", "Radeon Pro V520", "Radeon Pro V620"})
+"""GPUs of AMD; the others that are named are of NVIDIA."""
+
+
+VENDORS = ("nvidia", "amd")
+"""Makers that can be asked for instead of a type."""
+
+
+def _kind_misfit(vendor: str | None, name: str) -> Misfit | None:
+    """A GPU of any type was asked for."""
+    if name in OTHER_CHIPS:
+        return Misfit("gpu.type", f"{name} is no GPU; it must be asked for by name")
+    if vendor is not None and vendor != (made_by := "amd" if name in AMD else "nvidia"):
+        return Misfit("gpu.vendor", f"{name} is of {made_by}, {vendor} asked")
+    return None
 
 
 def _gpu_memory_misfits(requirements: Requirements, has_gb: float | None) -> list[Misfit | None]:
@@ -167,13 +253,19 @@ def is_ordered(spec: EnvSpec) -> bool:
 
 def _of_resources(spec: EnvSpec, resources: Resources, nodes: NodeRange) -> Requirements:
     asked, gpu = resources.requests, resources.requests.gpu
+    named: tuple[str, ...] = () if gpu is None else gpu.type
+    types = tuple(name for name in named if name.casefold() not in VENDORS)
+    vendor: str | None = None if gpu is None else gpu.vendor
+    if not types and named:  # SkyPilot's "nvidia:40GB+"
+        vendor = named[0].casefold()
     return Requirements(
         vcpus=asked.cpu_cores or 0.0,
         memory_gib=asked.memory_gib or 0.0,
         gpus=asked.gpu_count,
-        gpu_types=() if gpu is None else gpu.type,
+        gpu_types=types,
         gpu_memory_gb=None if gpu is None else gpu.memory_gb,
         gpu_memory_max_gb=None if gpu is None else gpu.memory_max_gb,
+        gpu_vendor=vendor,
         cloud=resources.cloud,
         region=resources.region,
         zone=resources.zone,

@@ -1,0 +1,86 @@
+"""Where offers come from: the packaged snapshot, or tables that the user names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from envscaler_airflow.catalog.columns import MAGIC, pack, packaged, unpack
+from envscaler_airflow.catalog.csvtables import read_tables
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.market import Scope
+from envscaler_airflow.planning.table import OfferTable
+
+
+def cache_dir() -> Path:
+    """``ENVSCALER_CACHE``, else ``envscaler`` in the user's cache folder."""
+    own = os.environ.get("ENVSCALER_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) if own else Path(base) / "envscaler"
+
+
+def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> OfferTable:
+    """The packaged offers, or those of the tables at *path* with their numbers as they are.
+
+    Tables are read once and kept in *cache* in the compact form, by size and time of change.
+
+    Raises:
+        SpecError: The tables cannot be read.
+    """
+    if path is None:
+        return packaged()
+    kept = (cache or cache_dir()) / f"tables-{_fingerprint(path)}.bin"
+    try:
+        return unpack(kept.read_bytes(), name=str(kept))
+    except (OSError, SpecError):
+        table = read_tables(path)
+    _keep(kept, pack(table))
+    return table
+
+
+def _fingerprint(path: Path) -> str:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    seen = [MAGIC.decode(), str(path.resolve())]
+    for file in files:
+        try:
+            stat = file.stat()
+        except OSError as err:
+            raise SpecError(f"{file}: cannot be read: {err}") from err
+        seen.append(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:20]
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Best effort: a cache that cannot be written costs time only."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(path)
+    except OSError:
+        return
+
+
+def read_scope(path: Path | None, clouds: Collection[str] | None) -> Scope:
+    """Scope of a file ``{"aws": ["us-east-1", ...], ...}``, and of clouds by name.
+
+    A cloud that the file does not name is out of scope.
+
+    Raises:
+        SpecError: The file is no such thing, or no cloud is left.
+    """
+    if path is None:
+        return Scope(clouds=None if clouds is None else frozenset(clouds))
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        regions = {str(cloud): frozenset(map(str, names)) for cloud, names in body.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as err:
+        raise SpecError(f'{path}: no scope ({err}); write {{"aws": ["us-east-1"], "gcp": [...]}}') from err
+    within = frozenset(regions) if clouds is None else frozenset(regions) & frozenset(clouds)
+    if not within:
+        raise SpecError(f"{path}: names none of {', '.join(sorted(clouds or ()))}")
+    return Scope(clouds=within, regions=regions)

@@ -1,0 +1,143 @@
+"""Options and tables that ``plan`` and ``offers`` share."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from envscaler_airflow.catalog.sources import open_catalog, read_scope
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning import Candidate, Offer, Rejected
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+ARCHES = ("x86_64", "arm64", "any")
+CAPACITIES = ("spot", "on-demand", "auto")
+
+
+def market_options(command: _F) -> _F:
+    """Add ``--offers``, ``--scope``, ``--clouds``; the command gets ``table`` and ``scope``."""
+
+    @click.option(
+        "--offers",
+        "offers_path",
+        type=click.Path(path_type=Path),
+        help="Tables of offers (CSV) to plan on instead of the catalog, for exercise.",
+    )
+    @click.option(
+        "--scope", "scope_path", type=click.Path(path_type=Path), help="JSON file of regions by cloud."
+    )
+    @click.option("--clouds", help="Look at these clouds alone: aws,gcp.")
+    @functools.wraps(command)
+    def with_market(
+        *args: Any, offers_path: Path | None, scope_path: Path | None, clouds: str | None, **kwargs: Any
+    ) -> Any:
+        table = open_catalog(offers_path)
+        names = None if clouds is None else [name.strip() for name in clouds.split(",") if name.strip()]
+        known = {cloud for cloud, _, _ in table.places}
+        unknown = [name for name in names or () if name not in known]
+        if unknown:
+            raise SpecError(f"--clouds {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+        return command(*args, table=table, scope=read_scope(scope_path, names), **kwargs)
+
+    return with_market  # type: ignore[return-value]
+
+
+def offer_body(offer: Offer) -> dict[str, Any]:
+    """What tools read of an offer."""
+    return {
+        "cloud": offer.cloud,
+        "region": offer.region,
+        "zone": offer.zone,
+        "instance_type": offer.instance_type,
+        "capacity_type": offer.capacity_type,
+        "vcpus": offer.vcpus,
+        "memory_gib": offer.memory_gib,
+        "arch": offer.arch,
+        "accelerators": {offer.gpu_name: offer.gpus} if offer.gpu_name else None,
+        "gpu_memory_gb": offer.gpu_memory_gb,
+        "usd_per_node_hour": offer.usd_per_hour,
+        "price_source": offer.price_source,
+    }
+
+
+def candidate_body(item: Candidate) -> dict[str, Any]:
+    """What tools read of a candidate."""
+    expected = item.estimate
+    return {
+        **offer_body(item.allocation.offer),
+        "name": item.allocation.name,
+        "nodes": item.allocation.nodes,
+        "usd_per_hour": item.usd_per_hour,
+        "expected_time_h": expected and expected.hours,
+        "expected_time_h_low": expected and expected.hours_low,
+        "expected_time_h_high": expected and expected.hours_high,
+        "expected_cost_usd": expected and expected.usd,
+        "expected_cost_usd_low": expected and expected.usd_low,
+        "expected_cost_usd_high": expected and expected.usd_high,
+        "speed": item.speed and item.speed.mean,
+        "speed_source": item.speed and item.speed.source,
+        "is_safe": item.is_safe,
+    }
+
+
+def rejected_body(item: Rejected) -> dict[str, Any]:
+    """What tools read of an allocation that will not do."""
+    return {
+        **offer_body(item.allocation.offer),
+        "name": item.allocation.name,
+        "nodes": item.allocation.nodes,
+        "usd_per_hour": item.allocation.usd_per_hour,
+        "reason": item.reason,
+        "misses": [{"need": miss.need, "reason": miss.reason} for miss in item.misfits],
+    }
+
+
+def places(items: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
+    """Neighbours that differ in place alone as one: the first of them, and how many there are."""
+
+    def key(item: Candidate) -> tuple[object, ...]:
+        offer = item.allocation.offer
+        return (
+            offer.cloud,
+            offer.instance_type,
+            offer.capacity_type,
+            offer.gpus,
+            item.allocation.nodes,
+            item.usd_per_hour,
+            item.estimate,
+        )
+
+    found: dict[tuple[object, ...], list[Candidate]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return [(same[0], len(same)) for same in found.values()]
+
+
+def infra(offer: Offer, others: int = 0) -> str:
+    """``aws/us-east-1/us-east-1a (+5)``."""
+    place = "/".join(part for part in (offer.cloud, offer.region, offer.zone) if part)
+    return f"{place} (+{others})" if others else place
+
+
+def accelerators(offer: Offer) -> str:
+    """``A100:8``, ``-`` without."""
+    return f"{offer.gpu_name}:{offer.gpus}" if offer.gpu_name else "-"
+
+
+def number(value: float | None, form: str) -> str:
+    """``?`` for what is unknown."""
+    return "?" if value is None else format(value, form)
+
+
+def print_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """As wide as its contents, so that nothing is cut when it is piped."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    for line in itertools.chain([columns], lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo(text.rstrip())

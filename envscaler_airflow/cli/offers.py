@@ -1,0 +1,126 @@
+"""``offers``: what is for sale."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from envscaler_airflow.cli.market import (
+    ARCHES,
+    CAPACITIES,
+    accelerators,
+    infra,
+    market_options,
+    number,
+    offer_body,
+    places,
+    print_table,
+)
+from envscaler_airflow.errors import NoOfferError, SpecError
+from envscaler_airflow.planning import Requirements
+from envscaler_airflow.planning.explain import unknown_gpus
+from envscaler_airflow.planning.market import Scope, Search, search
+from envscaler_airflow.planning.table import Kind, OfferTable
+from envscaler_airflow.spec import gpus as gpu_names
+from envscaler_airflow.spec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
+
+COLUMNS = ("INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "GPU MEM", "SPOT", "$/h", "PRICE FROM")
+GIB = 2**30
+NEARLY = 0.9
+"""A machine with so much of another's vCPUs and memory stands in for it. Chosen."""
+
+
+@click.command("offers")
+@click.option("--gpu", help="Type: H100.")
+@click.option("--count", type=click.IntRange(1, 64), help="GPUs of one machine, at least.")
+@click.option("--gpu-memory", help="Of one GPU, at least: 80GB.")
+@click.option("--cpus", help="At least.")
+@click.option("--memory", help="At least: 64Gi.")
+@click.option("--capacity", default="auto", type=click.Choice(CAPACITIES))
+@click.option("--arch", default="any", type=click.Choice(ARCHES))
+@click.option("--like", metavar="CLOUD:TYPE", help="What stands in for this type elsewhere.")
+@click.option("--limit", default=25, type=click.IntRange(1, 100_000), help="Types that are listed.")
+@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@market_options
+def offers_command(*, table: OfferTable, scope: Scope, limit: int, as_json: bool, **asked: Any) -> None:
+    """List offers by price: where, how large, on demand or spot, and where the price is from."""
+    need = _like(table, asked) if asked["like"] else _need(asked)
+    found = search(need, table, how=Search(scope=scope, limit=limit * 8, explain=False))
+    if found.chosen is None:
+        for note in unknown_gpus((need,), table):
+            raise NoOfferError(note)
+        found.pick()
+    if as_json:
+        bodies = [offer_body(item.allocation.offer) for item in found.candidates]
+        click.echo(json.dumps({"offers": bodies[:limit], "label": table.label}, indent=1))
+        return
+    lines = []
+    for item, count in places(found.candidates)[:limit]:
+        offer = item.allocation.offer
+        memory = "-" if offer.gpu_name is None else number(offer.gpu_memory_gb, "g")
+        lines.append(
+            [
+                infra(offer, count - 1),
+                offer.instance_type,
+                f"{offer.vcpus:g}",
+                f"{offer.memory_gib:g}",
+                accelerators(offer),
+                memory,
+                "yes" if offer.capacity_type == "spot" else "-",
+                number(offer.usd_per_hour, ".4f"),
+                offer.price_source,
+            ]
+        )
+    print_table(COLUMNS, lines)
+    click.echo(f"note: prices: {table.label}")
+
+
+def _need(asked: dict[str, Any]) -> Requirements:
+    memory_gb = gpu_memory_gb(asked["gpu_memory"]) if asked["gpu_memory"] else None
+    types: tuple[str, ...] = ()
+    if asked["gpu"]:
+        try:
+            types = gpu_names.resolve(asked["gpu"], memory_gb)
+        except ValueError as err:
+            raise SpecError(f"--gpu: {err}") from err
+    has_gpu = bool(types) or memory_gb is not None or asked["count"] is not None
+    return Requirements(
+        vcpus=cpu_cores(asked["cpus"]) if asked["cpus"] else 0.0,
+        memory_gib=memory_bytes(asked["memory"]) / GIB if asked["memory"] else 0.0,
+        gpus=(asked["count"] or 1) if has_gpu else 0,
+        gpu_types=types,
+        gpu_memory_gb=memory_gb,
+        capacity=asked["capacity"],
+        arch=None if asked["arch"] == "any" else asked["arch"],
+    )
+
+
+def _like(table: OfferTable, asked: dict[str, Any]) -> Requirements:
+    cloud, _, name = str(asked["like"]).partition(":")
+    kinds = [kind for kind in table.kinds if (kind.cloud, kind.instance_type) == (cloud, name)]
+    if not kinds:
+        raise SpecError(f"--like {asked['like']}: no such type in the catalog; write aws:g5.12xlarge")
+    return stand_in(kinds[0], table, capacity=asked["capacity"])
+
+
+def stand_in(kind: Kind, table: OfferTable, **more: Any) -> Requirements:
+    """What another machine must have to stand in for *kind*.
+
+    The same GPU where another cloud has it, else as much memory on each of as many GPUs; nearly as many
+    vCPUs and nearly as much memory.
+    """
+    has_gpu = kind.gpu_name is not None and kind.gpus >= 1
+    same = has_gpu and any(
+        table.kinds[item].cloud != kind.cloud for item in table.of_gpu(kind.gpu_name or "")
+    )
+    return Requirements(
+        vcpus=NEARLY * kind.vcpus,
+        memory_gib=NEARLY * kind.memory_gib,
+        gpus=int(kind.gpus),
+        gpu_types=(kind.gpu_name,) if same and kind.gpu_name else (),
+        gpu_memory_gb=kind.gpu_memory_gb if has_gpu and not same else None,
+        arch=kind.arch,
+        **more,
+    )

@@ -1,0 +1,165 @@
+"""``plan``: where a stage would run, what that costs, and why not elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from envscaler_airflow.cli.market import (
+    ARCHES,
+    accelerators,
+    candidate_body,
+    infra,
+    market_options,
+    number,
+    places,
+    print_table,
+    rejected_body,
+)
+from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.planning import Candidate, Goal, Offer, Plan, Requirements, is_ordered, requirements_of
+from envscaler_airflow.planning.market import Scope, Search, search
+from envscaler_airflow.planning.table import OfferTable
+from envscaler_airflow.spec import EnvSpec, load_spec
+from envscaler_airflow.spec.quantities import duration_s
+
+SHOWN = 12
+"""Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
+
+COLUMNS = (
+    "INFRA",
+    "INSTANCE",
+    "vCPUs",
+    "MEM",
+    "GPUs",
+    "SPOT",
+    "$/h",
+    "EST. TIME",
+    "EST. COST",
+    "WHY NOT",
+    "CHOSEN",
+)
+
+
+@click.command("plan")
+@spec_options
+@click.option("--target", help="Variant of the spec.")
+@click.option(
+    "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
+)
+@click.option("--value-of-hour", type=float, help="USD that an hour is worth.")
+@click.option("--budget", "budget_usd", type=float, help="Most that the stage may cost, USD.")
+@click.option("--max-usd-per-hour", type=float, help="Highest price of all nodes together.")
+@click.option("--deadline", help="Time left: 4h.")
+@click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="What the image is built for.")
+@click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Candidates that --json lists.")
+@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@market_options
+def plan_command(
+    path: str,
+    *,
+    parameters: dict[str, str],
+    inputs: dict[str, str] | None,
+    target: str | None,
+    table: OfferTable,
+    scope: Scope,
+    **options: Any,
+) -> None:
+    """Print the plan of a spec: what it would run on, at which price, and why not on others."""
+    spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    goal = Goal(
+        strategy=options["strategy"],
+        value_of_hour_usd=options["value_of_hour"],
+        budget_usd=options["budget_usd"],
+        deadline_s=duration_s(options["deadline"]) if options["deadline"] else None,
+    )
+    needs = market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
+    how = Search(scope=scope, limit=options["limit"], explain=True)
+    made = search(needs, table, goal=goal, how=how, is_ordered=is_ordered(spec))
+    notes = [*made.notes, *(f"refused: {fault}" for fault in table.faults)]
+    if options["as_json"]:
+        click.echo(json.dumps(plan_body(made, notes), indent=1))
+    else:
+        print_plan(made, notes)
+    if made.chosen is None:
+        made.pick()
+
+
+def market_needs(
+    spec: EnvSpec, *, arch: str = "x86_64", max_usd_per_hour: float | None = None
+) -> tuple[Requirements, ...]:
+    """Needs of *spec* where machines of every architecture are for sale."""
+    built_for = None if arch == "any" else arch
+    return tuple(
+        replace(need, arch=built_for, max_usd_per_hour=max_usd_per_hour) for need in requirements_of(spec)
+    )
+
+
+def plan_body(made: Plan, notes: list[str]) -> dict[str, Any]:
+    """What tools read of a plan."""
+    return {
+        "chosen": candidate_body(made.chosen) if made.chosen else None,
+        "candidates": [candidate_body(item) for item in made.candidates],
+        "rejected": [rejected_body(item) for item in made.rejected],
+        "value_of_hour_usd": made.value_of_hour_usd,
+        "notes": notes,
+    }
+
+
+def print_plan(made: Plan, notes: list[str]) -> None:
+    """The table that users of SkyPilot and dstack know, and what is to be said of it."""
+    lines = []
+    for at, (item, count) in enumerate(places(made.candidates)[:SHOWN]):
+        why = "" if made.chosen is None or at == 0 else _why_not(item, made.chosen)
+        nodes = "" if item.allocation.nodes == 1 else f"{item.allocation.nodes} x "
+        expected = item.estimate
+        lines.append(
+            [
+                *_offer_cells(item.allocation.offer, count - 1, nodes),
+                number(item.usd_per_hour, ".4f"),
+                "-" if expected is None else f"{expected.hours:.2f} h",
+                "-" if expected is None else f"${number(expected.usd, '.2f')}",
+                why,
+                "" if at else "*",
+            ]
+        )
+    for missed in made.rejected[: SHOWN // 2]:
+        price = number(missed.allocation.usd_per_hour, ".4f")
+        lines.append([*_offer_cells(missed.allocation.offer, 0, ""), price, "-", "-", missed.reason, ""])
+    if lines:
+        print_table(COLUMNS, lines)
+    for note in notes:
+        click.echo(f"note: {note}")
+
+
+def _offer_cells(offer: Offer, others: int, nodes: str) -> list[str]:
+    return [
+        infra(offer, others),
+        nodes + offer.instance_type,
+        f"{offer.vcpus:g}",
+        f"{offer.memory_gib:g}",
+        accelerators(offer),
+        "yes" if offer.capacity_type == "spot" else "-",
+    ]
+
+
+def _why_not(item: Candidate, chosen: Candidate) -> str:
+    """What it has against it beside the chosen one."""
+    if item.usd_per_hour is None:
+        return "price unknown"
+    if not item.is_safe and chosen.is_safe:
+        return "may miss deadline or budget"
+    if item.estimate is not None and chosen.estimate is not None:
+        return _dearer(item.estimate.objective, chosen.estimate.objective, "")
+    if item.estimate is None and chosen.estimate is not None:
+        return "speed unknown"
+    return _dearer(item.usd_per_hour, chosen.usd_per_hour, "/h")
+
+
+def _dearer(value: float | None, least: float | None, unit: str) -> str:
+    if value is None or least is None:
+        return ""
+    return f"+${value - least:.4f}{unit}" if value > least else "same, later by name"

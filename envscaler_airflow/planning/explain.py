@@ -1,0 +1,126 @@
+"""Why not: the offers that come nearest to what was asked, in each need."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from envscaler_airflow.planning.offers import Allocation, CapacityType
+from envscaler_airflow.planning.planner import Rejected
+from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits, node_counts
+from envscaler_airflow.planning.table import Kind, OfferTable
+
+
+def nearest_misses(
+    needs: Sequence[Requirements],
+    table: OfferTable,
+    is_in: Sequence[bool],
+    *,
+    limit: int,
+) -> list[Rejected]:
+    """The kinds that miss least, one row each, the nearest first, and the nearest of each need among them.
+
+    Args:
+        needs: Alternatives; of each kind the one that it misses least counts.
+        table: Offers.
+        is_in: By place, whether it counts.
+        limit: At most so many.
+    """
+    found: list[tuple[int, float, int, str, Requirements]] = []
+    for need in needs:
+        wanted = {name.casefold() for name in need.gpu_types}
+        for number, kind in enumerate(table.kinds):
+            missed, lacking, first = _missed(need, kind, wanted)
+            found.append((missed, lacking, number, first, need))
+    found.sort(key=lambda item: item[:3])
+    rejected: dict[str, Rejected] = {}
+    by_need: dict[str, int] = {}
+    for missed, _, number, first, need in found:
+        if len(rejected) >= limit or (rejected and missed > 2):
+            break
+        # Of one need, no more than half of all: the others are to be seen too.
+        if by_need.get(first, 0) >= max(1, limit // 2):
+            continue
+        item = _rejected(need, table, number, is_in)
+        if item is not None:
+            by_need[first] = by_need.get(first, 0) + 1
+            rejected.setdefault(item.allocation.name, item)
+    return sorted(rejected.values(), key=lambda item: item.distance)
+
+
+def _missed(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int, float, str]:
+    """How many needs of one node are missed, the sum of what is lacking, and the first: a first sieve."""
+    missed, lacking, first = 0, 0.0, ""
+    if kind.vcpus < need.vcpus:
+        missed, lacking, first = 1, 1 - kind.vcpus / need.vcpus, "cpu"
+    if kind.memory_gib < need.memory_gib:
+        missed, lacking, first = (
+            missed + 1,
+            lacking + 1 - kind.memory_gib / need.memory_gib,
+            first or "memory",
+        )
+    if need.instance_type not in (None, kind.instance_type):
+        missed, lacking, first = missed + 1, lacking + 1, first or "instance_type"
+    if need.gpus:
+        found = _missed_gpus(need, kind, wanted)
+        missed, lacking, first = missed + found[0], lacking + found[1], first or found[2]
+    if need.arch is not None and kind.arch not in (None, need.arch):
+        missed, lacking, first = missed + 1, lacking + 1, first or "arch"
+    return missed, lacking, first
+
+
+def _missed_gpus(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int, float, str]:
+    if kind.gpu_name is None or kind.gpus < 1:
+        return 2, 2.0, "gpu.count"
+    missed, lacking, first = 0, 0.0, ""
+    if kind.gpus < need.gpus:
+        missed, lacking, first = 1, 1 - kind.gpus / need.gpus, "gpu.count"
+    if wanted and kind.gpu_name.casefold() not in wanted:
+        missed, lacking, first = missed + 1, lacking + 1, first or "gpu.type"
+    if need.gpu_memory_gb is not None and (kind.gpu_memory_gb or 0.0) < need.gpu_memory_gb:
+        short = 1 - (kind.gpu_memory_gb or 0.0) / need.gpu_memory_gb
+        missed, lacking, first = missed + 1, lacking + short, first or "gpu.memory"
+    return missed, lacking, first
+
+
+def _rejected(need: Requirements, table: OfferTable, number: int, is_in: Sequence[bool]) -> Rejected | None:
+    """The first offer of a kind in scope, and all that it misses; None when it would do, or is not there."""
+    capacities: tuple[CapacityType, ...] = (
+        ("spot", "on-demand") if need.capacity == "spot" else ("on-demand",)
+    )
+    best: Rejected | None = None
+    has_place = not (need.cloud is None and need.region is None and need.zone is None)
+    for capacity in capacities:
+        for row in table.rows_of(number, capacity):
+            if not is_in[table.place[row]]:
+                continue
+            offer = table.offer(number, row, capacity)
+            found = misfits(need, offer)
+            if not found and not node_counts(need, offer.gpus):
+                text = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
+                found = (Misfit("model_parallel", text),)
+            if not found:
+                return None
+            item = Rejected(Allocation(offer, need.min_nodes), found)
+            best = item if best is None else min(best, item, key=lambda one: one.distance)
+            if not has_place:
+                break  # all rows of a kind miss the same
+    return best
+
+
+def unknown_gpus(needs: Sequence[Requirements], table: OfferTable) -> list[str]:
+    """A sentence for each GPU that was asked for and that no offer has, with the nearest names."""
+    names = sorted({kind.gpu_name for kind in table.kinds if kind.gpu_name is not None and kind.gpus >= 1})
+    lower = {name.casefold(): name for name in names}
+    notes = []
+    for asked in dict.fromkeys(name for need in needs for name in need.gpu_types):
+        if asked.casefold() in lower:
+            continue
+        near = difflib.get_close_matches(asked.casefold(), lower, n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(lower[name] for name in near)}?"
+            if near
+            else f"there are {', '.join(names)}"
+        )
+        notes.append(f"no offer has a GPU named {asked}: {hint}")
+    return notes

@@ -1,0 +1,345 @@
+"""Choose from very many offers, looking at few of them.
+
+The same planner as :func:`~envscaler_airflow.planning.planner.plan`, with the same
+formula, ranks and reasons. Kinds are looked at by a bound on how good their best offer
+can be, and the search ends when no bound is better than the worst offer kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from envscaler_airflow.planning.explain import nearest_misses
+from envscaler_airflow.planning.objective import estimate, value_of_hour
+from envscaler_airflow.planning.offers import Allocation, CapacityType
+from envscaler_airflow.planning.performance import Speed
+from envscaler_airflow.planning.planner import (
+    Candidate,
+    Goal,
+    Plan,
+    Rejected,
+    Work,
+    candidate_of,
+    goal_misfits,
+    is_safe,
+    notes_of,
+    rank_of,
+)
+from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_node, node_counts
+from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKNOWN, Kind, OfferTable
+
+SpeedOf = Callable[[Kind, int], Speed | None]
+"""Speed of a stage on so many nodes of a kind; None is unknown."""
+
+Rank = tuple[Any, ...]
+_Found = tuple[Rank, int, Candidate]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where one may look.
+
+    Attributes:
+        clouds: Names; None: all.
+        regions: By cloud; a cloud that is not named has all of its regions. None: all.
+    """
+
+    clouds: Collection[str] | None = None
+    regions: Mapping[str, Collection[str]] | None = None
+
+    def has(self, cloud: str, region: str) -> bool:
+        """True when the region is within."""
+        if self.clouds is not None and cloud not in self.clouds:
+            return False
+        regions = (self.regions or {}).get(cloud)
+        return regions is None or region in regions
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How to search.
+
+    Attributes:
+        scope: Where.
+        speed_of: How fast the stage is; None: not known anywhere.
+        avoid: Reasons against offers by name, such as a stock-out that was just met.
+        limit: Candidates kept, and misses named, each.
+        explain: Name the nearest misses even when something was found.
+    """
+
+    scope: Scope = field(default_factory=Scope)
+    speed_of: SpeedOf | None = None
+    avoid: Mapping[str, str] = field(default_factory=dict)
+    limit: int = 20
+    explain: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a search that keeps nothing."""
+        if self.limit < 1:
+            raise ValueError(f"limit must be >= 1, got {self.limit!r}")
+
+
+def search(
+    requirements: Requirements | Sequence[Requirements],
+    table: OfferTable,
+    *,
+    goal: Goal | None = None,
+    work: Work | None = None,
+    how: Search | None = None,
+    is_ordered: bool = False,
+) -> Plan:
+    """The best *limit* candidates of *table*, as :func:`plan` would rank them all.
+
+    Args:
+        requirements: One, or several alternatives: an offer that meets any of them will do.
+        table: Offers.
+        goal: By default least cost.
+        work: What is to be done, and the seconds without training; its speeds are not used.
+        how: Scope, speeds, what to avoid, how many to keep.
+        is_ordered: The first alternative that any offer meets is taken, whatever it costs.
+    """
+    needs = (requirements,) if isinstance(requirements, Requirements) else tuple(requirements)
+    if not needs:
+        raise ValueError("requirements: none given")
+    how, goal, work = how or Search(), goal or Goal(), work or Work()
+    if not is_ordered:
+        return _Looker(table, how, goal, work).look(needs)
+    first = None
+    for need in needs:
+        got = _Looker(table, how, goal, work).look((need,))
+        if got.chosen is not None:
+            return got
+        first = first or got
+    return first or Plan(None)
+
+
+class _Group(NamedTuple):
+    """Rows of one kind and capacity, and the numbers of nodes with the speed on each."""
+
+    bound: Rank
+    kind: int
+    capacity: CapacityType
+    runs: tuple[tuple[int, Speed | None], ...]
+    need: Requirements
+    is_allowed: Sequence[bool]
+
+
+class _Looker:
+    """One search: collects the best candidates, and what was refused for its goal."""
+
+    def __init__(self, table: OfferTable, how: Search, goal: Goal, work: Work) -> None:
+        self.table, self.how, self.goal, self.work = table, how, goal, work
+        self.best: list[_Found] = []
+        self.names: set[str] = set()
+        self.refused: dict[str, Rejected] = {}
+        self.hour: float | None = None
+        self.is_in = [how.scope.has(cloud, region) for cloud, region, _ in table.places]
+        self.is_timed = how.speed_of is not None and work.units is not None
+
+    def look(self, needs: Sequence[Requirements]) -> Plan:
+        fitting = [(need, *self._fitting(need)) for need in needs]
+        self.hour = self._value_of_hour(fitting)
+        streams = [self._groups(*item) for item in fitting]
+        for group in heapq.merge(*streams, key=lambda group: group.bound):
+            if len(self.best) >= self.how.limit and group.bound > self.best[-1][0]:
+                break
+            self._take(group)
+        return self._plan(needs)
+
+    def _fitting(self, need: Requirements) -> tuple[list[bool], list[bool]]:
+        """By place, whether it is allowed; by kind, whether one node of it meets *need*."""
+        table = self.table
+        is_allowed = [
+            is_in and _allows(need, place) for is_in, place in zip(self.is_in, table.places, strict=True)
+        ]
+        fits = [False] * len(table.kinds)
+        for number in self._pool(need):
+            kind = table.kinds[number]
+            if kind.vcpus >= need.vcpus and kind.memory_gib >= need.memory_gib:
+                fits[number] = fits_node(need, kind)
+        return is_allowed, fits
+
+    def _pool(self, need: Requirements) -> Sequence[int]:
+        if need.gpus == 0 or not need.gpu_types:
+            return range(len(self.table.kinds))
+        return [number for name in need.gpu_types for number in self.table.of_gpu(name)]
+
+    def _value_of_hour(self, fitting: Sequence[tuple[Requirements, list[bool], list[bool]]]) -> float | None:
+        cheapest = (
+            Allocation(self.table.offer(kind, row, "on-demand"), counts[0])
+            for need, is_allowed, fits in fitting
+            if need.capacity != "spot"
+            for kind, row, counts in self._cheapest_on_demand(need, is_allowed, fits)
+        )
+        return value_of_hour(self.goal.strategy, cheapest, stated_usd=self.goal.value_of_hour_usd)
+
+    def _cheapest_on_demand(
+        self, need: Requirements, is_allowed: list[bool], fits: list[bool]
+    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        table, best = self.table, UNKNOWN
+        for kind in table.order("on-demand"):
+            if not fits[kind]:
+                continue
+            counts = node_counts(need, int(table.kinds[kind].gpus))
+            if (table.least_usd(kind, "on-demand") or 0.0) * need.min_nodes >= best:
+                return
+            if not counts:
+                continue
+            for row in table.rows_of(kind, "on-demand"):
+                if is_allowed[table.place[row]]:
+                    if table.usd[row] * counts[0] < best:
+                        best = table.usd[row] * counts[0]
+                        yield kind, row, counts
+                    break
+
+    def _groups(self, need: Requirements, is_allowed: list[bool], fits: list[bool]) -> Iterator[_Group]:
+        capacities = [name for name in CAPACITIES if need.capacity in ("auto", name)]
+        streams = [self._groups_of(need, is_allowed, fits, capacity) for capacity in capacities]
+        return heapq.merge(*streams, key=lambda group: group.bound)
+
+    def _groups_of(
+        self, need: Requirements, is_allowed: list[bool], fits: list[bool], capacity: CapacityType
+    ) -> Iterator[_Group]:
+        """Kinds by bound: in order of price while no speed is known, else sorted by the objective."""
+        kinds = (kind for kind in self.table.order(capacity) if fits[kind])
+        groups = (group for kind in kinds for group in self._group(kind, capacity, need, is_allowed))
+        return iter(sorted(groups, key=lambda group: group.bound)) if self.is_timed else groups
+
+    def _group(
+        self, kind: int, capacity: CapacityType, need: Requirements, is_allowed: list[bool]
+    ) -> Iterator[_Group]:
+        usd = self.table.least_usd(kind, capacity)
+        if usd is None:
+            return
+        counts = node_counts(need, int(self.table.kinds[kind].gpus))
+        if not self.is_timed or self.how.speed_of is None:
+            if counts:
+                runs = tuple((nodes, None) for nodes in counts)
+                bound = (usd == UNKNOWN, 2, usd * need.min_nodes)
+                yield _Group(bound, kind, capacity, runs, need, is_allowed)
+            return
+        for nodes in counts:
+            speed = self.how.speed_of(self.table.kinds[kind], nodes)
+            bound = self._bound(usd * nodes, speed)
+            yield _Group(bound, kind, capacity, ((nodes, speed),), need, is_allowed)
+
+    def _bound(self, usd: float, speed: Speed | None) -> Rank:
+        """No offer with this speed that costs *usd* an hour or more ranks before it."""
+        is_unknown = usd == UNKNOWN
+        if speed is None or self.work.units is None:
+            return (is_unknown, 2, usd)
+        least = estimate(
+            self.work.units,
+            speed,
+            usd_per_hour=None if is_unknown else usd,
+            value_of_hour=self.hour or 0.0,
+            overheads=self.work.overheads,
+        )
+        worth = UNKNOWN if least.objective is None else least.objective
+        if is_safe(least, self.goal):
+            return (is_unknown, 0, worth)
+        return (is_unknown, 1, least.hours if self.goal.deadline_s is not None else worth)
+
+    def _take(self, group: _Group) -> None:
+        table, is_spot = self.table, group.capacity == "spot"
+        prices = table.spot_usd if is_spot else table.usd
+        rows = [
+            row for row in table.rows_of(group.kind, group.capacity) if group.is_allowed[table.place[row]]
+        ]
+        for nodes, speed in group.runs:
+            refused_rate = UNKNOWN
+            for row in rows:
+                if len(self.best) >= self.how.limit:
+                    worst = self.best[-1][0]
+                    bound = self._bound(prices[row] * nodes, speed)
+                    if bound > worst:
+                        break
+                    if speed is None and (*bound, 0.0, self._name(group, row, nodes)) > worst:
+                        continue  # one of many of the same price, or of an unknown one
+                rate = self._rate(row) if is_spot else 0.0
+                # Money, time and risk grow with price and rate: what was too much before is so now.
+                if rate < refused_rate and not self._judge(group, row, nodes, speed, rate):
+                    refused_rate = rate
+
+    def _name(self, group: _Group, row: int, nodes: int) -> str:
+        """``Allocation.name`` without making one."""
+        kind, (cloud, region, zone) = self.table.kinds[group.kind], self.table.places[self.table.place[row]]
+        attached = f"+{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
+        parts = [
+            cloud,
+            region,
+            zone,
+            kind.instance_type + attached,
+            "" if cloud == "local" else group.capacity,
+        ]
+        name = "/".join(part for part in parts if part)
+        return name if nodes == 1 else f"{nodes} x {name}"
+
+    def _rate(self, row: int) -> float:
+        known = self.table.rate_per_hour(row)
+        return ANY_RATE_PER_HOUR if known is None else known
+
+    def _judge(self, group: _Group, row: int, nodes: int, speed: Speed | None, rate: float) -> bool:
+        """False when it breaks a limit; else it is among the candidates, if it is good enough."""
+        allocation = Allocation(self.table.offer(group.kind, row, group.capacity), nodes)
+        name = allocation.name
+        if name in self.names:
+            return True
+        avoided = self.how.avoid.get(allocation.offer.name)
+        if avoided is not None:
+            self._refuse(Rejected(allocation, (Misfit("capacity", avoided),)))
+            return True
+        candidate = candidate_of(
+            allocation, speed, self.work, self.goal, hour_usd=self.hour or 0.0, interruptions_per_hour=rate
+        )
+        found = goal_misfits(group.need, candidate, self.goal)
+        if found:
+            self._refuse(Rejected(allocation, found))
+            return False
+        self.names.add(name)
+        self.refused.pop(name, None)
+        insort(self.best, (rank_of(candidate, self.goal), len(self.names), candidate))
+        del self.best[self.how.limit :]
+        return True
+
+    def _refuse(self, rejected: Rejected) -> None:
+        if len(self.refused) < 10 * self.how.limit:
+            self.refused.setdefault(rejected.allocation.name, rejected)
+
+    def _plan(self, needs: Sequence[Requirements]) -> Plan:
+        candidates = [found for _, _, found in self.best]
+        rejected = [*self.refused.values()]
+        if self.how.explain or not candidates:
+            rejected += nearest_misses(needs, self.table, self.is_in, limit=self.how.limit)
+        rejected.sort(key=lambda item: item.distance)
+        notes = self._notes(candidates)
+        return Plan(
+            chosen=candidates[0] if candidates else None,
+            candidates=tuple(candidates),
+            rejected=tuple(rejected[: self.how.limit]),
+            value_of_hour_usd=self.hour,
+            notes=tuple(notes),
+        )
+
+    def _notes(self, candidates: Sequence[Candidate]) -> list[str]:
+        spot = {
+            item.allocation.offer.name for item in candidates if item.allocation.offer.capacity_type == "spot"
+        }
+        work = replace(self.work, interruptions_per_hour=dict.fromkeys(spot, 0.0))
+        notes = notes_of(candidates, work, self.goal, self.hour)
+        if self.table.label:
+            notes.append(f"prices: {self.table.label}")
+        return notes
+
+
+def _allows(need: Requirements, place: tuple[str, str, str]) -> bool:
+    cloud, region, zone = place
+    return (
+        need.cloud in (None, cloud)
+        and need.region in (None, region)
+        and (need.zone in (None, zone) or not zone)
+    )

@@ -1,0 +1,265 @@
+"""Many offers in columns: what the planner searches.
+
+An instance type is stored once, with its rows (place, prices) sorted by price,
+so that a search looks at few rows whatever the number of offers.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from envscaler_airflow.planning.offers import CapacityType, Offer
+
+UNKNOWN = math.inf
+"""A price that is not known, in the columns: it sorts last and is never chosen for being low."""
+
+RISKS = ("", "<5%", "5-10%", "10-15%", "15-20%", ">20%")
+"""Ranges of AWS Spot Advisor: part of the instances of a type interrupted within a month; "" is unknown."""
+
+MONTH_H = 730.0
+"""Hours of a month."""
+
+RATES_PER_HOUR: tuple[float | None, ...] = (
+    None,
+    *(-math.log1p(-part) / MONTH_H for part in (0.025, 0.075, 0.125, 0.175, 0.3)),
+)
+"""Interruptions an hour by index into :data:`RISKS`.
+
+The middle of each range, taken as the chance that a machine is lost within a month, at a constant
+rate; 30 % for the open range. Chosen: Spot Advisor publishes no finer figure.
+"""
+
+ANY_RATE_PER_HOUR = 0.05
+"""Interruptions an hour of a spot offer of unknown risk. Chosen: one in 20 hours, which costs a stage
+with checkpoints a few percent, and a stage without them everything."""
+
+
+class Kind(NamedTuple):
+    """One instance type of one cloud: what is the same at every place.
+
+    Attributes:
+        gpus: Below one for a part of a GPU, which no request for whole GPUs is met by.
+    """
+
+    cloud: str
+    instance_type: str
+    vcpus: float
+    memory_gib: float
+    gpu_name: str | None = None
+    gpus: float = 0.0
+    gpu_memory_gb: float | None = None
+    arch: str | None = None
+    is_attached: bool = False
+
+
+class Row(NamedTuple):
+    """One kind at one place.
+
+    Attributes:
+        usd, spot_usd: On-demand and spot price; None is unknown.
+        has_on_demand, has_spot: Can be had so there, whether or not its price is known.
+        risk: Index into :data:`RISKS`.
+        source, spot_source: Where the prices are from, with date.
+    """
+
+    region: str
+    zone: str = ""
+    usd: float | None = None
+    spot_usd: float | None = None
+    has_on_demand: bool = True
+    has_spot: bool = False
+    risk: int = 0
+    source: str = ""
+    spot_source: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfferTable:
+    """Kinds and their rows, in columns.
+
+    Attributes:
+        kinds: By number.
+        places: Distinct (cloud, region, zone), by number.
+        sources: Distinct texts of where prices are from, by number.
+        starts: First row of each kind, and the number of all rows at the end.
+        ends: End of the rows of each kind that can be had on demand; those of spot alone follow.
+        place, usd, spot_usd, risk, source, spot_source: Of each row, rows of a kind by on-demand
+            price (:data:`UNKNOWN` last), region and zone.
+        spot_rows: Rows that can be had as spot, those of a kind by spot price.
+        spot_starts: As *starts*, into *spot_rows*.
+        label: What these prices are, said with each plan.
+        faults: Values that were refused while the table was made.
+    """
+
+    kinds: Sequence[Kind]
+    places: Sequence[tuple[str, str, str]]
+    sources: Sequence[str]
+    starts: array[int]
+    ends: array[int]
+    place: array[int]
+    usd: array[float]
+    spot_usd: array[float]
+    risk: array[int]
+    source: array[int]
+    spot_source: array[int]
+    spot_rows: array[int]
+    spot_starts: array[int]
+    label: str = ""
+    faults: tuple[str, ...] = ()
+    _by_gpu: dict[str, list[int]] = field(init=False, default_factory=dict)
+    _orders: dict[str, list[int]] = field(init=False, default_factory=dict)
+
+    def __len__(self) -> int:
+        """Number of rows: kinds times places."""
+        return len(self.place)
+
+    def rows_of(self, kind: int, capacity: CapacityType) -> Sequence[int]:
+        """Rows of *kind* that can be had as *capacity*, the cheapest first, unknown prices last."""
+        if capacity == "on-demand":
+            return range(self.starts[kind], self.ends[kind])
+        return self.spot_rows[self.spot_starts[kind] : self.spot_starts[kind + 1]]
+
+    def least_usd(self, kind: int, capacity: CapacityType) -> float | None:
+        """Price of the first of :meth:`rows_of`; :data:`UNKNOWN` when unknown, None without rows."""
+        if capacity == "on-demand":
+            first = self.starts[kind]
+            return self.usd[first] if first < self.ends[kind] else None
+        first = self.spot_starts[kind]
+        return self.spot_usd[self.spot_rows[first]] if first < self.spot_starts[kind + 1] else None
+
+    def order(self, capacity: CapacityType) -> list[int]:
+        """Kinds that can be had as *capacity*, by least price."""
+        if capacity not in self._orders:
+            least = [(self.least_usd(kind, capacity), kind) for kind in range(len(self.kinds))]
+            self._orders[capacity] = [
+                kind for _, kind in sorted(pair for pair in least if pair[0] is not None)
+            ]
+        return self._orders[capacity]
+
+    def of_gpu(self, name: str) -> list[int]:
+        """Kinds with at least one whole GPU of this name, in any case."""
+        if not self._by_gpu:
+            for number, kind in enumerate(self.kinds):
+                if kind.gpu_name is not None and kind.gpus >= 1:
+                    self._by_gpu.setdefault(kind.gpu_name.casefold(), []).append(number)
+        return self._by_gpu.get(name.casefold(), [])
+
+    def offer(self, kind: int, row: int, capacity: CapacityType) -> Offer:
+        """One row as an offer."""
+        facts, (_, region, zone) = self.kinds[kind], self.places[self.place[row]]
+        is_spot = capacity == "spot"
+        usd = self.spot_usd[row] if is_spot else self.usd[row]
+        is_whole = facts.gpus >= 1
+        return Offer(
+            cloud=facts.cloud,
+            region=region,
+            instance_type=facts.instance_type,
+            capacity_type=capacity,
+            vcpus=facts.vcpus,
+            memory_gib=facts.memory_gib,
+            zone=zone or None,
+            gpu_name=facts.gpu_name if is_whole else None,
+            gpus=int(facts.gpus) if is_whole else 0,
+            gpu_memory_gb=facts.gpu_memory_gb if is_whole else None,
+            usd_per_hour=None if usd == UNKNOWN else usd,
+            price_source=self.sources[self.spot_source[row] if is_spot else self.source[row]],
+            arch=facts.arch,
+            is_attached=facts.is_attached,
+        )
+
+    def rate_per_hour(self, row: int) -> float | None:
+        """Interruptions an hour of the row as spot; None when unknown."""
+        return RATES_PER_HOUR[self.risk[row]]
+
+    def offers(self) -> Iterator[Offer]:
+        """Every offer, slowly."""
+        for kind in range(len(self.kinds)):
+            for capacity in CAPACITIES:
+                for row in self.rows_of(kind, capacity):
+                    yield self.offer(kind, row, capacity)
+
+
+CAPACITIES: tuple[CapacityType, CapacityType] = ("on-demand", "spot")
+
+
+def build_table(
+    rows: Mapping[Kind, Iterable[Row]], *, label: str = "", faults: Iterable[str] = ()
+) -> OfferTable:
+    """Columns of *rows*; kinds go by cloud, type and GPU."""
+    kinds = sorted(rows, key=_kind_key)
+    places: dict[tuple[str, str, str], int] = {}
+    sources: dict[str, int] = {}
+    starts, ends, place = array("I", [0]), array("I"), array("H")
+    usd, spot_usd = array("d"), array("d")
+    risk, source, spot_source = array("B"), array("B"), array("B")
+    spot_rows, spot_starts = array("I"), array("I", [0])
+    for kind in kinds:
+        ordered = sorted(rows[kind], key=_row_key)
+        first = len(place)
+        for row in ordered:
+            place.append(places.setdefault((kind.cloud, row.region, row.zone), len(places)))
+            usd.append(UNKNOWN if row.usd is None else row.usd)
+            spot_usd.append(UNKNOWN if row.spot_usd is None else row.spot_usd)
+            risk.append(row.risk)
+            source.append(sources.setdefault(row.source, len(sources)))
+            spot_source.append(sources.setdefault(row.spot_source, len(sources)))
+        starts.append(len(place))
+        ends.append(first + sum(row.has_on_demand for row in ordered))
+        spot = [first + at for at, row in enumerate(ordered) if row.has_spot or row.spot_usd is not None]
+        spot_rows.extend(sorted(spot, key=lambda at: (spot_usd[at], at)))
+        spot_starts.append(len(spot_rows))
+    return OfferTable(
+        kinds=kinds,
+        places=tuple(places),
+        sources=tuple(sources),
+        starts=starts,
+        ends=ends,
+        place=place,
+        usd=usd,
+        spot_usd=spot_usd,
+        risk=risk,
+        source=source,
+        spot_source=spot_source,
+        spot_rows=spot_rows,
+        spot_starts=spot_starts,
+        label=label,
+        faults=tuple(faults),
+    )
+
+
+def _kind_key(kind: Kind) -> tuple[str, str, str, float, str]:
+    return kind.cloud, kind.instance_type, kind.gpu_name or "", kind.gpus, repr(kind)
+
+
+def _row_key(row: Row) -> tuple[bool, float, str, str]:
+    return not row.has_on_demand, UNKNOWN if row.usd is None else row.usd, row.region, row.zone
+
+
+def table_of(offers: Iterable[Offer], *, label: str = "") -> OfferTable:
+    """Columns of a list of offers: a cluster's nodes, machines of one's own, what a test makes up."""
+    rows: dict[Kind, dict[tuple[str, str], Row]] = {}
+    for offer in offers:
+        kind = Kind(
+            offer.cloud,
+            offer.instance_type,
+            offer.vcpus,
+            offer.memory_gib,
+            offer.gpu_name,
+            float(offer.gpus),
+            offer.gpu_memory_gb,
+            offer.arch,
+            offer.is_attached,
+        )
+        at = (offer.region, offer.zone or "")
+        row = rows.setdefault(kind, {}).get(at, Row(*at, has_on_demand=False))
+        usd, source = offer.usd_per_hour, offer.price_source
+        if offer.capacity_type == "spot":
+            row = row._replace(spot_usd=usd, has_spot=True, spot_source=source)
+        else:
+            row = row._replace(usd=usd, has_on_demand=True, source=source)
+        rows[kind][at] = row
+    return build_table({kind: found.values() for kind, found in rows.items()}, label=label)

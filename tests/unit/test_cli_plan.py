@@ -1,0 +1,145 @@
+"""``envscaler plan`` and ``envscaler offers``, on tables of the test's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.catalog.csvtables import COLUMNS
+from envscaler_airflow.cli import main
+
+LINES = [
+    "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,0.526,0.2,x86_64,5-10%,list,list",
+    "aws,us-east-1,us-east-1b,g4dn.xlarge,4,16,T4,1,16,0.526,0.21,x86_64,5-10%,list,list",
+    "aws,us-east-1,us-east-1a,g4dn.12xlarge,48,192,T4,4,16,3.912,,x86_64,,list,",
+    "aws,us-east-1,us-east-1a,g5.xlarge,4,16,A10G,1,24,1.006,,x86_64,,list,",
+    "azure,eastus,,NC4as_T4_v3,4,28,T4,1,16,0.55,,x86_64,,list,",
+    "azure,eastus,,D4,4,16,,,,0.192,,x86_64,,list,",
+    "tencent,,,GN7.2XLARGE32,8,32,T4,1,16,,,x86_64,,specs-only,",
+]
+SPEC = """
+version: v1
+name: train
+resources: {accelerators: "%s", use_spot: false}
+entrypoint: [python, train.py]
+checkpoint: {path: /ckpt}
+"""
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """Run a command on the tables above; the spec asks for the given GPU."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "offers.csv").write_text("\n".join([",".join(COLUMNS), *LINES]) + "\n")
+
+    def run(command, *more, gpu="T4:1"):
+        (tmp_path / "s.yaml").write_text(SPEC % gpu)
+        spec = ["-f", str(tmp_path / "s.yaml")] if command == "plan" else []
+        return CliRunner().invoke(main, [command, *spec, "--offers", str(tmp_path), *more])
+
+    return run
+
+
+def words(line):
+    """A line without its padding."""
+    return " ".join(line.split())
+
+
+def test_plan_prints_the_table_that_users_know(shell):
+    """The chosen one is marked, zones at one price are one line, the others say what they cost more."""
+    got = shell("plan")
+
+    lines = got.output.splitlines()
+    assert got.exit_code == 0, got.output
+    assert words(lines[0]) == "INFRA INSTANCE vCPUs MEM GPUs SPOT $/h EST. TIME EST. COST WHY NOT CHOSEN"
+    assert words(lines[1]) == "aws/us-east-1/us-east-1a (+1) g4dn.xlarge 4 16 T4:1 - 0.5260 - - *"
+    assert words(lines[2]) == "azure/eastus NC4as_T4_v3 4 28 T4:1 - 0.5500 - - +$0.0240/h"
+    assert any(line.startswith("tencent ") and "price unknown" in line for line in lines)
+    assert "has A10G, T4 asked" in got.output
+    assert "note: prices: exercise, not prices" in got.output
+
+
+def test_plan_as_json_has_chosen_candidates_and_rejected(shell):
+    """With every field that tools are promised."""
+    got = json.loads(shell("plan", "--json").output)
+
+    chosen = got["chosen"]
+    assert chosen == got["candidates"][0]
+    assert {
+        key: chosen[key]
+        for key in ("cloud", "region", "zone", "instance_type", "capacity_type", "nodes", "usd_per_hour")
+    } == {
+        "cloud": "aws",
+        "region": "us-east-1",
+        "zone": "us-east-1a",
+        "instance_type": "g4dn.xlarge",
+        "capacity_type": "on-demand",
+        "nodes": 1,
+        "usd_per_hour": 0.526,
+    }
+    assert chosen["accelerators"] == {"T4": 1}
+    for key in ("expected_time_h", "expected_cost_usd", "expected_cost_usd_low", "speed_source"):
+        assert chosen[key] is None
+    assert [item["reason"] for item in got["rejected"] if item["instance_type"] == "g5.xlarge"] == [
+        "has A10G, T4 asked"
+    ]
+
+
+def test_plan_keeps_to_clouds_and_scope(shell, tmp_path):
+    """Azure alone, by name and by file."""
+    (tmp_path / "scope.json").write_text('{"azure": ["eastus"]}')
+
+    for more in (["--clouds", "azure"], ["--scope", str(tmp_path / "scope.json")]):
+        assert json.loads(shell("plan", "--json", *more).output)["chosen"]["cloud"] == "azure"
+
+    got = shell("plan", "--clouds", "asw")
+    assert got.exit_code == 2
+    assert "--clouds asw: there are aws, azure, tencent" in got.output
+
+
+def test_a_request_that_nothing_meets_fails_with_the_nearest_miss(shell):
+    """Exit code 2, the error, and the table of what came near."""
+    got = shell("plan", gpu="T4:8")
+
+    assert got.exit_code == 2
+    assert "no offer fits" in got.output
+    assert "g4dn.12xlarge/on-demand: has 4 GPUs, 8 asked" in got.output
+
+
+def test_a_price_limit_names_what_it_costs_at_least(shell):
+    """Half a dollar an hour is not enough."""
+    got = shell("plan", "--max-usd-per-hour", "0.5")
+
+    assert got.exit_code == 2
+    assert "takes 0.526 USD an hour at best, max_usd_per_hour is 0.5" in got.output
+
+
+def test_offers_are_listed_by_price(shell):
+    """Spot and on demand, zones at one price as one line."""
+    got = shell("offers", "--gpu", "T4")
+
+    names = [line.split()[0] + " " + line.split()[-4] for line in got.output.splitlines()[1:-1]]
+    assert got.exit_code == 0, got.output
+    assert len(names) == 6
+    assert got.output.splitlines()[1].split()[:2] == ["aws/us-east-1/us-east-1a", "g4dn.xlarge"]
+    assert (
+        json.loads(shell("offers", "--gpu", "T4", "--json").output)["offers"][0]["usd_per_node_hour"] == 0.2
+    )
+
+
+def test_offers_like_another_are_found_elsewhere(shell):
+    """A g4dn.xlarge is an NC4as_T4_v3."""
+    got = shell("offers", "--like", "aws:g4dn.xlarge", "--clouds", "azure")
+
+    assert "NC4as_T4_v3" in got.output
+    assert "D4 " not in got.output
+
+
+def test_a_gpu_that_nobody_sells_gets_a_hint(shell):
+    """Did you mean."""
+    got = shell("offers", "--gpu", "A10H")
+
+    assert got.exit_code == 2
+    assert "A10" in got.output
