@@ -1,0 +1,92 @@
+"""Environments of the local target: made once for each content, never half."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from envscaler_airflow.build import venvs
+from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import EnvSpec
+
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """A stage that needs a package of one module from a folder."""
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
+    info = "greeting-1.0.dist-info"
+    with zipfile.ZipFile(tmp_path / "greeting-1.0-py3-none-any.whl", "w") as file:
+        file.writestr("greeting.py", "text = 'hello'\n")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+    def make(*lines: str) -> EnvSpec:
+        (tmp_path / "requirements.txt").write_text(
+            "\n".join([f"--no-index\n--find-links {tmp_path}", *lines]) + "\n"
+        )
+        return EnvSpec.from_dict({
+            "version": "v1", "name": "s", "base": {"image": "b"},
+            "runtimes": [{"type": "python", "version": VERSION, "requirements": "requirements.txt"}],
+            "base_dirs": {"runtimes[0].requirements": str(tmp_path)},
+        })  # fmt: skip
+
+    return make
+
+
+def test_an_environment_holds_the_packages_and_is_used_again(stage, tmp_path):
+    """The second call makes nothing and says nothing."""
+    said: list[str] = []
+    python = venvs.ensure(stage("greeting"), tmp_path / "cache", say=said.append)
+
+    assert venvs.ensure(stage("greeting"), tmp_path / "cache", say=said.append) == python
+    assert len(said) == 1
+    shown = subprocess.run(
+        [python, "-c", "import greeting; print(greeting.text)"], capture_output=True, check=True
+    )
+    assert shown.stdout == b"hello\n"
+    assert venvs.installed(python) == {"greeting": "1.0"}
+
+
+def test_other_content_is_another_environment(stage, tmp_path):
+    """The key is over Python and every requirements file."""
+    first, second = stage("greeting"), None
+    key = venvs.environment_key(first, read_requirements(first))
+    second = stage("greeting", "# changed")
+
+    assert venvs.environment_key(second, read_requirements(second)) != key
+
+
+def test_what_was_interrupted_is_made_anew(stage, tmp_path):
+    """Without its mark an environment counts as none."""
+    python = venvs.ensure(stage("greeting"), tmp_path / "cache")
+    (python.parent.parent / venvs.READY).unlink()
+    (python.parent.parent / "bin" / "python").unlink()
+
+    assert venvs.ensure(stage("greeting"), tmp_path / "cache").exists()
+
+
+def test_what_cannot_be_installed_says_why_and_leaves_nothing(stage, tmp_path):
+    """The installer's own words."""
+    with pytest.raises(SpecError, match=r"(?s)cannot be installed:.*absent-package"):
+        venvs.ensure(stage("absent-package"), tmp_path / "cache")
+
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_conda_is_refused_here_with_what_to_write(tmp_path):
+    """There is no conda program in a virtual environment."""
+    spec = EnvSpec.from_dict({
+        "version": "v1", "name": "s", "base": {"image": "b"},
+        "runtimes": [{"type": "python", "package_manager": "conda", "packages": ["numpy=1.26"]}],
+    })  # fmt: skip
+
+    with pytest.raises(SpecError, match=r"targets\.local"):
+        venvs.ensure(spec, tmp_path)
