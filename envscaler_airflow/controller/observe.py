@@ -22,9 +22,11 @@ from envscaler_airflow.scaling import (
     Policy,
     Sample,
     decide,
+    is_asked,
     recent,
     remember,
     usage_samples,
+    window_s,
     work_of,
 )
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
@@ -41,8 +43,8 @@ SLOTS_S = 6.0
 old machine, seconds. Chosen: a task slice of Airflow 3.3 begins within 2 to 3 s on two cores."""
 STALE_S = 90.0
 """A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
-WINDOW_S = 1800.0
-"""Metrics older than this are no longer carried, seconds. Chosen: longer than any rule's default."""
+STATUS_S = 15.0
+"""How often a node speaks, seconds. Source: DESIGN section 4."""
 MAX_POINTS = 240
 """Progress points kept for a speed. Chosen: an hour of statuses."""
 
@@ -73,6 +75,7 @@ class _Attempt:
     epoch: int | None = None
     points: list[tuple[float, float]] = field(default_factory=list)
     sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)
     earlier: Speed | None = None
 
 
@@ -168,7 +171,7 @@ class Observer:
         now_s = self._monotonic() + self._offset_s
         spec = self.spec(state)
         mine = self._remembered(live, now_s)
-        head = self._statuses(live, mine, now_s).get(0)
+        head = self._statuses(state, live, mine, now_s).get(0)
         if mine.epoch is None and head is not None:
             mine.epoch = head.progress.epoch
         self._take_point(mine, head)
@@ -199,7 +202,9 @@ class Observer:
             wanted=dict(self._memory.wanted),
         )
 
-    def _statuses(self, live: AttemptState, mine: _Attempt, now_s: float) -> dict[int, Status]:
+    def _statuses(
+        self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float
+    ) -> dict[int, Status]:
         found = {}
         for node in range(live.allocation.nodes):
             key = (live.generation, live.number)
@@ -207,18 +212,29 @@ class Observer:
             if status is None:
                 continue
             found[node] = status
-            if self._is_news(mine, node, status, now_s):  # one reading looked at twice is one sample
-                new = usage_samples(now_s, node, status.usage)
-                self._samples = recent((*self._samples, *new), now_s=now_s, window_s=WINDOW_S)
+            last = mine.sequences.get(node)
+            if last is None or last[0] != status.sequence:
+                mine.sequences[node] = (status.sequence, now_s)
+        if len(found) == live.allocation.nodes:
+            self._take_samples(self.policy(state), mine, found, now_s)
         return found
 
-    @staticmethod
-    def _is_news(mine: _Attempt, node: int, status: Status, now_s: float) -> bool:
-        last = mine.sequences.get(node)
-        if last is not None and last[0] == status.sequence:
-            return False
-        mine.sequences[node] = (status.sequence, now_s)
-        return True
+    def _take_samples(
+        self, policy: Policy, mine: _Attempt, statuses: Mapping[int, Status], now_s: float
+    ) -> None:
+        """One round of samples once every node has spoken since the last one; only what rules look at."""
+        spoken = {node: status.sequence for node, status in statuses.items()}
+        if any(mine.sampled.get(node) == sequence for node, sequence in spoken.items()):
+            return
+        mine.sampled = spoken
+        new = [
+            sample
+            for node, status in statuses.items()
+            for sample in usage_samples(now_s, node, status.usage)
+            if is_asked(sample.metric, policy)
+        ]
+        window = window_s(policy, interval_s=STATUS_S)
+        self._samples = recent((*self._samples, *new), now_s=now_s, window_s=window)
 
     def _remembered(self, live: AttemptState, now_s: float) -> _Attempt:
         key = (live.generation, live.number)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.protocol import Ended, Status
 
 NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"]
 
@@ -124,16 +124,28 @@ def _node_end(node: NodeFacts, silent_s: float) -> tuple[str, str] | None:
     if node.state == "lost":
         return ("lost", node.detail or "the machine went away without an end of its own")
     if node.state == "ended":
-        reason = node.reason or (said.reason if said else "failed")
-        if said is not None and reason in ("failed", "killed"):
-            reason = said.reason
-        detail = node.detail or (said.detail if said else "")
-        return (reason if reason in _SEVERITY else "failed", detail)
+        return _told_end(node, said)
     if node.state == "unknown" and said is not None and node.status and node.status.phase == "ended":
         return (said.reason, said.detail)
     if node.state == "unknown" and silent_s >= LOST_AFTER_S:
         return ("lost", f"neither the backend nor the node was heard for {silent_s:.0f} s")
     return None
+
+
+def _told_end(node: NodeFacts, said: Ended | None) -> tuple[str, str]:
+    """What the node said of its end stands, unless only the backend can know: limits, deadlines.
+
+    An exit code of 0 alone is no success: outputs that could not be stored are told by the node.
+    """
+    reason = node.reason or "failed"
+    if said is not None and reason in _NODE_KNOWS_BETTER:
+        return (said.reason, said.detail or node.detail)
+    if said is None and reason == "succeeded":
+        return ("lost", "the command ended well, but nobody said that its results are stored")
+    return (reason if reason in _SEVERITY else "failed", node.detail or (said.detail if said else ""))
+
+
+_NODE_KNOWS_BETTER = frozenset({"succeeded", "failed", "killed", "left", "stopped"})
 
 
 def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) -> End:

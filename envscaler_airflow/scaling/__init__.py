@@ -34,7 +34,7 @@ from envscaler_airflow.scaling.observation import (
     work_of,
 )
 from envscaler_airflow.scaling.outlook import Outlook, outlook
-from envscaler_airflow.scaling.threshold import threshold
+from envscaler_airflow.scaling.threshold import is_asked, threshold, window_s
 
 Propose = Callable[[Observation, Policy], Proposal]
 """A policy: pure, and run behind the same guards as every other."""
@@ -161,6 +161,7 @@ __all__ = [
     "cost_to_finish",
     "decide",
     "explain",
+    "is_asked",
     "outlook",
     "policy_of",
     "recent",
@@ -170,5 +171,6 @@ __all__ = [
     "threshold",
     "usage_samples",
     "validate",
+    "window_s",
     "work_of",
 ]

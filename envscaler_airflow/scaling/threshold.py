@@ -124,6 +124,19 @@ def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
     return [] if is_stale else rounds
 
 
+def window_s(policy: Policy, *, interval_s: float) -> float:
+    """How far back the rules of *policy* look when samples come every *interval_s* seconds; 0 without rules.
+
+    Twice what they need, so that a late sample does not empty the window.
+    """
+    return 2 * max((max(rule.for_s, rule.samples * interval_s) for rule in policy.rules), default=0.0)
+
+
+def is_asked(name: str, policy: Policy) -> bool:
+    """True when a rule of *policy* looks at the metric *name*: others need not be carried."""
+    return any(_is_metric(name, rule.metric) for rule in policy.rules)
+
+
 def _is_metric(name: str, asked: str) -> bool:
     """``gpu_utilization`` is ``gpu0_utilization_percent``, ``gpu1_utilization_percent``, ..."""
     if asked == CPU_UTILIZATION:

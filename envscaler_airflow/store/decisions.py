@@ -1,13 +1,14 @@
 """Recorded scaling checks, in closed chunks: ``decisions/<writer>-000003.jsonl``.
 
 A chunk is closed after 10 minutes or 256 KiB, and at once when a move was decided, so that a
-request is never without its reasons. "keep" for an unchanged reason is a counter on the line
-before.
+request is never without its reasons. "keep" for the same reason as before, its numbers aside, is a
+counter on the line before, which holds the first and the last of them in full.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,9 @@ CHUNK_BYTES = 1 << 18
 """A chunk is closed after so many seconds or bytes. Source: DESIGN section 4."""
 MAX_CHUNK_BYTES = 1 << 22
 """Largest chunk read, bytes. Chosen: sixteen times the largest that is written."""
+
+
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
 class DecisionLog:
@@ -50,7 +54,7 @@ class DecisionLog:
             last["last"] = check.to_dict()
         else:
             self._lines.append({"schema": SCHEMA, "times": 1, "check": check.to_dict()})
-        self._bytes = sum(len(json.dumps(line)) for line in self._lines[-1:]) + self._bytes
+            self._bytes += 2 * len(json.dumps(self._lines[-1]))  # room for its last one too
         age = self._monotonic() - self._opened
         if decision.action != "keep" or age >= CHUNK_S or self._bytes >= CHUNK_BYTES:
             self.close()
@@ -99,10 +103,15 @@ def _is_same_keep(line: dict[str, Any], check: Check) -> bool:
     decision, seen = before["decision"], before["observation"]
     return bool(
         decision["action"] == "keep"
-        and decision["reason"] == check.decision.reason
+        and _kind(decision["reason"]) == _kind(check.decision.reason)
         and (seen.get("generation", 1), seen.get("attempt", 1))
         == (check.observation.generation, check.observation.attempt)
     )
+
+
+def _kind(reason: str) -> str:
+    """*reason* without its numbers: what is the same from check to check."""
+    return _NUMBERS.sub("#", reason)
 
 
 def _number(name: str) -> int:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.lifecycle import Actor, Event, Facts, NodeFacts, Observed, enter, fold, next_action
+from envscaler_airflow.lifecycle import (
+    Actor,
+    Event,
+    Facts,
+    NodeFacts,
+    Observed,
+    end_of,
+    enter,
+    fold,
+    next_action,
+)
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.protocol import Ended, Progress, Status
 
@@ -168,6 +178,26 @@ class TestNext:
         got = next_action(state, Facts(observed=node("unknown", ended_as="succeeded")))
 
         assert (got.kind, got.end.outcome) == ("end", "succeeded")
+
+    @pytest.mark.parametrize(
+        ("backend_says", "node_says", "outcome"),
+        [
+            ("succeeded", "succeeded", "succeeded"),
+            ("succeeded", "failed", "failed"),  # an output was missing
+            ("succeeded", None, "lost"),  # its results may not be stored
+            ("failed", "cuda-out-of-memory", "cuda-out-of-memory"),
+            ("out-of-memory", "killed", "out-of-memory"),  # only the cgroup knows
+            ("deadline-exceeded", "stopped", "deadline-exceeded"),
+            ("a provider's own word", None, "failed"),
+        ],
+    )
+    def test_who_is_believed_about_an_end(self, backend_says, node_says, outcome):
+        """The node, unless only the backend can know; exit code 0 alone is no success."""
+        said = Ended(reason=node_says) if node_says else None
+        status = Status(phase="ended" if said else "running", ended=said)
+        observed = Observed((NodeFacts(0, "ended", reason=backend_says, status=status),))
+
+        assert end_of(observed).outcome == outcome
 
     def test_a_lost_machine_is_replaced_after_ten_seconds(self):
         """The first back-off is 10 s, on the same offer."""

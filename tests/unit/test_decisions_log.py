@@ -1,0 +1,89 @@
+"""Recorded scaling checks: chunks, counters, and reading back."""
+
+from __future__ import annotations
+
+import json
+
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.scaling import Check, Decision, Observation, Policy
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.decisions import CHUNK_S, DecisionLog, read_decisions
+from envscaler_airflow.testing import ManualClock
+from envscaler_airflow.testing.backend import cpu_offer
+
+HERE = Allocation(cpu_offer(1))
+THERE = Allocation(cpu_offer(2))
+
+
+def check(elapsed_s, action="keep", reason="no move saves more than 10% of $1.50"):
+    """One check at *elapsed_s*."""
+    target = HERE if action == "keep" else THERE
+    return Check(Observation(HERE, elapsed_s=elapsed_s), Policy(), Decision(action, target, reason))
+
+
+def made(tmp_path):
+    """A log in a new store, with its clock."""
+    store, clock = open_store(f"file://{tmp_path}/store"), ManualClock()
+    check_store(store)
+    return store, clock, DecisionLog(store, "run", writer="sensor-1", monotonic=clock.monotonic)
+
+
+def test_keeps_for_the_same_reason_are_one_line_with_a_count(tmp_path):
+    """Numbers in the reason aside; the last one is what is read back."""
+    store, _, log = made(tmp_path)
+
+    for second, dollars in [(0, "1.50"), (30, "1.49"), (60, "1.48")]:
+        log.add(check(second, reason=f"no move saves more than 10% of ${dollars}"))
+    log.close()
+
+    assert list(read_decisions(store, "run")) == [
+        (check(60, reason="no move saves more than 10% of $1.48"), 3)
+    ]
+
+
+def test_a_move_closes_the_chunk_at_once(tmp_path):
+    """A request is never without its reasons in the store."""
+    store, _, log = made(tmp_path)
+
+    log.add(check(0))
+    before = store.children("run/decisions")
+    log.add(check(30, "move", "saves $1"))
+
+    assert before == []
+    assert store.children("run/decisions") == ["sensor-1-000001.jsonl"]
+
+
+def test_a_chunk_is_closed_after_ten_minutes(tmp_path):
+    """By the observer's own clock."""
+    store, clock, log = made(tmp_path)
+
+    log.add(check(0))
+    clock.advance(CHUNK_S)
+    log.add(check(600))
+
+    assert len(store.children("run/decisions")) == 1
+
+
+def test_two_observers_and_a_restart_keep_each_others_chunks(tmp_path):
+    """A second trigger of the same sensor takes the next number; another writer its own."""
+    store, clock, log = made(tmp_path)
+    twin = DecisionLog(store, "run", writer="sensor-1", monotonic=clock.monotonic)
+    other = DecisionLog(store, "run", writer="sensor-2", monotonic=clock.monotonic)
+
+    for second, writer in [(0, log), (10, twin), (20, other)]:
+        writer.add(check(second, "move", "saves $1"))
+
+    assert [seen.observation.elapsed_s for seen, _ in read_decisions(store, "run")] == [0, 10, 20]
+    assert len(store.children("run/decisions")) == 3
+
+
+def test_torn_lines_and_other_versions_are_left_out(tmp_path):
+    """They explain, they do not decide."""
+    store, _, log = made(tmp_path)
+    log.add(check(0, "move", "saves $1"))
+    good = store.read("run/decisions/sensor-1-000001.jsonl")
+    newer = json.dumps({**json.loads(good), "schema": "2.0"}).encode()
+
+    store.write("run/decisions/zz-000001.jsonl", good[:40] + b"\n" + newer + b"\nnull\n")
+
+    assert len(list(read_decisions(store, "run"))) == 1

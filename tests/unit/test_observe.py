@@ -1,0 +1,188 @@
+"""What the sensor sees of a run: speeds, samples, ages, and what survives a restart of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.protocol import Ended, Progress, Status, status_name
+from envscaler_airflow.spec import load_spec
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing import ManualClock, ScriptedBackend
+
+KEY = RunKey("deployment", "dag", "run", "train")
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1, memory: 1Gi}}
+num_nodes: 2
+entrypoint: [python, train.py]
+scaling:
+  policy: threshold
+  max_nodes: 4
+  rules: [{metric: cpu_utilization, above: 80, for: 3 samples}]
+  cooldown: 1m
+  stabilization: 1s
+  min_epochs_between: 0
+"""
+
+
+class Scene:
+    """A run of two nodes, and somebody who looks at it."""
+
+    def __init__(self, tmp_path):
+        """The attempt is started; no node has spoken."""
+        (tmp_path / "train.yaml").write_text(SPEC)
+        self.clock = ManualClock()
+        self.store = open_store(f"file://{tmp_path}/store")
+        check_store(self.store)
+        self.backend = ScriptedBackend(clock=self.clock)
+        stage = Stage(spec=load_spec(tmp_path / "train.yaml"), spec_source="train.yaml")
+        self.owner = Controller(
+            store=self.store,
+            key=KEY,
+            backend=self.backend,
+            actor=Actor("ti-1"),
+            stage=stage,
+            clock=self.clock.time,
+        )
+        self.owner.enter()
+        self.sequences = {}
+
+    def observer(self):
+        """A new one, as after a restart of the triggerer."""
+        return Observer(
+            store=self.store,
+            prefix=KEY.prefix,
+            backend=self.backend,
+            monotonic=self.clock.monotonic,
+            clock=self.clock.time,
+        )
+
+    def say(self, node=0, *, cpu=90.0, step=10, elapsed_s=None, **more):
+        """Let a node speak."""
+        self.sequences[node] = self.sequences.get(node, 0) + 1
+        status = Status(
+            generation=1,
+            attempt=1,
+            node=node,
+            sequence=self.sequences[node],
+            phase=more.pop("phase", "running"),
+            progress=Progress(step=step, total_steps=1000, elapsed_s=elapsed_s),
+            usage={"cpu_percent": cpu, "memory_bytes": 1e9, "gpu0_utilization_percent": 50.0},
+            **more,
+        )
+        self.store.write(f"{KEY.prefix}/{status_name(1, 1, node)}", status.to_json())
+
+
+@pytest.fixture
+def scene(tmp_path):
+    """A run of two nodes."""
+    return Scene(tmp_path)
+
+
+def test_a_round_of_samples_needs_a_word_of_every_node(scene):
+    """Node 0 twice and node 1 once is one round; looking again makes no other."""
+    observer = scene.observer()
+    scene.say(0)
+    scene.say(0)
+    observer.look()
+    scene.say(1)
+
+    observer.look()
+    seen = observer.look().check.observation
+
+    assert [(item.node, item.metric) for item in seen.samples] == [(0, "cpu_percent"), (1, "cpu_percent")]
+
+
+def test_only_metrics_that_rules_look_at_are_carried(scene):
+    """Else a day of checks would be gigabytes."""
+    observer = scene.observer()
+    for _ in range(20):
+        scene.say(0)
+        scene.say(1)
+        scene.clock.advance(15)
+        seen = observer.look().check.observation
+
+    assert {item.metric for item in seen.samples} == {"cpu_percent"}
+    assert len(seen.samples) <= 2 * 7  # two nodes, twice three samples of 15 s, and now
+
+
+def test_three_rounds_above_scale_out(scene):
+    """90 % of one CPU on both nodes, three times: one node more."""
+    observer = scene.observer()
+    decisions = []
+    for _ in range(4):
+        scene.say(0)
+        scene.say(1)
+        scene.clock.advance(15)
+        decisions.append(observer.look().check.decision)
+
+    assert [decision.action for decision in decisions[:2]] == ["keep", "keep"]
+    assert decisions[-1].action == "move"
+    assert decisions[-1].target.nodes == 3
+
+
+def test_a_speed_is_measured_by_the_nodes_own_clock(scene):
+    """100 steps in 50 s of the node's clock: 2 steps a second, whatever the observer's clock says."""
+    observer = scene.observer()
+    for step, elapsed_s in [(100, 10.0), (150, 35.0), (200, 60.0)]:
+        scene.say(0, step=step, elapsed_s=elapsed_s)
+        scene.clock.advance(7)
+        seen = observer.look().check.observation
+
+    assert seen.speeds["2 x scripted/cpu-1/on-demand"].mean == pytest.approx(2.0)
+
+
+def test_a_silent_node_is_of_unknown_health(scene):
+    """No new word for 90 s."""
+    observer = scene.observer()
+    scene.say(0)
+    fresh = observer.look().check.observation
+    scene.clock.advance(91)
+
+    stale = observer.look().check.observation
+
+    assert (fresh.health, stale.health) == ("ok", "unknown")
+
+
+def test_windows_and_speeds_survive_a_restart_of_the_observer(scene):
+    """They are rebuilt from the recorded checks."""
+    observer = scene.observer()
+    log = DecisionLog(scene.store, KEY.prefix, writer="s", monotonic=scene.clock.monotonic)
+    for step, elapsed_s in [(100, 10.0), (200, 60.0)]:
+        scene.say(0, step=step, elapsed_s=elapsed_s)
+        scene.say(1)
+        scene.clock.advance(15)
+        before = observer.look().check
+        log.add(before)
+    log.close()
+
+    after = scene.observer().look().check.observation
+
+    assert after.elapsed_s == pytest.approx(before.observation.elapsed_s)
+    assert after.speeds == before.observation.speeds
+    assert after.samples[: len(before.observation.samples)] == before.observation.samples
+
+
+def test_a_run_that_is_over_is_seen_as_such(scene):
+    """No check is made of it."""
+    ended = Ended(exit_code=0, reason="succeeded")
+    scene.say(0, phase="ended", ended=ended)
+    scene.say(1, phase="ended", ended=ended)
+    for handle in scene.backend.live:
+        scene.backend.end(handle)
+    observer = scene.observer()
+    before = observer.look()
+
+    from envscaler_airflow.controller.stage import Wake
+
+    scene.owner.resume(Wake("status"))
+
+    assert before.kind == "seen"
+    assert observer.look().kind == "over"
