@@ -15,6 +15,7 @@ from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.triggers.sensor_lease import SensorLease
 
 DEADLINE_MARGIN_S = 3600.0
 """How long after a stage's deadline its sensor gives up, seconds. Source: DESIGN section 7."""
@@ -28,6 +29,7 @@ class _Run:
 
     observer: Observer
     log: DecisionLog
+    lease: SensorLease
     sight: Sight | None = None
     said: str = ""
 
@@ -82,6 +84,8 @@ class Checks:
                 self._runs[name] = self._open(f"{self.folder}/{name}")
             run = self._runs[name]
             run.sight = run.observer.look()
+            if run.sight.kind != "no-run":
+                run.lease.renew()
             if run.sight.check is not None:
                 run.log.add(run.sight.check)
         return self._ended(states) or self._wanted() or self._overdue()
@@ -115,7 +119,7 @@ class Checks:
             clock=self.clock,
         )
         log = DecisionLog(self.store, prefix, writer=self.writer, monotonic=self.monotonic)
-        return _Run(observer, log)
+        return _Run(observer, log, SensorLease(self.store, prefix, monotonic=self.monotonic))
 
     def _ended(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
         seen = {name: run.sight for name, run in self._runs.items() if run.sight is not None}

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.events import event_name
+from envscaler_airflow.triggers.sensor_lease import SensorWatch
 from envscaler_airflow.triggers.tail import Tail, labelled
 
 LOG_BYTES_PER_LOOK = 64 << 10
@@ -62,6 +64,9 @@ class Look:
             holder=holder,
             monotonic=monotonic,
         )
+        self._sensor: SensorWatch | None = None
+        if watching.attempt and _is_scaled(store, prefix):
+            self._sensor = SensorWatch(store, prefix, monotonic=monotonic)
 
     @classmethod
     def open(
@@ -78,19 +83,29 @@ class Look:
         store = store_place(store_url, store_conn_id).open()
         return cls(store, prefix, Watching.from_dict(watching), compute=compute, holder=holder)
 
-    def once(self) -> tuple[list[str], dict[str, Any] | None]:
-        """New lines of the training's log, and the :class:`Wake` that the owner is needed for, if any.
+    def once(self, say: Callable[[str], object]) -> dict[str, Any] | None:
+        """Say new lines of the training's log; the :class:`Wake` that the owner is needed for, if any.
+
+        Lines are said before anything else is tried: they count as shown from their reading on.
 
         Raises:
             StoreError: The store cannot be read or written; nothing is known.
         """
-        lines = [
-            line
-            for shown in self._tail.read(budget=LOG_BYTES_PER_LOOK)
-            for line in labelled(shown, nodes=self._nodes)
-        ]
+        for shown in self._tail.read(budget=LOG_BYTES_PER_LOOK):
+            for line in labelled(shown, nodes=self._nodes):
+                say(line)
+        if self._sensor is not None and (news := self._sensor.news()) is not None:
+            say(news)
         wake: Wake | None = self._watch.poll()
-        return lines, wake.to_dict() if wake else None
+        return wake.to_dict() if wake else None
+
+
+def _is_scaled(store: Store, prefix: str) -> bool:
+    """True when the frozen spec asks for scaling; False when it cannot be told."""
+    try:
+        return thaw_spec(store, prefix).scaling is not None
+    except ProtocolError:
+        return False
 
 
 def kill(prefix: str, *, ti_id: str, compute: str, store_url: str | None, store_conn_id: str | None) -> bool:

@@ -115,6 +115,8 @@ class StageTrigger(BaseTrigger):
                 fault = ""
             except (BackendError, ProtocolError, TimeoutError) as err:
                 wake = None
+                if isinstance(err, TimeoutError):
+                    look = None  # its thread may still be at it, and see what we would then miss
                 if fault != (fault := str(err) or "timed out"):
                     self.log.warning("run=%s cannot look: %s", self.prefix, fault)
             if wake is not None:
@@ -134,10 +136,7 @@ class StageTrigger(BaseTrigger):
         )
 
     def _look(self, look: Look) -> dict[str, Any] | None:
-        lines, wake = look.once()
-        for line in lines:
-            self.log.info("%s", line)
-        return wake
+        return look.once(lambda line: self.log.info("%s", line))
 
     def _kill(self) -> bool:
         from envscaler_airflow.triggers.look import kill  # noqa: PLC0415  (same)

@@ -57,7 +57,9 @@ def airflow(tmp_path_factory: pytest.TempPathFactory, gates: Path) -> Iterator[A
         "AIRFLOW_CONN_CANARY": f"generic://someone:{CANARIES['connection']}@nowhere",
         "AIRFLOW_VAR_CANARY_JSON": json.dumps({"token": CANARIES["variable"]}),
     }
-    with AirflowServices(home, DAGS, given) as services:
+    # A killed worker is noticed sooner than with the services' own setting: many tests wait for that.
+    config = {"scheduler": {"task_instance_heartbeat_timeout": "12"}}
+    with AirflowServices(home, DAGS, given, config=config) as services:
         yield services
 
 

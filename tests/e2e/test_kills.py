@@ -157,7 +157,7 @@ def test_triggerer_killed_during_training(begin: Callable):
 
 def test_deferral_timeout_saves_and_the_retry_goes_on(begin: Callable):
     """``execution_timeout`` counts deferred time; what was committed by then is not made again."""
-    run = begin("stage_with_timeout", steps=150)
+    run = begin("stage_with_timeout", steps=90)
 
     assert run.wait_end(timeout_s=200) == "success"
     outcomes = [attempt.outcome for attempt in run.state().attempts]

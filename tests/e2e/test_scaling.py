@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     """It asks, the owner accepts and moves; no step is lost or made twice, and the summary says so."""
-    run = begin("scaled", steps=700, pause=0.25)
+    run = begin("scaled", steps=560, pause=0.25)
 
     state = run.wait_end(timeout_s=200)
 
@@ -16,7 +16,7 @@ def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     assert state == "success"
     assert [a.allocation.name for a in attempts] == ["local/cpu-1", "local/cpu-2"]
     assert [a.stop_why for a in attempts] == ["move", ""]
-    assert [step for _, _, step in run.steps()] == list(range(1, 701))
+    assert [step for _, _, step in run.steps()] == list(range(1, 561))
     assert summary["runs"]["-1"]["moves"] == 1
     assert [event.type for event in run.events()].count("move-requested") == 1
     assert run.store.children(f"{run.key.prefix}/decisions") != []

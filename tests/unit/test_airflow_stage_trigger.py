@@ -18,6 +18,7 @@ from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, r
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import look as look_module
 from envscaler_airflow.triggers import stage as stage_module
+from envscaler_airflow.triggers.sensor_lease import SensorLease, SensorWatch
 from envscaler_airflow.triggers.stage import StageTrigger, settle_s
 
 KEY = RunKey("deployment", "dag", "run", "train")
@@ -78,6 +79,13 @@ def events_of(trigger):
     return asyncio.run(collect())
 
 
+def said(look):
+    """What one look shows."""
+    lines = []
+    look.once(lines.append)
+    return lines
+
+
 def test_fires_once_when_the_attempt_is_over(world):
     """The event says that the status changed; nothing follows it."""
     world.backend.end(world.handle)
@@ -132,7 +140,7 @@ def test_advances_the_cursor_before_it_shows_a_line(world):
     world.print(1, "step 1\n")
     look = world.trigger()._open()
 
-    lines, _ = look.once()
+    lines = said(look)
 
     assert lines == ["step 1"]
     assert read_lease(world.store, KEY.prefix).log_cursor == {"0": [2, 0]}
@@ -145,9 +153,9 @@ def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
     world.store.add("refuse", "write", "*lease/run.json")
 
     with pytest.raises(StoreError):
-        look.once()
+        said(look)
 
-    assert look.once()[0] == ["step 1"]
+    assert said(look) == ["step 1"]
 
 
 def test_renews_the_lease_every_minute(world):
@@ -163,7 +171,7 @@ def test_renews_the_lease_every_minute(world):
     )
     counters = []
     for now[0] in (0.0, 30.0, 61.0):
-        look.once()
+        said(look)
         counters.append(read_lease(world.store, KEY.prefix).counter)
 
     assert counters == [1, 1, 2]
@@ -174,9 +182,37 @@ def test_marks_lines_with_the_node_when_there_are_several(world):
     world.print(1, "hello\n", node=1)
     watching = {**world.watching(), "nodes": 2}
 
-    lines, _ = world.trigger(watching=watching)._open().once()
+    lines = said(world.trigger(watching=watching)._open())
 
     assert lines == ["[node 1] hello"]
+
+
+def test_shows_what_it_read_even_when_the_next_look_fails(world):
+    """Lines count as shown from their reading on, so they are said before anything else is tried."""
+    world.print(1, "step 1\n")
+    look = world.trigger()._open()
+    world.store.add("refuse", "read", "*events*")
+    lines = []
+
+    with pytest.raises(StoreError):
+        look.once(lines.append)
+
+    assert lines == ["step 1"]
+
+
+def test_a_scaled_stage_without_a_sensor_says_so_once(world):
+    """After five minutes of its own clock, and again when a sensor came and went."""
+    now = [0.0]
+    watch = SensorWatch(world.store, KEY.prefix, monotonic=lambda: now[0])
+    lease = SensorLease(world.store, KEY.prefix, monotonic=lambda: now[0])
+    told = []
+    for now[0] in (0.0, 299.0, 360.0, 420.0):
+        told.append(watch.news() is not None)
+    lease.renew()
+    for now[0] in (480.0, 700.0, 800.0):
+        told.append(watch.news() is not None)
+
+    assert told == [False, False, True, False, False, False, True]
 
 
 def test_refuses_a_store_that_does_not_hold_the_run(world, tmp_path):

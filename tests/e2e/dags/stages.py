@@ -24,5 +24,5 @@ with DAG("stage_with_timeout", schedule=None, params=PARAMS):
         spec="envs/tiny.yaml",
         retry_delay=timedelta(seconds=1),
         poll_interval=1,
-        execution_timeout=timedelta(seconds=20),
+        execution_timeout=timedelta(seconds=12),
     )
