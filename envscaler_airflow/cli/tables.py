@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from envscaler_airflow.protocol import Status
 
 def print_runs(rows: Sequence[tuple[str, RunState]]) -> None:
     """One line for each run of the store."""
-    table = Table("RUN", "STATUS", "GENERATION", "ATTEMPTS", "ALLOCATION")
+    table = Table("RUN", "STATUS", "GENERATION", "ATTEMPTS", "ALLOCATION", box=box.SIMPLE_HEAD)
     for prefix, state in rows:
         current = state.current
         name = current.allocation.name if current else "-"
@@ -28,7 +29,10 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> No
     """One run: its attempts, and what the nodes of the current one last said."""
     console = Console()
     console.print(f"{prefix}: [bold]{state.status}[/bold]{': ' + state.reason if state.reason else ''}")
-    table = Table("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP", "CHECKPOINT", "BEGUN BECAUSE")
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP", "CHECKPOINT"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("BEGUN BECAUSE")
     for attempt in state.attempts_of(state.generation):
         price = attempt.allocation.usd_per_hour
         table.add_row(
@@ -59,9 +63,9 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
     """The cost report: a line for each attempt, the pauses, and the totals against a static plan."""
     console = console or Console()
     bill = body["bill"]
-    table = Table(
-        "ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED", title="Attempts"
-    )
+    table = Table(title="Attempts", box=box.SIMPLE_HEAD)
+    for column in ("ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED"):
+        table.add_column(column, no_wrap=True)
     for line in bill.get("lines", ()):
         use = line["use"]
         table.add_row(
@@ -86,7 +90,7 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
 def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
     if not bill.get("pauses"):
         return
-    table = Table("BETWEEN", "WHY", "SECONDS", "PARTS", title="Pauses")
+    table = Table("BETWEEN", "WHY", "SECONDS", "PARTS", title="Pauses", box=box.SIMPLE_HEAD)
     for pause in bill["pauses"]:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.get("parts", {}).items())
         between = f"a{pause['before']} and a{pause['after']}"
@@ -106,17 +110,30 @@ def _print_totals(console: Console, bill: Mapping[str, Any]) -> None:
         ]
         if split.get(name) is not None
     )
+    where = f" ({words})" if words else ""
     console.print(
-        f"total ${_number(bill.get('usd'), '.6f')} in {_number(bill.get('wall_s'), '.0f')} s ({words})"
+        f"total ${_number(bill.get('usd'), '.6f')} in {_number(bill.get('wall_s'), '.0f')} s{where}"
     )
     static = bill.get("static")
     if static and static.get("usd") is not None:
         hours = static.get("hours")
         time = "?" if hours is None else f"{hours * 3600:.0f}"
         console.print(
-            f"static plan ({_name(static['allocation'])} throughout): ${static['usd']:.6f} in {time} s; "
-            f"saved ${_number(bill.get('saved_usd'), '.6f')}"
+            f"static plan ({_name(static['allocation'])} throughout): ${static['usd']:.6f} in {time} s"
+            f"{_against_static(bill)}"
         )
+
+
+def _against_static(bill: Mapping[str, Any]) -> str:
+    """``; this run cost $0.000800 more and took 20 s less``."""
+    saved, wall_s, hours = bill.get("saved_usd"), bill.get("wall_s"), bill["static"].get("hours")
+    if saved is None:
+        return ""
+    words = f"; this run cost ${abs(saved):.6f} {'less' if saved >= 0 else 'more'}"
+    if wall_s is None or hours is None:
+        return words
+    sooner_s = hours * 3600 - wall_s
+    return f"{words} and took {abs(sooner_s):.0f} s {'less' if sooner_s >= 0 else 'more'}"
 
 
 def _name(allocation: Mapping[str, Any]) -> str:
