@@ -16,7 +16,16 @@ from envscaler_airflow.protocol import Status
 
 def print_runs(rows: Sequence[tuple[str, RunState]]) -> None:
     """One line for each run of the store."""
-    table = Table("RUN", "STATUS", "GENERATION", "ATTEMPTS", "ALLOCATION", box=box.SIMPLE_HEAD)
+    table = Table(
+        "RUN",
+        "STATUS",
+        "GENERATION",
+        "ATTEMPTS",
+        "ALLOCATION",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
     for prefix, state in rows:
         current = state.current
         name = current.allocation.name if current else "-"
@@ -29,8 +38,8 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> No
     """One run: its attempts, and what the nodes of the current one last said."""
     console = Console()
     console.print(f"{prefix}: [bold]{state.status}[/bold]{': ' + state.reason if state.reason else ''}")
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP", "CHECKPOINT"):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
         table.add_column(column, no_wrap=True)
     table.add_column("BEGUN BECAUSE")
     for attempt in state.attempts_of(state.generation):
@@ -41,7 +50,6 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> No
             "?" if price is None else f"{price:.4f}",
             why_ended(attempt) or attempt.phase,
             _shown(attempt.step),
-            str(attempt.ended.get("checkpoint", "-")),
             attempt.reason,
         )
     console.print(table)
@@ -63,7 +71,7 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
     """The cost report: a line for each attempt, the pauses, and the totals against a static plan."""
     console = console or Console()
     bill = body["bill"]
-    table = Table(title="Attempts", box=box.SIMPLE_HEAD)
+    table = Table(title="Attempts", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED"):
         table.add_column(column, no_wrap=True)
     for line in bill.get("lines", ()):
@@ -90,7 +98,16 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
 def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
     if not bill.get("pauses"):
         return
-    table = Table("BETWEEN", "WHY", "SECONDS", "PARTS", title="Pauses", box=box.SIMPLE_HEAD)
+    table = Table(
+        "BETWEEN",
+        "WHY",
+        "SECONDS",
+        "PARTS",
+        title="Pauses",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
     for pause in bill["pauses"]:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.get("parts", {}).items())
         between = f"a{pause['before']} and a{pause['after']}"
