@@ -125,6 +125,7 @@ class Wrapper:
                 "setup-failed", f"working directory {cwd} does not exist", EXIT_SETUP_FAILED
             )
         self._forget_earlier_life()
+        process.become_subreaper()  # before the command can leave anything behind
         reading, writing = os.pipe()
         try:
             command = process.start(self._argv, cwd=cwd, env=environ, output=writing)
@@ -201,7 +202,6 @@ class Wrapper:
         self, command: subprocess.Popen[bytes], reading: int, environ: Dict[str, str], masker: Masker
     ) -> int:
         kills_before = oom_kills(os.getpid())
-        process.become_subreaper()
         pump = self._make_pump(masker)
         stall = StallWatch(self._start.stall_factor, self._start.stall_min_s)
         self._reporter.set(phase="running", setup_s=round(self._clock() - self._reporter.origin, 3))

@@ -219,6 +219,8 @@ def test_critical_errors_are_counted_for_their_gpu():
     gpus.sample(0)
     got = gpus.sample(1)
 
+    assert nvml.calls.count("nvmlDeviceRegisterEvents") == 2
+    assert nvml.calls.count("nvmlEventSetCreate") == 1
     assert (got["gpu0_xid_errors"], got["gpu1_xid_errors"], got["gpu1_last_xid"]) == (0, 3, 48)
 
 

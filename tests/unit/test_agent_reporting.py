@@ -117,6 +117,16 @@ def test_a_step_is_recorded_once(reporter, exchange, clock):
     assert len(lines(exchange)) == 1
 
 
+def test_old_metrics_are_closed(reporter, exchange, clock):
+    """After five minutes, although nothing else is said."""
+    reporter.add_progress(Progress(step=1))
+    clock.now += 300
+
+    reporter.tick()
+
+    assert (exchange.metrics / "000001.jsonl").exists()
+
+
 def test_usage_is_the_mean_of_the_last_samples(reporter, exchange, clock):
     """Fifteen samples; limits, totals and counts as they were last."""
     for number in range(30):

@@ -74,6 +74,9 @@ def test_what_the_courier_has_taken_does_not_wait(tmp_path):
 
     assert saving.waiting(tmp_path) == [TWO]
     assert saving.is_taken(tmp_path, ONE)
+    assert saving.is_taken(tmp_path, TWO)
+    (tmp_path / f"{THREE[:-1]}2.done").touch()  # its folder is gone already
+    assert saving.is_taken(tmp_path, f"{THREE[:-1]}2")
     assert not saving.is_taken(tmp_path, THREE)
 
 

@@ -258,6 +258,14 @@ def test_slow_phases_and_saves_are_no_step_time(rig):
     assert progress.phase == "training"
 
 
+def test_a_phase_is_said_at_once(rig):
+    """The wrapper must know of an evaluation before it wonders about the silence."""
+    with rig.session() as session:
+        session.phase("evaluation")
+
+        assert rig.said().progress.phase == "evaluation"
+
+
 def test_facts_of_the_trainings_own_are_passed_on(rig):
     """Others are a mistake."""
     with rig.session() as session:
@@ -406,15 +414,20 @@ def test_a_failed_save_is_tried_again_within_a_minute(tmp_path):
     """Every ten minutes; the save at 600 s fails, the next comes at 660 s and not at 1200 s."""
     rig = Rig(tmp_path / "x", every={"seconds": 600})
 
+    tries = []
+
     def fail(folder):
+        tries.append(rig.now)
         raise ValueError
 
     with rig.session() as session:
-        for now in (600, 659):
+        for now in (600, 659, 660, 719):
             rig.now = now
             assert not session.checkpoint(fail)
-        rig.now = 660
+        rig.now = 720
         assert session.checkpoint(rig.save)
+
+    assert tries == [600, 660]
 
 
 def test_saves_are_left_out_while_the_courier_is_behind(tmp_path):
