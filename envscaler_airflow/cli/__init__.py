@@ -7,14 +7,7 @@ import logging
 import click
 
 from envscaler_airflow.cli.common import Group
-from envscaler_airflow.cli.demo import demo
-from envscaler_airflow.cli.inspect import cancel, logs, report, status
-from envscaler_airflow.cli.offers import offers_command
-from envscaler_airflow.cli.plan import plan_command
-from envscaler_airflow.cli.registry import init, registry
-from envscaler_airflow.cli.render import render
-from envscaler_airflow.cli.run import run
-from envscaler_airflow.cli.validate import validate
+from envscaler_airflow.cli.lazy import Commands
 
 
 @click.group(cls=Group)
@@ -27,9 +20,19 @@ def main(*, verbose: bool) -> None:
     )
 
 
-for command in (validate, render, registry, init):
-    main.add_command(command)
-main.add_command(plan_command)
-main.add_command(offers_command)
-for command in (run, status, logs, report, cancel, demo):
-    main.add_command(command)
+main.commands = Commands(
+    {
+        "validate": "validate:validate",
+        "render": "render:render",
+        "registry": "registry:registry",
+        "init": "registry:init",
+        "plan": "plan:plan_command",
+        "offers": "offers:offers_command",
+        "run": "run:run",
+        "status": "inspect:status",
+        "logs": "inspect:logs",
+        "report": "inspect:report",
+        "cancel": "inspect:cancel",
+        "demo": "demo:demo",
+    }
+)

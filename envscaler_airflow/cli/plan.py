@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,9 @@ from envscaler_airflow.spec.quantities import duration_s
 
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
+
+SHOWN_FAULTS = 3
+"""Refused values of a table that are named. Chosen."""
 
 COLUMNS = (
     "INFRA",
@@ -79,13 +83,18 @@ def plan_command(
     needs = market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
     how = Search(scope=scope, limit=options["limit"], explain=True)
     made = search(needs, table, goal=goal, how=how, is_ordered=is_ordered(spec))
-    notes = [*made.notes, *(f"refused: {fault}" for fault in table.faults)]
+    notes = [*made.notes, *_faults(table.faults)]
     if options["as_json"]:
         click.echo(json.dumps(plan_body(made, notes), indent=1))
     else:
         print_plan(made, notes)
     if made.chosen is None:
         made.pick()
+
+
+def _faults(faults: Sequence[str]) -> list[str]:
+    more = [] if len(faults) <= SHOWN_FAULTS else [f"and {len(faults) - SHOWN_FAULTS} more lines like that"]
+    return [f"refused: {fault}" for fault in faults[:SHOWN_FAULTS]] + more
 
 
 def market_needs(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from envscaler_airflow.planning.offers import Allocation, CapacityType
 from envscaler_airflow.planning.planner import Rejected
-from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits, node_counts
+from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_place, misfits, node_counts
 from envscaler_airflow.planning.table import Kind, OfferTable
 
 
@@ -89,22 +89,20 @@ def _rejected(need: Requirements, table: OfferTable, number: int, is_in: Sequenc
         ("spot", "on-demand") if need.capacity == "spot" else ("on-demand",)
     )
     best: Rejected | None = None
-    has_place = not (need.cloud is None and need.region is None and need.zone is None)
     for capacity in capacities:
-        for row in table.rows_of(number, capacity):
-            if not is_in[table.place[row]]:
-                continue
-            offer = table.offer(number, row, capacity)
-            found = misfits(need, offer)
-            if not found and not node_counts(need, offer.gpus):
-                text = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
-                found = (Misfit("model_parallel", text),)
-            if not found:
-                return None
-            item = Rejected(Allocation(offer, need.min_nodes), found)
-            best = item if best is None else min(best, item, key=lambda one: one.distance)
-            if not has_place:
-                break  # all rows of a kind miss the same
+        rows = [row for row in table.rows_of(number, capacity) if is_in[table.place[row]]]
+        if not rows:
+            continue
+        row = next((row for row in rows if fits_place(need, *table.places[table.place[row]])), rows[0])
+        offer = table.offer(number, row, capacity)
+        found = misfits(need, offer)
+        if not found and not node_counts(need, offer.gpus):
+            text = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
+            found = (Misfit("model_parallel", text),)
+        if not found:
+            return None
+        item = Rejected(Allocation(offer, need.min_nodes), found)
+        best = item if best is None else min(best, item, key=lambda one: one.distance)
     return best
 
 

@@ -29,7 +29,7 @@ from envscaler_airflow.planning.planner import (
     notes_of,
     rank_of,
 )
-from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_node, node_counts
+from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_node, fits_place, node_counts
 from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKNOWN, Kind, OfferTable
 
 SpeedOf = Callable[[Kind, int], Speed | None]
@@ -154,7 +154,7 @@ class _Looker:
         """By place, whether it is allowed; by kind, whether one node of it meets *need*."""
         table = self.table
         is_allowed = [
-            is_in and _allows(need, place) for is_in, place in zip(self.is_in, table.places, strict=True)
+            is_in and fits_place(need, *place) for is_in, place in zip(self.is_in, table.places, strict=True)
         ]
         fits = [False] * len(table.kinds)
         for number in self._pool(need):
@@ -334,12 +334,3 @@ class _Looker:
         if self.table.label:
             notes.append(f"prices: {self.table.label}")
         return notes
-
-
-def _allows(need: Requirements, place: tuple[str, str, str]) -> bool:
-    cloud, region, zone = place
-    return (
-        need.cloud in (None, cloud)
-        and need.region in (None, region)
-        and (need.zone in (None, zone) or not zone)
-    )

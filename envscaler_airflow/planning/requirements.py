@@ -121,6 +121,16 @@ def fits_node(requirements: Requirements, node: NodeFacts) -> bool:
     return need.gpus == 0 or _fits_gpus(need, node)
 
 
+def fits_place(requirements: Requirements, cloud: str, region: str, zone: str) -> bool:
+    """True when the place will do; an offer without a zone can be had in any."""
+    need = requirements
+    return (
+        need.cloud in (None, cloud)
+        and need.region in (None, region)
+        and (need.zone in (None, zone) or not zone)
+    )
+
+
 def _fits_gpus(need: Requirements, node: NodeFacts) -> bool:
     if int(node.gpus) < need.gpus or node.gpu_name is None:
         return False
