@@ -6,6 +6,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
+from packaging.version import Version as PackageVersion
+
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec.models import Base
 
@@ -61,7 +65,37 @@ class BaseFacts:
         """CUDA version of its libraries; None without them."""
         return self.provides.get("cuda")
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """Python packages that it holds, canonical name to version.
 
+        Raises:
+            SpecError: A version that is none.
+        """
+        found: dict[str, str] = {}
+        for name, version in self.provides.items():
+            if name.lower() in NOT_PACKAGES:
+                continue
+            try:
+                found[canonicalize_name(name)] = str(PackageVersion(version))
+            except InvalidVersion as err:
+                raise SpecError(f"base.provides: {name}: {version!r:.60} is no version; write 2.1.0") from err
+        return found
+
+    def has_python(self, version: str | None) -> bool:
+        """True when its own Python serves a stage that asks for *version* (None: any)."""
+        if self.python is None:
+            return bool(self.packages)
+        return version is None or _is_within(version, self.python) or _is_within(self.python, version)
+
+
+def _is_within(version: str, wider: str) -> bool:
+    """3.10.12 is within 3.10 and 3."""
+    return f"{version}.".startswith(f"{wider}.")
+
+
+NOT_PACKAGES = ("python", "cuda", "cudnn", "driver")
+"""Names in ``base.provides`` that are no Python packages."""
 DEFAULT_IMAGE = "debian:12-slim"
 """Base of a spec that names none. Chosen: small, and the ordinary wheels run on it."""
 

@@ -90,7 +90,7 @@ def render_dockerfile(
     parts = [
         comment([f"Environment of {spec.name}, rendered by envscaler from its spec.", *_notes(spec, known)]),
         python.stages(),
-        f"FROM {_base(known, options.digest)}\n",
+        (comment([known.image]) if options.digest else "") + f"FROM {_base(known, options.digest)}\n",
         _system_packages(spec, known, has_ca=options.has_ca),
         _user(),
         python.install(spec, requirements, has_ca=options.has_ca),
@@ -115,9 +115,11 @@ def needs_build(spec: EnvSpec) -> bool:
 
 
 def _base(known: BaseFacts, digest: str | None) -> str:
+    """The base, pinned when its digest is known; a tag beside a digest is what not every builder reads."""
     if digest is None or "@" in known.image:
         return known.image
-    return f"{known.image}@{digest}"
+    name, colon, tag = known.image.rpartition(":")
+    return f"{name if colon and '/' not in tag else known.image}@{digest}"
 
 
 def _notes(spec: EnvSpec, known: BaseFacts) -> list[str]:
@@ -189,11 +191,7 @@ class _Python:
             return cls("none", version)
         if runtime.package_manager == "conda":
             return cls("conda", version)
-        is_same = known.python is not None and (
-            runtime.version is None or f"{version}.".startswith(f"{known.python}.")
-            or f"{known.python}.".startswith(f"{version}.")
-        )  # fmt: skip
-        return cls("base" if is_same else "uv", version)
+        return cls("base" if known.has_python(runtime.version) else "uv", version)
 
     def stages(self) -> str:
         if self.kind == "uv":
@@ -226,7 +224,9 @@ class _Python:
             ) + _run(_PIP_CACHE, f"uv venv --python {self.version} /opt/venv", has_ca=has_ca)
         if requirements.is_empty:
             return text
-        hashes = " --require-hashes" if requirements.locked is not None else ""
+        # What the base holds is in no lock and needs no hash: the lock is complete without it.
+        no_deps = " --no-deps" if self.kind == "base" else ""
+        hashes = f" --require-hashes{no_deps}" if requirements.locked is not None else ""
         install = (
             f"uv pip install --python /opt/venv/bin/python{hashes}"
             if self.kind == "uv"

@@ -6,7 +6,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -26,6 +26,7 @@ MAX_FILES = 32
 """Most files that one names. Chosen."""
 
 _INCLUDE = re.compile(r"\s*(-r|--requirement|-c|--constraint)[ =]?\s*(?P<path>\S+)")
+_INDEX = re.compile(r"\s*(--(extra-)?index-url|--find-links|-f|-i|--no-index|--trusted-host)([ =]|\s*$)")
 _LOCAL = re.compile(r"\s*(-e\b|--editable|\.{1,2}/|/|file:)|.*@\s*file:")
 
 
@@ -55,16 +56,25 @@ class Requirements:
         if self.is_empty:
             return []
         if self.locked is not None:
-            return [Artefact(MAIN, self.locked)]
+            return [Artefact(MAIN, self.text())]
         copies = [Artefact(f"{FOLDER}/{path}", text) for path, text in sorted(self.files.items())]
         return [Artefact(MAIN, self.text()), *copies]
 
+    def with_lock(self, locked: str) -> Requirements:
+        """The same, with exact versions and hashes in place of what was written."""
+        return replace(self, locked=locked)
+
     def text(self) -> str:
-        """The combined file, which names the user's by ``-r``."""
+        """The combined file, which names the user's by ``-r``; a lock keeps only where packages come from."""
         runtime = self.runtime
-        assert runtime is not None
+        if runtime is None:
+            return self.locked or ""
         lines = [f"--index-url {runtime.index_url}"] if runtime.index_url else []
         lines += [f"--extra-index-url {url}" for url in runtime.extra_index_urls]
+        if self.locked is not None:
+            written = [line for text in self.files.values() for line in text.splitlines()]
+            lines += [line.strip() for line in written if _INDEX.match(line)]
+            return "".join(f"{line}\n" for line in lines) + self.locked
         lines += [f"-r {FOLDER}/{self.main}"] if self.main else []
         lines += check_packages(runtime)
         return "".join(f"{line}\n" for line in lines)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion
-from packaging.version import Version as PythonPackageVersion
 
 from envscaler_airflow.build.bases import facts
 from envscaler_airflow.build.conda import render_conda
@@ -29,8 +27,6 @@ from envscaler_airflow.spec.models import EnvSpec
 
 TIMEOUT_S = 120.0
 """Longest resolution, seconds. Chosen: a cold cache on a slow line; warm ones take one or two."""
-NOT_PYTHON = ("python", "cuda", "cudnn", "driver")
-"""Names in ``base.provides`` that are no Python packages."""
 _UNREACHABLE = re.compile(
     r"failed to fetch|error sending request|dns error|connection|timed? ?out|could not connect|offline",
     re.IGNORECASE,
@@ -70,8 +66,8 @@ class Resolution:
 
 
 def resolve(
-    spec: EnvSpec, requirements: Requirements, *, hashes: bool = False, platform: str = "linux",
-    env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S,
+    spec: EnvSpec, requirements: Requirements, *, hashes: bool = False, with_base: bool = True,
+    platform: str = "linux", env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S,
 ) -> Resolution:  # fmt: skip
     """Exact versions of the stage's Python packages.
 
@@ -79,6 +75,7 @@ def resolve(
         spec: The stage.
         requirements: Its packages.
         hashes: True to lock every file by its sha256.
+        with_base: False for an environment of its own, which sees nothing of the base.
         platform: uv's name of the platform that the stage runs on.
         env: Added to the resolver's environment, such as NETRC for private indexes.
         timeout_s: Longest time.
@@ -91,7 +88,7 @@ def resolve(
         return Resolution("")
     if requirements.locked is not None:
         return Resolution(requirements.locked)
-    held = _held(spec)
+    held = _held(spec, requirements) if with_base else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _lay_out(folder, requirements, held)
@@ -100,7 +97,7 @@ def resolve(
             "--no-python-downloads",
             f"--python-version={python_version(spec)}", f"--python-platform={platform}",
             *(["--generate-hashes"] if hashes else []), *_held_options(held),
-            *_strategy(requirements),
+            *strategy(requirements),
         ]  # fmt: skip
         done = run_program(words, cwd=folder, env=env, timeout_s=timeout_s)
     if done.code != 0:
@@ -109,7 +106,7 @@ def resolve(
 
 
 def find_conflicts(
-    spec: EnvSpec, requirements: Requirements, *, env: Mapping[str, str] | None = None
+    spec: EnvSpec, requirements: Requirements, *, with_base: bool = True, env: Mapping[str, str] | None = None
 ) -> list[Finding]:
     """Everything that keeps the packages from being installed together, conda's and pip's in one report."""
     findings: list[Finding] = []
@@ -119,7 +116,7 @@ def find_conflicts(
         only_files = runtime.model_copy(update={"packages": (), "channels": (), "package_manager": "pip"})
         requirements = Requirements(only_files, requirements.files, requirements.main, requirements.locked)
     try:
-        resolve(spec, requirements, env=env)
+        resolve(spec, requirements, with_base=with_base, env=env)
     except SpecError as err:
         findings.append(Finding("conflict", str(err)))
     except BackendError as err:
@@ -127,17 +124,11 @@ def find_conflicts(
     return findings
 
 
-def _held(spec: EnvSpec) -> dict[str, str]:
-    """Python packages of the base, whose versions are exact."""
-    held: dict[str, str] = {}
-    for name, version in facts(spec.base).provides.items():
-        if name.lower() in NOT_PYTHON:
-            continue
-        try:
-            held[canonicalize_name(name)] = str(PythonPackageVersion(version))
-        except InvalidVersion as err:
-            raise SpecError(f"base.provides: {name}: {version!r:.60} is no version; write 2.1.0") from err
-    return held
+def _held(spec: EnvSpec, requirements: Requirements) -> dict[str, str]:
+    """Python packages of the base, when its Python is the stage's."""
+    known = facts(spec.base)
+    version = None if requirements.runtime is None else requirements.runtime.version
+    return known.packages if known.has_python(version) else {}
 
 
 def _lay_out(folder: Path, requirements: Requirements, held: Mapping[str, str]) -> None:
@@ -172,7 +163,7 @@ def _held_options(held: Mapping[str, str]) -> list[str]:
     return ["--constraint=base.txt", "--find-links=held", *left_out, *pre]
 
 
-def _strategy(requirements: Requirements) -> list[str]:
+def strategy(requirements: Requirements) -> list[str]:
     """What pip does: the best version of all indexes; uv takes the first index that has the package."""
     is_pip = requirements.runtime is None or requirements.runtime.package_manager == "pip"
     return ["--index-strategy=unsafe-best-match"] if is_pip else []

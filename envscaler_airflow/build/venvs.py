@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from envscaler_airflow.build.programs import run_program, uv_program
-from envscaler_airflow.build.requirements import MAIN, Requirements, read_requirements
+from envscaler_airflow.build.requirements import Requirements, read_requirements
+from envscaler_airflow.build.resolve import resolve, strategy
 from envscaler_airflow.build.venv import python_version
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.spec.models import EnvSpec
 
+LOCK = "envscaler/requirements.lock"
+"""File in an environment: the exact versions with hashes that it was made from."""
 READY = ".envscaler-ready"
 """File in a finished environment; one without it was interrupted and is made anew."""
 TIMEOUT_S = 3600.0
@@ -77,17 +80,17 @@ def environment_key(spec: EnvSpec, requirements: Requirements) -> str:
 
 
 def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[str, str]) -> None:
+    # First what can fail without leaving anything.
+    locked = resolve(spec, requirements, hashes=True, with_base=False, platform=_platform(), env=env).text
     uv = uv_program()
     words = [uv, "venv", "--quiet", "--no-project", "--python", python_version(spec), str(folder)]
     made = run_program(words, env=env, timeout_s=TIMEOUT_S)
     if made.code != 0:
         raise SpecError(f"runtimes: Python {python_version(spec)}: {made.err.strip()}")
-    if not requirements.is_empty:
-        source = folder / "envscaler"
-        for item in requirements.artefacts():
-            path = source / item.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(item.text, encoding="utf-8")
+    path = folder / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(requirements.with_lock(locked).text(), encoding="utf-8")
+    if locked.strip():
         install = [
             uv,
             "pip",
@@ -95,19 +98,24 @@ def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[
             "--quiet",
             "--python",
             str(folder / "bin" / "python"),
-            "--requirement",
-            MAIN,
+            "--require-hashes",
         ]
-        install += ["--require-hashes"] if requirements.locked is not None else []
-        runtime = requirements.runtime
-        install += (
-            ["--index-strategy=unsafe-best-match"] if runtime and runtime.package_manager == "pip" else []
-        )
-        done = run_program(install, cwd=source, env=env, timeout_s=TIMEOUT_S)
+        install += [*strategy(requirements), "--requirement", str(path)]
+        done = run_program(install, env=env, timeout_s=TIMEOUT_S)
         if done.code != 0:
             shutil.rmtree(folder, ignore_errors=True)
             raise SpecError(f"runtimes: the packages cannot be installed:\n{done.err.strip()}")
     (folder / READY).write_text("", encoding="utf-8")
+
+
+def locked_requirements(python: Path) -> str:
+    """Exact versions with hashes that the environment of *python* was made from."""
+    return (python.parent.parent / LOCK).read_text(encoding="utf-8")
+
+
+def _platform() -> str:
+    machine = os.uname().machine
+    return f"{'aarch64' if machine in ('arm64', 'aarch64') else 'x86_64'}-unknown-linux-gnu"
 
 
 def installed(python: Path) -> dict[str, str]:

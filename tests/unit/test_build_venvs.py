@@ -53,6 +53,7 @@ def test_an_environment_holds_the_packages_and_is_used_again(stage, tmp_path):
     )
     assert shown.stdout == b"hello\n"
     assert venvs.installed(python) == {"greeting": "1.0"}
+    assert "greeting==1.0 \\\n    --hash=sha256:" in venvs.locked_requirements(python)
 
 
 def test_other_content_is_another_environment(stage, tmp_path):
@@ -75,7 +76,7 @@ def test_what_was_interrupted_is_made_anew(stage, tmp_path):
 
 def test_what_cannot_be_installed_says_why_and_leaves_nothing(stage, tmp_path):
     """The installer's own words."""
-    with pytest.raises(SpecError, match=r"(?s)cannot be installed:.*absent-package"):
+    with pytest.raises(SpecError, match="absent-package was not found"):
         venvs.ensure(stage("absent-package"), tmp_path / "cache")
 
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
