@@ -73,7 +73,12 @@ def get_provider_info() -> Dict[str, Any]:
                 ],
             }
         ],
-        "hooks": [{"integration-name": name, "python-modules": ["envscaler_airflow.hooks.checkpoint"]}],
+        "hooks": [
+            {
+                "integration-name": name,
+                "python-modules": ["envscaler_airflow.hooks.checkpoint", "envscaler_airflow.hooks.pricing"],
+            }
+        ],
         "connection-types": [_store_connection()],
         "extra-links": ["envscaler_airflow.operators.links.RunStoreLink"],
         "config": {

@@ -13,7 +13,7 @@ from importlib import resources
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.table import Kind, OfferTable
 
-MAGIC = b"ESOFFER1"
+MAGIC = b"ESOFFER2"
 SNAPSHOT = "offers.bin"
 _COLUMNS = {
     "starts": "I",
@@ -22,8 +22,8 @@ _COLUMNS = {
     "usd": "d",
     "spot_usd": "d",
     "risk": "B",
-    "source": "B",
-    "spot_source": "B",
+    "source": "H",
+    "spot_source": "H",
     "spot_rows": "I",
     "spot_starts": "I",
 }

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -24,22 +25,31 @@ def cache_dir() -> Path:
 
 
 def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> OfferTable:
-    """The packaged offers, or those of the tables at *path* with their numbers as they are.
+    """The packaged offers under live prices, or those of the tables at *path* with their numbers as they are.
 
     Tables are read once and kept in *cache* in the compact form, by size and time of change.
 
     Raises:
         SpecError: The tables cannot be read.
     """
+    folder = cache or cache_dir()
     if path is None:
-        return packaged()
-    kept = (cache or cache_dir()) / f"tables-{_fingerprint(path)}.bin"
+        return _live(folder) or packaged()
+    kept = folder / f"tables-{_fingerprint(path)}.bin"
     try:
         return unpack(kept.read_bytes(), name=str(kept))
     except (OSError, SpecError):
         table = read_tables(path)
     _keep(kept, pack(table))
     return table
+
+
+def _live(folder: Path) -> OfferTable | None:
+    if not (folder / "catalog.json").exists():
+        return None
+    from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
+
+    return Shelf(folder).load(now=time.time())
 
 
 def _fingerprint(path: Path) -> str:

@@ -195,7 +195,7 @@ def build_table(
     sources: dict[str, int] = {}
     starts, ends, place = array("I", [0]), array("I"), array("H")
     usd, spot_usd = array("d"), array("d")
-    risk, source, spot_source = array("B"), array("B"), array("B")
+    risk, source, spot_source = array("B"), array("H"), array("H")
     spot_rows, spot_starts = array("I"), array("I", [0])
     for kind in kinds:
         ordered = sorted(rows[kind], key=_row_key)

@@ -1,0 +1,228 @@
+"""Live prices over the snapshot: the last good value with its age, and no leap taken on trust."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from envscaler_airflow.clouds.base import Fetched, Quote
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.table import Kind, OfferTable, Row, build_table
+
+LEAP = 5.0
+"""A price so many times the last one, or that part of it, is not believed. Source: the project's brief."""
+
+LEAST_SPOT_SHARE = 1 / 50
+"""A first spot price below this share of the on-demand price is not believed. Chosen: clouds state
+savings of 91 % at most."""
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Price(Record):
+    """A price and when it was last seen, seconds since the epoch of this machine's clock."""
+
+    usd: float
+    at: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no price."""
+        check_finite(usd=self.usd, at=self.at)
+        if self.usd == 0:
+            raise ValueError("usd must be > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Book(Record):
+    """Prices of one region of one cloud, as they were last known.
+
+    Attributes:
+        at: When the feed last answered; None: never.
+        source: Of the feed.
+        prices: Last good ones by :attr:`Quote.key`.
+        quarantined: Prices that leapt, by the same key; the last good one goes on.
+        kinds: Machines that the feed told of.
+        zones: Zones by instance type.
+        risks: Index into RISKS by instance type.
+        error: Why the newest refresh failed; None: it did not.
+        failed_at: When.
+        notes: What the feed left out.
+    """
+
+    cloud: str
+    region: str
+    at: float | None = None
+    source: str = ""
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    quarantined: Mapping[str, float] = field(default_factory=dict)
+    kinds: tuple[tuple[Any, ...], ...] = ()
+    zones: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    risks: Mapping[str, int] = field(default_factory=dict)
+    error: str | None = None
+    failed_at: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def words(self, now: float) -> str:
+        """One line for people: how old, what failed, what is in quarantine."""
+        age = "never answered" if self.at is None else f"{(now - self.at) / HOUR_S:.1f} h old"
+        text = f"{self.cloud} {self.region} {age}"
+        if self.error is not None and self.failed_at is not None:
+            ago = f"{(now - self.failed_at) / HOUR_S:.1f} h ago"
+            text += f" (refresh failed {ago}: {self.error:.160}; the last good prices are kept)"
+        if self.quarantined:
+            text += f" ({len(self.quarantined)} prices leapt and are in quarantine)"
+        return text
+
+
+def known_prices(table: OfferTable, cloud: str, region: str) -> dict[str, float]:
+    """Prices that *table* has for a region, by :attr:`Quote.key`: first live ones are held against them."""
+    found: dict[str, float] = {}
+    for number, kind in enumerate(table.kinds):
+        if kind.cloud != cloud:
+            continue
+        for row in range(table.starts[number], table.starts[number + 1]):
+            _, here, zone = table.places[table.place[row]]
+            if here != region:
+                continue
+            for capacity, usd in (("on-demand", table.usd[row]), ("spot", table.spot_usd[row])):
+                if usd < float("inf"):
+                    where = "" if capacity == "on-demand" else zone
+                    quote = Quote(kind.instance_type, here, where, capacity, usd, gpu_of(kind))  # type: ignore[arg-type]
+                    found.setdefault(quote.key, usd)
+    return found
+
+
+def gpu_of(kind: Kind) -> str:
+    """``T4:1`` for attached GPUs, as quotes have it."""
+    return f"{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
+
+
+def refreshed(
+    last: Book | None,
+    fetched: Fetched,
+    *,
+    now: float,
+    known: Mapping[str, float],
+    trust_leaps: bool = False,
+) -> Book:
+    """The book after an answer: each price against the last good one, else against *known*.
+
+    Args:
+        last: Before; None: none.
+        fetched: The answer.
+        now: Seconds since the epoch.
+        known: Prices of the snapshot.
+        trust_leaps: Take prices that leapt: a person has looked at them.
+    """
+    before = {} if last is None else dict(last.prices)
+    prices, quarantined = before.copy(), {}
+    on_demand = {
+        (quote.instance_type, quote.gpu): quote.usd
+        for quote in fetched.quotes
+        if quote.capacity == "on-demand" and not quote.commitment
+    }
+    for quote in fetched.quotes:
+        old = before[quote.key].usd if quote.key in before else known.get(quote.key)
+        host = on_demand.get((quote.instance_type, quote.gpu))
+        if trust_leaps or not _leaps(quote, old, host):
+            prices[quote.key] = Price(quote.usd, now)
+        else:
+            quarantined[quote.key] = quote.usd
+    return Book(
+        cloud=fetched.cloud,
+        region=fetched.region,
+        at=now,
+        source=fetched.source,
+        prices=prices,
+        quarantined=quarantined,
+        kinds=tuple(tuple(kind) for kind in fetched.kinds),
+        zones=fetched.zones,
+        risks=fetched.risks or ({} if last is None else last.risks),
+        notes=fetched.notes,
+    )
+
+
+def _leaps(quote: Quote, old: float | None, on_demand: float | None) -> bool:
+    if old is not None:
+        return not old / LEAP <= quote.usd <= old * LEAP
+    if quote.capacity == "spot" and on_demand is not None:
+        return not on_demand * LEAST_SPOT_SHARE <= quote.usd <= on_demand * LEAP
+    return False
+
+
+def unanswered(last: Book | None, cloud: str, region: str, error: str, *, now: float) -> Book:
+    """The book after a failure: nothing but the failure is new."""
+    return replace(last or Book(cloud, region), error=error, failed_at=now)
+
+
+def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
+    """*table* with the books' prices over its own, and the machines that only they know."""
+    by_place = {(book.cloud, book.region): book for book in books}
+    rows: dict[Kind, dict[tuple[str, str], Row]] = {}
+    for number, kind in enumerate(table.kinds):
+        rows[kind] = {}
+        for at in range(table.starts[number], table.starts[number + 1]):
+            row = row_at(table, number, at)
+            book = by_place.get((kind.cloud, row.region))
+            rows[kind][row.region, row.zone] = row if book is None else _priced(row, kind, book)
+    for book in by_place.values():
+        _add_new(rows, book)
+    found = {kind: tuple(places.values()) for kind, places in rows.items()}
+    return build_table(found, label=table.label, faults=table.faults)
+
+
+def row_at(table: OfferTable, kind: int, at: int) -> Row:
+    """One row of the columns."""
+    _, region, zone = table.places[table.place[at]]
+    spot = table.spot_rows[table.spot_starts[kind] : table.spot_starts[kind + 1]]
+    usd, spot_usd = table.usd[at], table.spot_usd[at]
+    return Row(
+        region,
+        zone,
+        usd=usd if usd < float("inf") else None,
+        spot_usd=spot_usd if spot_usd < float("inf") else None,
+        has_on_demand=at < table.ends[kind],
+        has_spot=at in spot,
+        risk=table.risk[at],
+        source=table.sources[table.source[at]],
+        spot_source=table.sources[table.spot_source[at]],
+    )
+
+
+def _priced(row: Row, kind: Kind, book: Book) -> Row:
+    name, gpu = kind.instance_type, gpu_of(kind)
+    listed = book.prices.get(Quote(name, row.region, "", "on-demand", 0.0, gpu).key)
+    if listed is not None:
+        row = row._replace(usd=listed.usd, source=_source(book, listed), has_on_demand=True)
+    for zone in dict.fromkeys((row.zone, "")):
+        spot = book.prices.get(Quote(name, row.region, zone, "spot", 0.0, gpu).key)
+        if spot is not None:
+            row = row._replace(spot_usd=spot.usd, spot_source=_source(book, spot), has_spot=True)
+            break
+    risk = book.risks.get(name)
+    return row if risk is None else row._replace(risk=risk)
+
+
+def _source(book: Book, price: Price) -> str:
+    # To the minute: prices of one refresh share one text.
+    return f"{book.source}, {datetime.fromtimestamp(price.at, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _add_new(rows: dict[Kind, dict[tuple[str, str], Row]], book: Book) -> None:
+    by_name = {kind.instance_type: kind for kind in rows if kind.cloud == book.cloud and not kind.is_attached}
+    for cells in book.kinds:
+        kind = Kind(*cells)
+        by_name.setdefault(kind.instance_type, kind)
+    for name, zones in book.zones.items():
+        found = by_name.get(name)
+        if found is None:
+            continue
+        places = rows.setdefault(found, {})
+        places.pop((book.region, ""), None)  # the zones are known now
+        for zone in zones:
+            if (book.region, zone) not in places:
+                new = Row(book.region, zone, source="no published price", spot_source="no published price")
+                places[book.region, zone] = _priced(new, found, book)

@@ -1,0 +1,103 @@
+"""Books of live prices in a folder, and the catalog that is made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
+
+from envscaler_airflow.catalog.columns import SNAPSHOT, pack, packaged, unpack
+from envscaler_airflow.catalog.live import Book, known_prices, refreshed, unanswered, with_books
+from envscaler_airflow.clouds.base import PriceFeed
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning.table import OfferTable
+
+COMPILED = "catalog.bin"
+INDEX = "catalog.json"
+_BOOK = re.compile(r"prices-.*\.json\Z")
+
+
+class Shelf:
+    """Books of live prices in *folder*; each file is replaced as a whole."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touch nothing yet."""
+        self.folder = folder
+
+    def _path(self, cloud: str, region: str) -> Path:
+        return self.folder / f"prices-{quote(cloud, safe='')}-{quote(region, safe='')}.json"
+
+    def book(self, cloud: str, region: str) -> Book | None:
+        """The book of a region; None when there is none, or it is torn."""
+        return _read_book(self._path(cloud, region))
+
+    def books(self) -> list[Book]:
+        """All of them."""
+        files = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        found = [_read_book(file) for file in files if _BOOK.match(file.name)]
+        return [book for book in found if book is not None]
+
+    def refresh(
+        self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_leaps: bool = False
+    ) -> Book:
+        """Ask *feed* for a region and keep what it says; when it fails, keep what was, and that it failed."""
+        last = self.book(feed.cloud, region)
+        try:
+            fetched = feed.fetch(region)
+        except BackendError as err:
+            book = unanswered(last, feed.cloud, region, str(err), now=clock())
+        else:
+            known = known_prices(packaged(), feed.cloud, region)
+            book = refreshed(last, fetched, now=clock(), known=known, trust_leaps=trust_leaps)
+        text = json.dumps(book.to_dict(), allow_nan=False)
+        self._write(self._path(feed.cloud, region), text.encode())
+        return book
+
+    def compile(self) -> OfferTable:
+        """Make the catalog of the snapshot and all books anew; it is what the next look-up loads."""
+        books = self.books()
+        table = with_books(packaged(), books)
+        self._write(self.folder / COMPILED, pack(table))
+        lines = [replace(book, prices={}, kinds=(), zones={}, risks={}).to_dict() for book in books]
+        index = {"snapshot": _snapshot_sum(), "books": lines}
+        self._write(self.folder / INDEX, json.dumps(index).encode())
+        return table
+
+    def load(self, *, now: float) -> OfferTable | None:
+        """The compiled catalog, labelled with the age of each book; None: there is none of this version."""
+        try:
+            index = json.loads((self.folder / INDEX).read_bytes())
+            if index["snapshot"] != _snapshot_sum():
+                return None
+            books = [Book.from_dict(line) for line in index["books"]]
+            table = unpack((self.folder / COMPILED).read_bytes(), name=COMPILED)
+        except (OSError, ValueError, KeyError, TypeError, SpecError):
+            return None
+        if not books:
+            return None
+        return replace(table, label="; ".join([table.label, *(book.words(now) for book in books)]))
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                file.write(data)
+            Path(file.name).replace(path)
+        except OSError as err:
+            raise SpecError(f"{path}: prices cannot be kept: {err}; set ENVSCALER_CACHE") from err
+
+
+def _read_book(path: Path) -> Book | None:
+    try:
+        return Book.from_dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError):
+        return None
+
+
+def _snapshot_sum() -> int:
+    return zlib.crc32(Path(__file__).with_name(SNAPSHOT).read_bytes())

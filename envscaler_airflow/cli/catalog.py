@@ -1,0 +1,106 @@
+"""``catalog refresh`` and ``catalog show``: live prices, and how old they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+import click
+
+from envscaler_airflow.catalog.columns import packaged
+from envscaler_airflow.catalog.shelf import Shelf
+from envscaler_airflow.catalog.sources import cache_dir
+from envscaler_airflow.clouds.base import PriceFeed
+from envscaler_airflow.errors import BackendError, SpecError
+
+FEEDS = ("aws", "azure", "gcp")
+
+
+@click.group()
+def catalog() -> None:
+    """Look after the prices that plans are made with."""
+
+
+@catalog.command()
+@click.option(
+    "--cloud", "clouds", multiple=True, type=click.Choice(FEEDS), help="All of them when not given."
+)
+@click.option("--region", "regions", multiple=True, help="All that the catalog knows when not given.")
+@click.option("--endpoint-url", help="Of a stand-in for the cloud's API.")
+@click.option("--accept-leaps", is_flag=True, help="Take prices that are in quarantine for having leapt.")
+def refresh(
+    clouds: tuple[str, ...], regions: tuple[str, ...], *, endpoint_url: str | None, accept_leaps: bool
+) -> None:
+    """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
+    shelf = Shelf(cache_dir())
+    failed = []
+    for cloud in clouds or FEEDS:
+        feed = open_feed(cloud, endpoint_url=endpoint_url)
+        for region in _regions(cloud, regions):
+            book = shelf.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
+            click.echo(f"{book.words(time.time())}: {len(book.prices)} prices")
+            for note in book.notes:
+                click.echo(f"  {note}")
+            if book.error is not None:
+                failed.append(f"{cloud} {region}: {book.error}")
+    table = shelf.compile()
+    click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {shelf.folder}")
+    if failed:
+        raise BackendError("; ".join(failed))
+
+
+@catalog.command()
+@click.option("--json", "as_json", is_flag=True, help="For tools.")
+def show(*, as_json: bool) -> None:
+    """List the live prices that are kept: how old, what failed, what is in quarantine."""
+    now = time.time()
+    books = Shelf(cache_dir()).books()
+    if as_json:
+        click.echo(json.dumps([{"age_s": book.at and now - book.at, **book.to_dict()} for book in books]))
+        return
+    click.echo(f"snapshot: {packaged().label}")
+    for book in books:
+        click.echo(f"{book.words(now)}: {len(book.prices)} prices")
+        for key, usd in sorted(book.quarantined.items()):
+            last = book.prices.get(key)
+            before = "the snapshot's" if last is None else f"{last.usd:g}"
+            click.echo(f"  {key}: {usd:g} instead of {before}")
+
+
+def _regions(cloud: str, wanted: tuple[str, ...]) -> list[str]:
+    known = sorted({region for name, region, _ in packaged().places if name == cloud})
+    return [region for region in wanted if region in known] or list(wanted or known)
+
+
+def open_feed(cloud: str, *, endpoint_url: str | None = None) -> PriceFeed:
+    """The feed of a cloud with what this shell may use: its AWS identity, ``ENVSCALER_GCP_API_KEY``.
+
+    Raises:
+        SpecError: GCP without a key.
+    """
+    makers: dict[str, Callable[[str | None], PriceFeed]] = {"aws": _aws, "azure": _azure, "gcp": _gcp}
+    return makers[cloud](endpoint_url)
+
+
+def _aws(endpoint_url: str | None) -> PriceFeed:
+    from envscaler_airflow.clouds.aws import ADVISOR_URL, AwsPrices  # noqa: PLC0415  (one cloud at a time)
+
+    advisor = f"{endpoint_url}/spot-advisor-data.json" if endpoint_url else ADVISOR_URL
+    return AwsPrices(endpoint_url=endpoint_url, advisor_url=advisor)
+
+
+def _azure(endpoint_url: str | None) -> PriceFeed:
+    from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415
+
+    return AzurePrices(url=endpoint_url or URL)
+
+
+def _gcp(endpoint_url: str | None) -> PriceFeed:
+    from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415
+
+    key = os.environ.get("ENVSCALER_GCP_API_KEY")
+    if not key and endpoint_url is None:
+        raise SpecError("gcp: set ENVSCALER_GCP_API_KEY to a key that may read the Cloud Billing Catalog")
+    return GcpPrices(packaged().kinds, api_key=key, url=endpoint_url or URL)

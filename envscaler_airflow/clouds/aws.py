@@ -1,0 +1,220 @@
+"""AWS: Price List Query API, spot price history, Spot Advisor, instance types and where they are offered.
+
+Sources: docs.aws.amazon.com/aws-cost-management (AWSPriceListService.GetProducts) and
+docs.aws.amazon.com/AWSEC2/latest/APIReference. Instance types and offerings are tested against moto, the
+rest against recorded shapes; never run against the live service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
+from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.spec.gpus import MEMORY_GB, canonical
+
+if TYPE_CHECKING:
+    import boto3
+
+PRICING_REGION = "us-east-1"
+"""The Price List Query API answers for every region from here."""
+
+ADVISOR_URL = "https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json"
+PRODUCT = {
+    "operatingSystem": "Linux",
+    "tenancy": "Shared",
+    "preInstalledSw": "NA",
+    "capacitystatus": "Used",
+}
+TERMS: Mapping[str, Commitment] = {"1yr": "1y", "3yr": "3y"}
+_ARCHES = {"x86_64": "x86_64", "arm64": "arm64"}
+
+
+class AwsPrices:
+    """Linux machines of one region: on demand, spot by zone, reservations without upfront payment."""
+
+    cloud = "aws"
+
+    def __init__(
+        self,
+        session: boto3.Session | None = None,
+        *,
+        endpoint_url: str | None = None,
+        advisor_url: str = ADVISOR_URL,
+        caller: Caller | None = None,
+    ) -> None:
+        """Take a session that carries the credentials.
+
+        Args:
+            session: By default the machine's own identity.
+            endpoint_url: For a stand-in of AWS.
+            advisor_url: Of Spot Advisor's data, which is public.
+            caller: For Spot Advisor.
+        """
+        self._session = session
+        self._endpoint_url = endpoint_url
+        self._advisor_url = advisor_url
+        self._caller = caller or Caller()
+        self._advice: Mapping[str, Any] | None = None
+
+    def fetch(self, region: str) -> Fetched:
+        """See :class:`~envscaler_airflow.clouds.base.PriceFeed`."""
+        notes: list[str] = []
+        quotes = list(self._call("pricing", PRICING_REGION, lambda api: list(_on_demand(api, region))))
+        kinds, zones = self._call("ec2", region, lambda api: (tuple(_kinds(api)), _zones(api)))
+        quotes += self._call("ec2", region, lambda api: list(_spot(api, region)))
+        try:
+            risks = self._risks(region)
+        except BackendError as err:
+            risks = {}
+            notes.append(f"interruption ranges are unknown: {err}")
+        return Fetched(
+            "aws",
+            region,
+            tuple({quote.key: quote for quote in quotes}.values()),
+            "AWS Price List and spot price history",
+            kinds=kinds,
+            zones=zones,
+            risks=risks,
+            notes=tuple(notes),
+        )
+
+    def _call(self, service: str, region: str, work: Any) -> Any:
+        """*work* with a client of *service*; errors of the SDK become ours."""
+        try:
+            import boto3  # noqa: PLC0415  (an extra; only who asks AWS needs it)
+            from botocore.config import Config  # noqa: PLC0415
+            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+            from botocore.parsers import ResponseParserError  # noqa: PLC0415
+        except ImportError as err:
+            raise SpecError("AWS's prices need boto3: pip install 'envscaler-airflow[amazon]'") from err
+
+        config = Config(
+            connect_timeout=TIMEOUT_S / 4,
+            read_timeout=TIMEOUT_S,
+            retries={"mode": "standard", "total_max_attempts": 2},
+        )
+        session = self._session or boto3.Session()
+        try:
+            client: Any = session.client(
+                service,  # type: ignore[call-overload]  # the stubs know s3 alone
+                region_name=region,
+                endpoint_url=self._endpoint_url,
+                config=config,
+            )
+            with contextlib.closing(client):
+                return work(client)
+        except ClientError as err:
+            status = err.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = str(err.response.get("Error", {}).get("Code"))
+            transient = "Throttl" in code or status in (429, None) or (status or 0) >= 500
+            text = f"AWS {service} in {region}: {err}"
+            raise BackendError(text, status=status, transient=transient) from err
+        except (BotoCoreError, ResponseParserError, ValueError, KeyError, TypeError) as err:
+            raise BackendError(f"AWS {service} in {region}: {err}", transient=True) from err
+
+    def _risks(self, region: str) -> dict[str, int]:
+        if self._advice is None:
+            with self._caller:
+                body = self._caller.json(self._advisor_url, "AWS Spot Advisor")
+            if not isinstance(body, dict) or not isinstance(body.get("spot_advisor"), dict):
+                raise BackendError("AWS Spot Advisor: the answer has no spot_advisor", transient=True)
+            self._advice = body["spot_advisor"]
+        linux = self._advice.get(region, {}).get("Linux", {})
+        # Its five ranges are numbered 0 to 4; index 0 of ours is "unknown".
+        return {name: int(item["r"]) + 1 for name, item in linux.items() if item.get("r") in range(5)}
+
+
+def _on_demand(api: Any, region: str) -> Iterator[Quote]:
+    filters = [{"Type": "TERM_MATCH", "Field": "regionCode", "Value": region}]
+    filters += [{"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in PRODUCT.items()]
+    pages = api.get_paginator("get_products").paginate(ServiceCode="AmazonEC2", Filters=filters)
+    for page in pages:
+        for text in page["PriceList"]:
+            yield from read_product(json.loads(text), region)
+
+
+def read_product(product: Mapping[str, Any], region: str) -> Iterator[Quote]:
+    """On-demand price of a product of the price list, and its reservations without upfront payment."""
+    attributes = product.get("product", {}).get("attributes", {})
+    name = attributes.get("instanceType")
+    if not name or any(attributes.get(key) not in (value, None) for key, value in PRODUCT.items()):
+        return
+    terms = product.get("terms", {})
+    for term in terms.get("OnDemand", {}).values():
+        for usd in _hourly(term):
+            yield Quote(name, region, "", "on-demand", usd)
+    for term in terms.get("Reserved", {}).values():
+        how = term.get("termAttributes", {})
+        length = TERMS.get(str(how.get("LeaseContractLength")))
+        if length and how.get("PurchaseOption") == "No Upfront" and how.get("OfferingClass") == "standard":
+            for usd in _hourly(term):
+                yield Quote(name, region, "", "on-demand", usd, commitment=length)
+
+
+def _hourly(term: Mapping[str, Any]) -> Iterator[float]:
+    for dimension in term.get("priceDimensions", {}).values():
+        usd = usd_of(dimension.get("pricePerUnit", {}).get("USD"))
+        if usd is not None and dimension.get("unit") in ("Hrs", "Hours"):
+            yield usd
+
+
+def _spot(api: Any, region: str) -> Iterator[Quote]:
+    """The newest price of each type and zone."""
+    now = datetime.now(UTC)
+    pages = api.get_paginator("describe_spot_price_history").paginate(
+        ProductDescriptions=["Linux/UNIX"], StartTime=now - timedelta(hours=1), EndTime=now
+    )
+    newest: dict[tuple[str, str], tuple[datetime, float]] = {}
+    for page in pages:
+        for item in page["SpotPriceHistory"]:
+            usd = usd_of(item.get("SpotPrice"))
+            key = (item["InstanceType"], item["AvailabilityZone"])
+            if usd is not None and (key not in newest or item["Timestamp"] > newest[key][0]):
+                newest[key] = (item["Timestamp"], usd)
+    for (name, zone), (_, usd) in newest.items():
+        yield Quote(name, region, zone, "spot", usd)
+
+
+def _kinds(api: Any) -> Iterator[Kind]:
+    for page in api.get_paginator("describe_instance_types").paginate():
+        for item in page["InstanceTypes"]:
+            kind = read_type(item)
+            if kind is not None:
+                yield kind
+
+
+def read_type(item: Mapping[str, Any]) -> Kind | None:
+    """A machine of ``DescribeInstanceTypes``; None for one with a part of a GPU, or that tells no size."""
+    arches = [_ARCHES[name] for name in item["ProcessorInfo"]["SupportedArchitectures"] if name in _ARCHES]
+    vcpus, memory_mib = item["VCpuInfo"]["DefaultVCpus"], item["MemoryInfo"]["SizeInMiB"]
+    gpus = item.get("GpuInfo", {}).get("Gpus", [])
+    if not arches or not vcpus or not memory_mib or len(gpus) > 1:
+        return None
+    name, count, memory_gb = None, 0.0, None
+    if gpus:
+        said, count = str(gpus[0]["Name"]), float(gpus[0]["Count"])
+        mib = gpus[0].get("MemoryInfo", {}).get("SizeInMiB")
+        large = "A100-80GB" if said == "A100" and (mib or 0) > 50_000 else said  # 80 GB is not in the name
+        name = canonical(large) or said
+        memory_gb = MEMORY_GB.get(name, round(mib / 1024, 2) if mib else None)
+        if count <= 0:
+            return None
+    return Kind(
+        "aws", item["InstanceType"], float(vcpus), memory_mib / 1024, name, count, memory_gb, arches[0]
+    )
+
+
+def _zones(api: Any) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    pages = api.get_paginator("describe_instance_type_offerings").paginate(LocationType="availability-zone")
+    for page in pages:
+        for item in page["InstanceTypeOfferings"]:
+            found.setdefault(item["InstanceType"], []).append(item["Location"])
+    return {name: tuple(sorted(zones)) for name, zones in found.items()}

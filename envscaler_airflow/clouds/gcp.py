@@ -1,0 +1,164 @@
+"""GCP's Cloud Billing Catalog: prices of cores, memory and GPUs, summed to machines.
+
+Source: cloud.google.com/billing/docs/reference/rest/v1/services.skus/list (service 6F81-5844-456A is
+Compute Engine); an API key or a token is needed. Tested against recorded shapes; never run against the
+live service.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
+from envscaler_airflow.clouds.http import MAX_PAGES, Caller
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.planning.offers import CapacityType
+from envscaler_airflow.planning.table import Kind
+
+URL = "https://cloudbilling.googleapis.com/v1/services/6F81-5844-456A/skus"
+_PART = re.compile(
+    r"(?:Spot Preemptible )?(?:Commitment v1: )?"
+    r"(?P<family>[A-Z]\d+[A-Z]?|Compute optimized)(?: Predefined)?(?: AMD| Arm)?(?: Instance)? "
+    r"(?P<part>Core|Ram)(?: running)? in ",
+    re.IGNORECASE,
+)
+_GPU = re.compile(
+    r"(?:Commitment v1: )?Nvidia (?:Tesla )?(?P<name>[A-Z]\d+G?S?(?: \d+GB)?(?: Plus)?) GPU"
+    r"(?: attached to Spot Preemptible VMs)?(?: running)? in ",
+    re.IGNORECASE,
+)
+_GPU_NAMES = {"A100 80GB": "A100-80GB", "H100 80GB": "H100", "H100 80GB Plus": "H100", "H200 141GB": "H200"}
+_USAGE: Mapping[str, tuple[CapacityType, Commitment]] = {
+    "OnDemand": ("on-demand", ""),
+    "Preemptible": ("spot", ""),
+    "Commit1Yr": ("on-demand", "1y"),
+    "Commit3Yr": ("on-demand", "3y"),
+}
+_PARTLY = ("e2-micro", "e2-small", "e2-medium", "f1-micro", "g1-small")
+"""Share a core: their vCPUs are not what is billed."""
+
+_Parts = dict[tuple[str, str, CapacityType, Commitment], float]
+
+
+class GcpPrices:
+    """Machines that the catalog knows, at the sum of the prices of their parts."""
+
+    cloud = "gcp"
+
+    def __init__(
+        self,
+        kinds: Iterable[Kind],
+        *,
+        api_key: str | None = None,
+        token: str | None = None,
+        caller: Caller | None = None,
+        url: str = URL,
+    ) -> None:
+        """Take the machines to be priced, and one way to be let in."""
+        self._kinds = tuple(kind for kind in kinds if kind.cloud == "gcp")
+        self._caller = caller or Caller()
+        self._url = url
+        self._params = {"key": api_key} if api_key else {}
+        if token:
+            self._caller.headers["Authorization"] = f"Bearer {token}"
+        self._skus: list[Mapping[str, Any]] | None = None
+
+    def fetch(self, region: str) -> Fetched:
+        """See :class:`~envscaler_airflow.clouds.base.PriceFeed`; the list of SKUs is read once."""
+        if self._skus is None:
+            with self._caller:
+                self._skus = list(self._pages())
+        parts, strange = read_parts(self._skus, region)
+        quotes = tuple(quote for kind in self._kinds for quote in sum_parts(kind, region, parts))
+        notes = ["local SSD, sole tenancy and extended memory are not counted in"]
+        if strange:
+            notes.append(f"{strange} prices are not in USD and were left out")
+        return Fetched("gcp", region, quotes, "GCP Cloud Billing Catalog", notes=tuple(notes))
+
+    def _pages(self) -> Iterator[Mapping[str, Any]]:
+        token = ""
+        for _ in range(MAX_PAGES):
+            params = {**self._params, "pageSize": "5000", **({"pageToken": token} if token else {})}
+            page = self._caller.json(self._url, "GCP Cloud Billing Catalog", params)
+            if not isinstance(page, dict) or not isinstance(page.get("skus"), list):
+                raise BackendError("GCP Cloud Billing Catalog: the answer has no skus", transient=True)
+            yield from (sku for sku in page["skus"] if isinstance(sku, dict))
+            token = str(page.get("nextPageToken") or "")
+            if not token:
+                return
+        raise BackendError(f"GCP Cloud Billing Catalog: more than {MAX_PAGES} pages", transient=True)
+
+
+def read_parts(skus: Iterable[Mapping[str, Any]], region: str) -> tuple[_Parts, int]:
+    """USD an hour of a core, a GiB and a GPU by (family or GPU, part, capacity, term).
+
+    And how many prices were not in USD.
+    """
+    parts: _Parts = {}
+    strange = 0
+    for sku in skus:
+        if region not in sku.get("serviceRegions", ()):
+            continue
+        found = _which(sku)
+        if found is None:
+            continue
+        usd, currency = _unit_price(sku)
+        strange += currency != "USD"
+        if usd is not None:
+            parts.setdefault(found, usd)
+    return parts, strange
+
+
+def _which(sku: Mapping[str, Any]) -> tuple[str, str, CapacityType, Commitment] | None:
+    text = str(sku.get("description") or "")
+    category = sku.get("category")
+    usage = _USAGE.get(str(category.get("usageType")) if isinstance(category, dict) else "")
+    if usage is None or "Sole Tenancy" in text or "Custom" in text or "DWS" in text or "Calendar" in text:
+        return None
+    part = _PART.match(text)
+    if part is not None:
+        family = "c2" if part["family"].lower() == "compute optimized" else part["family"].lower()
+        return family, part["part"].lower(), *usage
+    gpu = _GPU.match(text)
+    if gpu is None:
+        return None
+    return _GPU_NAMES.get(gpu["name"].upper().replace("PLUS", "Plus"), gpu["name"].upper()), "gpu", *usage
+
+
+def _unit_price(sku: Mapping[str, Any]) -> tuple[float | None, object]:
+    """USD an hour of one unit, of the last tier: the first ones are what is free."""
+    try:
+        expression = sku["pricingInfo"][-1]["pricingExpression"]
+        price = expression["tieredRates"][-1]["unitPrice"]
+        currency = price.get("currencyCode", "USD")
+        if expression["usageUnit"] not in ("h", "GiBy.h"):
+            return None, currency
+        return usd_of(
+            float(price.get("units") or 0) + float(price.get("nanos") or 0) / 1e9, currency=currency
+        ), currency
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return None, "USD"
+
+
+def sum_parts(kind: Kind, region: str, parts: _Parts) -> Iterator[Quote]:
+    """Prices of one machine: cores, memory and GPUs together, where each of them is known."""
+    if kind.instance_type in _PARTLY:
+        return
+    family = kind.instance_type.partition("-")[0]
+    by_usage: dict[tuple[CapacityType, Commitment], list[float | None]] = defaultdict(list)
+    for usage in _USAGE.values():
+        wanted = [(family, "core", kind.vcpus), (family, "ram", kind.memory_gib)]
+        if kind.gpu_name is not None:
+            wanted.append((kind.gpu_name, "gpu", kind.gpus))
+        for name, part, amount in wanted:
+            usd = parts.get((name, part, *usage))
+            by_usage[usage].append(None if usd is None else usd * amount)
+    gpu = f"{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
+    for (capacity, commitment), found in by_usage.items():
+        known = [usd for usd in found if usd is not None]
+        if len(known) == len(found):
+            usd = round(sum(known), 6)
+            yield Quote(kind.instance_type, region, "", capacity, usd, gpu, commitment)

@@ -1,0 +1,81 @@
+"""HTTP to clouds that need no SDK."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import httpx
+
+from envscaler_airflow.errors import BackendError
+
+TIMEOUT_S = 20.0
+"""A cloud that says nothing for so long has failed. Chosen: below the 30 s of a worker's patience."""
+
+PAUSES_S = (0.5, 2.0)
+"""Pauses before a page is asked for again after 429 or 5xx. Chosen: a person waits for it."""
+
+MAX_PAGES = 2000
+"""Pages of one answer; more is an endless loop. Chosen: all of Azure has fewer."""
+
+
+class Caller:
+    """Asks for JSON over HTTP: in time, and again when that may help.
+
+    Connections live as long as ``with``.
+    """
+
+    def __init__(
+        self, client: httpx.Client | None = None, *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Take a client, or make one whose requests end in time."""
+        self.headers: dict[str, str] = {}
+        self._given = client
+        self._client = client
+        self._sleep = sleep
+
+    def __enter__(self) -> Self:
+        """Open connections."""
+        if self._client is None:
+            self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close them, unless they are the giver's."""
+        if self._client is not None and self._given is None:
+            self._client.close()
+            self._client = None
+
+    def json(self, url: str, what: str, params: Mapping[str, str] | None = None) -> Any:
+        """The JSON at *url*.
+
+        Raises:
+            BackendError: No answer, an error, or no JSON; ``transient`` when it may pass.
+        """
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return self._once(url, what, params)
+            except BackendError as err:
+                if pause_s is None or err.status is None or not err.transient:
+                    raise
+                self._sleep(pause_s)
+        raise AssertionError
+
+    def _once(self, url: str, what: str, params: Mapping[str, str] | None) -> Any:
+        assert self._client is not None, "within `with` alone"
+        try:
+            answer = self._client.get(url, params=params, headers=self.headers)
+        except httpx.HTTPError as err:
+            text = f"{what}: no answer within {TIMEOUT_S:g} s: {err or type(err).__name__}"
+            raise BackendError(text, transient=True) from err
+        status = answer.status_code
+        if status != httpx.codes.OK:
+            is_transient = status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
+            text = f"{what} answered {status}: {answer.text[:200]}"
+            raise BackendError(text, status=status, transient=is_transient)
+        try:
+            return json.loads(answer.content)
+        except ValueError as err:
+            raise BackendError(f"{what}: the answer is no whole JSON: {err}", transient=True) from err

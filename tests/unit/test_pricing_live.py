@@ -1,0 +1,299 @@
+"""Books of live prices: last good values, quarantine, and the catalog that is made of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envscaler_airflow.catalog.live import Book, Price, known_prices, refreshed, unanswered, with_books
+from envscaler_airflow.catalog.shelf import Shelf
+from envscaler_airflow.catalog.sources import open_catalog
+from envscaler_airflow.clouds.aws import read_product, read_type
+from envscaler_airflow.clouds.azure import read_item
+from envscaler_airflow.clouds.base import Fetched, Quote, usd_of
+from envscaler_airflow.clouds.gcp import read_parts, sum_parts
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning import Requirements
+from envscaler_airflow.planning.market import search
+from envscaler_airflow.planning.table import Kind, Row, build_table
+
+G5 = Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64")
+TABLE = build_table(
+    {G5: [Row("us-east-1", "us-east-1a", usd=1.006, has_spot=True), Row("eu-west-1", "eu-west-1a")]},
+    label="packaged",
+)
+LISTED = Quote("g5.xlarge", "us-east-1", "", "on-demand", 1.1)
+SPOT = Quote("g5.xlarge", "us-east-1", "us-east-1a", "spot", 0.45)
+HOUR = 3600.0
+
+
+def fetched(*quotes, **more):
+    """What a feed gave for us-east-1."""
+    return Fetched("aws", "us-east-1", quotes, "AWS", **more)
+
+
+def refresh(last, *quotes, now=HOUR, **more):
+    """The book after an answer."""
+    known = known_prices(TABLE, "aws", "us-east-1")
+    return refreshed(last, fetched(*quotes), now=now, known=known, **more)
+
+
+def test_live_prices_stand_over_the_snapshot_with_their_date():
+    """On demand for the region, spot for the zone; what was not told of stays unknown."""
+    table = with_books(TABLE, [refresh(None, LISTED, SPOT)])
+
+    offers = {offer.name: (offer.usd_per_hour, offer.price_source) for offer in table.offers()}
+    assert offers["aws/us-east-1/us-east-1a/g5.xlarge/on-demand"] == (1.1, "AWS, 1970-01-01 01:00 UTC")
+    assert offers["aws/us-east-1/us-east-1a/g5.xlarge/spot"] == (0.45, "AWS, 1970-01-01 01:00 UTC")
+    assert offers["aws/eu-west-1/eu-west-1a/g5.xlarge/on-demand"] == (None, "")
+
+
+def test_a_failure_keeps_the_last_good_prices_and_says_their_age():
+    """Three hours old, and why they are."""
+    book = unanswered(refresh(None, LISTED), "aws", "us-east-1", "AWS pricing answered 403", now=4 * HOUR)
+
+    offers = [offer.usd_per_hour for offer in with_books(TABLE, [book]).offers()]
+    assert 1.1 in offers
+    assert book.words(4 * HOUR) == (
+        "aws us-east-1 3.0 h old (refresh failed 0.0 h ago: AWS pricing answered 403; "
+        "the last good prices are kept)"
+    )
+    assert unanswered(None, "aws", "x", "no answer", now=0).words(0).startswith("aws x never answered")
+
+
+@pytest.mark.parametrize("usd", [1.1 * 5.01, 1.1 / 5.01, 0.00001])
+def test_a_price_that_leaps_is_in_quarantine_and_the_last_one_goes_on(usd):
+    """More than five times the last one, or less than a fifth of it."""
+    book = refresh(refresh(None, LISTED), LISTED._replace(usd=usd), now=2 * HOUR)
+
+    assert book.prices == {LISTED.key: Price(1.1, HOUR)}
+    assert book.quarantined == {LISTED.key: usd}
+    assert "1 prices leapt and are in quarantine" in book.words(2 * HOUR)
+    assert refresh(book, LISTED._replace(usd=usd), now=3 * HOUR, trust_leaps=True).prices == {
+        LISTED.key: Price(usd, 3 * HOUR)
+    }
+
+
+def test_a_first_price_is_held_against_the_snapshot_and_spot_against_on_demand():
+    """A spot price of $0.00001 for a machine of $1.1 is none."""
+    book = refresh(None, LISTED._replace(usd=10.0), SPOT)
+    odd = refresh(None, LISTED, SPOT._replace(usd=0.00001))
+
+    assert book.quarantined == {LISTED.key: 10.0}
+    assert odd.quarantined == {SPOT.key: 0.00001}
+    assert set(odd.prices) == {LISTED.key}
+
+
+def test_new_machines_and_zones_become_offers():
+    """A type that the snapshot lacks, in the zones that the cloud names."""
+    new = Kind("aws", "g9.xlarge", 8, 32, "B200", 1, 180, "x86_64")
+    zones = {"g9.xlarge": ("us-east-1b", "us-east-1c"), "g5.xlarge": ("us-east-1a", "us-east-1d")}
+    quotes = (LISTED, LISTED._replace(instance_type="g9.xlarge", usd=9.0))
+    book = refreshed(
+        None, fetched(*quotes, kinds=(new,), zones=zones, risks={"g9.xlarge": 5}), now=0, known={}
+    )
+
+    table = with_books(TABLE, [Book.from_dict(json.loads(json.dumps(book.to_dict())))])
+
+    names = [offer.name for offer in table.offers() if offer.usd_per_hour is not None]
+    assert sorted(names) == [
+        "aws/us-east-1/us-east-1a/g5.xlarge/on-demand",
+        "aws/us-east-1/us-east-1b/g9.xlarge/on-demand",
+        "aws/us-east-1/us-east-1c/g9.xlarge/on-demand",
+        "aws/us-east-1/us-east-1d/g5.xlarge/on-demand",
+    ]
+    assert search(Requirements(gpus=1, gpu_types=("B200",)), table).chosen.usd_per_hour == 9.0
+
+
+@pytest.mark.parametrize("value", ["", "nan", "-1", "0", "0.0000000000", None, True, "free", float("inf")])
+def test_what_is_no_price_is_unknown(value):
+    """Never 0, never NaN."""
+    assert usd_of(value) is None
+    assert usd_of("1", currency="EUR") is None
+    assert usd_of("1.5") == 1.5
+
+
+class Feed:
+    """Gives what it is told to, or fails."""
+
+    cloud = "aws"
+
+    def __init__(self, *answers):
+        """Answers in order; an exception is raised."""
+        self.answers = list(answers)
+
+    def fetch(self, region):
+        """The next answer."""
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
+    """Refreshed, failed, torn: the catalog is of the last good prices, and at worst the snapshot."""
+    monkeypatch.setattr("time.time", lambda: 3 * HOUR)
+    shelf = Shelf(tmp_path)
+    refused = BackendError("AWS pricing answered 429", status=429, transient=True)
+    price = LISTED._replace(usd=1.2)
+    feed = Feed(fetched(price), refused)
+
+    first = shelf.refresh(feed, "us-east-1", clock=lambda: HOUR)
+    second = shelf.refresh(feed, "us-east-1", clock=lambda: 2 * HOUR)
+    shelf.compile()
+    live = open_catalog(cache=tmp_path)
+
+    assert (first.error, second.error) == (None, "AWS pricing answered 429")
+    assert second.prices == first.prices == {price.key: Price(1.2, HOUR)}
+    assert "aws us-east-1 2.0 h old (refresh failed 1.0 h ago: AWS pricing answered 429" in live.label
+    need = Requirements(gpus=1, gpu_types=("A10G",), capacity="on-demand", region="us-east-1")
+    assert search(need, live).chosen.usd_per_hour == 1.2
+
+    (tmp_path / "catalog.bin").write_bytes(b"torn")
+    assert search(need, open_catalog(cache=tmp_path)).chosen.usd_per_hour == 1.006
+    (tmp_path / "prices-aws-us-east-1.json").write_text("{")
+    assert shelf.books() == []
+
+
+def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
+    """And what to set."""
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(SpecError, match="set ENVSCALER_CACHE"):
+        Shelf(tmp_path / "file").refresh(Feed(fetched(LISTED)), "us-east-1", clock=lambda: 0)
+
+
+def aws_product(**changes):
+    """A product of the price list, as the Price List Query API gives it."""
+    attributes = {
+        "instanceType": "g5.xlarge",
+        "regionCode": "us-east-1",
+        "operatingSystem": "Linux",
+        "tenancy": "Shared",
+        "preInstalledSw": "NA",
+        "capacitystatus": "Used",
+    } | changes
+    hourly = {"unit": "Hrs", "pricePerUnit": {"USD": "1.0060000000"}}
+    year = {"LeaseContractLength": "1yr", "PurchaseOption": "No Upfront", "OfferingClass": "standard"}
+    dear = {"LeaseContractLength": "1yr", "PurchaseOption": "All Upfront", "OfferingClass": "standard"}
+    reserved = {"unit": "Hrs", "pricePerUnit": {"USD": "0.6340000000"}}
+    return {
+        "product": {"attributes": attributes},
+        "terms": {
+            "OnDemand": {"A": {"priceDimensions": {"B": hourly}}},
+            "Reserved": {
+                "C": {"termAttributes": year, "priceDimensions": {"D": reserved}},
+                "E": {"termAttributes": dear, "priceDimensions": {"F": reserved}},
+            },
+        },
+    }
+
+
+def test_aws_products_give_list_and_committed_prices():
+    """Linux on shared machines; reservations without upfront payment."""
+    quotes = list(read_product(aws_product(), "us-east-1"))
+
+    assert [(quote.usd, quote.commitment) for quote in quotes] == [(1.006, ""), (0.634, "1y")]
+    assert list(read_product(aws_product(operatingSystem="Windows"), "us-east-1")) == []
+    assert list(read_product(aws_product(capacitystatus="AllocatedCapacityReservation"), "us-east-1")) == []
+    assert list(read_product({}, "us-east-1")) == []
+
+
+def test_aws_machines_have_canonical_gpus():
+    """The 80 GB of an A100 are not in its name; a machine without a size is none."""
+    item = {
+        "InstanceType": "p4de.24xlarge",
+        "ProcessorInfo": {"SupportedArchitectures": ["x86_64"]},
+        "VCpuInfo": {"DefaultVCpus": 96},
+        "MemoryInfo": {"SizeInMiB": 1179648},
+        "GpuInfo": {"Gpus": [{"Name": "A100", "Count": 8, "MemoryInfo": {"SizeInMiB": 81920}}]},
+    }
+
+    assert read_type(item) == Kind("aws", "p4de.24xlarge", 96, 1152, "A100-80GB", 8, 80, "x86_64")
+    assert read_type({**item, "ProcessorInfo": {"SupportedArchitectures": ["i386"]}}) is None
+
+
+AZURE = {
+    "currencyCode": "USD",
+    "retailPrice": 0.526,
+    "armRegionName": "eastus",
+    "productName": "Virtual Machines NCasT4_v3 Series",
+    "skuName": "NC4as T4 v3",
+    "armSkuName": "Standard_NC4as_T4_v3",
+    "unitOfMeasure": "1 Hour",
+    "type": "Consumption",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("on-demand", 0.526, "")),
+        ({"skuName": "NC4as T4 v3 Spot"}, ("spot", 0.526, "")),
+        (
+            {"type": "Reservation", "reservationTerm": "1 Year", "retailPrice": 876.0},
+            ("on-demand", 0.1, "1y"),
+        ),
+        ({"skuName": "NC4as T4 v3 Low Priority"}, None),
+        ({"productName": "Virtual Machines NCasT4_v3 Series Windows"}, None),
+        ({"currencyCode": "EUR"}, None),
+        ({"retailPrice": 0.0}, None),
+        ({"unitOfMeasure": "1 Month"}, None),
+        ({"type": "DevTestConsumption"}, None),
+    ],
+)
+def test_azure_meters(changes, expected):
+    """Linux by the hour in dollars, and nothing else."""
+    quote = read_item({**AZURE, **changes})
+
+    assert (quote and (quote.capacity, pytest.approx(quote.usd), quote.commitment)) == expected
+
+
+def sku(description, usage, nanos, *, unit="h", units="0", region="us-central1", currency="USD"):
+    """A SKU of the Cloud Billing Catalog."""
+    price = {"currencyCode": currency, "units": units, "nanos": nanos}
+    expression = {"usageUnit": unit, "tieredRates": [{"startUsageAmount": 0, "unitPrice": price}]}
+    return {
+        "description": description,
+        "category": {"usageType": usage},
+        "serviceRegions": [region],
+        "pricingInfo": [{"pricingExpression": expression}],
+    }
+
+
+GCP = [
+    sku("N1 Predefined Instance Core running in Americas", "OnDemand", 31611000),
+    sku("N1 Predefined Instance Ram running in Americas", "OnDemand", 4237000, unit="GiBy.h"),
+    sku("Spot Preemptible N1 Predefined Instance Core running in Americas", "Preemptible", 6655000),
+    sku(
+        "Spot Preemptible N1 Predefined Instance Ram running in Americas",
+        "Preemptible",
+        892000,
+        unit="GiBy.h",
+    ),
+    sku("Nvidia Tesla V100 GPU running in Americas", "OnDemand", 480000000, units="2"),
+    sku("Nvidia Tesla V100 GPU running in Europe", "OnDemand", 990000000, region="europe-west4"),
+    sku("N1 Custom Instance Core running in Americas", "OnDemand", 999),
+    sku("N1 Sole Tenancy Instance Core running in Americas", "OnDemand", 999),
+    sku("Compute optimized Core running in Americas", "OnDemand", 33982000),
+    sku("Compute optimized Ram running in Americas", "OnDemand", 4554000, unit="GiBy.h", currency="EUR"),
+]
+
+
+def test_gcp_machines_cost_the_sum_of_their_parts():
+    """Eight cores, 30 GiB and two V100 of $2.48: $5.34; no spot price where a part has none."""
+    parts, strange = read_parts(GCP, "us-central1")
+    host = Kind("gcp", "n1-standard-8", 8, 30, arch="x86_64")
+    with_gpu = host._replace(gpu_name="V100", gpus=2.0, is_attached=True)
+
+    quotes = [*sum_parts(host, "us-central1", parts), *sum_parts(with_gpu, "us-central1", parts)]
+
+    assert [(q.gpu, q.capacity, q.usd) for q in quotes] == [
+        ("", "on-demand", 0.379998),
+        ("", "spot", 0.08),
+        ("V100:2", "on-demand", 5.339998),
+    ]
+    assert strange == 1
+    assert list(sum_parts(Kind("gcp", "c2-standard-4", 4, 16), "us-central1", parts)) == []
+    assert list(sum_parts(Kind("gcp", "e2-micro", 2, 1), "us-central1", parts)) == []
