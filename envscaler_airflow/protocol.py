@@ -44,6 +44,7 @@ PHASES = ("setup", "restoring", "running", "checkpointing", "leaving", "uploadin
 """Life of one node of one attempt. ``uploading``: the command has ended, outputs are on their way."""
 HEALTHS = ("ok", "stalled")
 
+_MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float has room
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
 _T = TypeVar("_T", bound="Message")
@@ -182,9 +183,11 @@ def _read_plain(hint: Any, value: Any, where: str) -> Any:
         return _build(hint, value, where)  # type: ignore[arg-type]
     if hint is Any:
         return value
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < _MOST_INT:
         return float(value)
-    if type(value) is not hint:
+    if type(value) is float and not math.isfinite(value):  # JSON can say 1e999
+        raise ProtocolError(f"{where}: {value!r} is no number")
+    if type(value) is not hint or (type(value) is int and abs(value) >= _MOST_INT):
         expected = getattr(hint, "__name__", hint)
         raise ProtocolError(f"{where}: got {value!r:.80}, expected {expected}")
     return value

@@ -17,6 +17,7 @@ from typing import Any
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.controller import choose, facts, freeze, judge, report
+from envscaler_airflow.controller.heard import shortened
 from envscaler_airflow.controller.stage import (
     Delivered,
     Stage,
@@ -26,7 +27,13 @@ from envscaler_airflow.controller.stage import (
     Wake,
     Watching,
 )
-from envscaler_airflow.errors import BackendError, BudgetError, CapacityError, RunFailedError
+from envscaler_airflow.errors import (
+    BackendError,
+    BudgetError,
+    CapacityError,
+    NoOfferError,
+    RunFailedError,
+)
 from envscaler_airflow.lifecycle import Action, Actor, AttemptState, Facts, RunState, enter, fold, next_action
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.protocol import Control
@@ -93,6 +100,8 @@ class Controller:
         """State in which this try is the owner; what others append meanwhile is looked at anew."""
         while state.owner is None or state.owner.ti_id != self._actor.ti_id:
             state = self._entry(state, frozen)
+        if state.current is None:
+            freeze.publish(self._store, self._prefix, state.spec_hash)
         return state
 
     def _entry(self, state: RunState, frozen: freeze.Frozen) -> RunState:
@@ -158,7 +167,7 @@ class Controller:
     def _spec(self, state: RunState) -> EnvSpec:
         """The frozen spec of the run."""
         if self._thawed is None or self._thawed[0] != state.spec_hash:
-            self._thawed = (state.spec_hash, freeze.thaw_spec(self._store, self._prefix))
+            self._thawed = (state.spec_hash, freeze.thaw_spec(self._store, self._prefix, state.spec_hash))
         return self._thawed[1]
 
     # -- actions: each returns the state after it, or what ends the slice
@@ -187,6 +196,7 @@ class Controller:
         spent = facts.spent_usd(state, self._backend, now=now)
         goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
         made = choose.make_plan(state, spec, offers, goal, memory_bytes=memory)
+        self._check_still_owner(state)
         choose.write_plan(self._store, self._prefix, made, spec, offers, memory_bytes=memory)
         return made.pick()
 
@@ -195,17 +205,26 @@ class Controller:
         live = _live(state)
         renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
         self._first_control(state, live)
+        freeze.publish(self._store, self._prefix, state.spec_hash)
         request = freeze.attempt_request(
-            self._store, self._key, self._stage, self._spec(state), live, grace_s=GRACE_S
+            self._store,
+            self._key,
+            self._stage,
+            self._spec(state),
+            live,
+            spec_hash=state.spec_hash,
+            grace_s=GRACE_S,
         )
+        self._check_still_owner(state)
         try:
             handle = self._backend.submit(request)
-        except CapacityError as err:
-            return self._not_started(state, live, "capacity", err)
-        except BackendError as err:
-            if err.transient:
+        except (CapacityError, NoOfferError, BackendError) as err:
+            if isinstance(err, BackendError) and err.transient:
                 raise
-            return self._not_started(state, live, "backend", err)
+            found = self._backend.find(request)  # an earlier slice may have got as far as starting it
+            if found is None:
+                return self._not_started(state, live, err)
+            handle = found
         body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
         return self._append(state, "attempt-started", body)
 
@@ -221,12 +240,12 @@ class Controller:
         name = protocol.control_name(live.generation, live.number)
         self._store.create(f"{self._prefix}/{name}", control.to_json())
 
-    def _not_started(self, state: RunState, live: AttemptState, failure: str, err: Exception) -> _Result:
+    def _not_started(self, state: RunState, live: AttemptState, err: Exception) -> _Result:
         body = {
             "generation": live.generation,
             "attempt": live.number,
             "outcome": "not-started",
-            "failure": failure,
+            "failure": "capacity" if isinstance(err, CapacityError) else "backend",
             "detail": str(err),
             "usage": [],
             "usd": 0.0,
@@ -243,14 +262,24 @@ class Controller:
             "attempt": live.number,
             **end.to_dict(),
             **report.measured(self._store, self._prefix, live),
-            "usage": [[item.node, item.start, item.end] for item in usage or ()],
         }
+        if end.outputs is not None:
+            body["outputs"] = self._own_outputs(state, live, end.outputs)
+        if usage is not None:
+            body["usage"] = [[item.node, item.start, item.end] for item in usage]
         usd = facts.usd_of(live, usage, now=self._clock())
         if usd is not None:
             body["usd"] = usd
         state = self._append(state, "attempt-ended", body)
-        self._backend.release(Handle.from_dict(live.handle))
+        if state.live is None:  # else another event has that number: the end is told anew from what is there
+            self._backend.release(Handle.from_dict(live.handle))
         return state
+
+    def _own_outputs(self, state: RunState, live: AttemptState, said: Mapping[str, str]) -> dict[str, str]:
+        """Where this run keeps what is there; a URI that the training's side wrote is no address."""
+        names = self._spec(state).outputs.keys() & said.keys()
+        folder = f"{self._prefix}/outputs/g{live.generation}"
+        return {name: self._store.uri(f"{folder}/{name}") for name in sorted(names)}
 
     def _stop(self, state: RunState, action: Action) -> _Result:
         live = _live(state)
@@ -286,12 +315,14 @@ class Controller:
             orphan_after_s=self._spec(state).failure.orphan_after_s,
         )
         name = protocol.control_name(live.generation, live.number)
+        self._check_still_owner(state)
         self._store.write(f"{self._prefix}/{name}", control.to_json())
         return state
 
     def _kill(self, state: RunState, action: Action) -> _Result:
         live = _live(state)
         log.warning("run=%s attempt=%d kill: %s", self._prefix, live.number, action.reason)
+        self._check_still_owner(state)
         if live.handle is not None:
             self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
         return self._waiting(state, action.reason)
@@ -342,8 +373,18 @@ class Controller:
             handle=live.handle,
             stopping=stopping,
             overdue_after_s=overdue,
+            usd_left=None if stopping else self._usd_left(state, live),
+            usd_per_hour=live.allocation.offer.usd_per_hour,
         )
         return Waiting(watching, reason)
+
+    def _usd_left(self, state: RunState, live: AttemptState) -> float | None:
+        """What the live attempt may cost in all; None without a budget, or when a price is unknown."""
+        if self._stage.budget_usd is None:
+            return None
+        others = replace(state, attempts=tuple(item for item in state.attempts if item is not live))
+        spent = facts.spent_usd(others, self._backend, now=self._clock())
+        return None if spent is None else self._stage.budget_usd - spent
 
     def _succeed(self, state: RunState, action: Action) -> _Result:
         body = {"generation": state.generation, "outputs": action.extra.get("outputs", {})}
@@ -381,13 +422,14 @@ class Controller:
             "reason": state.reason,
             "report": body,
         }
+        self._check_still_owner(state)
         self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
 
     # -- events
 
     def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
         """State after the event, or after whatever another writer put at its number."""
-        event = self._log.append(state.number, kind, body, actor=self._actor)
+        event = self._log.append(state.number, kind, shortened(body), actor=self._actor)
         if event is not None:
             log.info("run=%s event=%d type=%s", self._prefix, event.number, kind)
             return fold([event], state)
@@ -397,6 +439,10 @@ class Controller:
         if state.owner is None or state.owner.ti_id != self._actor.ti_id:
             owner = state.owner.ti_id if state.owner else "nobody"
             raise SupersededError(f"run {self._prefix} is owned by {owner}, not by {self._actor.ti_id}")
+
+    def _check_still_owner(self, state: RunState) -> None:
+        """Look once more, right before the world is touched: this process may have slept since *state*."""
+        self._check_owner(fold(self._log.read(after=state.number), state))
 
     def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
         stage = self._stage

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
-from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.controller.watch import held_s, read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
 from envscaler_airflow.protocol import parse_checkpoint_name
@@ -71,23 +71,34 @@ def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, 
     price = attempt.allocation.offer.usd_per_hour
     if price is None or intervals is None:
         return None
-    seconds = sum(max(0.0, (item.end if item.end is not None else now) - item.start) for item in intervals)
-    return seconds * price / SECONDS_PER_HOUR
+    return held_s(intervals, now=now) * price / SECONDS_PER_HOUR
 
 
 def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
-    """Metered cost of the current generation so far; None when any part of it is unknown."""
+    """Cost of the current generation so far, for its budget; None when a price is unknown.
+
+    Metered; where the backend did not tell, at most what the owner's own times allow, so that a bill
+    which nobody can read never looks free.
+    """
     total = 0.0
     for attempt in state.attempts_of(state.generation):
+        usd = attempt.ended.get("usd")
+        part = float(usd) if isinstance(usd, int | float) else None
         if attempt.is_live:
             part = usd_of(attempt, usage_of(backend, attempt), now=now)
-        else:
-            usd = attempt.ended.get("usd")
-            part = float(usd) if isinstance(usd, int | float) else None
+        if part is None:
+            part = _most_usd(attempt, now=now)
         if part is None:
             return None
         total += part
     return total
+
+
+def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
+    """What the attempt can have cost at most, from the intent to the end; None when its price is unknown."""
+    price, end = attempt.allocation.offer.usd_per_hour, now if attempt.ended_at is None else attempt.ended_at
+    seconds = attempt.allocation.nodes * max(0.0, end - attempt.intended_at)
+    return None if price is None else seconds * price / SECONDS_PER_HOUR
 
 
 def move_pauses_s(state: RunState) -> list[float]:

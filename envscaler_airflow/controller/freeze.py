@@ -21,6 +21,7 @@ from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 
 SPEC = "spec.yaml"
+"""The spec of the attempt that runs, for its courier and for people: a copy of :func:`pinned`."""
 ARCHIVE_FIELD = "workdir_archive"
 """Field beside the spec's own that names the archive of its workdir."""
 MAX_SPEC_BYTES = 1 << 22
@@ -67,8 +68,15 @@ def freeze(spec: EnvSpec) -> Frozen:
     return Frozen(whole, {**document, ARCHIVE_FIELD: packed.name}, packed.path, packed.name)
 
 
+def pinned(spec_hash: str) -> str:
+    """Store name of the spec with that hash: two owners that race never write each other's."""
+    return f"spec-{spec_hash[:16]}.json"
+
+
 def write(store: Store, key: RunKey, frozen: Frozen) -> None:
     """Put code, key and spec in the store, in an order that can be cut off at any point.
+
+    Nothing runs on it before an event names its hash and :func:`publish` is called.
 
     Raises:
         StoreError: The store cannot be written.
@@ -78,17 +86,32 @@ def write(store: Store, key: RunKey, frozen: Frozen) -> None:
         store.put_file(f"{prefix}/{frozen.archive_name}", frozen.archive)
     made = {"schema": SCHEMA, "key": key.to_dict(), "at": time.time()}
     store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
-    store.write(f"{prefix}/{SPEC}", json.dumps(frozen.document, indent=1).encode())
+    store.write(f"{prefix}/{pinned(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
 
 
-def read_document(store: Store, prefix: str) -> dict[str, Any]:
-    """The frozen spec as it stands in the store.
+def publish(store: Store, prefix: str, spec_hash: str) -> None:
+    """Let ``spec.yaml`` be the spec with that hash. For the owner alone, once an event names the hash.
+
+    Raises:
+        StoreError: The store cannot be read or written.
+    """
+    text = store.read(f"{prefix}/{pinned(spec_hash)}", max_bytes=MAX_SPEC_BYTES)
+    if text is not None and text != store.read(f"{prefix}/{SPEC}", max_bytes=MAX_SPEC_BYTES):
+        store.write(f"{prefix}/{SPEC}", text)
+
+
+def read_document(store: Store, prefix: str, spec_hash: str = "") -> dict[str, Any]:
+    """The frozen spec as it stands in the store: the one with that hash, else that of the last attempt.
 
     Raises:
         StoreError: The store cannot be read.
         ProtocolError: It is absent, or no JSON object.
     """
-    text = store.read(f"{prefix}/{SPEC}", max_bytes=MAX_SPEC_BYTES)
+    text = None
+    if spec_hash:
+        text = store.read(f"{prefix}/{pinned(spec_hash)}", max_bytes=MAX_SPEC_BYTES)
+    if text is None:
+        text = store.read(f"{prefix}/{SPEC}", max_bytes=MAX_SPEC_BYTES)
     try:
         document = json.loads(text or b"")
     except ValueError as err:
@@ -98,9 +121,9 @@ def read_document(store: Store, prefix: str) -> dict[str, Any]:
     return document
 
 
-def thaw_spec(store: Store, prefix: str) -> EnvSpec:
+def thaw_spec(store: Store, prefix: str, spec_hash: str = "") -> EnvSpec:
     """The spec that the current generation runs on. Raises as :func:`read_document`."""
-    document = read_document(store, prefix)
+    document = read_document(store, prefix, spec_hash)
     document.pop(ARCHIVE_FIELD, None)
     try:
         return EnvSpec.from_dict(document)
@@ -109,14 +132,21 @@ def thaw_spec(store: Store, prefix: str) -> EnvSpec:
 
 
 def attempt_request(
-    store: Store, key: RunKey, stage: Stage, spec: EnvSpec, live: AttemptState, *, grace_s: float
+    store: Store,
+    key: RunKey,
+    stage: Stage,
+    spec: EnvSpec,
+    live: AttemptState,
+    *,
+    spec_hash: str,
+    grace_s: float,
 ) -> AttemptRequest:
     """What the backend is asked to start. Secrets are resolved here and go no further than its call.
 
     Raises:
         SpecError: A secret cannot be resolved.
     """
-    document = read_document(store, key.prefix)
+    document = read_document(store, key.prefix, spec_hash)
     if live.memory_bytes is not None:
         resources = dict(document.get("resources") or {})
         limits = {**(resources.get("limits") or {}), "memory": str(live.memory_bytes // 2**20) + "Mi"}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.stage import Delivered, Waiting, Wake
+from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.errors import StoreError
+from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
@@ -52,8 +52,21 @@ class Holder:
     def _until_delivered(self, result: Waiting | Delivered) -> Delivered:
         while isinstance(result, Waiting):
             self.on_wait(result)
-            result = self.controller.resume(self._wait(result))
+            result = self._resume(self._wait(result), result.watching)
         return result
+
+    def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
+        """One slice; when store or machines do not answer, say so and do it again: the run stays ours."""
+        wait_s = POLL_S
+        while True:
+            try:
+                return self.controller.resume(wake)
+            except BackendError as err:
+                if not (err.transient or isinstance(err, StoreError)):
+                    raise
+                self.on_wait(Waiting(watching, f"no answer, tried again in {wait_s:.0f} s: {err}"))
+            self.sleep(wait_s)
+            wait_s = min(2 * wait_s, RENEW_EVERY_S)
 
     def _wait(self, waiting: Waiting) -> Wake:
         watch = Watch(
@@ -71,7 +84,7 @@ class Holder:
                     renewed = self.monotonic()
                 wake = watch.poll()
                 self.on_look(watch)
-            except StoreError:
+            except (StoreError, ProtocolError):
                 wake = None  # unknown is not dead: look again
             if wake is not None:
                 return wake

@@ -147,7 +147,7 @@ class Observer:
     def spec(self, state: RunState) -> EnvSpec:
         """The frozen spec of the run."""
         if self._spec is None or self._spec[0] != state.spec_hash:
-            self._spec = (state.spec_hash, thaw_spec(self._store, self._prefix))
+            self._spec = (state.spec_hash, thaw_spec(self._store, self._prefix, state.spec_hash))
             self._plan = self._read_plan()
         return self._spec[1]
 

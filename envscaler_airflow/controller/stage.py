@@ -95,6 +95,8 @@ class Watching:
         backoff_s: Seconds to wait from now; None for no wait.
         stopping: True when the attempt was asked to go.
         overdue_after_s: Seconds from now after which it is overdue; None when it was not asked.
+        usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
+        usd_per_hour: Of each of its nodes; None when unknown.
     """
 
     number: int
@@ -105,6 +107,8 @@ class Watching:
     backoff_s: float | None = None
     stopping: bool = False
     overdue_after_s: float | None = None
+    usd_left: float | None = None
+    usd_per_hour: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

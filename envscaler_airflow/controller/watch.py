@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.backends.base import Backend, Handle, UsageInterval
+from envscaler_airflow.controller.heard import believable
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
@@ -16,10 +17,12 @@ from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
+BUDGET_EVERY_S = 30.0
+"""Between two looks at the money spent, seconds. Chosen: a dollar for a machine of $100/h."""
 
 
 def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: int) -> Status | None:
-    """What a node last said; None when it has not spoken, or wrote what the protocol forbids.
+    """What a node last said, as far as it is believable; None when it has not, or not by the protocol.
 
     Raises:
         StoreError: The store cannot be read.
@@ -27,7 +30,7 @@ def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: in
     name = f"{prefix}/{protocol.status_name(*attempt, node)}"
     try:
         text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
-        return Status.from_json(text, where=name) if text is not None else None
+        return believable(Status.from_json(text, where=name)) if text is not None else None
     except ProtocolError:
         return None
 
@@ -43,18 +46,21 @@ class Watch:
         backend: Backend,
         watching: Watching,
         monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin at *watching*; ages count from now, by *monotonic*."""
+        """Begin at *watching*; ages count from now, by *monotonic*, and open bills run to *clock*."""
         self._store = store
         self._prefix = prefix
         self._backend = backend
         self._watching = watching
         self._monotonic = monotonic
+        self._clock = clock
         self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
         self._began = monotonic()
         self._number = watching.number
         self._sequences: dict[int, int] = {}
         self._heard = self._began
+        self._billed = self._began
         self.statuses: dict[int, Status] = {}
         """What each node last said, for whoever shows it."""
 
@@ -102,7 +108,7 @@ class Watch:
             is_known = False
         if is_known:
             self._heard = self._monotonic()
-        return self._from_statuses(is_known=is_known) or self._overdue(elapsed)
+        return self._from_statuses(is_known=is_known) or self._overdue(elapsed) or self._over_budget(handle)
 
     def _read_statuses(self) -> None:
         attempt = (self._watching.generation, self._watching.attempt)
@@ -129,3 +135,22 @@ class Watch:
     def _overdue(self, elapsed: float) -> Wake | None:
         after = self._watching.overdue_after_s
         return Wake("overdue") if after is not None and elapsed >= after else None
+
+    def _over_budget(self, handle: Handle) -> Wake | None:
+        """The money is looked at here too: between two slices of the owner an attempt may run for days."""
+        left, price, now = self._watching.usd_left, self._watching.usd_per_hour, self._monotonic()
+        if left is None or price is None or now - self._billed < BUDGET_EVERY_S:
+            return None
+        self._billed = now
+        try:
+            intervals = self._backend.usage(handle)
+        except BackendError:
+            seconds = self._watching.nodes * (now - self._began)  # at least that
+        else:
+            seconds = held_s(intervals, now=self._clock())
+        return Wake("status", detail="the budget is spent") if seconds * price / 3600.0 >= left else None
+
+
+def held_s(intervals: Iterable[UsageInterval], *, now: float) -> float:
+    """Billed seconds of all nodes; those still held are billed to *now*."""
+    return sum(max(0.0, (now if item.end is None else item.end) - item.start) for item in intervals)

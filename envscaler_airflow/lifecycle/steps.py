@@ -202,15 +202,14 @@ def _first(pending: Iterable[Request], kind: str) -> Request | None:
 
 
 def _between_attempts(state: RunState, facts: Facts) -> Action:
+    move, last = _first(state.pending, "move-requested"), state.current
+    if move is not None:
+        return Action("refuse", request=move, reason="no attempt is live; the request is stale")
+    if last is not None and last.outcome == "succeeded":  # a stop that came with it has nothing to stop
+        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
     stop = _first(state.pending, "stop-requested")
     if stop is not None:
         return Action("halt", reason=str(stop.body.get("reason", "asked to stop")))
-    move = _first(state.pending, "move-requested")
-    if move is not None:
-        return Action("refuse", request=move, reason="no attempt is live; the request is stale")
-    last = state.current
-    if last is not None and last.outcome == "succeeded":
-        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
     if _is_over_budget(facts):
         return Action("fail", reason=_budget_words(facts), failure="budget")
     if last is None:
@@ -265,7 +264,7 @@ def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
     """Seconds to wait before the next start: doubles with each end in a row that brought nothing."""
     refused = 0
     for attempt in reversed(attempts):
-        if attempt.outcome != "not-started":
+        if not _is_out_of_stock(attempt):
             break
         refused += 1
     exponent = max(0, count_fruitless(attempts) + refused - 1)
@@ -275,17 +274,22 @@ def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
 def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
     """How many of the last attempts in a row ended unasked without a newer checkpoint.
 
-    Ends that the owner asked for count as progress; attempts that could not be had do not count.
+    Ends that the owner asked for count as progress; attempts that could not be had for want of capacity do
+    not count, those that the backend refused for good do.
     """
     count, newest = 0, -1
     for attempt in attempts:
-        if attempt.outcome == "not-started":
+        if _is_out_of_stock(attempt):
             continue
         step = attempt.checkpoint_step
         is_newer = step is not None and step > newest
         newest = max(newest, -1 if step is None else step)
         count = 0 if is_newer or attempt.stop_why in ("move", "spec-changed", "stop") else count + 1
     return count
+
+
+def _is_out_of_stock(attempt: AttemptState) -> bool:
+    return attempt.outcome == "not-started" and attempt.ended.get("failure", "capacity") == "capacity"
 
 
 def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import Manifest, parse_checkpoint_name
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store
@@ -36,12 +36,15 @@ def checkpoint_prefix(name: str) -> str:
 
 
 def is_complete(store: Store, name: str) -> bool:
-    """True when its manifest is in the store.
+    """True when its manifest is in the store; a link or a pipe in its place is none.
 
     Raises:
         StoreError: Cannot be told.
     """
-    return store.size(f"{checkpoint_prefix(name)}/{MANIFEST}") is not None
+    try:
+        return store.size(f"{checkpoint_prefix(name)}/{MANIFEST}") is not None
+    except ProtocolError:
+        return False
 
 
 def complete_checkpoints(store: Store, generation: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ Sockets, pipes and devices are left out. Empty folders are not kept.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -22,6 +23,9 @@ from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import MAX_MANIFEST_BYTES, Manifest, ManifestFile, is_safe_relative_path
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MANIFEST, join
+
+_NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
+"""What a manifest that names a file and a folder alike, or what no disk holds, meets."""
 
 
 def _no_pause() -> None:
@@ -188,7 +192,10 @@ def check_sizes(store: Store, prefix: str, manifest: Manifest) -> None:
         StoreError: Cannot be told.
     """
     for item in manifest.files:
-        size = store.size(_name(prefix, item))
+        try:
+            size = store.size(_name(prefix, item))
+        except ProtocolError as err:
+            raise CheckpointError(f"{store.uri(prefix)}: {item.path}: {err}") from err
         if size is None:
             raise CheckpointError(f"{store.uri(prefix)}: {item.path} is missing")
         if size != item.size:
@@ -218,9 +225,14 @@ def fetch(
     for item in manifest.files:
         between()
         path = target / item.path
-        if not _is_good(path, item):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _fetch_one(store, prefix, item, path)
+        try:
+            if not _is_good(path, item):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _fetch_one(store, prefix, item, path)
+        except (ProtocolError, OSError) as err:
+            if isinstance(err, OSError) and err.errno not in _NEVER_SAVED:
+                raise
+            raise CheckpointError(f"{store.uri(prefix)}: {item.path} cannot be laid out: {err}") from err
 
 
 def _fetch_one(store: Store, prefix: str, item: ManifestFile, path: Path) -> None:

@@ -176,8 +176,9 @@ def test_success_pushes_each_output_and_returns_the_report(world):
 
     result = world.resume(operator, ti)
 
-    assert ti.pushed == {"model": "file:///model"}
-    assert result["outputs"] == {"model": "file:///model"}
+    where = world.store.uri(f"{PREFIX}/outputs/g1/model")
+    assert ti.pushed == {"model": where}
+    assert result["outputs"] == {"model": where}
     assert result["report"]
 
 

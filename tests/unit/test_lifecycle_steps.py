@@ -219,6 +219,13 @@ class TestNext:
         assert first.kind == "end"
         assert (second.kind, second.request.number) == ("refuse", 4)
 
+    def test_success_wins_over_a_stop_that_arrives_with_it(self):
+        """There is nothing left to stop; the result is handed over."""
+        ask = ("stop-requested", {"reason": "cancel", "by": "me"})
+        state = run(begun(), intended(), started(), ask, ended("succeeded"))
+
+        assert next_action(state, Facts()).kind == "succeed"
+
     def test_an_accepted_move_starts_on_its_target_without_waiting(self):
         """Checkpointed and left: the next attempt is on the large offer."""
         accept = {"request": 4, "generation": 1, "attempt": 1, "why": "move", "target": LARGE.to_dict()}

@@ -6,201 +6,20 @@ import json
 
 import pytest
 
-from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.request import answer_to, kill_quietly, request_move, request_stop
+from envscaler_airflow.controller.request import answer_to, kill_quietly, request_stop
 from envscaler_airflow.controller.stage import (
     Delivered,
-    Stage,
     StoppedError,
     SupersededError,
     Waiting,
     Wake,
 )
-from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
 from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import (
-    Control,
-    Ended,
-    Manifest,
-    Progress,
-    Status,
-    checkpoint_name,
-    control_name,
-    status_name,
-)
-from envscaler_airflow.spec import load_spec
-from envscaler_airflow.store.base import check_store, open_store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
-from envscaler_airflow.testing import ManualClock, ScriptedBackend
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.protocol import Ended, Manifest
 
-KEY = RunKey("deployment", "dag", "run", "train")
-LAST_CALL = 32
+LAST_CALL = 33
 """One more than the writes and calls of an undisturbed run; a test counts them."""
-SPEC = """\
-version: v1
-name: train
-resources: {requests: {cpu: 1, memory: 1Gi}}
-entrypoint: [python, train.py]
-outputs: {model: /output/model}
-checkpoint: {every: 10m}
-scaling: {policy: cost-to-finish, cooldown: 10s, stabilization: 1s, speedup: [
-  {offer: scripted/cpu-2/on-demand, relative_to: scripted/cpu-1/on-demand, mean: 1.9, stdev: 0.05,
-   source: test}]}
-"""
-
-
-class Killed(BaseException):
-    """The worker process is gone; nothing after this line ran."""
-
-
-class Mortal:
-    """Passes calls on, and dies before or after the n-th one."""
-
-    def __init__(self, target, methods, lives):
-        """Watch *methods* of *target*; *lives* is shared between all that one process calls."""
-        self._target, self._methods, self._lives = target, methods, lives
-
-    def __getattr__(self, name):
-        """The target's attribute; calls that touch the world count."""
-        found = getattr(self._target, name)
-        if name not in self._methods:
-            return found
-
-        def call(*args, **kwargs):
-            self._lives["calls"] += 1
-            dies = self._lives["calls"] == self._lives["dies_at"]
-            if dies and not self._lives["after"]:
-                raise Killed
-            answer = found(*args, **kwargs)
-            if dies:
-                raise Killed
-            return answer
-
-        return call
-
-
-class World:
-    """A run with its store, its scripted machines, and the training that lives on them."""
-
-    def __init__(self, tmp_path, *, offers=None):
-        """One run, not begun."""
-        (tmp_path / "train.yaml").write_text(SPEC)
-        self.spec_path = tmp_path / "train.yaml"
-        self.clock = ManualClock()
-        self.store = open_store(f"file://{tmp_path}/store")
-        check_store(self.store)
-        self.backend = ScriptedBackend(offers, clock=self.clock, ends_on_stop=False)
-        self.tries = 0
-        self.log = EventLog(self.store, KEY.prefix)
-
-    def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0):
-        """A controller for the next try of the task."""
-        self.tries += 1
-        actor = Actor(f"ti-{self.tries}", self.tries, max_tries)
-        store, backend = self.store, self.backend
-        if lives is not None:
-            store = Mortal(store, ("write", "create", "put_file"), lives)
-            backend = Mortal(backend, ("submit", "stop", "release"), lives)
-        stage = Stage(
-            spec=load_spec(self.spec_path),
-            spec_source="train.yaml",
-            budget_usd=budget_usd,
-            value_of_hour=value_of_hour,
-        )
-        return Controller(
-            store=store, key=KEY, backend=backend, actor=actor, stage=stage, clock=self.clock.time
-        )
-
-    @property
-    def state(self):
-        """Fold of the run's events."""
-        return self.log.load()
-
-    @property
-    def handle(self):
-        """Of the live attempt."""
-        return Handle.from_dict(self.state.live.handle)
-
-    def say(
-        self, *, ended=None, step=10, checkpoint=None, outputs=None, health="ok", phase="running", **more
-    ):
-        """Let node 0 of the live attempt say something."""
-        live = self.state.live
-        old = self.store.read(f"{KEY.prefix}/{status_name(live.generation, live.number, 0)}")
-        sequence = Status.from_json(old, where="t").sequence + 1 if old else 1
-        status = Status(
-            generation=live.generation,
-            attempt=live.number,
-            sequence=sequence,
-            phase="ended" if ended else phase,
-            health=health,
-            progress=Progress(step=step, total_steps=1000, epoch=step // 10, epochs=100, **more),
-            start_step=0,
-            last_checkpoint=checkpoint,
-            last_checkpoint_step=step if checkpoint else None,
-            ended=ended,
-            outputs=outputs or {},
-        )
-        name = status_name(live.generation, live.number, 0)
-        self.store.write(f"{KEY.prefix}/{name}", status.to_json())
-
-    def save(self, step):
-        """Let the live attempt complete a checkpoint; returns its name."""
-        live = self.state.live
-        name = checkpoint_name(live.generation, step, live.number)
-        manifest = Manifest(step=step, generation=live.generation, attempt=live.number)
-        self.store.write(f"{KEY.prefix}/checkpoints/{name}/manifest.json", manifest.to_json())
-        return name
-
-    def succeed(self):
-        """Let the live attempt end well."""
-        self.say(ended=Ended(exit_code=0, reason="succeeded"), step=1000, outputs={"model": "file:///model"})
-        self.backend.end(self.handle)
-
-    def leave(self, step=50):
-        """Let the live attempt do what a leave asks: save, say so, go."""
-        name = self.save(step)
-        self.say(ended=Ended(exit_code=85, reason="left"), step=step, checkpoint=name)
-        self.backend.end(self.handle, exit_code=85, reason="left")
-
-    def control(self):
-        """What the owner last asked of the live attempt."""
-        live = self.state.live
-        text = self.store.read(f"{KEY.prefix}/{control_name(live.generation, live.number)}")
-        return Control.from_json(text, where="t")
-
-    def ask_move(self, vcpus=2):
-        """Ask for a move of the live attempt, as the sensor does."""
-        live = self.state.live
-        because = {"reason": "faster", "numbers": {}, "forced": True}
-        return request_move(
-            self.store,
-            KEY.prefix,
-            target=Allocation(cpu_offer(vcpus)),
-            from_attempt=(live.generation, live.number),
-            because=because,
-        )
-
-    def watch(self, waiting):
-        """What a trigger sees first."""
-        return Watch(
-            store=self.store,
-            prefix=KEY.prefix,
-            backend=self.backend,
-            watching=waiting.watching,
-            monotonic=self.clock.monotonic,
-        )
-
-
-@pytest.fixture
-def world(tmp_path):
-    """A run that has not begun."""
-    return World(tmp_path)
 
 
 def test_a_run_from_first_start_to_delivery(world):
@@ -214,7 +33,7 @@ def test_a_run_from_first_start_to_delivery(world):
 
     assert isinstance(waiting, Waiting)
     assert isinstance(got, Delivered)
-    assert got.outputs == {"model": "file:///model"}
+    assert got.outputs == {"model": world.output}
     assert got.report["bill"]["usd"] == pytest.approx(0.05)
     assert [event.type for event in world.log.read()] == [
         "generation",
@@ -283,7 +102,7 @@ def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
     owner.resume(Wake("status"))
     owner.resume(Wake("backoff"))
     zombie = Manifest(step=900, generation=1, attempt=1).to_json()
-    world.store.write(f"{KEY.prefix}/checkpoints/g1-step-00000900-a1/manifest.json", zombie)
+    world.store.write(f"{world.prefix}/checkpoints/g1-step-00000900-a1/manifest.json", zombie)
     world.backend.lose(world.handle)
     owner.resume(Wake("status"))
     owner.resume(Wake("backoff"))
@@ -341,7 +160,7 @@ def test_the_last_lines_and_the_exit_code_are_in_the_failure(world):
     with pytest.raises(RunFailedError, match=r"exit code 3(.|\n)*ValueError: no such column"):
         owner.resume(Wake("status"))
 
-    assert json.loads(world.store.read(f"{KEY.prefix}/result.json"))["status"] == "failed"
+    assert json.loads(world.store.read(f"{world.prefix}/result.json"))["status"] == "failed"
 
 
 def test_spent_money_checkpoints_and_fails(world):
@@ -364,7 +183,7 @@ def test_a_cancel_checkpoints_and_stops_the_run(world):
     """`envscaler cancel`: save, go, and the task ends without a retry."""
     owner = world.controller()
     waiting = owner.enter()
-    request_stop(world.store, KEY.prefix, reason="cancelled", by="me")
+    request_stop(world.store, world.prefix, reason="cancelled", by="me")
 
     owner.resume(world.watch(waiting).poll())
     asked = world.control()
@@ -380,7 +199,7 @@ def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
     world.controller().enter()
     world.controller(max_tries=5).enter()
 
-    acted = kill_quietly(world.store, KEY.prefix, world.backend, ti_id="ti-1", reason="killed")
+    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-1", reason="killed")
 
     assert not acted
     assert world.control().action == "run"
@@ -390,7 +209,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
     """Cleared while deferred: the old attempt saves and goes, the new try goes on from there."""
     world.controller().enter()
     world.say()
-    acted = kill_quietly(world.store, KEY.prefix, world.backend, ti_id="ti-1", reason="cleared")
+    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-1", reason="cleared")
     owner = world.controller(max_tries=5)
 
     owner.enter()
@@ -437,7 +256,7 @@ def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
 
     def append_late(after, kind, body, *, actor):
         if not landed:
-            landed.append(request_stop(world.store, KEY.prefix, reason="late", by="me"))
+            landed.append(request_stop(world.store, world.prefix, reason="late", by="me"))
         return append(after, kind, body, actor=actor)
 
     owner._log.append = append_late
@@ -489,7 +308,7 @@ def _play(world, lives, script):
     for _ in range(60):
         try:
             result = owner.enter() if wake is None else owner.resume(wake)
-        except Killed:
+        except world.killed:
             owner, wake = world.controller(), None
             assert len(world.backend.live) <= 1
             continue
@@ -523,23 +342,22 @@ def _one_move_one_loss():
     return script
 
 
-def _calls_of_an_undisturbed_run(tmp_path):
+def _calls_of_an_undisturbed_run(world):
     lives = {"calls": 0, "dies_at": -1, "after": False}
-    _play(World(tmp_path), lives, _one_move_one_loss())
+    _play(world, lives, _one_move_one_loss())
     return lives["calls"]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("dies_at", range(1, LAST_CALL))
-def test_a_worker_that_dies_at_any_line_leaves_a_run_that_goes_on(tmp_path, dies_at, after):
+def test_a_worker_that_dies_at_any_line_leaves_a_run_that_goes_on(world, dies_at, after):
     """Before and after each write and each call to the machines: never two attempts, always delivered."""
-    world = World(tmp_path)
     lives = {"calls": 0, "dies_at": dies_at, "after": after}
 
     got = _play(world, lives, _one_move_one_loss())
 
     state = world.state
-    assert got.outputs == {"model": "file:///model"}
+    assert got.outputs == {"model": world.output}
     assert world.backend.live == []
     assert state.status == "succeeded"
     assert [attempt.outcome for attempt in state.attempts].count("succeeded") == 1
@@ -547,9 +365,9 @@ def test_a_worker_that_dies_at_any_line_leaves_a_run_that_goes_on(tmp_path, dies
     assert len(submitted) == len(state.attempts)
 
 
-def test_the_deaths_above_cover_every_call(tmp_path):
+def test_the_deaths_above_cover_every_call(world):
     """The undisturbed run makes no more calls than the test above has deaths for."""
-    assert _calls_of_an_undisturbed_run(tmp_path) == LAST_CALL - 1
+    assert _calls_of_an_undisturbed_run(world) == LAST_CALL - 1
 
 
 def test_a_store_without_an_answer_is_no_news(world):

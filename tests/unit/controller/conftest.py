@@ -1,0 +1,206 @@
+"""A run with its store, its scripted machines, and the training that lives on them."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.request import request_move
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import (
+    Control,
+    Ended,
+    Manifest,
+    Progress,
+    Status,
+    checkpoint_name,
+    control_name,
+    status_name,
+)
+from envscaler_airflow.spec import load_spec
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing import ManualClock, ScriptedBackend
+from envscaler_airflow.testing.backend import cpu_offer
+
+KEY = RunKey("deployment", "dag", "run", "train")
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1, memory: 1Gi}}
+entrypoint: [python, train.py]
+outputs: {model: /output/model}
+checkpoint: {every: 10m}
+scaling: {policy: cost-to-finish, cooldown: 10s, stabilization: 1s, speedup: [
+  {offer: scripted/cpu-2/on-demand, relative_to: scripted/cpu-1/on-demand, mean: 1.9, stdev: 0.05,
+   source: test}]}
+"""
+
+
+class Killed(BaseException):
+    """The worker process is gone; nothing after this line ran."""
+
+
+class Mortal:
+    """Passes calls on, and dies before or after the n-th one."""
+
+    def __init__(self, target, methods, lives):
+        """Watch *methods* of *target*; *lives* is shared between all that one process calls."""
+        self._target, self._methods, self._lives = target, methods, lives
+
+    def __getattr__(self, name):
+        """The target's attribute; calls that touch the world count."""
+        found = getattr(self._target, name)
+        if name not in self._methods:
+            return found
+
+        def call(*args, **kwargs):
+            self._lives["calls"] += 1
+            dies = self._lives["calls"] == self._lives["dies_at"]
+            if dies and not self._lives["after"]:
+                raise Killed
+            answer = found(*args, **kwargs)
+            if dies:
+                raise Killed
+            return answer
+
+        return call
+
+
+class World:
+    """A run with its store, its scripted machines, and the training that lives on them."""
+
+    prefix = KEY.prefix
+    killed = Killed
+
+    def __init__(self, tmp_path, *, offers=None):
+        """One run, not begun."""
+        (tmp_path / "train.yaml").write_text(SPEC)
+        self.spec_path = tmp_path / "train.yaml"
+        self.clock = ManualClock()
+        self.store = open_store(f"file://{tmp_path}/store")
+        check_store(self.store)
+        self.backend = ScriptedBackend(offers, clock=self.clock, ends_on_stop=False)
+        self.tries = 0
+        self.log = EventLog(self.store, KEY.prefix)
+
+    def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0):
+        """A controller for the next try of the task."""
+        self.tries += 1
+        actor = Actor(f"ti-{self.tries}", self.tries, max_tries)
+        store, backend = self.store, self.backend
+        if lives is not None:
+            store = Mortal(store, ("write", "create", "put_file"), lives)
+            backend = Mortal(backend, ("submit", "stop", "release"), lives)
+        stage = Stage(
+            spec=load_spec(self.spec_path),
+            spec_source="train.yaml",
+            budget_usd=budget_usd,
+            value_of_hour=value_of_hour,
+        )
+        return Controller(
+            store=store, key=KEY, backend=backend, actor=actor, stage=stage, clock=self.clock.time
+        )
+
+    @property
+    def output(self):
+        """Where the first generation's model is, whatever the nodes say."""
+        return self.store.uri(f"{KEY.prefix}/outputs/g1/model")
+
+    @property
+    def state(self):
+        """Fold of the run's events."""
+        return self.log.load()
+
+    @property
+    def handle(self):
+        """Of the live attempt."""
+        return Handle.from_dict(self.state.live.handle)
+
+    def say(
+        self, *, ended=None, step=10, checkpoint=None, outputs=None, health="ok", phase="running", **more
+    ):
+        """Let node 0 of the live attempt say something."""
+        live = self.state.live
+        old = self.store.read(f"{KEY.prefix}/{status_name(live.generation, live.number, 0)}")
+        sequence = Status.from_json(old, where="t").sequence + 1 if old else 1
+        status = Status(
+            generation=live.generation,
+            attempt=live.number,
+            sequence=sequence,
+            phase="ended" if ended else phase,
+            health=health,
+            progress=Progress(step=step, total_steps=1000, epoch=step // 10, epochs=100, **more),
+            start_step=0,
+            last_checkpoint=checkpoint,
+            last_checkpoint_step=step if checkpoint else None,
+            ended=ended,
+            outputs=outputs or {},
+        )
+        name = status_name(live.generation, live.number, 0)
+        self.store.write(f"{KEY.prefix}/{name}", status.to_json())
+
+    def save(self, step):
+        """Let the live attempt complete a checkpoint; returns its name."""
+        live = self.state.live
+        name = checkpoint_name(live.generation, step, live.number)
+        manifest = Manifest(step=step, generation=live.generation, attempt=live.number)
+        self.store.write(f"{KEY.prefix}/checkpoints/{name}/manifest.json", manifest.to_json())
+        return name
+
+    def succeed(self):
+        """Let the live attempt end well."""
+        self.say(ended=Ended(exit_code=0, reason="succeeded"), step=1000, outputs={"model": "file:///etc"})
+        self.backend.end(self.handle)
+
+    def leave(self, step=50):
+        """Let the live attempt do what a leave asks: save, say so, go."""
+        name = self.save(step)
+        self.say(ended=Ended(exit_code=85, reason="left"), step=step, checkpoint=name)
+        self.backend.end(self.handle, exit_code=85, reason="left")
+
+    def control(self):
+        """What the owner last asked of the live attempt."""
+        live = self.state.live
+        text = self.store.read(f"{KEY.prefix}/{control_name(live.generation, live.number)}")
+        return Control.from_json(text, where="t")
+
+    def ask_move(self, vcpus=2):
+        """Ask for a move of the live attempt, as the sensor does."""
+        live = self.state.live
+        because = {"reason": "faster", "numbers": {}, "forced": True}
+        return request_move(
+            self.store,
+            KEY.prefix,
+            target=Allocation(cpu_offer(vcpus)),
+            from_attempt=(live.generation, live.number),
+            because=because,
+        )
+
+    def watch(self, waiting):
+        """What a trigger sees first."""
+        return Watch(
+            store=self.store,
+            prefix=KEY.prefix,
+            backend=self.backend,
+            watching=waiting.watching,
+            monotonic=self.clock.monotonic,
+            clock=self.clock.time,
+        )
+
+
+@pytest.fixture
+def new_world(tmp_path):
+    """Makes a run that has not begun; takes the offers, None for the usual ones."""
+    return lambda offers=None: World(tmp_path, offers=offers)
+
+
+@pytest.fixture
+def world(new_world):
+    """A run that has not begun."""
+    return new_world()

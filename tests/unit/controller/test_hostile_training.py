@@ -1,0 +1,131 @@
+"""What the training's side can write, and what it must never do to the owner."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envscaler_airflow.controller.heard import LINES_BYTES, believable, shortened
+from envscaler_airflow.controller.stage import Delivered, Waiting, Wake
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.errors import RunFailedError
+from envscaler_airflow.protocol import Ended, Progress, Status, status_name
+
+
+def write_status(world, text):
+    """Let node 0 of the live attempt write *text*, which may be anything."""
+    live = world.state.live
+    world.store.write(f"{world.prefix}/{status_name(live.generation, live.number, 0)}", text)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"progress":{"step":-1}',
+        '"progress":{"step":9223372036854775807,"total_steps":-5}',
+        '"progress":{"elapsed_s":-1e308,"first_step_s":1e308},"setup_s":1e308',
+        '"start_step":-7',
+        '"last_checkpoint_step":-1,"last_checkpoint":"nonsense"',
+        '"usage":{"gpu0_utilization_percent":-1e300}',
+    ],
+)
+def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world, field):
+    """A bill, a report and a judgement are made of what is left."""
+    owner = world.controller()
+    owner.enter()
+    head = '{"schema":"1.0","sequence":1,"phase":"ended","ended":{"exit_code":0,"reason":"succeeded"}'
+    write_status(world, f"{head},{field}}}".encode())
+    request = world.ask_move()
+    judged = owner.resume(Wake("request"))
+    world.backend.end(world.handle)
+
+    got = owner.resume(Wake("status"))
+
+    assert isinstance(judged, Waiting)
+    assert request.number < world.state.number
+    assert isinstance(got, Delivered)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"schema":"1.0","progress":{"loss":1e999}}',
+        b'{"schema":"1.0","setup_s":1' + b"0" * 400 + b"}",
+        b'{"schema":"1.0","progress":{"step":1' + b"0" * 400 + b"}}",
+        b'{"schema":"1.0","usage":{"a":1e999}}',
+        b'{"schema":"1.0","progress":' + b"[" * 100_000,
+        b'{"schema":"1.0","message":"' + b"x" * (1 << 20) + b'"}',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+def test_a_status_that_is_no_status_is_no_news(world, text):
+    """Neither read nor raised: the watch goes on."""
+    waiting = world.controller().enter()
+    write_status(world, text)
+
+    assert read_status(world.store, world.prefix, attempt=(1, 1), node=0) is None
+    assert world.watch(waiting).poll() is None
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "水", "😀", "\x1b", "\n"])
+def test_last_lines_in_any_script_fit_into_the_event_of_the_end(world, letter):
+    """100 lines of 2,000 characters are up to 2.4 MB of JSON; the newest of them are kept."""
+    owner = world.controller()
+    owner.enter()
+    lines = tuple(f"{number} " + letter * 400 for number in range(99))
+    world.say(ended=Ended(exit_code=1, reason="failed", detail=letter * 9000, last_lines=lines), step=0)
+    world.backend.end(world.handle, exit_code=1, reason="failed")
+
+    with pytest.raises(RunFailedError, match="98 "):
+        owner.resume(Wake("status"))
+
+    assert world.state.status == "failed"
+
+
+def test_one_line_that_is_too_long_alone_is_cut():
+    """Its beginning says more than nothing."""
+    (line,) = shortened({"last_lines": ["😀" * 100_000]})["last_lines"]
+
+    assert line.startswith("😀" * 1000)
+    assert len(json.dumps(line)) <= LINES_BYTES
+
+
+def test_what_is_believable_stays_as_it_is():
+    """A loss may be negative; zero is a number."""
+    said = Status(
+        progress=Progress(step=0, loss=-3.5, accuracy=-1.0), start_step=0, usage={"cpu_percent": 0.0}
+    )
+
+    assert believable(said) == said
+
+
+def test_the_uri_of_an_output_is_the_owners_and_never_what_a_node_says(world):
+    """Neither a file of the next stage's machine nor a name that the spec does not declare."""
+    owner = world.controller()
+    owner.enter()
+    outputs = {"model": "file:///etc", "other": "file:///root"}
+    world.say(ended=Ended(exit_code=0, reason="succeeded"), outputs=outputs)
+    world.backend.end(world.handle)
+
+    got = owner.resume(Wake("status"))
+
+    assert got.outputs == {"model": world.output}
+
+
+def test_a_checkpoint_whose_manifest_is_a_link_is_none_and_the_next_attempt_starts(world, tmp_path):
+    """A training that can reach the store puts anything into its own prefix."""
+    owner = world.controller()
+    owner.enter()
+    good = world.save(10)
+    folder = tmp_path / "store" / world.prefix / "checkpoints" / "g1-step-00000020-a1"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"1")
+    (folder / "manifest.json").symlink_to("/etc/passwd")
+    world.backend.lose(world.handle)
+
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+
+    assert world.state.live.candidates == (good,)

@@ -1,0 +1,143 @@
+"""Two who think that they own a run, and one that slept: only the last owner touches anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envscaler_airflow.controller import choose, freeze
+from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.controller.stage import SupersededError, Waiting, Wake
+from envscaler_airflow.errors import CapacityError
+from envscaler_airflow.store.events import EventLog
+
+
+def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
+    """Both find no run and write their spec; the generation that has the event runs on its own."""
+    winner, text = world.controller(), world.spec_path.read_text()
+    world.spec_path.write_text(text.replace("train.py", "other.py"))
+    loser = world.controller()
+    create = world.store.create
+
+    def sleeps_before_its_event(name, data):
+        if "/events/" in name:
+            monkeypatch.undo()
+            winner.enter()
+        return create(name, data)
+
+    monkeypatch.setattr(world.store, "create", sleeps_before_its_event)
+    loser.enter()
+
+    spec = json.loads(world.store.read(f"{world.prefix}/spec.yaml"))
+    hashes = {attempt.spec_hash for attempt in world.state.attempts}
+    assert hashes == {world.state.spec_hash}
+    assert spec["entrypoint"] == ["python", "train.py"]
+
+
+def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
+    """The worker died between the two: the retry goes on with the spec that the events name."""
+    world.controller().enter()
+    before = world.store.read(f"{world.prefix}/spec.yaml")
+    world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
+    dying = world.controller(max_tries=9)
+    frozen = freeze.freeze(dying._stage.spec)
+    freeze.write(world.store, dying._key, frozen)
+    retry = world.controller()
+    retry.enter()
+
+    assert retry._spec(world.state).entrypoint == ("python", "train.py")
+    assert world.store.read(f"{world.prefix}/spec.yaml") == before
+
+
+def test_an_owner_that_slept_before_its_start_starts_nothing(world, monkeypatch):
+    """It wakes up after another try took the run over, and its attempt ended."""
+    first = world.controller()
+    publish = freeze.publish
+
+    def slept(*args):
+        if world.state.live is not None:
+            monkeypatch.undo()
+            world.controller().enter()
+        return publish(*args)
+
+    monkeypatch.setattr(freeze, "publish", slept)
+    with pytest.raises(SupersededError):
+        first.enter()
+
+    assert [method for method, _ in world.backend.calls].count("submit") == 1
+    assert len(world.backend.live) == 1
+
+
+def test_an_owner_that_slept_while_it_planned_writes_no_plan(world, monkeypatch):
+    """The plan of the owner that is stays."""
+    first, make_plan = world.controller(), choose.make_plan
+
+    def slept(*args, **kwargs):
+        monkeypatch.setattr(choose, "make_plan", make_plan)
+        world.controller().enter()
+        world.store.write(f"{world.prefix}/plan.json", b"{}")
+        return make_plan(*args, **kwargs)
+
+    monkeypatch.setattr(choose, "make_plan", slept)
+    with pytest.raises(SupersededError):
+        first.enter()
+
+    assert world.store.read(f"{world.prefix}/plan.json") == b"{}"
+
+
+def test_an_owner_that_slept_before_its_last_word_overwrites_no_result(world, monkeypatch):
+    """It had failed the run, slept, and the run was taken up again and delivered."""
+    first = world.controller()
+    first.enter()
+    request_stop(world.store, world.prefix, reason="cancel", by="me")
+    first.resume(Wake("request"))
+    world.leave()
+    report = json.dumps({"status": "succeeded"}).encode()
+    write_result = type(first)._write_result
+
+    def slept(self, state, body):
+        monkeypatch.undo()
+        world.controller(max_tries=9).enter()
+        world.store.write(f"{world.prefix}/result.json", report)
+        return write_result(self, state, body)
+
+    monkeypatch.setattr(type(first), "_write_result", slept)
+    with pytest.raises(SupersededError):
+        first.resume(Wake("status"))
+
+    assert world.store.read(f"{world.prefix}/result.json") == report
+
+
+def test_a_request_that_takes_the_number_of_the_end_costs_no_result(world, monkeypatch):
+    """The machine is given back only once its end is recorded: what it says is asked for again."""
+    owner = world.controller()
+    owner.enter()
+    world.succeed()
+    append = EventLog.append
+    landed = []
+
+    def late(self, after, kind, body, **more):
+        if kind == "attempt-ended" and not landed:
+            landed.append(request_stop(world.store, world.prefix, reason="late", by="me"))
+        return append(self, after, kind, body, **more)
+
+    monkeypatch.setattr(EventLog, "append", late)
+    got = owner.resume(Wake("status"))
+
+    assert [attempt.outcome for attempt in world.state.attempts] == ["succeeded"]
+    assert got.outputs == {"model": world.output}
+
+
+def test_a_start_that_went_through_before_the_refusal_is_adopted(world):
+    """The worker died after the submit; the next one is told that nothing is free, and what runs is found."""
+    world.backend.fail_next("submit", KeyboardInterrupt(), after=True)
+    with pytest.raises(KeyboardInterrupt):
+        world.controller().enter()
+    world.backend.fail_next("submit", CapacityError("full"))
+
+    got = world.controller().enter()
+
+    assert isinstance(got, Waiting)
+    assert world.state.live.phase == "started"
+    assert len(world.state.attempts) == 1

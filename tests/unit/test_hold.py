@@ -1,0 +1,82 @@
+"""A shell that waits keeps its run while store or machines do not answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.controller.hold import Holder
+from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
+from envscaler_airflow.errors import BackendError, StoreError
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.testing import ScriptedBackend
+
+WAITING = Waiting(Watching(1, 1), "runs")
+DONE = Delivered({}, {})
+
+
+class Answers:
+    """A controller that says what a test has written down."""
+
+    def __init__(self, *answers):
+        """Say *answers* one after the other; an error is raised."""
+        self.answers = list(answers)
+        self.wakes = []
+
+    def enter(self):
+        """First answer."""
+        return WAITING
+
+    def resume(self, wake):
+        """Next answer."""
+        self.wakes.append(wake)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Hurried(Holder):
+    """Always has something to do."""
+
+    def _wait(self, waiting):
+        return Wake("status", detail="the attempt ended")
+
+
+def holder(controller, *, slept, said, store=None):
+    """Of a run in which every look shows something."""
+    return Hurried(
+        controller,
+        store,
+        "p",
+        ScriptedBackend(),
+        Actor("me"),
+        on_wait=lambda waiting: said.append(waiting.reason),
+        sleep=slept.append,
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreError("read-only file system"),
+        StoreError("gone", transient=True),
+        BackendError("throttled", transient=True),
+    ],
+)
+def test_a_slice_without_an_answer_is_done_again(error):
+    """The same wake, after 2 s and then 4 s; people are told why."""
+    slept, said = [], []
+    controller = Answers(error, error, DONE)
+
+    got = holder(controller, slept=slept, said=said).hold()
+
+    assert got is DONE
+    assert slept == [2.0, 4.0]
+    assert [wake.detail for wake in controller.wakes] == ["the attempt ended"] * 3
+    assert said[1].startswith("no answer, tried again in 2 s: ")
+
+
+def test_a_refusal_for_good_is_not_repeated():
+    """Forbidden stays forbidden."""
+    with pytest.raises(BackendError, match="forbidden"):
+        holder(Answers(BackendError("forbidden", status=403)), slept=[], said=[]).hold()
