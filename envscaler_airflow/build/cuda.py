@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envscaler_airflow.build.bases import facts
 from envscaler_airflow.build.requirements import Requirements
@@ -62,6 +62,10 @@ class Chain:
     gpu_memory_gb: float | None = None
     driver: str | None = None
 
+    def on(self, gpu: str, *, memory_gb: float | None = None, driver: str | None = None) -> Chain:
+        """The same software on a GPU of this name."""
+        return replace(self, gpu=gpu, gpu_memory_gb=memory_gb, driver=driver)
+
 
 def software(spec: EnvSpec, requirements: Requirements, versions: Mapping[str, str] | None = None) -> Chain:
     """PyTorch and CUDA of the stage: from resolved *versions*, else what is pinned, else the base's."""
@@ -116,6 +120,15 @@ def broken_links(chain: Chain, spec: EnvSpec) -> list[str]:
                 f"upgrade it, or use CUDA {_cuda_for_driver(has)}"
             )
     return found + _memory(chain, spec)
+
+
+def broken_for(spec: EnvSpec, chain: Chain) -> list[str]:
+    """The links that break on every GPU that the spec allows; [] while one of them would do."""
+    names = [
+        name for need in spec.resources.alternatives if need.requests.gpu for name in need.requests.gpu.type
+    ]
+    broken = [broken_links(chain.on(name), spec) for name in names]
+    return [link for links in broken for link in links] if broken and all(broken) else []
 
 
 def _memory(chain: Chain, spec: EnvSpec) -> list[str]:

@@ -19,9 +19,9 @@ from envscaler_airflow.spec.models import EnvSpec
 
 UID = 10001
 """User that the stage runs as. Chosen: above what distributions give out, so that no base has it."""
-UV_IMAGE = "astral/uv:0.13.9"
+UV_IMAGE = "docker.io/astral/uv:0.13.9"
 """Where the installer comes from when the base has no such Python; ``--build-arg UV_IMAGE`` replaces it."""
-MICROMAMBA_IMAGE = "mambaorg/micromamba:2.0.5"
+MICROMAMBA_IMAGE = "docker.io/mambaorg/micromamba:2.0.5"
 """Same for conda's packages, ``--build-arg MICROMAMBA_IMAGE``."""
 CREDENTIALS = "index-credentials"
 """Build secret that holds a netrc file for private indexes."""
@@ -68,13 +68,13 @@ class ImageOptions:
     """What rendering needs beside the spec.
 
     Attributes:
-        digest: ``sha256:...`` of the base when known; the base is pinned to it.
+        base: What to build from when it is known more exactly than the spec says, such as by its digest.
         has_ca: True when the build gets certificates to trust by the build secret ``ca-file``.
         has_agent: True when the context holds the agent below ``envscaler/``.
         has_workdir: True when the context holds the code below ``work/``.
     """
 
-    digest: str | None = None
+    base: str | None = None
     has_ca: bool = False
     has_agent: bool = False
     has_workdir: bool = False
@@ -90,7 +90,7 @@ def render_dockerfile(
     parts = [
         comment([f"Environment of {spec.name}, rendered by envscaler from its spec.", *_notes(spec, known)]),
         python.stages(),
-        (comment([known.image]) if options.digest else "") + f"FROM {_base(known, options.digest)}\n",
+        (comment([known.image]) if options.base else "") + f"FROM {options.base or known.image}\n",
         _system_packages(spec, known, has_ca=options.has_ca),
         _user(),
         python.install(spec, requirements, has_ca=options.has_ca),
@@ -112,14 +112,6 @@ def render_dockerfile(
 def needs_build(spec: EnvSpec) -> bool:
     """True when the base alone is not the environment."""
     return bool(spec.system_packages or spec.runtimes or spec.workdir or spec.base is None)
-
-
-def _base(known: BaseFacts, digest: str | None) -> str:
-    """The base, pinned when its digest is known; a tag beside a digest is what not every builder reads."""
-    if digest is None or "@" in known.image:
-        return known.image
-    name, colon, tag = known.image.rpartition(":")
-    return f"{name if colon and '/' not in tag else known.image}@{digest}"
 
 
 def _notes(spec: EnvSpec, known: BaseFacts) -> list[str]:

@@ -74,7 +74,7 @@ def _needs(spec: EnvSpec) -> list[str]:
 
 def install_command(family: Family, packages: tuple[str, ...]) -> str:
     """The command that installs *packages* on a machine of this family."""
-    names = shlex.join(packages)
+    names = shlex.join(name.replace("=", "-", 1) if family == "dnf" else name for name in packages)
     if family == "apt":
         return f"apt-get install --yes --no-install-recommends {names}"
     if family == "dnf":

@@ -35,6 +35,8 @@ main.commands = Commands(
         "logs": "inspect:logs",
         "report": "inspect:report",
         "cancel": "inspect:cancel",
+        "explain": "explain:explain",
+        "simulate": "simulate:simulate",
         "demo": "demo:demo",
     }
 )

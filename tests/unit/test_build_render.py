@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 SPECS = GOLDEN / "specs"
 USUAL = HERE / "data"
-DIGEST = "sha256:" + "0123456789abcdef" * 4
+PINNED = "docker.io/nvidia/cuda@sha256:" + "0123456789abcdef" * 4
 
 CASES = [
     *(
@@ -46,7 +46,7 @@ def rendered(name: str, target: str, tmp_path: Path) -> dict[str, str]:
     if target == "spec":
         found = render_spec(loaded)
     else:
-        options = ImageOptions(digest=DIGEST if name == "short" else None, has_agent=True, has_workdir=True)
+        options = ImageOptions(base=PINNED if name == "short" else None, has_agent=True, has_workdir=True)
         image = (
             f"registry.example.com/{name}:1" if target in ("kubernetes", "vm") and name != "wide" else None
         )

@@ -1,0 +1,156 @@
+"""``build``: the image of a spec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from envscaler_airflow.build.access import index_access
+from envscaler_airflow.build.builders import Builder, Container, find_builder
+from envscaler_airflow.build.cuda import broken_for, software
+from envscaler_airflow.build.images import BuildOptions, Built, build_image, check_base, push_image
+from envscaler_airflow.build.locks import Lock, apply_lock, read_lock, system_versions
+from envscaler_airflow.build.requirements import Requirements, read_requirements
+from envscaler_airflow.build.resolve import find_conflicts, resolve
+from envscaler_airflow.build.scan import SEVERITIES, scan_image
+from envscaler_airflow.build.venv import python_version
+from envscaler_airflow.cli.common import default_store_url, find_run
+from envscaler_airflow.cli.run import environment_secret
+from envscaler_airflow.cli.specs import pairs, spec_options, spec_registry
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import EnvSpec, load_spec
+from envscaler_airflow.store.base import open_store
+
+
+@click.command()
+@spec_options
+@click.option("-t", "--tag", "name", help="Name of the image; without a tag the content's hash is the tag.")
+@click.option("--target", default="docker", show_default=True, help="Variant of the spec, such as serving.")
+@click.option("--builder", type=click.Choice(["docker", "buildah"]), help="Else docker, else buildah.")
+@click.option("--push", is_flag=True, help="Send the image to its registry.")
+@click.option("--pull", is_flag=True, help="Ask for a newer base even when one is here.")
+@click.option("--cache", help="Repository that layers are taken from and put into.")
+@click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates to trust, such as a proxy's.")
+@click.option("--insecure", is_flag=True, help="The registry has no TLS.")
+@click.option("--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="UV_IMAGE=mirror/uv:1, ...")
+@click.option("--allow-base", "bases", multiple=True, metavar="GLOB", help="Hold the base to these; repeat.")
+@click.option("--scan", is_flag=True, help="Run trivy or grype.")
+@click.option("--scan-severity", default="high", type=click.Choice(SEVERITIES), show_default=True)
+@click.option("--lock", "lock_path", type=click.Path(path_type=Path), help="File to write the lock to.")
+@click.option("--locked", help="A run, or a lock.json: build exactly that.")
+@click.option("--no-resolve", is_flag=True, help="Do not look for conflicts first.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def build(
+    path: str,
+    parameters: dict[str, str],
+    inputs: dict[str, str] | None,
+    command: tuple[str, ...],
+    target: str,
+    **given: Any,
+) -> None:
+    """Build the image of a spec; unchanged input builds nothing.
+
+    A COMMAND after -- runs in the image before it is pushed, such as `-- pytest`.
+    """
+    spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    requirements, options = read_requirements(spec), _options(given)
+    check_base(spec, options.allowed_bases)
+    lock = find_lock(given["locked"]) if given["locked"] else None
+    if lock is not None:
+        spec, requirements = apply_lock(spec, requirements, lock)
+        options = replace(options, base_digest=lock.base_digest)
+    access = index_access(requirements, ca_file=options.ca_file, resolve_secret=environment_secret)
+    with access as env:
+        if lock is None and not given["no_resolve"]:
+            check_environment(spec, requirements, env=env)
+        if given["lock_path"] and requirements.locked is None and not requirements.is_empty:
+            requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
+    builder = find_builder(given["builder"])
+    made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=environment_secret)
+    _try(builder, made, command)
+    if given["scan"]:
+        click.echo(scan_image(builder, made.name, severity=given["scan_severity"]), err=True)
+    if given["push"]:
+        _say(f"pushing {made.name}")
+        made = push_image(builder, made, options)
+    if given["lock_path"]:
+        text = lock_of(spec, requirements, builder, made).to_text()
+        given["lock_path"].write_text(text, encoding="utf-8")
+    click.echo(made.name if made.digest is None else f"{made.name}@{made.digest}")
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _options(given: dict[str, Any]) -> BuildOptions:
+    configured = os.environ.get("ENVSCALER_ALLOWED_BASES", "")
+    allowed = (*given["bases"], *(part.strip() for part in configured.split(",") if part.strip()))
+    return BuildOptions(
+        name=given["name"],
+        is_shared=given["push"],
+        pull=given["pull"],
+        cache=given["cache"],
+        ca_file=given["ca_file"],
+        tls_verify=not given["insecure"],
+        args=pairs(given["args"], "--build-arg"),
+        allowed_bases=allowed,
+    )
+
+
+def find_lock(text: str) -> Lock:
+    """The lock of a file, or of a run in the default store.
+
+    Raises:
+        SpecError: There is none.
+    """
+    if Path(text).is_file():
+        return read_lock(text)
+    store = open_store(default_store_url())
+    return read_lock(text, store, find_run(store, text))
+
+
+def check_environment(
+    spec: EnvSpec, requirements: Requirements, *, with_base: bool = True, env: Mapping[str, str] | None = None
+) -> None:
+    """Say what could not be looked at, and stop at what cannot be.
+
+    Raises:
+        SpecError: Conflicts of packages, or a chain from wheel to GPU that breaks on every GPU allowed.
+    """
+    findings = find_conflicts(spec, requirements, with_base=with_base, env=env)
+    for finding in findings:
+        if finding.kind == "unchecked":
+            _say(f"not checked: {finding.text}")
+    faults = [finding.text for finding in findings if finding.kind == "conflict"]
+    faults += broken_for(spec, software(spec, requirements))
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
+
+
+def _try(builder: Builder, made: Built, command: tuple[str, ...]) -> None:
+    """Run *command* in the image; what fails there is not pushed."""
+    if not command:
+        return
+    code = builder.run(made.name, command, Container(), click.echo)
+    if code != 0:
+        raise SpecError(f"{' '.join(command)}: ended with exit code {code} in {made.name}")
+
+
+def lock_of(spec: EnvSpec, requirements: Requirements, builder: Builder, made: Built) -> Lock:
+    """What the image *made* is, exactly."""
+    return Lock(
+        name=spec.name,
+        python=python_version(spec),
+        requirements=requirements.locked,
+        base=made.base,
+        base_digest=made.base_digest,
+        system_packages=system_versions(spec, builder, made.name),
+        image=made.name,
+        image_digest=made.digest,
+    )
