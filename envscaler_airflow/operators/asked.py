@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from envscaler_airflow.operators.stage import EnvStageOperator
 
 
-def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) -> Stage:
+def stage_of(
+    operator: EnvStageOperator, context: Context, *, is_entry: bool, begun_at: float | None = None
+) -> Stage:
     """The stage as it is asked for now; without a spec in a resumed slice, which goes by the frozen one.
+
+    A deadline that is a point in time is turned into seconds since *begun_at*, the start of the
+    generation; at an entry, which may begin a new one, since now.
 
     Parameters come from the spec's defaults, then from DAG params of the same names (what a person
     filled into the form), then from the operator's own.
@@ -48,7 +53,7 @@ def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) ->
         inputs=inputs,
         strategy=operator.strategy,
         value_of_hour=_usd("value_of_hour", operator.value_of_hour),
-        deadline_s=seconds_left(operator.deadline),
+        deadline_s=seconds_left(operator.deadline, now=begun_at),
         budget_usd=_usd("budget_usd", operator.budget_usd),
         restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
         restore_from=operator.restore_from,

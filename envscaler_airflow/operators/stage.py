@@ -144,7 +144,7 @@ class EnvStageOperator(BaseOperator):
 
         try:
             part = self._open(context)
-            stage = self._stage(context, is_entry=event is None)
+            stage = self._stage(context, part, is_entry=event is None)
             try:
                 result = part.advance(stage, event)
             finally:
@@ -174,10 +174,11 @@ class EnvStageOperator(BaseOperator):
         self.run_url = part.run_url
         return part
 
-    def _stage(self, context: Context, *, is_entry: bool) -> Stage:
+    def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
         from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
 
-        return stage_of(self, context, is_entry=is_entry)
+        begun_at = None if is_entry or self.deadline is None else part.begun_at()
+        return stage_of(self, context, is_entry=is_entry, begun_at=begun_at)
 
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
@@ -204,7 +205,7 @@ class EnvStageOperator(BaseOperator):
     def _time_out(self, context: Context) -> None:
         part = self._open(context)
         part.time_out(
-            self._stage(context, is_entry=False),
+            self._stage(context, part, is_entry=False),
             f"the task's execution_timeout of {self.execution_timeout} is over",
         )
         part.show_log(self.log.info)
@@ -228,7 +229,7 @@ def spec_path(spec: str, dag_file: str) -> str:
 
 
 def seconds_left(deadline: str | datetime | None, *, now: float | None = None) -> float | None:
-    """Seconds of a duration such as ``4h``, or until a point in time; None without a deadline.
+    """Seconds of a duration such as ``4h``, or from *now* to a point in time; None without a deadline.
 
     Raises:
         SpecError: Neither a duration nor ISO 8601.

@@ -359,6 +359,22 @@ def test_a_deadline_is_a_duration_or_a_point_in_time(given, seconds):
     assert seconds_left(given, now=100.0) == seconds
 
 
+def test_a_point_in_time_stays_where_it_is(world, monkeypatch):
+    """A later slice counts from the start of the generation, as the first one did."""
+    seen = []
+    real = asked.Stage
+    monkeypatch.setattr(asked, "Stage", lambda **more: seen.append(more["deadline_s"]) or real(**more))
+    deadline = datetime.now(UTC) + timedelta(hours=1)
+    operator, ti = world.operator(deadline=deadline), Ti()
+    world.execute(operator, ti)
+
+    world.deferral(lambda: world.resume(operator, ti))
+
+    begun = world.log.load().begun_at
+    assert seen[0] == pytest.approx(3600, abs=5)
+    assert seen[1] == pytest.approx(deadline.timestamp() - begun, abs=1e-6)
+
+
 def test_a_deadline_that_is_neither_is_told():
     """With both forms."""
     with pytest.raises(SpecError, match="write '4h' or"):
