@@ -8,7 +8,7 @@ from typing import Any
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import SpecError
 
-BACKENDS = ("local",)
+BACKENDS = ("local", "kubernetes")
 """Names that :func:`create_backend` knows."""
 
 
@@ -26,4 +26,8 @@ def create_backend(name: str, config: Mapping[str, Any] | None = None) -> Backen
         from envscaler_airflow.backends.local import LocalBackend  # noqa: PLC0415  # only when asked for
 
         return LocalBackend(**dict(config or {}))
+    if name == "kubernetes":
+        from envscaler_airflow.backends.kubernetes import KubernetesBackend  # noqa: PLC0415  # only when asked for
+
+        return KubernetesBackend(**dict(config or {}))
     raise SpecError(f"compute={name!r}: there is no such backend; write one of {', '.join(BACKENDS)}")

@@ -1,0 +1,297 @@
+"""The API server as JSON: the official client's connection and credentials, and our errors.
+
+Only here is the ``kubernetes`` package imported, and only when a cluster is asked for.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import tenacity
+
+from envscaler_airflow.errors import BackendError, SpecError
+
+Json = dict[str, Any]
+
+TIMEOUT_S = 30.0
+"""Longest wait for an answer. Chosen: the API server itself gives up after 60 s."""
+TRIES = 4
+"""How often a call is made that the server was too busy for. Chosen: 1, 2 and 4 s between them."""
+PAGE = 500
+"""Objects in one answer of a list. Source: kubectl's own."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest answer read, bytes. Chosen: 500 pods of the largest kind."""
+
+_CONTENT = {"merge": "application/merge-patch+json", "json": "application/json"}
+_VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "GET": "get or list"}
+
+
+class RefusedError(BackendError):
+    """The API server said no.
+
+    Attributes:
+        reason: The Status' reason, such as ``AlreadyExists``; ``""`` when it gave none.
+        retry_after_s: Seconds to wait as the server said, None when it did not.
+    """
+
+    def __init__(self, message: str, *, status: int, reason: str, retry_after_s: float | None) -> None:
+        """Busy, broken and unauthenticated may pass; all else stays as it is."""
+        transient = status in (401, 408, 410, 429) or status >= 500
+        super().__init__(message, status=status, transient=transient)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        body: JSON.
+        server_time: The server's clock, seconds since the epoch; None when it did not say.
+    """
+
+    body: Json
+    server_time: float | None
+
+
+def connect(*, context: str | None = None, kubeconfig: str | None = None, in_cluster: bool = False) -> Any:
+    """An ``ApiClient`` of the official package by kubeconfig, or by the pod's own identity.
+
+    Raises:
+        SpecError: The package is not installed, or there is no such file or context.
+    """
+    try:
+        client, config = import_module("kubernetes.client"), import_module("kubernetes.config")
+    except ImportError as err:
+        raise SpecError(
+            f"compute 'kubernetes' needs the extra: install envscaler-airflow[kubernetes] ({err})"
+        ) from err
+    try:
+        if in_cluster:
+            configuration = client.Configuration()
+            config.load_incluster_config(client_configuration=configuration)
+            return client.ApiClient(configuration)
+        return config.new_client_from_config(config_file=kubeconfig, context=context)
+    except config.ConfigException as err:
+        where = f"context {context!r} of " if context else ""
+        raise SpecError(f"kubernetes: {where}{kubeconfig or 'the kubeconfig'}: {err}") from err
+
+
+class Cluster:
+    """Calls on one API server."""
+
+    def __init__(self, api: Any, *, sleep: Callable[[float], None] | None = None) -> None:
+        """Speak through *api*, an ``ApiClient``; *sleep* waits between two tries of a busy server."""
+        self._api = api
+        self._sleep = sleep or tenacity.nap.sleep
+
+    @property
+    def host(self) -> str:
+        """URL of the server."""
+        return str(self._api.configuration.host)
+
+    def get(self, path: str, query: Mapping[str, Any] | None = None) -> Answer:
+        """Read one object. Raises BackendError."""
+        return self._call("GET", path, query)
+
+    def find(self, path: str) -> Answer | None:
+        """Read one object, None when it is not there. Raises BackendError for anything else."""
+        try:
+            return self._call("GET", path)
+        except RefusedError as err:
+            if err.status == 404:
+                return None
+            raise
+
+    def list(self, path: str, query: Mapping[str, Any] | None = None) -> Answer:
+        """All objects, page by page; ``metadata`` is the last page's. Raises BackendError."""
+        items: list[Any] = []
+        again = ""
+        while True:
+            asked = {**(query or {}), "limit": PAGE} | ({"continue": again} if again else {})
+            try:
+                page = self._call("GET", path, asked)
+            except RefusedError as err:
+                if err.status != 410 or not again:
+                    raise
+                items, again = [], ""  # the list grew too old between two pages: from the beginning
+                continue
+            items += page.body.get("items") or []
+            again = str((page.body.get("metadata") or {}).get("continue") or "")
+            if not again:
+                return Answer({**page.body, "items": items}, page.server_time)
+
+    def create(self, path: str, body: Mapping[str, Any]) -> Json:
+        """Make an object. Raises RefusedError with status 409 when one of that name exists."""
+        return self._call("POST", path, body=body).body
+
+    def patch(self, path: str, body: Mapping[str, Any]) -> Json:
+        """Merge *body* into an object; ``metadata.uid`` in it makes sure that it is the one meant."""
+        return self._call("PATCH", path, body=body, content="merge").body
+
+    def delete(self, path: str, *, uid: str, grace_s: int | None = None) -> None:
+        """Delete the object of that uid and what it owns; one that is gone or another is no error."""
+        body: Json = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": uid},
+        }
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        try:
+            self._call("DELETE", path, body=body)
+        except RefusedError as err:
+            if err.status not in (404, 409):
+                raise
+
+    def stream(
+        self, path: str, query: Mapping[str, Any], *, read_timeout_s: float = TIMEOUT_S
+    ) -> Iterator[bytes]:
+        """The answer as it comes, one line at a time. Raises BackendError."""
+        response = self._send("GET", path, query, None, "json", read_timeout_s=read_timeout_s)
+        with closing(response):
+            self._check("GET", path, response)
+            rest = b""
+            try:
+                for chunk in response.stream(1 << 16, decode_content=True):
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    yield from (line + b"\n" for line in lines)
+            except self._transport_errors() as err:
+                raise BackendError(f"{path}: {err}", transient=True) from err
+            if rest:
+                yield rest
+
+    # -- one call
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        content: str = "json",
+    ) -> Answer:
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_is_busy),
+            wait=_wait,
+            stop=tenacity.stop_after_attempt(TRIES),
+            sleep=self._sleep,
+            reraise=True,
+        )
+        answer: Answer = retrying(self._once, method, path, query, body, content)
+        return answer
+
+    def _once(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None,
+        content: str,
+    ) -> Answer:
+        response = self._send(method, path, query, body, content)
+        with closing(response):
+            self._check(method, path, response)
+            try:
+                text = response.read(MAX_ANSWER_BYTES)
+                found = json.loads(text) if text else {}
+            except self._transport_errors() as err:
+                raise BackendError(f"{method} {path}: the answer broke off: {err}", transient=True) from err
+            except ValueError as err:
+                raise BackendError(f"{method} {path}: the answer is no JSON: {err}", transient=True) from err
+            return Answer(found, _date(response.headers.get("Date")))
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None,
+        content: str,
+        *,
+        read_timeout_s: float = TIMEOUT_S,
+    ) -> Any:
+        import urllib3  # noqa: PLC0415  # comes with the client
+
+        url = self.host + quote(path) + (f"?{urlencode(query)}" if query else "")
+        headers = {"Accept": "application/json", "User-Agent": "envscaler-airflow", **self._credentials()}
+        if body is not None:
+            headers["Content-Type"] = _CONTENT[content]
+        try:
+            return self._api.rest_client.pool_manager.request(
+                method,
+                url,
+                headers=headers,
+                body=None if body is None else json.dumps(body).encode(),
+                timeout=urllib3.Timeout(connect=10.0, read=read_timeout_s),
+                preload_content=False,
+                retries=False,
+                redirect=False,
+            )
+        except self._transport_errors() as err:
+            raise BackendError(f"{method} {self.host}{path}: no answer: {err}", transient=True) from err
+
+    def _credentials(self) -> dict[str, str]:
+        """Headers of the configuration, with a token that it renews by itself."""
+        headers = {}
+        for entry in self._api.configuration.auth_settings().values():
+            if entry.get("in") == "header" and entry.get("value"):
+                headers[str(entry["key"])] = str(entry["value"])
+        return headers
+
+    @staticmethod
+    def _transport_errors() -> tuple[type[Exception], ...]:
+        import urllib3  # noqa: PLC0415  # comes with the client
+
+        return (urllib3.exceptions.HTTPError, OSError)
+
+    @staticmethod
+    def _check(method: str, path: str, response: Any) -> None:
+        """Raise unless the answer is good; the message names the verb that was refused."""
+        status = int(response.status)
+        if status < 300:
+            return
+        text = response.read(1 << 20)
+        try:
+            body = json.loads(text)
+            reason, message = str(body.get("reason") or ""), str(body.get("message") or "")
+        except (ValueError, AttributeError):
+            reason, message = "", text.decode("utf-8", errors="replace").strip()[:500]
+        if status == 403 and "cannot" in message:
+            message += f" (verb {_VERBS[method]}); `envscaler kubernetes rbac` prints the Role that is needed"
+        retry_after = response.headers.get("Retry-After", "")
+        raise RefusedError(
+            f"{method} {path}: {status} {message or reason}",
+            status=status,
+            reason=reason,
+            retry_after_s=float(retry_after) if retry_after.isdigit() else None,
+        )
+
+
+def _is_busy(err: BaseException) -> bool:
+    """True for what the same call may be repeated after; an expired watch or token is the caller's."""
+    return isinstance(err, BackendError) and err.transient and err.status not in (401, 410)
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """What the server asks for, else 1, 2, 4 s."""
+    err = state.outcome.exception() if state.outcome else None
+    asked = err.retry_after_s if isinstance(err, RefusedError) else None
+    return min(10.0, asked) if asked is not None else float(2 ** (state.attempt_number - 1))
+
+
+def _date(text: str | None) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(text).timestamp() if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,424 @@
+"""How nodes do and how they ended, told from Job, pods and nodes as the API server shows them. Pure.
+
+The table of classes is ``docs/reference/failures.md``.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envscaler_airflow.backends.base import AttemptStatus, NodeState, NodeStatus
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.protocol import (
+    END_REASONS,
+    EXIT_LEFT,
+    EXIT_NOT_FOUND,
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+)
+
+Json = Mapping[str, Any]
+Recovery = Literal["next-attempt", "more-memory", "replaced", "fail", "wait", "next-offer", "stop"]
+
+LOST_AFTER_S = 180.0
+"""How long a pod may be overdue on a node that does not answer before it is given up, seconds.
+
+Source: issue of the backend. By the API server's clock, which wrote the time of the deletion.
+"""
+MAIN = "main"
+MAX_DETAIL_CHARACTERS = 500
+
+_BY_EXIT_CODE = {
+    0: "succeeded",
+    EXIT_LEFT: "left",
+    EXIT_ORPHANED: "orphaned",
+    EXIT_STOPPED: "stopped",
+    EXIT_SETUP_FAILED: "setup-failed",
+    EXIT_NOT_FOUND: "not-found",
+}
+_REFUSED = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "Unexpected")
+"""How the kubelet names a pod that it does not take. Source: recorded; a prefix of status.reason."""
+_BAD_IMAGE = (
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ImageInspectError",
+)
+_BAD_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One class of failure.
+
+    Attributes:
+        name: As it stands in the table.
+        reason: What the node's status says: one of the protocol's, or ``deadline-exceeded``.
+        recovery: What the owner does.
+        detail: One line for people.
+        exit_code, signal: Of the training's container, where there is one.
+    """
+
+    name: str
+    reason: str
+    recovery: Recovery
+    detail: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the API server showed of one attempt.
+
+    Attributes:
+        job: None when it is gone, or is another of the same name.
+        pods: Of this Job, any order.
+        nodes: By name, as far as they may be read and were needed.
+        events: Warnings about the Job or its pods, any order.
+        server_time: Clock of the API server, seconds since the epoch; None when it did not say.
+        wait_for_node_s: Longest wait for a node, seconds.
+    """
+
+    job: Json | None
+    pods: tuple[Json, ...] = ()
+    nodes: Mapping[str, Json] = field(default_factory=dict)
+    events: tuple[Json, ...] = ()
+    server_time: float | None = None
+    wait_for_node_s: float = 0.0
+
+
+# -- reading objects
+
+
+def timestamp(text: str | None) -> float | None:
+    """Seconds since the epoch of ``2026-11-29T17:27:27Z``; None for none."""
+    return None if not text else dt.datetime.fromisoformat(text).timestamp()
+
+
+def condition(body: Json, kind: str) -> Json | None:
+    """The condition of that type when it is True; they have no order."""
+    found = (body.get("status") or {}).get("conditions") or ()
+    return next((one for one in found if one["type"] == kind and one["status"] == "True"), None)
+
+
+def _any_condition(body: Json, kind: str) -> Json | None:
+    found = (body.get("status") or {}).get("conditions") or ()
+    return next((one for one in found if one["type"] == kind), None)
+
+
+def index_of(pod: Json) -> int | None:
+    """The pod's completion index; None when it is no pod of an Indexed Job."""
+    metadata = pod["metadata"]
+    for marks in (metadata.get("labels"), metadata.get("annotations")):
+        text = (marks or {}).get(names.INDEX)
+        if text is not None and text.isdigit():
+            return int(text)
+    return None
+
+
+def job_end(job: Json) -> Json | None:
+    """The condition that ended the Job for good, None while it runs."""
+    return condition(job, "Complete") or condition(job, "Failed")
+
+
+def indexes(text: str | None) -> frozenset[int]:
+    """Indexes of ``completedIndexes``: ``0-2,5``."""
+    found: set[int] = set()
+    for part in (text or "").split(","):
+        low, _, high = part.partition("-")
+        if low:
+            found.update(range(int(low), int(high or low) + 1))
+    return frozenset(found)
+
+
+def stop_asked(job: Json) -> Json | None:
+    """What :data:`names.STOP` holds; None when nobody asked."""
+    text = (job["metadata"].get("annotations") or {}).get(names.STOP)
+    try:
+        body = json.loads(text) if text else None
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else None
+
+
+def first_sentence(text: str) -> str:
+    """The part of a scheduler's message that does not change from version to version."""
+    return text.split(". ", 1)[0].rstrip(".")[:MAX_DETAIL_CHARACTERS]
+
+
+def _container(pod: Json, name: str, *, init: bool = False) -> Json | None:
+    found = (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
+    return next((one for one in found if one["name"] == name), None)
+
+
+def _state(container: Json | None, kind: str) -> Json | None:
+    return ((container or {}).get("state") or {}).get(kind)
+
+
+# -- the end of one pod
+
+
+def failure_of(pod: Json) -> Failure:
+    """Class of a pod that ended (phase Failed or Succeeded)."""
+    status = pod.get("status") or {}
+    reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
+    if reason.startswith(_REFUSED):
+        return Failure("refused by the node", "lost", "next-attempt", f"{reason}: {first_sentence(message)}")
+    disruption = condition(pod, "DisruptionTarget")
+    main = _state(_container(pod, MAIN), "terminated")
+    if main is not None and main.get("reason") == "OOMKilled":
+        return _out_of_memory(main)
+    if disruption is not None:
+        detail = f"{disruption.get('reason')}: {disruption.get('message', '')}"
+        return Failure("disruption", "lost", "next-attempt", detail[:MAX_DETAIL_CHARACTERS])
+    if reason == "Evicted":
+        return Failure("evicted", "lost", "next-attempt", f"Evicted: {first_sentence(message)}")
+    if reason == "DeadlineExceeded":
+        return Failure("pod deadline", "deadline-exceeded", "fail", first_sentence(message))
+    if main is not None:
+        return _ended(main)
+    return _failed_before(pod, reason, message)
+
+
+def _failed_before(pod: Json, reason: str, message: str) -> Failure:
+    """A pod that failed although its training never ran."""
+    for container in (pod.get("status") or {}).get("initContainerStatuses") or ():
+        end = _state(container, "terminated")
+        if end is not None and end.get("exitCode"):
+            detail = f"container {container['name']}: {end.get('reason')}, exit code {end.get('exitCode')}"
+            said = str(end.get("message") or "").strip()
+            return Failure(
+                "set-up", "setup-failed", "fail", _joined(detail, said), exit_code=int(end["exitCode"])
+            )
+    if reason or message:
+        return Failure("node", "lost", "next-attempt", _joined(reason, message))
+    return Failure("node", "lost", "next-attempt", "the pod failed and nobody said why")
+
+
+def _out_of_memory(end: Json) -> Failure:
+    detail = "the container was over its memory limit (OOMKilled)"
+    code = end.get("exitCode")
+    number = int(signal.SIGKILL) if code == 128 + signal.SIGKILL else None
+    return Failure("out of memory", "out-of-memory", "more-memory", detail, code, number)
+
+
+def _ended(end: Json) -> Failure:
+    """The training's container ended by itself: what the wrapper says of it, else by its exit code."""
+    code = int(end.get("exitCode") or 0)
+    if end.get("reason") == "StartError":
+        detail = f"the image cannot start python3: {first_sentence(str(end.get('message') or ''))}"
+        return Failure("start", "setup-failed", "fail", detail, code)
+    reason, detail = _said(end)
+    number = code - 128 if 128 < code < 128 + 65 else None
+    if reason is None:
+        reason = "killed" if number is not None else _BY_EXIT_CODE.get(code, "failed")
+    if reason in ("stopped", "left") and number is None and code not in _BY_EXIT_CODE:
+        number = None
+    recovery: Recovery = {"succeeded": "stop", "left": "stop", "stopped": "stop"}.get(  # type: ignore[assignment]  # a table of literals
+        reason, "next-attempt" if reason in ("killed", "orphaned") else "fail"
+    )
+    name = {"cuda-out-of-memory": "CUDA out of memory", "out-of-memory": "out of memory"}.get(reason, reason)
+    return Failure(name, reason, recovery, detail, None if number is not None else code, number)
+
+
+def _said(end: Json) -> tuple[str | None, str]:
+    """``(reason, detail)`` of the termination message that the launcher leaves; it is data, and checked."""
+    text = str(end.get("message") or "")
+    try:
+        body = json.loads(text)
+        reason, detail = body["reason"], str(body.get("detail") or "")
+    except (ValueError, TypeError, KeyError):
+        return None, text.strip().rpartition("\n")[2][:MAX_DETAIL_CHARACTERS]
+    return (reason, detail[:MAX_DETAIL_CHARACTERS]) if reason in END_REASONS else (None, "")
+
+
+def _joined(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)[:MAX_DETAIL_CHARACTERS]
+
+
+# -- what a pod waits for
+
+
+def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
+    """``(kind, detail)`` of a pod that does not run yet.
+
+    Kinds: ``scheduling``, ``capacity`` (no node within the time given), ``gated``, ``image``,
+    ``config``, ``volume``, ``starting``.
+    """
+    scheduled = _any_condition(pod, "PodScheduled")
+    if scheduled is not None and scheduled["status"] == "False":
+        if scheduled.get("reason") == "SchedulingGated":
+            return "gated", "waits for its scheduling gates"
+        since = timestamp(scheduled.get("lastTransitionTime"))
+        waited = None if since is None or seen.server_time is None else seen.server_time - since
+        is_over = waited is not None and waited >= seen.wait_for_node_s
+        message = first_sentence(str(scheduled.get("message") or "Unschedulable"))
+        return ("capacity" if is_over else "scheduling"), message
+    for container in _waiting_containers(pod):
+        state = _state(container, "waiting") or {}
+        reason, message = str(state.get("reason") or ""), str(state.get("message") or "")
+        if reason in _BAD_IMAGE:
+            return "image", _joined(f"{reason} of {container.get('image', '')}", message)
+        if reason in _BAD_CONFIG:
+            return "config", _joined(reason, message)
+    mounts = [one for one in seen.events if one.get("reason") == "FailedMount" and _is_about(one, pod)]
+    if mounts:
+        return "volume", first_sentence(str(mounts[-1].get("message") or "FailedMount"))
+    return "starting", ""
+
+
+def _waiting_containers(pod: Json) -> Iterable[Json]:
+    status = pod.get("status") or {}
+    yield from status.get("initContainerStatuses") or ()
+    yield from status.get("containerStatuses") or ()
+
+
+def _is_about(event: Json, body: Json) -> bool:
+    involved = event.get("involvedObject") or event.get("regarding") or {}
+    return bool(involved.get("uid") == body["metadata"].get("uid"))
+
+
+# -- the whole attempt
+
+
+def read_attempt(seen: Seen, nodes: int) -> AttemptStatus:
+    """State of every node of the attempt."""
+    if seen.job is None:
+        gone = "its Job is gone from the cluster"
+        return AttemptStatus(
+            tuple(NodeStatus(node, "lost", reason="lost", detail=gone) for node in range(nodes))
+        )
+    newest: dict[int, Json] = {}
+    for pod in sorted(seen.pods, key=_age):
+        index = index_of(pod)
+        if index is not None:
+            newest[index] = pod
+    return AttemptStatus(tuple(_node(seen, seen.job, node, newest.get(node)) for node in range(nodes)))
+
+
+def _age(pod: Json) -> tuple[bool, str, str]:
+    metadata = pod["metadata"]
+    is_going = bool(metadata.get("deletionTimestamp"))
+    return (not is_going, str(metadata.get("creationTimestamp") or ""), metadata["name"])
+
+
+def _node(seen: Seen, job: Json, node: int, pod: Json | None) -> NodeStatus:
+    end = job_end(job)
+    if pod is None:
+        return _without_pod(seen, job, node, end)
+    phase = (pod.get("status") or {}).get("phase")
+    if phase in ("Succeeded", "Failed"):
+        failure = failure_of(pod)
+        if phase == "Succeeded" and failure.reason == "lost":
+            failure = Failure("succeeded", "succeeded", "stop", exit_code=0)
+        is_replaced = end is None and condition(pod, "DisruptionTarget") is not None and phase == "Failed"
+        if is_replaced and not condition(job, "FailureTarget"):
+            return NodeStatus(node, "pending", detail=f"is made again after {failure.detail}")
+        return _told(job, node, failure)
+    if end is not None:
+        return _told(job, node, _by_job(job, node, end))
+    return _unfinished(seen, job, node, pod)
+
+
+def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
+    silence = silent_for(pod, seen)
+    if silence is not None and silence >= LOST_AFTER_S and is_silent(pod, seen):
+        where = (pod.get("spec") or {}).get("nodeName")
+        detail = f"node {where} does not answer; its pod is overdue by {silence:.0f} s"
+        return NodeStatus(node, "lost", reason="lost", detail=detail)
+    main = _container(pod, MAIN)
+    if _state(main, "running") is not None or _state(main, "terminated") is not None:
+        return NodeStatus(node, "running", detail=_leaving(pod, job))
+    kind, detail = waiting_for(pod, seen)
+    state: NodeState = "pending" if kind in ("scheduling", "capacity", "gated") else "starting"
+    return NodeStatus(node, state, reason="" if kind == "starting" else kind, detail=detail)
+
+
+def _leaving(pod: Json, job: Json) -> str:
+    """Why a pod that runs is being ended."""
+    if stop_asked(job) is not None:
+        return "is being stopped"
+    disruption = condition(pod, "DisruptionTarget")
+    return f"is being ended: {disruption.get('reason')}" if disruption is not None else ""
+
+
+def silent_for(pod: Json, seen: Seen) -> float | None:
+    """Seconds that a pod is overdue although it was deleted; None when it is not, or nobody can tell."""
+    due = timestamp(pod["metadata"].get("deletionTimestamp"))
+    if due is None or seen.server_time is None:
+        return None
+    return seen.server_time - due if seen.server_time > due else None
+
+
+def is_silent(pod: Json, seen: Seen) -> bool:
+    """True unless the pod's node may be read and says that it is ready."""
+    node = seen.nodes.get(str((pod.get("spec") or {}).get("nodeName")), {})
+    return condition(node, "Ready") is None
+
+
+def is_waiting_silently(pod: Json) -> bool:
+    """True for a pod that is bound to a node and does not say what it waits for: only events may tell."""
+    if (pod.get("status") or {}).get("phase") != "Pending" or not (pod.get("spec") or {}).get("nodeName"):
+        return False
+    reasons = {str((_state(one, "waiting") or {}).get("reason") or "") for one in _waiting_containers(pod)}
+    return not reasons & {*_BAD_IMAGE, *_BAD_CONFIG}
+
+
+def lacks_pods(seen: Seen) -> bool:
+    """True for a Job that may have pods and has fewer than it wants: only events may tell why."""
+    if seen.job is None or job_end(seen.job) is not None or (seen.job.get("spec") or {}).get("suspend"):
+        return False
+    return len({index_of(pod) for pod in seen.pods}) < int(seen.job["spec"].get("completions") or 1)
+
+
+def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStatus:
+    status = job.get("status") or {}
+    if node in indexes(status.get("completedIndexes")):
+        return NodeStatus(node, "ended", exit_code=0, reason="succeeded")
+    if end is not None:
+        return _told(job, node, _by_job(job, node, end))
+    if node in indexes(status.get("failedIndexes")):
+        return NodeStatus(node, "ended", reason="failed", detail="its pod failed and is gone")
+    if (job.get("spec") or {}).get("suspend"):
+        if stop_asked(job) is not None:
+            return NodeStatus(node, "ended", reason="stopped", detail="stopped before it was admitted")
+        queue = (job["metadata"].get("labels") or {}).get(names.QUEUE)
+        if queue:
+            return NodeStatus(node, "pending", reason="queue", detail=f"waits for its Kueue queue {queue}")
+        return NodeStatus(node, "pending", detail="its Job is suspended")
+    refused = [one for one in seen.events if one.get("reason") == "FailedCreate"]
+    if refused:
+        message = str(refused[-1].get("message") or "")
+        kind = "quota" if "exceeded quota" in message else "config"
+        return NodeStatus(node, "pending", reason=kind, detail=message[:MAX_DETAIL_CHARACTERS])
+    return NodeStatus(node, "pending", detail="its pod is being made")
+
+
+def _by_job(job: Json, node: int, end: Json) -> Failure:
+    """The end of a node whose pod left no end of its own, by the Job's."""
+    if end["type"] == "Complete" or node in indexes((job.get("status") or {}).get("completedIndexes")):
+        return Failure("succeeded", "succeeded", "stop", exit_code=0)
+    reason, message = str(end.get("reason") or ""), str(end.get("message") or "")
+    if reason == "DeadlineExceeded":
+        return Failure("Job deadline", "deadline-exceeded", "fail", "ran into the deadline of its Job")
+    return Failure("echo", "killed", "next-attempt", f"ended with its Job: {_joined(reason, message)}")
+
+
+def _told(job: Json, node: int, failure: Failure) -> NodeStatus:
+    """The node's end; a deadline of ours that carried a stop is that stop."""
+    asked = stop_asked(job)
+    if failure.reason == "lost":
+        return NodeStatus(node, "lost", reason="lost", detail=failure.detail)
+    if asked is not None and failure.reason in ("deadline-exceeded", "killed", "stopped"):
+        grace_s = float(asked.get("grace_s") or 0.0)
+        reason = "stopped" if grace_s > 0 else "killed"
+        return NodeStatus(node, "ended", failure.exit_code, failure.signal, reason, "it was asked to stop")
+    return NodeStatus(node, "ended", failure.exit_code, failure.signal, failure.reason, failure.detail)

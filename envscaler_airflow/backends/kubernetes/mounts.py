@@ -1,0 +1,189 @@
+"""Where folders of a stage lie in its pod: volumes, and mounts of training and courier. Pure."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from envscaler_airflow.backends.kubernetes.names import dns_label
+from envscaler_airflow.errors import SpecError
+
+HOME = "/envscaler"
+"""Mounted in every container of ours: agent, exchange folder, working directory."""
+AGENT = f"{HOME}/agent"
+EXCHANGE = f"{HOME}/exchange"
+WORK = f"{HOME}/work"
+LAYOUT = "/etc/envscaler"
+"""Where the courier finds ``layout.json``."""
+SCRATCH = "envscaler"
+"""The emptyDir behind all of that, and behind folders that the training and the courier share."""
+
+_IMAGE_FOLDERS = frozenset(
+    (
+        "/",
+        "/app",
+        "/bin",
+        "/boot",
+        "/code",
+        "/dev",
+        "/etc",
+        "/home",
+        "/lib",
+        "/lib64",
+        "/media",
+        "/mnt",
+        "/opt",
+        "/proc",
+        "/root",
+        "/run",
+        "/sbin",
+        "/src",
+        "/srv",
+        "/sys",
+        "/tmp",  # noqa: S108  # a name, no file
+        "/usr",
+        "/usr/local",
+        "/var",
+        "/var/lib",
+        "/workspace",
+    )
+)
+"""Folders that images fill: nothing is mounted over them. Chosen."""
+_PLACES = {
+    "pvc": "pvc",
+    "nfs": "nfs",
+    "hostPath": "hostPath",
+}
+
+
+@dataclass(slots=True)
+class Mounts:
+    """What is collected for one pod.
+
+    Attributes:
+        volumes: Of the pod.
+        training: Mounts of the training's container.
+        courier: Mounts of the courier's, which lays out what is read-only for the training.
+    """
+
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    training: list[dict[str, Any]] = field(default_factory=list)
+    courier: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def paths(self) -> list[str]:
+        """Where something is mounted for the training."""
+        return [str(item["mountPath"]) for item in self.training]
+
+    def share(self, path: str, *, read_only: bool = False) -> None:
+        """A folder of the scratch volume, in both containers under the same path."""
+        mount = {"name": SCRATCH, "mountPath": path, "subPath": "root" + path}
+        self.courier.append(mount)
+        self.training.append({**mount, "readOnly": True} if read_only else mount)
+
+
+def mounts_of(spec: Mapping[str, Any]) -> Mounts:
+    """Volumes and mounts of a stage, less ``/dev/shm`` and what the deployment adds.
+
+    Raises:
+        SpecError: A source that cannot be had here, or a path with no folder of its own.
+    """
+    found = Mounts(volumes=[{"name": SCRATCH, "emptyDir": {}}])
+    home = {"name": SCRATCH, "mountPath": HOME, "subPath": "home"}
+    found.training.append(home)
+    found.courier.append(home)
+    for index, volume in enumerate(spec.get("volumes") or ()):
+        _volume(found, index, volume)
+    for what, path in shared_paths(spec):
+        _shared(found, what, path)
+    return found
+
+
+def shared_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """``(field, path)`` of what the courier takes from the training: outputs and checkpoints."""
+    paths = [(f"outputs.{name}", str(path)) for name, path in sorted((spec.get("outputs") or {}).items())]
+    checkpoint = (spec.get("checkpoint") or {}).get("path")
+    return paths + ([("checkpoint.path", str(checkpoint))] if checkpoint else [])
+
+
+def _volume(found: Mounts, index: int, volume: Mapping[str, Any]) -> None:
+    path, source = str(volume["mount_path"]), str(volume.get("source") or "")
+    read_only = volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany")
+    kind = source.partition(":")[0]
+    if kind == "hdfs":
+        raise SpecError(
+            f"volumes.{volume['name']}: {source}: HDFS is not mounted on Kubernetes; "
+            "write pvc://claim or nfs://host/path"
+        )
+    if kind not in _PLACES:
+        found.share(path, read_only=read_only)
+        return
+    name = dns_label(f"v{index}-{volume['name']}")
+    found.volumes.append({"name": name, **_source(kind, source, read_only=read_only)})
+    mount = {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
+    found.training.append(mount)
+    found.courier.append(mount)
+
+
+def _source(kind: str, source: str, *, read_only: bool) -> dict[str, Any]:
+    place = source.partition(":")[2]
+    if kind == "hostPath":
+        path = "/" + place.lstrip("/")
+        return {"hostPath": {"path": path, "type": "Directory" if read_only else "DirectoryOrCreate"}}
+    flag = {"readOnly": True} if read_only else {}
+    where = place.removeprefix("//")
+    if kind == "pvc":
+        return {"persistentVolumeClaim": {"claimName": where, **flag}}
+    server, _, path = where.partition("/")
+    return {"nfs": {"server": server, "path": f"/{path}", **flag}}
+
+
+def _shared(found: Mounts, what: str, path: str) -> None:
+    """Mount the folder that holds *path*, so that the training may replace what lies at it."""
+    path = posixpath.normpath(path)
+    if any(_is_within(path, mounted) for mounted in found.paths):
+        return
+    parent = posixpath.dirname(path)
+    if parent not in _IMAGE_FOLDERS and not any(_is_within(mounted, parent) for mounted in found.paths):
+        found.share(parent)
+    elif PurePosixPath(path).suffix and what.startswith("outputs."):
+        raise SpecError(
+            f"{what}: {path} lies in a folder of the image; write a folder of its own, such as /output/..."
+        )
+    else:
+        found.share(path)
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def layout_of(
+    spec: Mapping[str, Any], command: list[str], store_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``layout.json``: what the courier brings and takes."""
+    checkpoint = (spec.get("checkpoint") or {}).get("path")
+    copied = [
+        volume
+        for volume in spec.get("volumes") or ()
+        if str(volume.get("source") or "").partition(":")[0] not in _PLACES and volume.get("source")
+    ]
+    return {
+        "work": WORK,
+        "mounts": [
+            {
+                "name": volume["name"],
+                "source": volume["source"],
+                "path": str(volume["mount_path"]),
+                "read_only": volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany"),
+            }
+            for volume in copied
+        ],
+        "outputs": {name: str(path) for name, path in (spec.get("outputs") or {}).items()},
+        "checkpoint_path": str(checkpoint) if checkpoint else None,
+        "command": command,
+        "store_options": dict(store_options),
+    }

@@ -1,0 +1,82 @@
+"""Names that Kubernetes accepts, from whatever a run is called. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from envscaler_airflow.backends.base import AttemptRequest
+
+MAX_JOB_CHARACTERS = 52
+"""Longest name of a Job. Chosen: a pod's host name is ``JOB-INDEX`` and must fit in a label of 63."""
+MAX_LABEL_CHARACTERS = 63
+"""Longest DNS label and label value. Source: RFC 1123; Kubernetes, labels and selectors."""
+
+RUN = "envscaler.io/run"
+"""Label: hash of store and run."""
+GENERATION = "envscaler.io/generation"
+ATTEMPT = "envscaler.io/attempt"
+NODES = "envscaler.io/nodes"
+RELEASED = "envscaler.io/released"
+"""Label: the attempt was released; its Job stays for a while so that no late repeat starts it anew."""
+PREFIX = "envscaler.io/run-prefix"
+"""Annotation: the run's folder in the store."""
+STORE = "envscaler.io/store"
+"""Annotation: URL of the run store."""
+STAGE = "envscaler.io/stage"
+"""Annotation: ``dag_id.task_id`` as the user wrote it."""
+STOP = "envscaler.io/stop"
+"""Annotation: JSON of what was asked, once an attempt was asked to stop."""
+READY = "envscaler.io/ready"
+"""Annotation: ``true`` once all that the pods need was made."""
+MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGER = "envscaler"
+INDEX = "batch.kubernetes.io/job-completion-index"
+JOB_NAME = "batch.kubernetes.io/job-name"
+QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+def run_hash(store_url: str, run_prefix: str) -> str:
+    """16 hex that tell store and run from any other."""
+    return hashlib.sha256(f"{store_url}\0{run_prefix}".encode()).hexdigest()[:16]
+
+
+def attempt_name(request: AttemptRequest) -> str:
+    """A DNS label of at most 52 characters: readable label, hash of store and run, generation, attempt."""
+    tail = f"-{run_hash(request.store_url, request.run_prefix)[:10]}-g{request.generation}-a{request.attempt}"
+    head = _plain(request.run_label)[: MAX_JOB_CHARACTERS - len(tail)].strip("-")
+    return (head or "run") + tail
+
+
+def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:
+    """*text* as a DNS label; one that had to be changed carries a hash of the whole."""
+    plain = _plain(text)
+    if plain and plain == text and len(plain) <= most:
+        return plain
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    head = plain[: most - 9].strip("-")
+    return f"{head}-{digest}" if head else f"x{digest}"
+
+
+def label_value(text: str) -> str:
+    """*text* as the value of a label; one that had to be changed carries a hash of the whole."""
+    if len(text) <= MAX_LABEL_CHARACTERS and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    head = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[: MAX_LABEL_CHARACTERS - 9].strip("._-")
+    return f"{head}-{digest}" if head else digest
+
+
+def labels_of(request: AttemptRequest) -> dict[str, str]:
+    """Labels of everything that one attempt makes."""
+    return {
+        MANAGED_BY: MANAGER,
+        "app.kubernetes.io/name": label_value(request.run_label),
+        RUN: run_hash(request.store_url, request.run_prefix),
+        GENERATION: str(request.generation),
+        ATTEMPT: str(request.attempt),
+    }
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

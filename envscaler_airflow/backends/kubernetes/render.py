@@ -1,0 +1,418 @@
+"""What ``submit`` sends for one attempt: an Indexed Job and the ConfigMap of its layout. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.kubernetes import mounts as at
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.override import merge_pod
+from envscaler_airflow.backends.kubernetes.scheduling import affinity, placement, tolerations
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.protocol import (
+    EXIT_LEFT,
+    EXIT_NOT_FOUND,
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+)
+from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
+from envscaler_airflow.spec.secrets import parse_reference
+
+MAIN = "main"
+COURIER = "courier"
+INSTALL = "install"
+MIB = 1 << 20
+GIB = 1 << 30
+COURIER_CPUS = 0.1
+"""Cores that the courier is promised. Chosen: it waits most of the time; it may take more."""
+COURIER_MEMORY_BYTES = 256 * MIB
+"""Memory that the courier is promised, bytes. Chosen: twice what a courier with boto3 holds."""
+MAX_CONFIG_BYTES = 1_000_000
+"""Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
+LEAST_GRACE_S = 30
+"""Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
+RENDEZVOUS_PORT = 29400
+"""Source: torchrun's default for c10d."""
+
+_WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
+"""Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
+_OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
+
+
+def render_attempt(request: AttemptRequest, settings: Settings) -> dict[str, Any]:
+    """Everything that ``submit`` would create, without secrets.
+
+    Owner references and the values of secrets are added when it is sent.
+
+    Raises:
+        SpecError: It asks for what no pod can have.
+    """
+    name = names.attempt_name(request)
+    part = _Attempt(request, settings, name)
+    layout = json.dumps(
+        at.layout_of(request.spec, list(request.command), request.store_options), sort_keys=True
+    )
+    if len(layout.encode()) > MAX_CONFIG_BYTES:
+        raise SpecError(
+            f"{request.run_label}: command and volumes take {len(layout.encode())} bytes, a ConfigMap holds "
+            f"{MAX_CONFIG_BYTES}; put the long part into a file of the workdir"
+        )
+    metadata = {"name": name, "namespace": settings.namespace, "labels": names.labels_of(request)}
+    return {
+        "name": name,
+        "namespace": settings.namespace,
+        "job": part.job(),
+        "config_map": {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": metadata,
+            "immutable": True,
+            "data": {"layout.json": layout},
+        },
+        "secret_keys": part.own_secrets(),
+    }
+
+
+def secret_object(rendered: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any] | None:
+    """The Secret of an attempt with its values; None when it needs none. Never rendered, only sent."""
+    if not rendered["secret_keys"]:
+        return None
+    metadata = dict(rendered["config_map"]["metadata"])
+    data = {name: values[name] for name in rendered["secret_keys"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": data,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    request: AttemptRequest
+    settings: Settings
+    name: str
+
+    def job(self) -> dict[str, Any]:
+        request, settings = self.request, self.settings
+        nodes = request.allocation.nodes
+        labels = names.labels_of(request)
+        job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
+        spec: dict[str, Any] = {
+            "completionMode": "Indexed",
+            "completions": nodes,
+            "parallelism": nodes,
+            "suspend": True,  # until ConfigMap and Secret are there; a Kueue queue decides by itself
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": _failure_rules(nodes)},
+            "ttlSecondsAfterFinished": settings.ttl_s,
+            "template": self._template(labels),
+        }
+        spec |= {"backoffLimit": 0} if nodes == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": nodes}
+        if request.deadline_s is not None:
+            spec["activeDeadlineSeconds"] = max(1, math.ceil(request.deadline_s))
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {
+                "name": self.name,
+                "namespace": settings.namespace,
+                "labels": {**job_labels, names.NODES: str(nodes)},
+                "annotations": {
+                    names.PREFIX: request.run_prefix,
+                    names.STORE: request.store_url,
+                    names.STAGE: request.run_label,
+                },
+            },
+            "spec": spec,
+        }
+
+    def own_secrets(self) -> list[str]:
+        """Variables whose values go into a Secret of ours: all but those of the cluster's own Secrets."""
+        return sorted(set(self.request.secret_env) - set(self._cluster_secrets()))
+
+    def _cluster_secrets(self) -> dict[str, dict[str, Any]]:
+        """``secret:NAME/key`` stays a reference: its value never passes through the owner's hands."""
+        found = {}
+        for item in self.request.spec.get("env") or ():
+            if not item.get("value_from"):
+                continue
+            reference = parse_reference(str(item["value_from"]), variable=item["name"])
+            if reference.kind == "secret":
+                found[str(item["name"])] = {"name": reference.name, "key": reference.key}
+        return found
+
+    def _template(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        request, settings = self.request, self.settings
+        mounts = at.mounts_of(request.spec)
+        self._add_shm(mounts)
+        self._add_store(mounts)
+        where = affinity(request.allocation.offer, settings)
+        stand = placement(self.name, request.allocation.nodes, settings)
+        joint = ({"nodeAffinity": where} if where else {}) | stand.pop("affinity", {})
+        spec: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": settings.service_account is not None,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": max(LEAST_GRACE_S, math.ceil(request.grace_s)),
+            "tolerations": tolerations(request.allocation.offer, settings),
+            "initContainers": [self._install(), self._courier(mounts)],
+            "containers": [self._main(mounts)],
+            "volumes": mounts.volumes,
+            **stand,
+        }
+        spec |= {"affinity": joint} if joint else {}
+        spec |= {"serviceAccountName": settings.service_account} if settings.service_account else {}
+        spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}
+        spec |= {"imagePullSecrets": secrets} if (secrets := self._pull_secrets()) else {}
+        spec |= {"securityContext": _pod_security(settings.user)} if settings.user is not None else {}
+        pod = {"metadata": {"labels": dict(labels)}, "spec": spec}
+        return merge_pod(pod, settings.pod_override, keep_name=MAIN)
+
+    def _pull_secrets(self) -> list[dict[str, str]]:
+        found = [*self.settings.pull_secrets]
+        credentials = (self.request.spec.get("base") or {}).get("credentials")
+        if credentials and (reference := parse_reference(str(credentials))).kind == "secret":
+            found.append(reference.name)
+        return [{"name": name} for name in dict.fromkeys(found)]
+
+    # -- containers
+
+    def _main(self, mounts: at.Mounts) -> dict[str, Any]:
+        request = self.request
+        options = ["--grace", f"{_wrapper_grace(request.grace_s):g}", "--drain", f"{self.settings.drain_s:g}"]
+        return {
+            "name": MAIN,
+            "image": self._image(),
+            "command": ["python3", f"{at.AGENT}/launch.py"],
+            "args": [*options, "--", *(escaped(word) for word in request.command)],
+            "env": self._env(),
+            "resources": self._resources(),
+            "volumeMounts": mounts.training,
+            "securityContext": {"allowPrivilegeEscalation": False},
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+
+    def _image(self) -> str:
+        image = self.settings.image or (self.request.spec.get("base") or {}).get("image")
+        if not image:
+            raise SpecError(
+                f"{self.request.run_label}: no image to run; write base: {{image: python:3.11-slim}}"
+            )
+        return str(image)
+
+    def _install(self) -> dict[str, Any]:
+        home = {"name": at.SCRATCH, "mountPath": at.HOME, "subPath": "home"}
+        return self._agent(INSTALL, ["-m", "envscaler_airflow.backends.kubernetes.install", at.HOME], [home])
+
+    def _courier(self, mounts: at.Mounts) -> dict[str, Any]:
+        request = self.request
+        options = {
+            "exchange": at.EXCHANGE,
+            "store": request.store_url,
+            "prefix": request.run_prefix,
+            "generation": request.generation,
+            "attempt": request.attempt,
+            "nodes": request.allocation.nodes,
+            "layout": f"{at.LAYOUT}/layout.json",
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = ["-m", "envscaler_airflow.backends.kubernetes.sidecar", *map(escaped, words)]
+        container = self._agent(COURIER, command, mounts.courier)
+        container["restartPolicy"] = "Always"
+        address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        container["env"] = [*container["env"], address]
+        if self.settings.store_secret:
+            container["envFrom"] = [{"secretRef": {"name": self.settings.store_secret}}]
+        return container
+
+    def _agent(self, name: str, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+        memory = f"{COURIER_MEMORY_BYTES // MIB}Mi"
+        return {
+            "name": name,
+            "image": self.settings.agent_image,
+            "command": ["python3", *command],
+            "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108  # its root is read-only
+            "resources": {"requests": {"cpu": f"{COURIER_CPUS * 1000:.0f}m", "memory": memory}},
+            "volumeMounts": [*mounts, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108  # same
+            "securityContext": _agent_security(self.settings.user),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+
+    # -- environment
+
+    def _env(self) -> list[dict[str, Any]]:
+        request = self.request
+        plain = {name: escaped(value) for name, value in request.env.items()} | self._own_env()
+        found: list[dict[str, Any]] = [
+            {"name": name, "value": value} for name, value in sorted(plain.items())
+        ]
+        theirs = self._cluster_secrets()
+        for name in sorted(request.secret_env):
+            source = theirs.get(name, {"name": self.name, "key": name})
+            found.append({"name": name, "valueFrom": {"secretKeyRef": source}})
+        return found
+
+    def _own_env(self) -> dict[str, str]:
+        request, spec = self.request, self.request.spec
+        env = {
+            "ENVSCALER_EXCHANGE": at.EXCHANGE,
+            "ENVSCALER_RUN": escaped(request.run_prefix),
+            "ENVSCALER_GENERATION": str(request.generation),
+            "ENVSCALER_ATTEMPT": str(request.attempt),
+            "ENVSCALER_NODES": str(request.allocation.nodes),
+            "ENVSCALER_CPUS": str(max(1, int(self._cpus()))),
+        }
+        for name, path in (spec.get("outputs") or {}).items():
+            env[_variable("OUTPUT", name)] = escaped(str(path))
+        for volume in spec.get("volumes") or ():
+            env[_variable("VOLUME", volume["name"])] = escaped(str(volume["mount_path"]))
+        for name, value in (spec.get("inputs") or {}).items():
+            env[_variable("INPUT", name)] = escaped(self._input(str(value)))
+        checkpoint = (spec.get("checkpoint") or {}).get("path")
+        return env | ({"ENVSCALER_CHECKPOINT_DIR": escaped(str(checkpoint))} if checkpoint else {})
+
+    def _input(self, uri: str) -> str:
+        """Where an input lies when a volume brings it, else its URI."""
+        for volume in self.request.spec.get("volumes") or ():
+            if volume.get("source") == uri:
+                return str(volume["mount_path"])
+        return uri
+
+    # -- resources
+
+    def _need(self) -> Mapping[str, Any]:
+        """The alternative of the spec that the offer was chosen for."""
+        resources = self.request.spec.get("resources") or {}
+        offer = self.request.allocation.offer
+        alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
+        for one in alternatives:
+            gpu = (one.get("requests") or {}).get("gpu") or {}
+            types = gpu.get("type") or []
+            if int(gpu.get("count") or 0) == offer.gpus and (not types or offer.gpu_name in types):
+                return dict(one)
+        return dict(alternatives[0])
+
+    def _cpus(self) -> float:
+        asked = (self._need().get("requests") or {}).get("cpu")
+        return self.request.allocation.offer.vcpus if asked is None else cpu_cores(asked)
+
+    def _memory(self) -> tuple[int, int]:
+        """``(request, limit)`` in bytes: the spec's, within the slice; the slice where the spec has none."""
+        need, offer = self._need(), self.request.allocation.offer
+        whole = int(offer.memory_gib * GIB)
+        asked = (need.get("requests") or {}).get("memory")
+        most = (need.get("limits") or {}).get("memory")
+        limit = whole if most is None else min(memory_bytes(most), whole)
+        request = limit if asked is None else min(memory_bytes(asked), limit)
+        return request, limit
+
+    def _resources(self) -> dict[str, Any]:
+        need, offer = self._need(), self.request.allocation.offer
+        asked, most = self._memory()
+        requests = {"cpu": f"{round(self._cpus() * 1000)}m", "memory": f"{asked // MIB}Mi"}
+        limits = {"memory": f"{most // MIB}Mi"}
+        if (cpu := (need.get("limits") or {}).get("cpu")) is not None:
+            limits["cpu"] = f"{round(cpu_cores(cpu) * 1000)}m"
+        if need.get("disk_size"):
+            requests["ephemeral-storage"] = str(need["disk_size"])
+        if offer.gpus:
+            limits[gpu_resource(need, offer.gpu_name)] = str(offer.gpus)
+        return {"requests": requests, "limits": limits}
+
+    def _add_shm(self, mounts: at.Mounts) -> None:
+        """``/dev/shm``: as asked; else half of the memory for GPUs or several nodes. Chosen."""
+        asked = self._need().get("shm_size")
+        allocation = self.request.allocation
+        if asked is None and not allocation.offer.gpus and allocation.nodes == 1:
+            return
+        size = self._memory()[1] // 2 if asked is None else memory_bytes(asked)
+        shared = {"medium": "Memory", "sizeLimit": f"{size // MIB}Mi"}
+        mounts.volumes.append({"name": "shm", "emptyDir": shared})
+        mounts.training.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # a mount point
+
+    def _add_store(self, mounts: at.Mounts) -> None:
+        mounts.volumes.append({"name": "layout", "configMap": {"name": self.name}})
+        mounts.courier.append({"name": "layout", "mountPath": at.LAYOUT, "readOnly": True})
+        mounts.volumes.append({"name": "tmp", "emptyDir": {}})
+        if self.settings.store_volume:
+            claim = {"claimName": self.settings.store_volume}
+            mounts.volumes.append({"name": "store", "persistentVolumeClaim": claim})
+            mounts.courier.append({"name": "store", "mountPath": self.settings.store_mount})
+
+
+def gpu_resource(need: Mapping[str, Any], gpu_name: str | None) -> str:
+    """Name of the extended resource, by vendor."""
+    vendor = ((need.get("requests") or {}).get("gpu") or {}).get("vendor")
+    is_amd = vendor == "amd" or (vendor is None and (gpu_name or "").startswith("MI"))
+    return "amd.com/gpu" if is_amd else "nvidia.com/gpu"
+
+
+def escaped(text: str) -> str:
+    """*text* so that Kubernetes hands it over unchanged: every ``$`` doubled.
+
+    Source: Kubernetes, define command and arguments: ``$(NAME)`` is expanded, ``$$`` becomes ``$``.
+    """
+    return text.replace("$", "$$")
+
+
+def _failure_rules(nodes: int) -> list[dict[str, Any]]:
+    """Disruptions are made good; a node that went as asked ends alone; any other failure ends the Job."""
+    ignored = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    if nodes == 1:
+        ours = {"containerName": MAIN, "operator": "In", "values": _OURS}
+        return [ignored, {"action": "FailJob", "onExitCodes": ours}]
+    went = {"containerName": MAIN, "operator": "In", "values": _WENT}
+    other = {"containerName": MAIN, "operator": "NotIn", "values": [0, *_WENT]}
+    return [
+        ignored,
+        {"action": "FailIndex", "onExitCodes": went},
+        {"action": "FailJob", "onExitCodes": other},
+    ]
+
+
+def _wrapper_grace(grace_s: float) -> float:
+    """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""
+    return max(grace_s - 5.0, grace_s / 2)
+
+
+def _pod_security(user: int) -> dict[str, Any]:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _agent_security(user: int | None) -> dict[str, Any]:
+    """Without *user* the courier must read and remove what any user of the stage's image wrote."""
+    context: dict[str, Any] = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if user is None:
+        context["runAsUser"] = 0
+        context["capabilities"] = {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "FOWNER"]}
+    return context
+
+
+def _variable(kind: str, name: str) -> str:
+    """``ENVSCALER_OUTPUT_MY_MODEL`` for the output ``my-model``."""
+    return f"ENVSCALER_{kind}_" + re.sub(r"[^A-Z0-9]", "_", name.upper())

@@ -1,0 +1,138 @@
+"""Onto which nodes an offer's pods go, by the labels and taints of each kind of cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.planning.offers import Offer
+
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+ZONE = "topology.kubernetes.io/zone"
+HOST = "kubernetes.io/hostname"
+ARCH = "kubernetes.io/arch"
+UNLABELLED = "node"
+"""Instance type of nodes that do not say theirs: any node will do."""
+BY_GPU = "gpu."
+"""Begins the instance type of nodes that only name their GPU: ``gpu.NVIDIA-H100-PCIe``."""
+LOST_AFTER_S = 60
+"""How long a pod stays bound to a node that does not answer. Source: issue of the backend; default is 300."""
+
+_ARCHES = {"x86_64": "amd64", "arm64": "arm64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """How one kind of cluster marks its spot nodes.
+
+    Source: EKS managed node groups (capacityType); Karpenter well-known labels; GKE Spot VMs; AKS spot
+    node pools, which also taint them.
+    """
+
+    key: str
+    value: str
+    taint: bool = False
+
+
+SPOT: Mapping[str, Spot] = {
+    "eks": Spot("eks.amazonaws.com/capacityType", "SPOT"),
+    "karpenter": Spot("karpenter.sh/capacity-type", "spot"),
+    "gke": Spot("cloud.google.com/gke-spot", "true", taint=True),
+    "aks": Spot("kubernetes.azure.com/scalesetpriority", "spot", taint=True),
+    "plain": Spot("envscaler.io/capacity-type", "spot"),
+}
+
+GPU_PRODUCT = "nvidia.com/gpu.product"
+"""Source: NVIDIA GPU feature discovery."""
+GPU_LABELS = (GPU_PRODUCT, "cloud.google.com/gke-accelerator", "karpenter.k8s.aws/instance-gpu-name")
+"""Labels that name the GPU: feature discovery, GKE, Karpenter on AWS."""
+
+GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
+    ("nvidia.com/gpu", None),
+    ("amd.com/gpu", None),
+    ("sku", "gpu"),
+)
+"""Taints that keep other pods off GPU nodes: GKE and the GPU operator, AMD's, AKS' documented one."""
+
+
+def capacity_of(labels: Mapping[str, str]) -> str:
+    """``spot`` when any convention says so, else ``on-demand``."""
+    return "spot" if any(labels.get(mark.key) == mark.value for mark in SPOT.values()) else "on-demand"
+
+
+def node_type(offer: Offer) -> str:
+    """Instance type of the offer's nodes, without the slice: ``g5.12xlarge`` of ``g5.12xlarge:gpu-1``."""
+    return offer.instance_type.partition(":")[0]
+
+
+def affinity(offer: Offer, settings: Settings) -> dict[str, Any]:
+    """Required node affinity of the offer; {} when any node will do.
+
+    Terms are alternatives, each complete in itself; what all conventions need stands in every one.
+    """
+    chosen = settings.node_class(offer)
+    common: list[dict[str, Any]] = []
+    if chosen is not None:
+        common = [_in(key, value) for key, value in sorted(chosen.node_selector.items())]
+    elif node_type(offer).startswith(BY_GPU):
+        common.append(_in(GPU_PRODUCT, node_type(offer).removeprefix(BY_GPU)))
+    elif node_type(offer) != UNLABELLED:
+        common.append(_in(INSTANCE_TYPE, node_type(offer)))
+    if offer.zone is not None:
+        common.append(_in(ZONE, offer.zone))
+    if offer.arch in _ARCHES:
+        common.append(_in(ARCH, _ARCHES[offer.arch]))
+    marks = list(SPOT.values()) if settings.provider is None else [SPOT[settings.provider]]
+    if offer.capacity_type == "on-demand":
+        common += [{"key": mark.key, "operator": "NotIn", "values": [mark.value]} for mark in marks]
+        alternatives: list[list[dict[str, Any]]] = [[]]
+    else:
+        alternatives = [[_in(mark.key, mark.value)] for mark in marks]
+    terms = [{"matchExpressions": [*common, *one]} for one in alternatives]
+    if not any(term["matchExpressions"] for term in terms):
+        return {}
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+
+
+def _in(key: str, value: str) -> dict[str, Any]:
+    return {"key": key, "operator": "In", "values": [value]}
+
+
+def tolerations(offer: Offer, settings: Settings) -> list[dict[str, Any]]:
+    """Taints that the offer's pods bear, and for how long they stay on a node that does not answer."""
+    found: list[dict[str, Any]] = [
+        {
+            "key": f"node.kubernetes.io/{state}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": LOST_AFTER_S,
+        }
+        for state in ("not-ready", "unreachable")
+    ]
+    if offer.gpus:
+        found += [_bears(key, value) for key, value in GPU_TAINTS]
+    if offer.capacity_type == "spot":
+        marks = list(SPOT.values()) if settings.provider is None else [SPOT[settings.provider]]
+        found += [_bears(mark.key, mark.value) for mark in marks if mark.taint]
+    chosen = settings.node_class(offer)
+    return [*found, *(dict(one) for one in (chosen.tolerations if chosen else ()))]
+
+
+def _bears(key: str, value: str | None) -> dict[str, Any]:
+    if value is None:
+        return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+    return {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"}
+
+
+def placement(job: str, nodes: int, settings: Settings) -> dict[str, Any]:
+    """How the nodes of one attempt stand to each other; {} for one node or no wish."""
+    if nodes == 1 or settings.cluster_spread == "none":
+        return {}
+    ours = {"labelSelector": {"matchLabels": {"batch.kubernetes.io/job-name": job}}}
+    if settings.cluster_spread == "zone":
+        term = {"weight": 100, "podAffinityTerm": {**ours, "topologyKey": ZONE}}
+        return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}}
+    spread = {"maxSkew": 1, "topologyKey": HOST, "whenUnsatisfiable": "ScheduleAnyway", **ours}
+    return {"topologySpreadConstraints": [spread]}

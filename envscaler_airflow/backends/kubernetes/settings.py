@@ -1,0 +1,137 @@
+"""What a deployment says once about its cluster, and every attempt goes by. Checked at birth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.offers import Offer
+
+Provider = Literal["eks", "karpenter", "gke", "aks", "plain"]
+
+
+class NodeClass(BaseModel):
+    """A kind of node that can be had, for clusters whose nodes may not be read.
+
+    ``name`` is the offer's instance type. ``usd_per_hour`` is the price of one pod of this size.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    vcpus: Annotated[float, Field(gt=0)]
+    memory_gib: Annotated[float, Field(gt=0)]
+    gpu: str | None = None
+    gpus: Annotated[int, Field(ge=0)] = 0
+    gpu_memory_gb: float | None = None
+    capacity_type: Literal["spot", "on-demand"] = "on-demand"
+    zone: str | None = None
+    arch: str | None = None
+    usd_per_hour: Annotated[float, Field(ge=0)] | None = None
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, Any], ...] = ()
+
+    def offer(self, region: str) -> Offer:
+        """What the planner chooses from."""
+        return Offer(
+            cloud="kubernetes",
+            region=region,
+            zone=self.zone,
+            instance_type=self.name,
+            capacity_type=self.capacity_type,
+            vcpus=self.vcpus,
+            memory_gib=self.memory_gib,
+            gpu_name=self.gpu,
+            gpus=self.gpus,
+            gpu_memory_gb=self.gpu_memory_gb,
+            usd_per_hour=self.usd_per_hour,
+            price_source="cluster_prices of the configuration" if self.usd_per_hour is not None else "",
+            arch=self.arch,
+        )
+
+
+class Settings(BaseModel):
+    """Where attempts run and how.
+
+    Attributes:
+        namespace: Where everything is made.
+        agent_image: Image with the courier and the wrapper.
+        image: Image of the stage; None takes the spec's base image.
+        service_account: Identity of the pods, by which the courier reaches the store.
+        provider: Whose labels the nodes carry; None reads any.
+        region: Name of the cluster in offers.
+        cluster_prices: Node classes; () derives offers from the nodes themselves.
+        usd_per_hour: Price of a whole node by instance type, for derived offers; None is unknown.
+        wait_for_node_s: Longest wait for a node; 0 on clusters that add none.
+        queue: Kueue queue; the Job is made suspended and Kueue admits it.
+        priority_class: Of the pods.
+        pod_override: Pod template (metadata and spec) that is laid over ours.
+        user: User and group of all containers; None leaves the stage's image as it is, and the courier
+            runs as root without privileges but those over files.
+        pull_secrets: Names of image pull secrets.
+        store_volume: Claim with the run store, mounted where ``store_mount`` says.
+        store_mount: Where; the store's URL is then ``file://`` below it.
+        store_secret: Secret whose keys become environment variables of the courier alone.
+        keep: ``never``, ``on-failure``, or seconds: how long a failed pod stays for people to look at.
+        ttl_s: Seconds that an ended Job nobody released stays.
+        drain_s: Longest that uploads may take after the command ended, seconds.
+        cluster_spread: ``zone`` keeps all nodes of an attempt in one zone, ``host`` spreads over hosts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    namespace: str = "default"
+    agent_image: str = "envscaler/agent:latest"
+    image: str | None = None
+    service_account: str | None = None
+    provider: Provider | None = None
+    region: str = ""
+    cluster_prices: tuple[NodeClass, ...] = ()
+    usd_per_hour: dict[str, float] = {}
+    wait_for_node_s: Annotated[float, Field(ge=0)] = 900.0
+    queue: str | None = None
+    priority_class: str | None = None
+    pod_override: dict[str, Any] = {}
+    user: int | None = None
+    pull_secrets: tuple[str, ...] = ()
+    store_volume: str | None = None
+    store_mount: str = "/var/lib/envscaler-store"
+    store_secret: str | None = None
+    keep: Literal["never", "on-failure"] | Annotated[int, Field(ge=0)] = "never"
+    ttl_s: Annotated[int, Field(ge=60)] = 86400
+    drain_s: Annotated[float, Field(ge=0)] = 3600.0
+    cluster_spread: Literal["none", "zone", "host"] = "none"
+
+    @field_validator("namespace")
+    @classmethod
+    def _check_namespace(cls, value: str) -> str:
+        from envscaler_airflow.backends.kubernetes.names import dns_label  # noqa: PLC0415  # keeps models bare
+
+        if dns_label(value) != value:
+            raise ValueError(f"{value!r:.80} is no namespace; write lower-case letters, digits and dashes")
+        return value
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Settings:
+        """Check *body*, as a connection's extras or a file gave it.
+
+        Raises:
+            SpecError: Names every fault.
+        """
+        try:
+            return cls.model_validate(dict(body))
+        except ValidationError as err:
+            faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+            raise SpecError(f"kubernetes: {'; '.join(faults)}", faults=faults) from err
+
+    def node_class(self, offer: Offer) -> NodeClass | None:
+        """The class that *offer* was made of, None for one derived from nodes."""
+        for item in self.cluster_prices:
+            if (item.name, item.capacity_type, item.zone) == (
+                offer.instance_type,
+                offer.capacity_type,
+                offer.zone,
+            ):
+                return item
+        return None

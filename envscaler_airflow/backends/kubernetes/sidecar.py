@@ -1,0 +1,260 @@
+"""The native sidecar of a pod: prepares the node, keeps its courier running, and lets it finish.
+
+    python -m envscaler_airflow.backends.kubernetes.sidecar --exchange E --store URL --prefix P
+        --generation G --attempt A --nodes M --layout layout.json
+
+A pod that replaces a lost one begins with an empty disk, but what the lost one uploaded counts: chunks of
+logs and metrics go on after the highest number in the store. Node 0 publishes its address there, and the
+others take it from there: no DNS is needed.
+
+The kubelet sends SIGTERM when the training's container has ended, in whatever way. Then the courier is
+told the end if the wrapper could not, and everything that it still has is uploaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envscaler_airflow.backends.kubernetes.render import RENDEZVOUS_PORT
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.protocol import SCHEMA, Ended, Status, log_name, metrics_name
+from envscaler_airflow.store.base import Store, for_run, open_store
+
+PATIENCE_S = 900.0
+"""Longest wait for a store that does not answer, and for node 0. Chosen: as the courier's own."""
+BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Waits before the courier is started again, seconds. Chosen: quick once, quiet in a crash loop."""
+SETUP_TRIES = 5
+"""Times that the courier may die before the training has started. Chosen: about 30 s of crashes."""
+TURN_S = 0.5
+_POLL_S = 2.0
+_CHUNK = re.compile(r"-(\d{6,12})\.(?:log|jsonl)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Which node this is, and where its courier works."""
+
+    exchange: Path
+    generation: int
+    attempt: int
+    node: int
+    nodes: int
+
+    @property
+    def rendezvous(self) -> str:
+        """Store name of node 0's address."""
+        return f"rendezvous/g{self.generation}-a{self.attempt}.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve one pod; 0 when all is uploaded."""
+    options = _parse(arguments)
+    node = Node(
+        options.exchange,
+        options.generation,
+        options.attempt,
+        int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
+        options.nodes,
+    )
+    os.umask(0)  # the training may run as another user
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    node.exchange.mkdir(parents=True, exist_ok=True)
+    layout = json.loads(options.layout.read_bytes())
+    store = for_run(open_store(options.store, layout.get("store_options") or {}), options.prefix)
+    prepare(store, node, address=os.environ.get("POD_IP"), ending=ending)
+    command = [sys.executable, "-m", "envscaler_airflow.courier", *_courier_options(options, node.node)]
+    return Keeper(node, lambda: subprocess.Popen(command, start_new_session=True), ending=ending).run()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sidecar", description=__doc__)
+    parser.add_argument("--exchange", type=Path, required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--prefix", required=True)
+    parser.add_argument("--generation", type=int, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--layout", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+def _courier_options(options: argparse.Namespace, node: int) -> list[str]:
+    values = {**vars(options), "node": node}
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+# -- before the courier
+
+
+def prepare(
+    store: Store,
+    node: Node,
+    *,
+    address: str | None,
+    ending: threading.Event,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> None:
+    """Seed the chunk numbers, tell or learn the address of node 0, and say so in ``node.json``.
+
+    A store that does not answer in time changes nothing: the courier says so in its own way.
+    """
+    until = monotonic() + PATIENCE_S
+    found: str | None = None
+    while monotonic() < until and not ending.is_set():
+        try:
+            seed_chunks(store, node)
+            found = _rendezvous(store, node, address)
+        except (StoreError, OSError) as err:
+            sys.stderr.write(f"sidecar: {err}\n")
+        else:
+            if node.nodes == 1 or found is not None:
+                break
+        ending.wait(_POLL_S)
+    _write(node.exchange / "node.json", {"node": node.node, "address": found})
+
+
+def seed_chunks(store: Store, node: Node) -> None:
+    """Let chunks begin after the highest number that an earlier pod of this node uploaded."""
+    for folder, name_of in (("logs", log_name), ("metrics", metrics_name)):
+        here = node.exchange / folder
+        here.mkdir(parents=True, exist_ok=True)
+        here.chmod(0o777)
+        if any(here.iterdir()):
+            continue  # this pod's own, after a restart of this container
+        whole = name_of(node.generation, node.attempt, node.node, 1)
+        stem = whole.rpartition("/")[2].rpartition("-")[0]
+        numbers = [
+            int(match[1])
+            for name in store.children(folder)
+            if name.startswith(stem + "-") and (match := _CHUNK.search(name))
+        ]
+        if numbers:
+            (here / f"{max(numbers) + 1:06d}.open").touch()
+
+
+def _rendezvous(store: Store, node: Node, address: str | None) -> str | None:
+    if node.nodes == 1:
+        return None
+    if node.node == 0:
+        if not address:
+            return None
+        here = f"[{address}]" if ":" in address else address
+        body = {"schema": SCHEMA, "address": f"{here}:{RENDEZVOUS_PORT}"}
+        store.write(node.rendezvous, json.dumps(body).encode())
+        return str(body["address"])
+    text = store.read(node.rendezvous, max_bytes=1 << 12)
+    try:
+        told = json.loads(text)["address"] if text else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return told if isinstance(told, str) and re.fullmatch(r"[0-9A-Za-z.\[\]:-]{3,64}", told) else None
+
+
+# -- the courier
+
+
+class Keeper:
+    """Keeps one courier running until it is done."""
+
+    def __init__(
+        self,
+        node: Node,
+        start: Callable[[], subprocess.Popen[bytes]],
+        *,
+        ending: threading.Event,
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start it with *start*; *ending* is set when the training's container has ended."""
+        self._node = node
+        self._start = start
+        self._ending = ending
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._deaths = 0
+        self._told = False
+
+    def run(self) -> int:
+        """Until the courier says that everything is uploaded."""
+        while not self.is_done:
+            born = self._monotonic()
+            process = self._start()
+            while process.poll() is None:
+                self._look_at_end()
+                self._sleep(TURN_S)
+            if not self.is_done:
+                self._died(born)
+        return 0
+
+    @property
+    def is_done(self) -> bool:
+        """True when ``courier.json`` says so."""
+        try:
+            body = json.loads((self._node.exchange / "courier.json").read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(body, dict) and body.get("phase") == "done"
+
+    def _died(self, born: float) -> None:
+        if self._monotonic() - born > 2 * BACK_OFF_S[-1]:
+            self._deaths = 0
+        start = self._node.exchange / "start.json"
+        if self._deaths + 1 >= SETUP_TRIES and not start.exists():
+            reason = (
+                f"the courier died {self._deaths + 1} times before the start; see the log of this container"
+            )
+            _write(start, {"failed": reason})
+        self._look_at_end()
+        self._sleep(BACK_OFF_S[min(self._deaths, len(BACK_OFF_S) - 1)])
+        self._deaths += 1
+
+    def _look_at_end(self) -> None:
+        """Once the training's container has ended, tell its end if the wrapper could not."""
+        if self._ending.is_set() and not self._told:
+            self._told = True
+            tell_end(self._node.exchange / "wrapper.json")
+
+
+def tell_end(path: Path) -> None:
+    """Complete the last status of a wrapper that was killed before it could tell its end."""
+    try:
+        last = Status.from_json(path.read_bytes(), where=path.name)
+    except (OSError, ProtocolError):
+        last = Status()
+    if last.ended is not None:
+        return
+    detail = "the training's container ended without a word; its pod says why"
+    ended = Ended(signal=int(signal.SIGKILL), reason="killed", detail=detail)
+    body = replace(last, sequence=last.sequence + 1, phase="ended", ended=ended).to_json()
+    with suppress(OSError):
+        _replace(path, body)
+
+
+def _write(path: Path, body: dict[str, Any]) -> None:
+    _replace(path, json.dumps({"schema": SCHEMA, **body}).encode())
+
+
+def _replace(path: Path, body: bytes) -> None:
+    part = path.with_name(f".{path.name}.sidecar")
+    part.write_bytes(body)
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

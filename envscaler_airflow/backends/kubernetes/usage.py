@@ -1,0 +1,68 @@
+"""Billed time of an attempt's nodes, by the times that the cluster itself wrote. Pure."""
+
+from __future__ import annotations
+
+from envscaler_airflow.backends.base import Handle, UsageInterval
+from envscaler_airflow.backends.kubernetes.failures import Json, Seen, index_of, job_end, timestamp
+
+
+def intervals(seen: Seen, handle: Handle) -> tuple[UsageInterval, ...]:
+    """From the moment a pod was bound to a node to the end of its last container, one for each pod.
+
+    A node whose pods are gone is billed from the Job's start to its end; one whose Job is gone, to the
+    last moment that is known: nobody wrote down more.
+    """
+    nodes = int(handle.details.get("nodes") or 1)
+    found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
+    known = {interval.node for interval in found}
+    others = (_of_job(node, seen, handle) for node in range(nodes) if node not in known)
+    found += [interval for interval in others if interval is not None]
+    return tuple(sorted(found, key=lambda one: (one.node, one.start)))
+
+
+def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
+    node, start = index_of(pod), _bound_at(pod)
+    if node is None or start is None:
+        return None
+    end = None
+    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") or _is_over(seen):
+        end = max(start, _ended_at(pod) or _job_ended_at(seen) or start)
+    return UsageInterval(node, start, end)
+
+
+def _is_over(seen: Seen) -> bool:
+    return seen.job is None or job_end(seen.job) is not None
+
+
+def _bound_at(pod: Json) -> float | None:
+    status = pod.get("status") or {}
+    for one in status.get("conditions") or ():
+        if one["type"] == "PodScheduled" and one["status"] == "True":
+            return timestamp(one.get("lastTransitionTime"))
+    return timestamp(status.get("startTime"))
+
+
+def _ended_at(pod: Json) -> float | None:
+    status = pod.get("status") or {}
+    containers = [*(status.get("containerStatuses") or ()), *(status.get("initContainerStatuses") or ())]
+    ends = [
+        timestamp(((one.get("state") or {}).get("terminated") or {}).get("finishedAt")) for one in containers
+    ]
+    known = [end for end in ends if end is not None]
+    return max(known) if known else timestamp(pod["metadata"].get("deletionTimestamp"))
+
+
+def _job_ended_at(seen: Seen) -> float | None:
+    end = job_end(seen.job) if seen.job is not None else None
+    return timestamp(end.get("lastTransitionTime")) if end is not None else None
+
+
+def _of_job(node: int, seen: Seen, handle: Handle) -> UsageInterval | None:
+    created = timestamp(str(handle.details.get("created") or ""))
+    if seen.job is None:
+        return None if created is None else UsageInterval(node, created, created)
+    start = timestamp((seen.job.get("status") or {}).get("startTime"))
+    if start is None:
+        return None
+    end = _job_ended_at(seen)
+    return UsageInterval(node, start, None if end is None else max(start, end))

@@ -1,0 +1,297 @@
+"""Unit tests of what an attempt is rendered to: golden files, and the schemas of three versions."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes_validate import ValidationError, validate
+from kubernetes_validate.utils import all_versions
+
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.kubernetes.mounts import mounts_of
+from envscaler_airflow.backends.kubernetes.override import merge_pod
+from envscaler_airflow.backends.kubernetes.render import escaped, render_attempt, secret_object
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.offers import Allocation, Offer
+
+GOLDEN = Path(__file__).parent / "golden" / "kubernetes_attempts"
+VERSIONS = list(dict.fromkeys(all_versions()))[-3:]
+CPU = Offer("kubernetes", "", "node:cpu-2", "on-demand", vcpus=2.0, memory_gib=4.0)
+GPU = Offer(
+    *("kubernetes", "eks", "p4d.24xlarge:gpu-2", "spot"),
+    vcpus=20.0,
+    memory_gib=200.0,
+    zone="us-east-1a",
+    gpu_name="A100",
+    gpus=2,
+    arch="x86_64",
+)
+SPEC = {
+    "name": "train",
+    "base": {"image": "python:3.11-slim", "credentials": "secret:registry/auth"},
+    "resources": {"requests": {"cpu": "1500m", "memory": "2Gi"}, "limits": {"memory": "3Gi"}},
+    "volumes": [
+        {"name": "Data.set", "source": "pvc://glue", "mount_path": "/data", "access_mode": "ReadOnly"},
+        {"name": "raw", "source": "s3://b/raw", "mount_path": "/raw", "access_mode": "ReadOnly"},
+        {"name": "home", "source": "nfs://10.0.0.9/exports/h", "mount_path": "/nfs"},
+    ],
+    "env": [
+        {"name": "WANDB_API_KEY", "value_from": "secret:wandb/api-key"},
+        {"name": "TOKEN", "value_from": "env:TOKEN"},
+    ],
+    "outputs": {"my-model": "/output/model", "report": "/output/report.json"},
+    "checkpoint": {"path": "/output/checkpoints"},
+    "inputs": {"raw": "s3://b/raw", "base": "s3://b/base"},
+}
+GPU_SPEC = {
+    "name": "big",
+    "base": {"image": "nvidia/cuda:12.4.1-runtime-ubuntu22.04"},
+    "resources": {"requests": {"gpu": {"count": 2, "type": ["A100"]}}, "disk_size": "50Gi"},
+}
+CASES = {
+    "plain": ({"spec": SPEC, "deadline_s": 3600.5}, {}),
+    "gpus": (
+        {"spec": GPU_SPEC, "allocation": Allocation(GPU, nodes=4), "secret_env": {}, "grace_s": 90.0},
+        {"provider": "karpenter", "cluster_spread": "zone", "priority_class": "training"},
+    ),
+    "bound": (
+        {"spec": {**GPU_SPEC, "base": {"image": "x:1"}}, "allocation": Allocation(GPU)},
+        {
+            "namespace": "ml",
+            "queue": "team",
+            "user": 1000,
+            "service_account": "trainer",
+            "store_volume": "runs",
+            "store_secret": "store-login",
+            "pod_override": {
+                "metadata": {"annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}},
+                "spec": {
+                    "hostNetwork": True,
+                    "containers": [{"name": "base", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}],
+                    "volumes": [{"name": "extra", "emptyDir": {}}],
+                },
+            },
+        },
+    ),
+}
+
+
+def request_for(**changes):
+    """A request on two CPUs; *changes* are fields."""
+    fields = {
+        "store_url": "s3://store",
+        "run_prefix": "dep/dag/run/train/-1",
+        "run_label": "dag.train",
+        "generation": 1,
+        "attempt": 3,
+        "allocation": Allocation(CPU),
+        "command": ("python", "train.py", "--data=/data", "echo $(date) $$HOME"),
+        "env": {"CACHE": "/tmp/$(x)"},
+        "secret_env": {"WANDB_API_KEY": "canary-1", "TOKEN": "canary-2"},
+        "spec": SPEC,
+    }
+    return AttemptRequest(**(fields | changes))
+
+
+def rendered_case(name):
+    """What a case is rendered to."""
+    changes, settings = CASES[name]
+    return render_attempt(request_for(**changes), Settings.read(settings))
+
+
+def documents(rendered):
+    """Every object, with the owner and the values that are added when it is sent."""
+    values = dict.fromkeys(rendered["secret_keys"], "value")
+    secret = secret_object(rendered, values)
+    return [rendered["job"], rendered["config_map"], *([secret] if secret else [])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_attempt_as_it_is_sent(name):
+    """Golden: Job and ConfigMap."""
+    path = GOLDEN / f"{name}.yaml"
+    rendered = rendered_case(name)
+
+    assert yaml.safe_load(path.read_text()) == rendered, f"rewrite {path} when the change is meant"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_object_is_valid_and_has_no_unknown_field(name, version):
+    """The strict schemas, which refuse misspelt fields."""
+    for document in documents(rendered_case(name)):
+        validate(document, version, strict=True)
+
+
+def test_the_schemas_do_refuse_what_is_wrong():
+    """A misspelt field is found, so that the test above means something."""
+    job = rendered_case("plain")["job"]
+    job["spec"]["template"]["spec"]["restartPolicies"] = "Never"
+
+    with pytest.raises(ValidationError):
+        validate(job, VERSIONS[-1], strict=True)
+
+
+def test_no_secret_is_rendered_and_only_its_own_object_holds_it():
+    """Values of the cluster's own Secrets stay references; others go into a Secret of the attempt."""
+    request = request_for()
+    rendered = render_attempt(request, Settings())
+
+    secret = secret_object(rendered, request.secret_env)
+
+    assert "canary" not in json.dumps(rendered)
+    assert secret["stringData"] == {"TOKEN": "canary-2"}
+    [main] = rendered["job"]["spec"]["template"]["spec"]["containers"]
+    sources = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in main["env"] if "valueFrom" in one}
+    assert sources == {
+        "TOKEN": {"name": rendered["name"], "key": "TOKEN"},
+        "WANDB_API_KEY": {"name": "wandb", "key": "api-key"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [("plain", "plain"), ("$(A)", "$$(A)"), ("$$(A)", "$$$$(A)"), ("$HOME", "$$HOME"), ("a$", "a$$")],
+)
+def test_a_dollar_reaches_the_command_as_it_was_written(text, becomes):
+    """Kubernetes expands $(NAME) and halves $$."""
+    assert escaped(text) == becomes
+
+
+def test_requests_stay_within_the_slice_and_a_raised_limit_counts():
+    """Three GiB of limit in a slice of four; nine are cut to the slice."""
+
+    def memory(limit):
+        spec = {**SPEC, "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": limit}}}
+        job = render_attempt(request_for(spec=spec), Settings())["job"]
+        return job["spec"]["template"]["spec"]["containers"][0]["resources"]
+
+    assert memory("3Gi") == {"requests": {"cpu": "2000m", "memory": "2048Mi"}, "limits": {"memory": "3072Mi"}}
+    assert memory("9Gi")["limits"] == {"memory": "4096Mi"}
+
+
+def test_outputs_get_a_folder_that_may_be_replaced():
+    """Two outputs and the checkpoints share /output; one in the image's folder gets its own."""
+    spec = {
+        "outputs": {"model": "/output/model", "other": "/workspace/out"},
+        "checkpoint": {"path": "/output/c"},
+    }
+
+    paths = [mount["mountPath"] for mount in mounts_of(spec).training]
+
+    assert paths == ["/envscaler", "/output", "/workspace/out"]
+
+
+def test_an_output_inside_a_volume_needs_nothing_of_its_own():
+    """It lies on the claim, which the courier mounts too."""
+    spec = {
+        "volumes": [{"name": "d", "source": "pvc://d", "mount_path": "/data"}],
+        "outputs": {"model": "/data/model"},
+    }
+
+    found = mounts_of(spec)
+
+    assert [mount["mountPath"] for mount in found.training] == ["/envscaler", "/data"]
+    assert [mount["mountPath"] for mount in found.courier] == ["/envscaler", "/data"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"outputs": {"r": "/app/report.json"}}, "lies in a folder of the image"),
+        ({"volumes": [{"name": "h", "source": "hdfs://n/x", "mount_path": "/h"}]}, "write pvc://claim"),
+    ],
+)
+def test_what_no_pod_can_have_is_refused_with_what_to_write(spec, words):
+    """The message names the field and the way out."""
+    with pytest.raises(SpecError, match=words):
+        mounts_of(spec)
+
+
+def test_a_layout_over_a_megabyte_is_refused():
+    """No ConfigMap holds it."""
+    request = request_for(command=("x" * 1_100_000,))
+
+    with pytest.raises(SpecError, match="a ConfigMap holds 1000000"):
+        render_attempt(request, Settings())
+
+
+def test_a_stage_without_an_image_is_refused():
+    """There is nothing to run."""
+    with pytest.raises(SpecError, match="no image to run"):
+        render_attempt(request_for(spec={}), Settings())
+
+
+def test_settings_with_a_fault_name_it():
+    """Every fault, at once."""
+    with pytest.raises(SpecError) as caught:
+        Settings.read({"namespace": "Not.A.Label", "ttl_s": 1, "colour": "red"})
+
+    assert len(caught.value.faults) == 3
+
+
+def test_one_node_fails_its_job_and_of_several_one_may_go_alone():
+    """A node that was asked to go ends its index only; any other failure ends the Job."""
+    one = rendered_case("plain")["job"]["spec"]
+    four = rendered_case("gpus")["job"]["spec"]
+
+    assert (one["backoffLimit"], "backoffLimitPerIndex" in one) == (0, False)
+    assert four["backoffLimitPerIndex"] == 0
+    assert [rule["action"] for rule in four["podFailurePolicy"]["rules"]] == [
+        "Ignore",
+        "FailIndex",
+        "FailJob",
+    ]
+
+
+def test_an_override_appends_lists_and_replaces_fields():
+    """As Airflow does: env is appended, an image replaced, an init container added."""
+    base = {
+        "metadata": {"labels": {"a": "1"}},
+        "spec": {"containers": [{"name": "main", "image": "x", "env": [{"name": "A", "value": "1"}]}]},
+    }
+    override = {
+        "metadata": {"labels": {"b": "2"}},
+        "spec": {
+            "nodeSelector": {"pool": "gpu"},
+            "initContainers": [{"name": "first", "image": "i"}],
+            "containers": [{"name": "base", "image": "y", "env": [{"name": "B", "value": "2"}]}],
+        },
+    }
+
+    assert merge_pod(base, override, keep_name="main") == {
+        "metadata": {"labels": {"a": "1", "b": "2"}},
+        "spec": {
+            "nodeSelector": {"pool": "gpu"},
+            "initContainers": [{"name": "first", "image": "i"}],
+            "containers": [
+                {
+                    "name": "main",
+                    "image": "y",
+                    "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+                }
+            ],
+        },
+    }
+
+
+def test_spot_is_read_from_any_convention_unless_one_is_named():
+    """Four conventions and our own are alternatives; on-demand excludes them all."""
+
+    def terms(offer, **settings):
+        job = render_attempt(
+            request_for(allocation=Allocation(offer), spec=GPU_SPEC), Settings.read(settings)
+        )["job"]
+        affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+        return affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+
+    assert len(terms(GPU)) == 5
+    [named] = terms(GPU, provider="gke")
+    assert {"key": "cloud.google.com/gke-spot", "operator": "In", "values": ["true"]} in named[
+        "matchExpressions"
+    ]
+    [on_demand] = terms(dataclasses.replace(GPU, capacity_type="on-demand"))
+    assert sum(one["operator"] == "NotIn" for one in on_demand["matchExpressions"]) == 5
