@@ -99,7 +99,12 @@ def _wheel_cuda(torch: str, requirements: Requirements) -> str | None:
 
 
 def broken_links(chain: Chain, spec: EnvSpec) -> list[str]:
-    """Each link of *chain* that does not hold, with what would."""
+    """Each link of *chain* that does not hold for *spec*, with what would."""
+    return broken_software(chain) + _memory(chain, spec)
+
+
+def broken_software(chain: Chain) -> list[str]:
+    """The links between wheel, CUDA, driver and architecture that do not hold."""
     found = []
     capability = CAPABILITY.get(chain.gpu or "")
     bounds = ARCHITECTURES.get(_minor(chain.cuda)) if chain.cuda is not None else None
@@ -119,7 +124,7 @@ def broken_links(chain: Chain, spec: EnvSpec) -> list[str]:
                 f"CUDA {chain.cuda} needs driver {least} or newer, the machine has {chain.driver}; "
                 f"upgrade it, or use CUDA {_cuda_for_driver(has)}"
             )
-    return found + _memory(chain, spec)
+    return found
 
 
 def broken_for(spec: EnvSpec, chain: Chain) -> list[str]:

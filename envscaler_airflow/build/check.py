@@ -1,0 +1,271 @@
+"""A dry run: what a machine or a cluster lacks for a stage, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from envscaler_airflow.build.bases import facts
+from envscaler_airflow.build.cuda import broken_software, software
+from envscaler_airflow.build.kubernetes_job import resource_name
+from envscaler_airflow.build.machine import Here, look_here
+from envscaler_airflow.build.programs import Output, find_program, run_program
+from envscaler_airflow.build.requirements import Requirements, read_requirements
+from envscaler_airflow.build.venv import install_command
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.spec import parse_reference
+from envscaler_airflow.spec.models import EnvSpec
+from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
+from envscaler_airflow.spec.resources import GIB, Gpu, Resources
+
+TARGETS = ("local", "docker", "kubernetes", "vm")
+"""What ``missing_on`` looks at."""
+_KEYS = "{{range $key, $value := .data}}{{$key}}\n{{end}}"
+"""Names the keys of a secret and none of its values."""
+_ABSENT = ("notfound", "not found")
+
+
+def missing_on(
+    target: str,
+    spec: EnvSpec,
+    requirements: Requirements | None = None,
+    *,
+    here: Here | None = None,
+    kubectl: Callable[[list[str]], Output] | None = None,
+) -> list[str]:
+    """What *target* lacks for *spec*, one sentence each with what to do; [] when nothing is known to lack.
+
+    Args:
+        target: ``local``, ``docker``, ``kubernetes`` or ``vm``.
+        spec: The stage, resolved for that target.
+        requirements: Its Python packages; None reads them from where the spec was loaded.
+        here: This machine; None looks at it.
+        kubectl: Asks the cluster; None is the installed program with its own context.
+
+    Raises:
+        SpecError: Another target.
+        BackendError: The cluster cannot be asked.
+    """
+    if target not in TARGETS:
+        raise SpecError(f"--target {target!r:.60}: write one of {', '.join(TARGETS)}")
+    if target == "kubernetes":
+        return _on_cluster(spec, kubectl or _kubectl())
+    if target == "vm":
+        return [
+            f"volumes: {volume.name}: {volume.source} is a claim of Kubernetes; write another for vm"
+            for volume in spec.volumes
+            if volume.kind == "pvc"
+        ]
+    machine = here or look_here()
+    wanted = read_requirements(spec) if requirements is None else requirements
+    found = [
+        *_hardware(spec, machine),
+        *_chain(spec, wanted, machine),
+        *_volumes(spec, machine),
+        *_variables(spec, machine),
+    ]
+    if target == "docker":
+        return (
+            found
+            if machine.has_docker()
+            else [*found, "docker: no daemon answers; install and start docker.io"]
+        )
+    return found + missing_packages(spec, machine)
+
+
+def missing_packages(spec: EnvSpec, machine: Here) -> list[str]:
+    """System packages that are not installed here, with the command that installs them."""
+    if not spec.system_packages:
+        return []
+    absent = machine.absent_packages(spec.system_packages)
+    if absent is None:
+        return [f"system_packages: no dpkg, rpm or apk here to ask for {', '.join(spec.system_packages)}"]
+    if not absent:
+        return []
+    command = install_command(facts(spec.base).family, tuple(absent))
+    return [f"system_packages: {', '.join(absent)} not installed; run `{command}`, or --install-system"]
+
+
+def _hardware(spec: EnvSpec, machine: Here) -> list[str]:
+    """Of several alternatives the one that lacks least."""
+    lacks = [_lacks(need, machine) for need in spec.resources.alternatives]
+    return min(lacks, key=len)
+
+
+def _lacks(need: Resources, machine: Here) -> list[str]:
+    found = []
+    asked = need.requests
+    if asked.cpu_cores is not None and asked.cpu_cores > machine.cpus:
+        found.append(f"cpu: {asked.cpu} asked for, {machine.cpus} here; ask for less under targets.local")
+    if asked.memory_bytes is not None and asked.memory_bytes > machine.memory_bytes:
+        has = f"{machine.memory_bytes / GIB:.1f}Gi"
+        found.append(f"memory: {asked.memory} asked for, {has} here; ask for less under targets.local")
+    if need.disk_bytes is not None and need.disk_bytes > machine.disk_bytes:
+        has = f"{machine.disk_bytes / GIB:.1f}Gi"
+        found.append(
+            f"disk: {need.disk_size} asked for, {has} free below /var/tmp; free some, or ask for less"
+        )
+    if asked.gpu is not None and not need.cpu_fallback:
+        found += _lacks_gpus(asked.gpu, machine)
+    return found
+
+
+def _lacks_gpus(gpu: Gpu, machine: Here) -> list[str]:
+    fits = [
+        item
+        for item in machine.gpus
+        if (not gpu.type or item.name in gpu.type)
+        and (gpu.memory_gb is None or item.memory_gb >= gpu.memory_gb)
+    ]
+    if len(fits) >= gpu.count:
+        return []
+    wanted = " or ".join(gpu.type) or "GPU"
+    memory = f" with {gpu.memory}" if gpu.memory is not None else ""
+    has = ", ".join(item.name for item in machine.gpus) or "none"
+    fix = "use another machine, or write resources: {cpu_fallback: true} to run on CPUs"
+    return [f"gpu: {gpu.count} x {wanted}{memory} asked for, here: {has}; {fix}"]
+
+
+def _chain(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
+    if not machine.gpus:
+        return []
+    gpu = machine.gpus[0]
+    chain = software(spec, requirements).on(gpu.name, driver=machine.driver)
+    return [f"cuda: {text}" for text in broken_software(chain)]
+
+
+def _volumes(spec: EnvSpec, machine: Here) -> list[str]:
+    found = []
+    for volume in spec.volumes:
+        where = f"volumes: {volume.name}"
+        if volume.kind == "hostPath" and not machine.has_path(volume.location):
+            found.append(f"{where}: {volume.location} does not exist here; make it, or name another folder")
+        elif volume.kind == "nfs" and not machine.has_path(volume.mount_path):
+            found.append(f"{where}: {volume.source} is not mounted at {volume.mount_path}; mount it first")
+        elif volume.kind == "pvc":
+            found.append(
+                f"{where}: {volume.source} is a claim of Kubernetes; write another source under targets"
+            )
+    return found
+
+
+def _variables(spec: EnvSpec, machine: Here) -> list[str]:
+    references = [(item.name, item.reference) for item in spec.env if item.reference is not None]
+    found = []
+    for name, reference in references:
+        if reference.kind != "env":
+            found.append(
+                f"env: {name}: {reference} cannot be resolved from a shell; write value_from: env:{name}"
+            )
+        elif not machine.has_variable(reference.name):
+            found.append(f"env: {name}: {reference} is not set; export it")
+    return found
+
+
+def _kubectl() -> Callable[[list[str]], Output]:
+    program = find_program("kubectl")
+    if program is None:
+        raise BackendError("kubectl is not installed; install it to ask the cluster")
+    return lambda words: run_program([program, *words], timeout_s=60)
+
+
+def _on_cluster(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[str]:
+    found = _lacks_nodes(spec, kubectl)
+    for volume in spec.volumes:
+        if volume.kind == "pvc" and not _exists(kubectl, ["get", "pvc", volume.location, "-o", "name"]):
+            found.append(
+                f"volumes: {volume.name}: no claim {volume.location}; make it in the namespace of the stage"
+            )
+    for secret, keys in _secrets(spec).items():
+        found += _lacks_secret(kubectl, secret, keys)
+    return found
+
+
+def _secrets(spec: EnvSpec) -> dict[str, set[str]]:
+    """Name of each secret that the manifest reads to the keys that it needs."""
+    own = f"{resource_name(spec.name)}-env"
+    found: dict[str, set[str]] = {}
+    for item in spec.env:
+        reference = item.reference
+        if reference is not None and reference.kind == "secret":
+            found.setdefault(reference.name, set()).update({reference.key} if reference.key else ())
+        elif reference is not None:
+            found.setdefault(own, set()).add(item.name)
+    if spec.base is not None and spec.base.credentials is not None:
+        reference = parse_reference(spec.base.credentials)
+        found.setdefault(
+            reference.name if reference.kind == "secret" else f"{resource_name(spec.name)}-registry", set()
+        )
+    return found
+
+
+def _lacks_secret(kubectl: Callable[[list[str]], Output], name: str, keys: set[str]) -> list[str]:
+    done = kubectl(["get", "secret", name, "-o", f"go-template={_KEYS}"])
+    if done.code != 0:
+        _raise_unless_absent(done)
+        return [
+            f"secret {name} does not exist; run `kubectl create secret generic {name} --from-literal=KEY=...`"
+        ]
+    there = set(done.out.split())
+    return [
+        f"secret {name} has no key {key}; it has {', '.join(sorted(there)) or 'none'}"
+        for key in sorted(keys - there)
+    ]
+
+
+def _exists(kubectl: Callable[[list[str]], Output], words: list[str]) -> bool:
+    done = kubectl(words)
+    if done.code != 0:
+        _raise_unless_absent(done)
+    return done.code == 0
+
+
+def _raise_unless_absent(done: Output) -> None:
+    if not any(word in done.err.lower() for word in _ABSENT):
+        raise BackendError(f"the cluster cannot be asked: {done.err.strip()}", transient=True)
+
+
+def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[str]:
+    done = kubectl(["get", "nodes", "-o", "json"])
+    if done.code != 0:
+        raise BackendError(f"the cluster cannot be asked: {done.err.strip()}", transient=True)
+    nodes = [item for item in json.loads(done.out).get("items", []) if not _is_closed(item)]
+    wanted = spec.num_nodes.min
+    best = max(sum(_fits(need, item) for item in nodes) for need in spec.resources.alternatives)
+    # Several pods of a stage may share a node: one that fits is enough to start, and a cluster may grow.
+    if best >= 1:
+        return []
+    need = spec.resources.alternatives[0].requests
+    parts = [f"{need.cpu} cores" if need.cpu else "", need.memory or "", _gpu_text(need.gpu)]
+    text = ", ".join(part for part in parts if part) or "anything"
+    return [
+        f"nodes: none of {len(nodes)} fits {wanted} x ({text}); add a node pool that does, or ask for less"
+    ]
+
+
+def _gpu_text(gpu: Gpu | None) -> str:
+    return "" if gpu is None else f"{gpu.count} x {' or '.join(gpu.type) or 'GPU'}"
+
+
+def _is_closed(node: Mapping[str, Any]) -> bool:
+    return bool(node.get("spec", {}).get("unschedulable"))
+
+
+def _fits(need: Resources, node: Mapping[str, Any]) -> bool:
+    has = node.get("status", {}).get("allocatable", {})
+    asked = need.requests
+    if asked.cpu_cores is not None and _amount(has.get("cpu"), cpu_cores) < asked.cpu_cores:
+        return False
+    if asked.memory_bytes is not None and _amount(has.get("memory"), memory_bytes) < asked.memory_bytes:
+        return False
+    if asked.gpu is None:
+        return True
+    resource = "amd.com/gpu" if asked.gpu.vendor == "amd" else "nvidia.com/gpu"
+    return int(has.get(resource, "0")) >= asked.gpu.count
+
+
+def _amount(text: str | None, read: Callable[[str], float]) -> float:
+    if text is None:
+        return 0.0
+    return float(text) if text.isdigit() else float(read(text))

@@ -1,0 +1,229 @@
+"""What a machine or a cluster lacks, said before anything starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.backends.local.machine import Gpu
+from envscaler_airflow.build.check import missing_on
+from envscaler_airflow.build.machine import Here, look_here
+from envscaler_airflow.build.programs import Output
+from envscaler_airflow.build.requirements import Requirements
+from envscaler_airflow.cli import main
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.spec.models import Runtime
+
+GIB = 1 << 30
+T4 = Gpu(0, "T4", 16.0)
+
+
+def machine(**other) -> Here:
+    """Four cores, 16 GiB, 50 GiB of disk, nothing installed, docker running."""
+    facts = {
+        "cpus": 4, "memory_bytes": 16 * GIB, "disk_bytes": 50 * GIB,
+        "has_path": lambda path: path == "/srv/data", "has_variable": lambda name: name == "SET",
+        "absent_packages": lambda names: [], "has_docker": lambda: True,
+    }  # fmt: skip
+    return Here(**(facts | other))
+
+
+def stage(requests=None, **body):
+    """A stage that asks for *requests*."""
+    resources = {"requests": requests or {}, **body.pop("resources", {})}
+    return EnvSpec.from_dict(
+        {"version": "v1", "name": "s", "base": {"image": "b"}, "resources": resources, **body}
+    )
+
+
+def local(spec, **other):
+    """What a machine like ours lacks."""
+    return missing_on("local", spec, Requirements(), here=machine(**other))
+
+
+def test_what_fits_lacks_nothing():
+    """Up to the last core."""
+    assert local(stage({"cpu": 4, "memory": "16Gi"}, resources={"disk_size": "50Gi"})) == []
+
+
+def test_cores_memory_and_disk_are_named_with_both_figures():
+    """What is asked for and what is here, in one sentence each."""
+    got = local(stage({"cpu": 8, "memory": "32Gi"}, resources={"disk_size": "100Gi"}))
+
+    assert got == [
+        "cpu: 8 asked for, 4 here; ask for less under targets.local",
+        "memory: 32Gi asked for, 16.0Gi here; ask for less under targets.local",
+        "disk: 100Gi asked for, 50.0Gi free below /var/tmp; free some, or ask for less",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "lacks"),
+    [
+        ({"count": 1}, (T4,), False),
+        ({"count": 2}, (T4,), True),
+        ({"count": 1, "type": "A100"}, (T4,), True),
+        ({"count": 1, "memory": "24GB"}, (T4,), True),
+        ({"count": 1}, (), True),
+    ],
+)
+def test_gpus_count_by_type_and_memory(gpu, gpus, lacks):
+    """One that is too small or of another type is none."""
+    got = local(stage({"gpu": gpu}), gpus=gpus)
+
+    assert [text.startswith("gpu: ") for text in got] == [True] * lacks
+
+
+def test_a_stage_that_may_fall_back_to_cpus_lacks_no_gpu():
+    """Only the spec says so; nothing else does."""
+    assert local(stage({"gpu": {"count": 1}}, resources={"cpu_fallback": True})) == []
+
+
+def test_the_drivers_cuda_is_a_link_of_the_chain():
+    """Wheels for CUDA 12 on a driver of 2021."""
+    wanted = Requirements(Runtime(packages=("torch==2.4.0+cu121",)))
+
+    got = missing_on("local", stage(), wanted, here=machine(gpus=(T4,), driver="470.82.01"))
+
+    assert got == [
+        "cuda: CUDA 12.1 needs driver 525 or newer, the machine has 470.82.01; upgrade it, or use CUDA 11.x"
+    ]
+
+
+def test_mounts_secrets_and_packages_that_are_not_here():
+    """Each with what to do; what is here is not named."""
+    spec = stage(
+        volumes=[
+            {"name": "here", "source": "hostPath:/srv/data", "mount_path": "/a"},
+            {"name": "gone", "source": "hostPath:/srv/gone", "mount_path": "/b"},
+            {"name": "nfs", "source": "nfs://filer/x", "mount_path": "/c"},
+            {"name": "claim", "source": "pvc://claim", "mount_path": "/d"},
+        ],
+        env=[
+            {"name": "A", "value_from": "env:SET"},
+            {"name": "B", "value_from": "env:UNSET"},
+            {"name": "C", "value_from": "secret:s/key"},
+        ],
+        system_packages=["git", "jq"],
+    )
+
+    got = local(spec, absent_packages=lambda names: ["jq"])
+
+    assert [text.partition(";")[0] for text in got] == [
+        "volumes: gone: /srv/gone does not exist here",
+        "volumes: nfs: nfs://filer/x is not mounted at /c",
+        "volumes: claim: pvc://claim is a claim of Kubernetes",
+        "env: B: env:UNSET is not set",
+        "env: C: secret:s/key cannot be resolved from a shell",
+        "system_packages: jq not installed",
+    ]
+    assert "apt-get install --yes --no-install-recommends jq" in got[-1]
+
+
+def test_docker_needs_its_daemon_and_no_system_packages():
+    """Packages are in the image."""
+    spec = stage(system_packages=["jq"])
+
+    got = missing_on(
+        "docker",
+        spec,
+        Requirements(),
+        here=machine(has_docker=lambda: False, absent_packages=lambda names: ["jq"]),
+    )
+
+    assert got == ["docker: no daemon answers; install and start docker.io"]
+
+
+def cluster(nodes=(), claims=(), secrets=None):
+    """A kubectl that answers for a cluster of these nodes, claims and secrets."""
+
+    def ask(words: list[str]) -> Output:
+        kind, name = words[1], words[2]
+        if kind == "nodes":
+            return Output(0, json.dumps({"items": [{"status": {"allocatable": node}} for node in nodes]}), "")
+        there = {"pvc": claims, "secret": secrets or {}}[kind]
+        if name not in there:
+            return Output(1, "", f'Error from server (NotFound): {kind} "{name}" not found')
+        return Output(0, "\n".join(there[name]) if kind == "secret" else name, "")
+
+    return ask
+
+
+NODE = {"cpu": "7910m", "memory": "32386544Ki", "nvidia.com/gpu": "1"}
+
+
+def test_a_cluster_that_has_everything_lacks_nothing():
+    """A node that fits, the claim, and every key of the secrets."""
+    spec = stage(
+        {"cpu": 7, "memory": "30Gi", "gpu": {"count": 1}},
+        volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}],
+        env=[{"name": "K", "value_from": "secret:wandb/api-key"}, {"name": "OWN", "value_from": "env:OWN"}],
+    )
+
+    got = missing_on(
+        "kubernetes", spec, kubectl=cluster([NODE], ["data"], {"wandb": ["api-key"], "s-env": ["OWN"]})
+    )
+
+    assert got == []
+
+
+def test_a_cluster_is_told_what_it_lacks():
+    """Nodes, claim, a secret that is absent and a key that is."""
+    spec = stage(
+        {"cpu": 8, "gpu": {"count": 1}},
+        volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}],
+        env=[
+            {"name": "K", "value_from": "secret:wandb/api-key"},
+            {"name": "L", "value_from": "secret:gone/key"},
+        ],
+    )
+
+    got = missing_on("kubernetes", spec, kubectl=cluster([NODE], [], {"wandb": ["other"]}))
+
+    assert got == [
+        "nodes: none of 1 fits 1 x (8 cores, 1 x GPU); add a node pool that does, or ask for less",
+        "volumes: v: no claim data; make it in the namespace of the stage",
+        "secret wandb has no key api-key; it has other",
+        "secret gone does not exist; run `kubectl create secret generic gone --from-literal=KEY=...`",
+    ]
+
+
+def test_a_cluster_that_does_not_answer_is_unknown():
+    """Refused is not "absent": nothing is said to be missing."""
+    with pytest.raises(BackendError, match="cannot be asked"):
+        missing_on("kubernetes", stage(), kubectl=lambda words: Output(1, "", "connection refused"))
+
+
+def test_a_machine_cannot_mount_a_claim():
+    """The one thing that is known before a machine is chosen."""
+    spec = stage(volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}])
+
+    assert missing_on("vm", spec) == ["volumes: v: pvc://data is a claim of Kubernetes; write another for vm"]
+    with pytest.raises(SpecError, match="write one of local, docker, kubernetes, vm"):
+        missing_on("cloud", stage())
+
+
+def test_this_machine_can_be_looked_at():
+    """Whatever it is, it has cores, memory and disk."""
+    here = look_here()
+
+    assert here.cpus >= 1
+    assert here.memory_bytes > GIB / 2
+    assert here.disk_bytes > 0
+
+
+def test_the_shell_ends_with_one_when_something_is_missing(tmp_path, monkeypatch):
+    """Zero when nothing is; a list for tools."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envscaler.yaml").write_text("version: v1\nname: s\nbase: {image: b}\n")
+    (tmp_path / "big.yaml").write_text(
+        "version: v1\nname: s\nbase: {image: b}\nresources: {requests: {cpu: 5000}}\n"
+    )
+
+    assert CliRunner().invoke(main, ["dry-run"]).exit_code == 0
+    got = CliRunner().invoke(main, ["dry-run", "-f", "big.yaml", "--json"])
+    assert got.exit_code == 1
+    assert json.loads(got.stdout)["missing"][0].startswith("cpu: 5000 asked for")
