@@ -11,8 +11,9 @@ from pathlib import Path
 
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
 from envscaler_airflow.courier.loop import Courier
-from envscaler_airflow.courier.site import Site
+from envscaler_airflow.courier.site import Site, UnheededError
 from envscaler_airflow.errors import EnvScalerError
+from envscaler_airflow.protocol import EXIT_ORPHANED
 from envscaler_airflow.store.base import for_run, open_store
 
 log = logging.getLogger("envscaler_airflow.courier")
@@ -32,7 +33,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one node; 0 when done or when told to end (the next courier goes on), 1 after an error."""
+    """Serve one node; 0 when done or when told to end (the next courier goes on), 1 after an error.
+
+    EXIT_ORPHANED: nobody owns the attempt and the wrapper does not go; whoever started both ends it.
+    """
     options = _parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s courier %(levelname)s %(message)s")
     try:
@@ -40,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: site.ending.set())
         is_done = Courier(site).run()
+    except UnheededError as err:
+        log.error("the machine must end this attempt: %s", err)  # noqa: TRY400 - the message says it all
+        return EXIT_ORPHANED
     except EnvScalerError as err:
         log.error("%s: %s", type(err).__name__, err)  # noqa: TRY400 - the message says it all
         return 1

@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import re
+import secrets
+import shutil
 import stat
 import threading
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Control, Status, parse_checkpoint_name
@@ -118,6 +120,9 @@ class State:
     outputs: Mapping[str, str] = field(default_factory=dict)
 
 
+_STATE = TypeAdapter(State)
+
+
 class Exchange:
     """Paths of the folder, atomic writes, and checked reads."""
 
@@ -140,9 +145,12 @@ class Exchange:
         Raises:
             OSError: The disk is full, for one; the old file stays.
         """
-        part = path.with_name(f".{path.name}.courier-{threading.get_ident()}")
+        # The training writes here too: under a name that it cannot know it cannot lay a link.
+        part = path.with_name(f".{path.name}.courier-{secrets.token_hex(8)}")
         try:
             part.write_bytes(data)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
             part.replace(path)
         except OSError:
             part.unlink(missing_ok=True)
@@ -177,6 +185,13 @@ class Exchange:
         """
         body = self._read(self.wrapper)
         return None if body is None else Status.from_json(body, where="wrapper.json")
+
+    def control_text(self) -> bytes | None:
+        """What lies where the wrapper looks for the control; None when that is no readable file."""
+        try:
+            return self._read(self.control)
+        except ProtocolError:
+            return None
 
     def current_control(self) -> Control | None:
         """What was handed to the wrapper last; None before that."""
@@ -234,9 +249,10 @@ class Exchange:
             return None
         except OSError as err:
             raise ProtocolError(f"{path.name}: {err.strerror}") from err
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise ProtocolError(f"{path.name} is no file")
         with os.fdopen(handle, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ProtocolError(f"{path.name} is no file")
             body = stream.read(MAX_JSON_BYTES + 1)
         if len(body) > MAX_JSON_BYTES:
             raise ProtocolError(f"{path.name}: more than {MAX_JSON_BYTES} bytes")
@@ -275,9 +291,8 @@ class Memory:
         except ProtocolError:  # replaced atomically, so only another hand can have torn it
             body = {}
         known = {item.name for item in dataclasses.fields(State)}
-        kept: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in body.items()
-            if key in known
-        }
-        return State(**kept)
+        kept = {key: value for key, value in body.items() if key in known}
+        try:
+            return _STATE.validate_json(json.dumps(kept), strict=True)
+        except ValidationError:
+            return State()

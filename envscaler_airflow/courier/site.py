@@ -22,6 +22,10 @@ class WorkInterruptedError(EnvScalerError):
     """The courier was told to end (SIGTERM): the next one goes on here."""
 
 
+class UnheededError(EnvScalerError):
+    """Nobody owns the attempt, and the wrapper did not end it though it was told to, and given time."""
+
+
 class SetupCancelledError(EnvScalerError):
     """The attempt was asked to go before it began."""
 

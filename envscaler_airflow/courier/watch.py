@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from envscaler_airflow.courier.site import Site
+from envscaler_airflow.courier.site import Site, UnheededError
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.store.checkpoints import is_superseded
@@ -31,13 +31,20 @@ class OwnerWatch:
         self._site = site
         self._lease = LeaseWatch(site.monotonic)
         self._due = {"control": -float("inf"), "lease": -float("inf"), "superseded": -float("inf")}
-        self._asked_at: float | None = None
+        self._owners: Control | None = None  # what the exchange holds of it the training can change
+        self._asked: Control | None = None
+        self._asked_at = -float("inf")
 
     def step(self) -> None:
-        """Look at what is due."""
-        override = self._site.memory.state.override
-        if override is not None:
-            self._carry_on(Control.from_json(override, where="courier.json"))
+        """Look at what is due.
+
+        Raises:
+            UnheededError: What the courier asked on its own was not done in its time, nor in its grace.
+        """
+        if self._asked is None and (remembered := self._remembered()) is not None:
+            self._ask(remembered)
+        if self._asked is not None:
+            self._carry_on(self._asked)
             return
         if self._is_due("control", CONTROL_S):
             self._try(self._hand_over)
@@ -67,22 +74,24 @@ class OwnerWatch:
         body = self._site.store.read(name, max_bytes=MAX_JSON_BYTES)
         if body is None:
             return
-        Control.from_json(body, where=name)
-        path = self._site.exchange.control
-        if not path.exists() or path.read_bytes() != body:
-            self._site.exchange.write(path, body)
+        self._owners = Control.from_json(body, where=name)
+        if self._site.exchange.control_text() != body:
+            self._site.exchange.write(self._site.exchange.control, body)
 
     def _look_at_lease(self) -> None:
         self._lease.seen(read_lease(self._site.store))
-        control = self._site.exchange.current_control() or Control()
+        control = self._control()
         if self._lease.unchanged_s >= control.orphan_after_s:
             self._leave(control, f"orphaned: the lease stood still for {self._lease.unchanged_s:.0f} s")
 
     def _look_for_later(self) -> None:
         who = self._site.who
         if is_superseded(self._site.store, who.generation, who.attempt):
-            control = self._site.exchange.current_control() or Control()
+            control = self._control()
             self._leave(control, "orphaned: a later attempt has begun; what this one writes is void")
+
+    def _control(self) -> Control:
+        return self._owners or self._site.exchange.current_control() or Control()
 
     def _leave(self, control: Control, reason: str) -> None:
         ask = Control(
@@ -97,21 +106,38 @@ class OwnerWatch:
         )
         self._ask(ask)
 
+    def _remembered(self) -> Control | None:
+        """What an earlier courier of this attempt asked on its own."""
+        override = self._site.memory.state.override
+        try:
+            return None if override is None else Control.from_json(override, where="courier.json")
+        except ProtocolError:
+            return None  # another hand wrote it; the lease is looked at anew
+
     def _ask(self, ask: Control) -> None:
-        body = ask.to_json()
-        self._site.memory.update(override=body.decode())
-        self._site.exchange.write(self._site.exchange.control, body)
+        """From now on *ask* counts, whether or not the disk has room to write it down."""
+        self._asked, self._asked_at = ask, self._site.monotonic()
         self._site.messages.say("override", ask.reason)
-        self._asked_at = self._site.monotonic()
+        self._try(self._write_down)
+
+    def _write_down(self) -> None:
+        asked = self._asked
+        if asked is None:
+            return
+        body = asked.to_json()
+        if self._site.exchange.control_text() != body:
+            self._site.exchange.write(self._site.exchange.control, body)
+        if self._site.memory.state.override != body.decode():
+            self._site.memory.update(override=body.decode())
 
     def _carry_on(self, asked: Control) -> None:
-        """After a restart, ask again; after the grace, ask harder."""
-        if self._asked_at is None:
-            self._ask(asked)
-        elif asked.action == "leave":
-            waited = self._site.monotonic() - self._asked_at
-            if waited >= asked.align_timeout_s + asked.grace_s:
-                self._ask(_harder(asked))
+        """After the grace, ask harder; after that, give the wrapper up."""
+        self._try(self._write_down)
+        waited = self._site.monotonic() - self._asked_at
+        if asked.action == "leave" and waited >= asked.align_timeout_s + asked.grace_s:
+            self._ask(_harder(asked))
+        elif asked.action == "stop" and waited >= 2 * asked.grace_s:
+            raise UnheededError(f"told to stop {waited:.0f} s ago and still here: {asked.reason}")
 
 
 def _harder(asked: Control) -> Control:

@@ -255,6 +255,34 @@ def test_a_courier_killed_during_training_is_started_again(backend, tmp_path):
     assert [n.reason for n in over(backend, handle).nodes] == ["succeeded"]
 
 
+def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
+    """SIGSTOP to the wrapper, and a courier that gives it up: killed, drained by the next courier, told."""
+    launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--give-up"))
+    backend = LocalBackend(tmp_path / "root", launch=launch)
+    stop = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(600)"
+    handle = backend.submit(request_for(backend, "python", "-c", stop))
+
+    [status] = over(backend, handle).nodes
+
+    assert (status.state, status.signal, status.reason) == ("ended", 9, "orphaned")
+    wait_for(lambda: processes_of(tmp_path) == [])
+    backend.release(handle)
+
+
+@pytest.mark.parametrize("name", ["wrapper.json", "courier.json"])
+def test_a_pipe_in_the_place_of_a_file_holds_no_node(backend, tmp_path, name):
+    """The training lays it there and kills its wrapper; opening a pipe would wait for ever."""
+    code = (
+        "import os, signal\npath = os.path.join(os.environ['ENVSCALER_EXCHANGE'], "
+        f"{name!r})\nos.mkfifo(path)\nos.kill(os.getppid(), signal.SIGKILL)"
+    )
+    handle = backend.submit(request_for(backend, "python", "-c", code))
+
+    [status] = over(backend, handle).nodes
+
+    assert (status.state, status.reason) == ("ended", "killed")
+
+
 def test_a_courier_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
     """Uploads are bounded: the node ends, and the courier with it."""
     launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--hang"), drain_s=0.3)

@@ -1,6 +1,7 @@
 """Stands in for the courier: lays nothing out, says done once the wrapper's end is there.
 
-With ``--die N`` it exits with code 3 at its first N starts, counted in the exchange folder.
+With ``--die N`` it exits with code 3 at its first N starts, counted in the exchange folder; with
+``--give-up`` at its first start with code 86, as when nobody owns an attempt that does not go.
 """
 
 import argparse
@@ -17,6 +18,7 @@ def main():
     parser.add_argument("--exchange", type=Path, required=True)
     parser.add_argument("--die", type=int, default=0)
     parser.add_argument("--hang", action="store_true")
+    parser.add_argument("--give-up", action="store_true")
     options, _ = parser.parse_known_args()
     births = options.exchange / "births"
     with births.open("a") as file:
@@ -26,6 +28,8 @@ def main():
     _write(options.exchange / "start.json", {"schema": "1.0"})
     _write(options.exchange / "env.json", dict(os.environ))
     wrapper = options.exchange / "wrapper.json"
+    if options.give_up and len(births.read_text().split()) == 1:
+        sys.exit(86)
     while not wrapper.exists() or options.hang:
         time.sleep(0.02)
     _write(options.exchange / "courier.json", {"schema": "1.0", "phase": "done"})

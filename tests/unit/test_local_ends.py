@@ -41,6 +41,14 @@ def test_a_signal_of_the_command_is_told_as_one():
     assert tell_end(139, said=said) == NodeEnd(None, 11, "killed", "SIGSEGV")
 
 
+def test_an_orphan_that_had_to_be_killed_is_told_as_one():
+    """Node main killed it, since the courier had given it up."""
+    ended_by = ("orphaned", "nobody owned it")
+
+    assert tell_end(-9, ended_by=ended_by) == NodeEnd(None, 9, "orphaned", "nobody owned it")
+    assert tell_end(0, ended_by=ended_by) == NodeEnd(0, None, "succeeded")
+
+
 @pytest.mark.parametrize("returncode", [1, -9, None])
 def test_a_count_of_the_kernel_makes_a_failure_out_of_memory(returncode):
     """Whoever was killed, the command failed of it."""

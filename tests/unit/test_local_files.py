@@ -31,6 +31,20 @@ def test_what_is_no_object_is_an_error(tmp_path, text):
         files.read_json(path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_is_no_plain_file_is_an_error_at_once(tmp_path, kind):
+    """Opening a pipe would wait for a writer; a link leads where the training wants."""
+    path = tmp_path / "end.json"
+    files.write_json(tmp_path / "other.json", {})
+    {"pipe": os.mkfifo, "folder": os.mkdir}.get(kind, lambda at: at.symlink_to(tmp_path / "other.json"))(path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    with pytest.raises(BackendError, match=r"end\.json"):
+        files.read_json(path)
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_absent_is_none(tmp_path):
     """And no error."""
     assert files.read_json(tmp_path / "node.json") is None

@@ -30,6 +30,10 @@ _NOT_BY_MEMORY = ("succeeded", "left", "orphaned", "stopped", "setup-failed", "n
 """Ends that a kill for want of memory (of a data-loading worker, say) did not bring about."""
 
 
+_BY_NODE_MAIN = ("deadline-exceeded", "orphaned")
+"""Ends that node main itself brought about by a kill, whatever the exit code says."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeEnd:
     """What end.json says of the end itself.
@@ -78,7 +82,7 @@ def tell_end(
         )
     if ended_by and ended_by[0] == "killed" and number == signal.SIGTERM:
         return NodeEnd(code, number, "stopped", "ended at the first word")
-    if ended_by and reason != "succeeded" and (returncode is None or ended_by[0] == "deadline-exceeded"):
+    if ended_by and reason != "succeeded" and (returncode is None or ended_by[0] in _BY_NODE_MAIN):
         return NodeEnd(code, number, *ended_by)
     return NodeEnd(code, number, reason, detail)
 

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -49,6 +50,28 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
     draft.replace(path)
 
 
+def read_bytes(path: Path, most: int) -> bytes | None:
+    """Content of a plain file of at most *most* bytes; None when it is absent.
+
+    A training can put a pipe or a link in the place of any file that it can reach; neither holds us up.
+
+    Raises:
+        OSError: It cannot be read, or is larger, or is no plain file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no plain file")
+    with os.fdopen(fd, "rb") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise OSError(errno.EFBIG, f"larger than {most} bytes")
+    return text
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """What :func:`write_json` wrote; None when the file is absent.
 
@@ -56,12 +79,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
         BackendError: It is there and cannot be read.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise BackendError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as err:
+        text = read_bytes(path, _MAX_JSON_BYTES)
+        if text is None:
+            return None
+        body = json.loads(text)
+    except (OSError, ValueError, RecursionError) as err:
         raise BackendError(f"{path}: {err}") from err
     if not isinstance(body, dict):
         raise BackendError(f"{path}: got {type(body).__name__}, expected an object")

@@ -120,8 +120,14 @@ class NodeView:
         return NodeStatus(self.node, "lost", reason="killed", detail="its processes are gone without an end")
 
     def usage(self) -> UsageInterval | None:
-        """From its own start to its own end; a lost one ends when it was last seen alive."""
+        """From its own start to its own end; a lost one ends when it was last seen alive.
+
+        Raises:
+            BackendError: It was started, and what it said of itself is gone.
+        """
         body = files.read_json(self.folder / files.NODE)
+        if body is None and self.run_id is not None:
+            raise BackendError(f"{self.folder}: was started, and its times are gone")  # unknown, not free
         if body is None or self.run_id not in (None, body.get("id")):
             return None
         started = float(body["started"])

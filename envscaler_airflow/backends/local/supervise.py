@@ -21,7 +21,7 @@ from envscaler_airflow.backends.local.environment import courier_env, training_e
 from envscaler_airflow.backends.local.output import OutputWriter
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.protocol import MAX_JSON_BYTES
+from envscaler_airflow.protocol import EXIT_ORPHANED, MAX_JSON_BYTES
 
 TURN_S = 0.5
 """Longest time between two looks at stop.json. Chosen: a stop is felt at once, an idle node costs nothing."""
@@ -258,6 +258,9 @@ class NodeMain:
         elif self._courier.process is not None and pid == self._courier.process.pid:
             self._courier.process.returncode = returncode
             self._courier.died()
+            if returncode == EXIT_ORPHANED and self._wrapper is not None:
+                self._ended_by = ("orphaned", "nobody owned it, and its wrapper did not go when told to")
+                self._wrapper.kill()
 
     def _end_training(self) -> None:
         """Nothing outlives the wrapper but the courier; and when the wrapper could not say its end, we do."""
@@ -335,7 +338,6 @@ class NodeMain:
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_JSON_BYTES + 1)
+        return files.read_bytes(path, MAX_JSON_BYTES)
     except OSError:
         return None

@@ -1,7 +1,10 @@
 """What comes from the owner, and what happens when nobody owns the run any more."""
 
+import os
+
 import pytest
 
+from envscaler_airflow.courier.site import UnheededError
 from envscaler_airflow.courier.watch import OwnerWatch
 from envscaler_airflow.protocol import Control, control_name
 from envscaler_airflow.store.lease import LEASE, renew_lease
@@ -159,3 +162,100 @@ def test_a_zombie_goes(bench, store):
 
     assert control(bench).action == "leave"
     assert control(bench).reason == "orphaned: a later attempt has begun; what this one writes is void"
+
+
+def test_a_wrapper_that_does_not_go_is_given_up(bench, store):
+    """Told to leave (60 s and the grace), told to stop (twice the grace): then the machine must end it."""
+    watch = lease_bench(bench, store)
+    run(bench, watch, 300 + 90 + 12)
+    assert control(bench).action == "stop"
+    run(bench, watch, 50)
+
+    with pytest.raises(UnheededError, match="told to stop 60 s ago and still here: orphaned"):
+        run(bench, watch, 20)
+
+
+def test_an_orphan_on_a_full_disk_is_given_up_as_soon(bench, store, monkeypatch):
+    """Nothing can be written down, neither the control nor the memory of it; the time counts all the same."""
+    watch = lease_bench(bench, store)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+
+    with pytest.raises(UnheededError):
+        run(bench, watch, 330 + 90 + 70)
+
+
+def test_room_on_the_disk_lets_the_orphan_be_asked_after_all(bench, store, monkeypatch):
+    """The disk was full for half a minute."""
+    watch = lease_bench(bench, store)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.write_bytes", full)
+        run(bench, watch, 330)
+        assert control(bench).action == "run"
+    run(bench, watch, 2)
+
+    assert control(bench).action == "leave"
+    assert bench.state.override is not None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "garbage"])
+def test_whatever_the_training_lays_in_its_place_the_control_comes_again(bench, store, tmp_path, kind):
+    """Neither a hang nor a write through a link."""
+    watch = lease_bench(bench, store)
+    path, target = bench.exchange.control, tmp_path / "precious"
+    target.write_text("mine")
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        (path / "inner").mkdir(parents=True)
+    elif kind == "link":
+        path.symlink_to(target)
+    else:
+        path.write_bytes(b"\xff")
+
+    run(bench, watch, 4)
+
+    assert control(bench).sequence == 4
+    assert target.read_text() == "mine"
+
+
+def test_a_training_cannot_lengthen_its_own_lease(bench, store):
+    """It writes a control of a year; the owner's 300 s count."""
+    watch = lease_bench(bench, store)
+    forged = Control(sequence=9, orphan_after_s=31e6).to_json()
+    for _ in range(33):
+        run(bench, watch, 10)
+        bench.exchange.write(bench.exchange.control, forged)
+    run(bench, watch, 2)
+
+    assert control(bench).action == "leave"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"checkpoints":"many"}',
+        b'{"override":"{torn"}',
+        b'{"rejected":7}',
+        b"[" * 9000,
+        b'{"sequence":1e999}',
+    ],
+)
+def test_a_memory_that_another_hand_wrote_ends_no_courier(bench, store, body):
+    """It begins anew, and the lease is watched."""
+    lease_bench(bench, store)
+    bench.exchange.courier.write_bytes(body)
+
+    watch = OwnerWatch(bench.restarted())
+    run(bench, watch, 332)
+
+    assert control(bench).action == "leave"
