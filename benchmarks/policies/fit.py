@@ -1,0 +1,160 @@
+"""Fit the constants of the deadline policy on public traces of 2023 and 2025; prints the file of constants.
+
+    python benchmarks/policies/fit.py --data DIR > envscaler_airflow/scaling/deadline/fitted.py
+
+Expectation maximisation of a hidden regime that multiplies the rates of loss and return by
+age; a regime is left at a constant rate for one drawn from a fixed distribution. Nothing of
+the traces of 2022 is read: they are what the policy is judged on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envscaler_airflow.scaling.deadline.ages import BINS, age_bin
+from envscaler_airflow.simulate.traces import read_traces
+
+FILES = (("awsV100_2023_195s.csv", 195.0, 3), ("gcpH100_2025_600s_count16.csv", 600.0, 1))
+"""File, seconds of a tick, and how many ticks are taken as one: both sets at about ten minutes."""
+FACTORS = (0.25, 0.6, 1.4, 3.3)
+"""Grid of factors of the regimes (chosen)."""
+LEAST = 0.015
+"""Regimes drawn more rarely are dropped (chosen: tables stay small)."""
+ROUNDS = 20
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One zone: of each tick the side (0 up, 1 down), bin of age, and whether it ended."""
+
+    gap_h: float
+    side: Array
+    age: Array
+    ended: Array
+
+
+def load(data: Path) -> list[Series]:
+    """Every zone of the fitted sets."""
+    return [
+        series(gap_s * every / 3600, row[::every])
+        for name, gap_s, every in FILES
+        for row in read_traces(data / name).zones.values()
+    ]
+
+
+def series(gap_h: float, row: Sequence[int]) -> Series:
+    """Ticks of one zone; an age that began before the first tick is at least an hour."""
+    age_h, is_known = 0.0, False
+    ticks = []
+    for now, after in pairwise(row):
+        if now < 0 or after < 0:
+            age_h, is_known = 0.0, False
+            continue
+        age_h += gap_h
+        ended = (after > 0) != (now > 0)
+        ticks.append((0 if now > 0 else 1, age_bin(age_h if is_known else max(age_h, 1.0)), ended))
+        if ended:
+            age_h, is_known = 0.0, True
+    columns = np.array(ticks)
+    return Series(gap_h, columns[:, 0], columns[:, 1], columns[:, 2].astype(bool))
+
+
+def first_rates(rows: Sequence[Series]) -> Array:
+    """Ends an hour by side and bin, one regime."""
+    rates = np.zeros((2, BINS))
+    for side in (0, 1):
+        ends = np.zeros(BINS)
+        hours = np.zeros(BINS)
+        for row in rows:
+            for bin_ in range(BINS):
+                here = (row.side == side) & (row.age == bin_)
+                ends[bin_] += row.ended[here].sum()
+                hours[bin_] += here.sum() * row.gap_h
+        rates[side] = (ends + ends.sum() / hours.sum()) / (hours + 1)
+    return rates
+
+
+def posterior(
+    row: Series, rates: Array, factors: Array, drawn: Array, per_hour: float
+) -> tuple[Array, Array, float]:
+    """Probability of each regime at each tick, expected draws of each, and the share of ticks with one."""
+    fresh = -math.expm1(-per_hour * row.gap_h)
+    expected = rates[row.side, row.age][:, None] * factors[:, row.side].T * row.gap_h
+    likely = np.where(row.ended[:, None], -np.expm1(-expected), np.exp(-expected))
+    ahead, scale = np.empty_like(likely), np.empty(len(likely))
+    share = drawn.copy()
+    for tick, chance in enumerate(likely):
+        if tick:
+            share = (1 - fresh) * share + fresh * drawn
+        share = share * chance
+        scale[tick] = share.sum()
+        share = share / scale[tick]
+        ahead[tick] = share
+    behind = np.ones(len(drawn))
+    belief, draws, jumps = np.empty_like(likely), np.zeros(len(drawn)), 0.0
+    for tick in range(len(likely) - 1, -1, -1):
+        belief[tick] = ahead[tick] * behind
+        weighed = likely[tick] * behind / scale[tick]
+        draw = (fresh if tick else 1.0) * drawn * weighed
+        draws += draw
+        if tick:
+            jumps += draw.sum()
+            behind = (1 - fresh) * weighed + fresh * (drawn @ weighed)
+    return belief, draws, jumps / max(1, len(likely) - 1)
+
+
+def fit(rows: Sequence[Series], rounds: int = ROUNDS) -> dict[str, Any]:
+    """All constants."""
+    factors = np.array(list(product(FACTORS, FACTORS)))
+    drawn, rates, per_hour = np.full(len(factors), 1 / len(factors)), first_rates(rows), 1 / 24
+    for _ in range(rounds):
+        ends, hours = np.zeros((2, BINS)), np.zeros((2, BINS))
+        draws, jumps = np.zeros(len(factors)), []
+        for row in rows:
+            belief, more, share = posterior(row, rates, factors, drawn, per_hour)
+            draws += more
+            jumps.append((share * (len(belief) - 1), len(belief) - 1))
+            for side, bin_ in product((0, 1), range(BINS)):
+                here = (row.side == side) & (row.age == bin_)
+                ends[side, bin_] += row.ended[here].sum()
+                hours[side, bin_] += (belief[here] * factors[:, side]).sum() * row.gap_h
+        pooled = (ends.sum(1) / hours.sum(1))[:, None]
+        rates = (ends + pooled) / (hours + 1)
+        drawn = (draws + 0.1) / (draws + 0.1).sum()
+        per_hour = -math.log1p(-sum(a for a, _ in jumps) / sum(b for _, b in jumps)) * 6
+    kept = [at for at, share in enumerate(drawn) if share > LEAST]
+    shares = drawn[kept] / drawn[kept].sum()
+    return {
+        "UP_PER_HOUR": tuple(round(float(rate), 4) for rate in rates[0]),
+        "DOWN_PER_HOUR": tuple(round(float(rate), 4) for rate in rates[1]),
+        "UP_FACTORS": tuple(float(factors[at][0]) for at in kept),
+        "DOWN_FACTORS": tuple(float(factors[at][1]) for at in kept),
+        "REGIMES": tuple(round(float(share), 5) for share in shares),
+        "REGIME_H": round(1 / per_hour, 2),
+    }
+
+
+def text(constants: dict[str, Any]) -> str:
+    """The file, as it is committed."""
+    head = '"""Constants fitted on public traces. Made by ``benchmarks/policies/fit.py``; do not edit."""\n\n'
+    return head + "".join(f"{name} = {value}\n" for name, value in constants.items())
+
+
+def main() -> None:
+    """Print the file of constants."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the spot traces")
+    print(text(fit(load(parser.parse_args().data))), end="")
+
+
+if __name__ == "__main__":
+    main()

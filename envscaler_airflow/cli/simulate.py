@@ -1,0 +1,205 @@
+"""``simulate``: policies on traces, on measured trainings, and on a recorded run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from envscaler_airflow.cli.common import find_run, store_option
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.decisions import read_decisions
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.group()
+def simulate() -> None:
+    """Replay policies: what they would have cost."""
+
+
+@simulate.command()
+@click.option("--traces", "traces_file", type=_FILE, required=True, help="CSV: tick, then a column a zone.")
+@click.option("--windows", "windows_file", type=_FILE, required=True, help="CSV of starts.")
+@click.option("--work-h", type=float, default=48.0, show_default=True, help="Hours of work.")
+@click.option(
+    "--deadline-h", type=float, multiple=True, default=(52.0,), show_default=True, help="Repeatable."
+)
+@click.option(
+    "--overhead-h", type=float, multiple=True, default=(0.2,), show_default=True, help="Repeatable."
+)
+@click.option("--on-demand", type=float, default=3.06, show_default=True, help="$/h.")
+@click.option("--spot", "spot_usd", type=float, default=0.9731, show_default=True, help="$/h.")
+@click.option("--policy", default="deadline", show_default=True, help="Or a baseline; see --help.")
+@click.option("--zones", default="", help="Comma-separated: one job over all of them.")
+@click.option("--dataset", help="Of the windows; the default is what the traces' file name begins with.")
+@click.option("--history", "history_file", type=_FILE, help="Traces before the first tick, to learn from.")
+@click.option("--price-changes", type=_FILE, help="CSV: zone, tick, spot_usd_per_h.")
+@click.option("--optimum", is_flag=True, help="Add the exact offline optimum of every job.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
+@click.option("--json", "as_json", is_flag=True, help="For tools.")
+def spot(  # noqa: PLR0913  # one argument for each option
+    *,
+    traces_file: Path,
+    windows_file: Path,
+    work_h: float,
+    deadline_h: Sequence[float],
+    overhead_h: Sequence[float],
+    on_demand: float,
+    spot_usd: float,
+    policy: str,
+    zones: str,
+    dataset: str | None,
+    history_file: Path | None,
+    price_changes: Path | None,
+    optimum: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Jobs with a deadline on spot traces. Policies: deadline, uniform-progress, greedy, on-demand."""
+    from envscaler_airflow.simulate import reports, traces  # noqa: PLC0415  # numpy only here
+
+    made = _policy(policy, reports.SPOT_POLICIES)
+    seen = traces.read_traces(traces_file)
+    windows = traces.of_dataset(traces.read_windows(windows_file), traces_file, dataset)
+    names = [name.strip() for name in zones.split(",") if name.strip()]
+    unknown = [name for name in names if name not in seen.zones]
+    if unknown:
+        raise SpecError(f"{traces_file}: has no zone {', '.join(unknown)}; it has {', '.join(seen.zones)}")
+    jobs: list[dict[str, Any]] = []
+    for deadline in deadline_h:
+        for overhead in overhead_h:
+            cell = reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd)
+            jobs += reports.spot_jobs(
+                seen,
+                windows,
+                cell,
+                made,
+                zones=names,
+                earlier=traces.read_traces(history_file) if history_file else None,
+                price_changes=traces.read_price_changes(price_changes) if price_changes else None,
+                with_optimum=optimum,
+            )
+    if plot is not None:
+        from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
+
+        cell = reports.SpotCell(work_h, deadline_h[0], overhead_h[0], on_demand, spot_usd)
+        plot_spot(plot, seen, jobs[0], cell, made)
+    _print({"policy": policy, "jobs": jobs, "summary": reports.spot_summary(jobs)}, as_json=as_json)
+
+
+@simulate.command()
+@click.option("--profiles", type=_FOLDER, required=True, help="Folder of measured step times.")
+@click.option("--prices", "prices_file", type=_FILE, help="CSV: gpu, usd_per_gpu_hour.")
+@click.option("--models", default="imagenet,cifar10,yolov3", show_default=True, help="Comma-separated.")
+@click.option("--track", type=click.Choice(["count", "type"]), default="count", show_default=True)
+@click.option("--length", type=click.Choice(["short", "long"]), default="long", show_default=True)
+@click.option("--work", default="", help="MODEL=K,...: work as multiples of the original.")
+@click.option(
+    "--types", default="", help="Comma-separated GPU types; the default is T4, V100-32GB, A100-40GB."
+)
+@click.option("--policy", default="cost-to-finish", show_default=True)
+@click.option("--value-of-hour", type=float, multiple=True, help="USD; the default is four values.")
+@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
+@click.option("--json", "as_json", is_flag=True, help="For tools.")
+def elastic(  # noqa: PLR0913  # one argument for each option
+    *,
+    profiles: Path,
+    prices_file: Path | None,
+    models: str,
+    track: str,
+    length: str,
+    work: str,
+    types: str,
+    policy: str,
+    value_of_hour: Sequence[float],
+    seeds: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Elastic trainings. Policies: cost-to-finish, hpa, or-et-al, pollux, stay."""
+    from envscaler_airflow.simulate import elastic as world  # noqa: PLC0415  # only here
+    from envscaler_airflow.simulate import reports  # noqa: PLC0415  # only here
+
+    made = _policy(policy, reports.ELASTIC_POLICIES)
+    gpus = [name for name in types.split(",") if name] or list(reports.TYPES)
+    known = world.load_models(profiles, gpus)
+    names = [name for name in models.split(",") if name]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SpecError(f"{profiles}: has no model {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    jobs = reports.elastic_jobs(
+        [known[name] for name in names],
+        world.gpu_prices(prices_file, gpus),
+        reports.Track(track == "type", length == "long", _multiples(work)),
+        made,
+        seeds=seeds,
+        values_of_hour=value_of_hour,
+    )
+    if plot is not None:
+        from envscaler_airflow.simulate.plots import plot_elastic  # noqa: PLC0415  # an extra
+
+        plot_elastic(plot, jobs[0])
+    _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
+
+
+def _policy(name: str, known: Mapping[str, type[Any]]) -> Any:
+    from envscaler_airflow.simulate.registry import simulated_policies  # noqa: PLC0415  # only here
+
+    found = {**known, **simulated_policies()}
+    if name not in found:
+        raise SpecError(f"--policy: got {name!r}; known are {', '.join(sorted(found))}")
+    return found[name]()
+
+
+def _multiples(text: str) -> dict[str, float]:
+    multiples = {}
+    for part in text.split(","):
+        if not part.strip():
+            continue
+        name, _, value = part.partition("=")
+        try:
+            multiples[name.strip()] = float(value)
+        except ValueError:
+            raise SpecError(f"--work: got {part!r}; write MODEL=K, as in cifar10=40") from None
+    return multiples
+
+
+def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(report))
+        return
+    for name, value in report["summary"].items():
+        click.echo(f"{name:>18}  {value:.4f}" if isinstance(value, float) else f"{name:>18}  {value}")
+
+
+@simulate.command("run")
+@click.argument("run")
+@click.option("--policy", "policy_name", help="Another policy; the default is the recorded one.")
+@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@store_option
+def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
+    """Decide RUN's recorded checks again; what follows a different decision is labelled."""
+    from envscaler_airflow.scaling.registry import all_policies  # noqa: PLC0415  # entry points
+    from envscaler_airflow.simulate.recorded import replay_run  # noqa: PLC0415  # only here
+
+    checks = [check for check, _ in read_decisions(store, find_run(store, run))]
+    if not checks:
+        raise SpecError(f"{run}: no scaling check is recorded")
+    known = all_policies()
+    if policy_name is not None and policy_name not in known:
+        raise SpecError(f"--policy: got {policy_name!r}; known are {', '.join(sorted(known))}")
+    report = replay_run(checks, policy_name, policies=known)
+    _print(report, as_json=as_json)
+    if not as_json:
+        for row in report["jobs"]:
+            if row["recorded"] != row["replayed"]:
+                label = " (counterfactual)" if row["counterfactual"] else ""
+                said = f"{row['replayed']} instead of {row['recorded']}{label}: {row['reason']}"
+                click.echo(f"{row['elapsed_s']:8.0f} s  {said}")

@@ -1,0 +1,88 @@
+"""A job with a deadline on spot: what a policy sees at the start of a tick, and the exact guard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from envscaler_airflow.planning.record import Record, check_finite
+
+ON_DEMAND = "on-demand"
+"""The answer, and the running market, that no zone may be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotJob(Record):
+    """Work, time and money of one job, in ticks.
+
+    Attributes:
+        ticks: Ticks from the start to the deadline.
+        gap_s: Seconds of a tick; a tick is billed whole.
+        work_s: Seconds of work, on either market.
+        overhead_s: Seconds that every launch owes before it works.
+        on_demand_usd: $/h.
+        spot_usd: $/h.
+    """
+
+    ticks: int
+    gap_s: float
+    work_s: float
+    overhead_s: float
+    on_demand_usd: float
+    spot_usd: float
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and a job that on-demand alone cannot finish."""
+        check_finite(work_s=self.work_s, overhead_s=self.overhead_s, spot_usd=self.spot_usd)
+        check_finite(on_demand_usd=self.on_demand_usd)
+        if not 0 < self.gap_s < float("inf"):
+            raise ValueError(f"gap_s must be finite and > 0, got {self.gap_s!r}")
+        if self.ticks * self.gap_s < self.work_s + self.overhead_s:
+            hours = (self.work_s + self.overhead_s) / 3600
+            raise ValueError(
+                f"the deadline must leave {hours:.3g} h, got {self.ticks * self.gap_s / 3600:.3g} h"
+            )
+
+
+@dataclass(slots=True)
+class SpotView:
+    """Start of a tick.
+
+    Attributes:
+        tick: Ticks since the start.
+        ticks_left: To the deadline, this one included.
+        work_left_s: Work not done.
+        owed_s: Of the launch that runs, overhead not yet paid.
+        running: ``on-demand``, the zone that runs and was not lost, or None.
+        up: Zones in which spot can be had for the whole tick; False: not; absent: not asked.
+        usd: Spot $/h by zone; absent: the job's own.
+    """
+
+    tick: int
+    ticks_left: int
+    work_left_s: float
+    owed_s: float
+    running: str | None
+    up: Mapping[str, bool]
+    usd: Mapping[str, float] = field(default_factory=dict)
+
+
+def slack_s(job: SpotJob, view: SpotView) -> float:
+    """Seconds that may still be lost: time left - work left - one launch of on-demand."""
+    return view.ticks_left * job.gap_s - view.work_left_s - job.overhead_s
+
+
+def is_safe(job: SpotJob, view: SpotView, answer: str | None) -> bool:
+    """The exact guard: True when *answer* leaves time for an on-demand launch and the work.
+
+    Spot or none in a tick is allowed only if afterwards ``(ticks left - 1) * gap >= work left +
+    overhead``. On-demand is always allowed. With it no job can be late.
+    """
+    if answer == ON_DEMAND:
+        return True
+    worked = 0.0
+    if answer is not None:
+        owed = view.owed_s if answer == view.running else job.overhead_s
+        worked = max(0.0, job.gap_s - owed)
+    left = max(0.0, view.work_left_s - worked)
+    return left <= 0 or (view.ticks_left - 1) * job.gap_s >= left + job.overhead_s - 1e-6

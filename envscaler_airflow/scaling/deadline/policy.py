@@ -1,0 +1,115 @@
+"""Spot while it is safe, over one or several zones, by expected cost to finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, slack_s
+from envscaler_airflow.scaling.deadline.risk import Hazard, Risk
+from envscaler_airflow.scaling.deadline.tables import (
+    BUY,
+    DOWN_IDLE,
+    DOWN_ON_DEMAND,
+    SPOT,
+    UP_IDLE,
+    UP_ON_DEMAND,
+    WAIT,
+    Others,
+    Table,
+    build_table,
+)
+
+PRIOR_H = 24.0
+"""Hours that the prior of a zone's availability, one half, counts for. Chosen: a day."""
+TOGETHER = 0.7
+"""Zones of one cloud fail together: the chance of another one up is this part of what independence gives.
+Chosen among 0.5, 0.7, 0.9 and 1 on the zones of 2023 and 2025."""
+
+Build = Callable[[SpotJob, Hazard, Others], Table]
+
+
+def _build(job: SpotJob, hazard: Hazard, others: Others) -> Table:
+    return build_table(job, hazard, others=others)
+
+
+class DeadlinePolicy:
+    """Least expected cost: the table of the job, weighed by what each zone's own past lets us believe."""
+
+    def __init__(self, hazard: Hazard | None = None, *, build: Build = _build) -> None:
+        """Tables are made by *build* at :meth:`begin`, and kept by job and zones."""
+        self._hazard = hazard or Hazard()
+        self._build = build
+        self._kept: dict[tuple[SpotJob, Others], Table] = {}
+
+    def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:
+        """Learn from *history*; the table is made when the zones are first seen."""
+        self._job = job
+        self._history = history
+        self._table: Table | None = None
+        self._risks: dict[str, Risk] = {}
+
+    def choose(self, view: SpotView) -> str | None:
+        """The answer of least expected cost that the guard allows."""
+        self._observe(view)
+        if view.running not in (None, ON_DEMAND) and is_safe(self._job, view, view.running):
+            return view.running
+        ranked = sorted(self.costs(view).items(), key=lambda item: (item[1][0], item[1][1]))
+        for answer, _ in ranked:
+            if is_safe(self._job, view, answer):
+                return answer
+        return ON_DEMAND
+
+    def costs(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
+        """Expected cost of each answer, in ticks of on-demand, with the order in which ties go."""
+        up = [name for name, is_up in view.up.items() if is_up]
+        name = min(up or view.up, key=lambda zone: (self._score(zone, view, is_up=bool(up)), zone))
+        risk = self._risks[name]
+        is_bought = view.running == ON_DEMAND
+        situation = (
+            (UP_ON_DEMAND if is_bought else UP_IDLE) if up else DOWN_ON_DEMAND if is_bought else DOWN_IDLE
+        )
+        found = self._table_for(view).look_up(
+            view.ticks_left, slack_s(self._job, view), age_bin(risk.age_h), situation, risk.belief
+        )
+        costs: dict[str | None, tuple[float, int]] = {None: (found[WAIT], 1), ON_DEMAND: (found[BUY], 2)}
+        if up:
+            costs[name] = (found[SPOT], 0)
+        return costs
+
+    def _observe(self, view: SpotView) -> None:
+        for name, is_up in view.up.items():
+            if name not in self._risks:
+                self._risks[name] = Risk(self._hazard, self._job.gap_s)
+                self._risks[name].learn(self._history.get(name, ()))
+            self._risks[name].observe(is_up=is_up)
+
+    def _score(self, name: str, view: SpotView, *, is_up: bool) -> float:
+        """Up: $ of a tick with the expected overhead of its loss; down: how unlikely its return is."""
+        chance = self._risks[name].chance()
+        if not is_up:
+            return -chance
+        usd = view.usd.get(name, self._job.spot_usd)
+        return usd * self._job.gap_s + chance * self._job.overhead_s * (usd + self._job.on_demand_usd)
+
+    def _table_for(self, view: SpotView) -> Table:
+        if self._table is None:
+            key = (self._job, self._others(list(view.up)))
+            if key not in self._kept:
+                self._kept[key] = self._build(self._job, self._hazard, key[1])
+            self._table = self._kept[key]
+        return self._table
+
+    def _others(self, names: Sequence[str]) -> Others:
+        if len(names) < 2:
+            return Others()
+        ups = sorted(self._availability(self._history.get(name, ())) for name in names)
+        down = 1.0
+        for up in ups[:-1]:
+            down *= 1 - up
+        return Others(len(names), round(TOGETHER * (1 - down), 1))
+
+    def _availability(self, ticks: Sequence[int]) -> float:
+        known = [tick > 0 for tick in ticks if tick >= 0]
+        prior = PRIOR_H * 3600 / self._job.gap_s
+        return (sum(known) + prior / 2) / (len(known) + prior)

@@ -1,0 +1,358 @@
+"""How fast a training would be where it has not been, and whether that is worth a probe.
+
+A step is compute, which grows with the batch of one GPU, and synchronisation, which depends on
+where the GPUs are. The logarithm of the latter, relative to the first step's compute, is a
+Gaussian process over GPU type, count and nodes, conditioned on what was measured. Progress a
+second follows from the best batch, given the gradient noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from envscaler_airflow.planning.record import Record
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """What a training may run on, as far as its speed goes.
+
+    Attributes:
+        gpu: Type.
+        nodes, gpus: In all.
+    """
+
+    gpu: str
+    nodes: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prior(Record):
+    """What is believed before anything was measured. Chosen, see docs/explanation/scaling.md.
+
+    Attributes:
+        sync: Logarithm of synchronisation over the compute of the first step, two GPUs of a node.
+        sync_stdev: Of it.
+        per_doubling, per_doubling_stdev: Added with each doubling of GPUs.
+        across_nodes, across_nodes_stdev: Added as soon as there are two nodes.
+        local_stdev: Of one count against its neighbours.
+        alike: Correlation between types.
+        type_stdev: Of the logarithm of another type's speed, against what its memory bandwidth tells.
+        noise: Of the logarithm of a measured synchronisation.
+        fixed_share: Part of the first step's compute that does not grow with the batch.
+    """
+
+    sync: float = -2.7
+    sync_stdev: float = 1.1
+    per_doubling: float = 0.15
+    per_doubling_stdev: float = 0.2
+    across_nodes: float = 1.8
+    across_nodes_stdev: float = 0.8
+    local_stdev: float = 0.3
+    alike: float = 0.5
+    type_stdev: float = 0.3
+    noise: float = 0.15
+    fixed_share: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A configuration that the training was on.
+
+    Attributes:
+        batch: Global batch.
+        step_s: Mean seconds of a step.
+        sync_s: Of these, synchronisation that is not hidden.
+        noise_scale: Gradient noise (variance over square) then; None: not reported.
+    """
+
+    batch: int
+    step_s: float
+    sync_s: float
+    noise_scale: float | None = None
+
+
+def gain(batch: float, init_batch: float, noise_scale: float | None) -> float:
+    """Progress of a step, in steps at *init_batch*; without a noise scale, in samples.
+
+    Source: Qiao et al., Pollux, OSDI 2021, equation 7.
+    """
+    if noise_scale is None:
+        return batch / init_batch
+    return (noise_scale + 1) / (noise_scale * init_batch / batch + 1)
+
+
+EARLY, LATER_NOISE, GROWS = 0.1, 40.0, 1.3
+"""Gradient noise is small at first and grows a lot: over the first tenth of the work at least this scale
+is expected later, and from then on a third more than now. Chosen; direction and size: McCandlish et al.,
+An Empirical Model of Large-Batch Training, 2018, section 4."""
+
+
+def foreseen(noise_scale: float | None, share_done: float) -> float | None:
+    """Noise scale to expect over the work left, from the one now."""
+    if noise_scale is None:
+        return None
+    return max(GROWS * noise_scale, LATER_NOISE * max(0.0, 1 - share_done / EARLY))
+
+
+@dataclass(slots=True)
+class Learner:
+    """Rates of every shape, with a standard deviation.
+
+    Attributes:
+        init_batch, max_batch: Bounds of the global batch; equal for a fixed one.
+        speeds: Speed of one GPU by type, in any unit, from data sheets.
+        memory: Memory of one GPU by type, in any unit.
+        prior: Beliefs.
+        seen: Where the training was, and the newest measurement there.
+    """
+
+    init_batch: int
+    max_batch: int
+    speeds: Mapping[str, float]
+    memory: Mapping[str, float] = field(default_factory=dict)
+    prior: Prior = field(default_factory=Prior)
+    seen: dict[Shape, Measured] = field(default_factory=dict)
+    _base: tuple[Shape, float, float] | None = None
+    _first: dict[str, Shape] = field(default_factory=dict)
+    _sync: dict[Shape, float] = field(default_factory=dict)
+    _points: dict[str, dict[float, float]] = field(default_factory=dict)
+    _compute: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _rows: list[tuple[Shape, float]] = field(default_factory=list)
+    _weights: list[float] = field(default_factory=list)
+    _factor: list[list[float]] = field(default_factory=list)
+
+    def learn(self, shape: Shape, measured: Measured) -> None:
+        """Take what was measured on *shape*; the newest stands.
+
+        The compute of a type is that of the first place on it, or of a faster one; what other places
+        take longer counts as synchronisation, whatever it is (data loading, a shared bus).
+        """
+        local, compute_s = measured.batch / shape.gpus, max(measured.step_s - measured.sync_s, 1e-9)
+        if self._base is None:
+            self._base = (shape, local, compute_s)
+        self.seen[shape] = measured
+        first = self._first.setdefault(shape.gpu, shape)
+        if first == shape or compute_s < self._step_of(shape.gpu, local):
+            points = self._points.setdefault(shape.gpu, {})
+            points[round(local, 3)] = compute_s
+            self._compute[shape.gpu] = self._fit(shape.gpu, points)
+        scale = self._base[2]
+        self._sync = {item: self._sync_of(item, found) for item, found in self.seen.items()}
+        self._rows = [
+            (item, math.log(max(sync_s, 1e-3 * scale) / scale) - self._mean(item))
+            for item, sync_s in self._sync.items()
+            if item.gpus > 1
+        ]
+        self._condition()
+
+    def _sync_of(self, shape: Shape, measured: Measured) -> float:
+        fixed, slope = self._compute[shape.gpu]
+        return max(measured.step_s - fixed - slope * measured.batch / shape.gpus, measured.sync_s)
+
+    def _step_of(self, gpu: str, local: float) -> float:
+        fixed, slope = self._compute[gpu]
+        return fixed + slope * local
+
+    def rate(self, shape: Shape, noise_scale: float | None) -> tuple[float, float]:
+        """Median progress a second on *shape*, and the standard deviation of its logarithm.
+
+        Raises:
+            ValueError: Nothing was measured yet.
+        """
+        if self._base is None:
+            raise ValueError("nothing was measured yet")
+        unsure = 0.0 if shape.gpu in self._compute else self.prior.type_stdev
+        if shape in self.seen:
+            return self._best(shape, self._sync[shape], noise_scale), 0.01
+        if shape.gpus == 1:
+            return self._best(shape, 0.0, noise_scale), max(unsure, 0.02)
+        across = [self._kernel(shape, item) for item, _ in self._rows]
+        mean = self._mean(shape) + sum(a * w for a, w in zip(across, self._weights, strict=True))
+        solved = _forward(self._factor, across)
+        spread = math.sqrt(max(self._kernel(shape, shape) - sum(value * value for value in solved), 0.0))
+        low, median, high = (
+            self._best(shape, self._base[2] * math.exp(mean + part * spread), noise_scale)
+            for part in (-1, 0, 1)
+        )
+        return median, max(0.02, math.hypot(math.log(low / high) / 2, unsure))
+
+    def _fit(self, gpu: str, points: Mapping[float, float]) -> tuple[float, float]:
+        """Fixed seconds and seconds a sample of compute on one GPU.
+
+        From one batch alone they cannot be told apart: on the first type the fixed share is the
+        prior's; on another one the part that grows is as much faster as the data sheets say, and
+        what is left of the step is fixed.
+        """
+        small, large = min(points), max(points)
+        if large > 1.3 * small:
+            count = len(points)
+            mean_x, mean_y = sum(points) / count, sum(points.values()) / count
+            slope = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / sum(
+                (x - mean_x) ** 2 for x in points
+            )
+            slope = min(max(slope, 0.0), mean_y / mean_x)
+            return mean_y - slope * mean_x, slope
+        most = (1 - self.prior.fixed_share) * points[large] / large
+        if self._base is not None and gpu != self._base[0].gpu and self._base[0].gpu in self._compute:
+            ratio = self.speeds.get(gpu, 1.0) / self.speeds.get(self._base[0].gpu, 1.0)
+            most = min(0.95 * points[large] / large, self._compute[self._base[0].gpu][1] / ratio)
+        return points[large] - most * large, most
+
+    def _of_type(self, gpu: str) -> tuple[float, float]:
+        if gpu in self._compute or self._base is None:
+            return self._compute[gpu]
+        base = self._base[0].gpu
+        speed = self.speeds.get(gpu, 1.0) / self.speeds.get(base, 1.0)
+        fixed, slope = self._compute[base]
+        return fixed / speed, slope / speed
+
+    def _best(self, shape: Shape, sync_s: float, noise_scale: float | None) -> float:
+        """Most progress a second, over batches like those that were seen."""
+        if self._base is None:
+            raise ValueError("nothing was measured yet")
+        base, local, _ = self._base
+        fixed, slope = self._of_type(shape.gpu)
+        room = self.memory.get(shape.gpu, 1.0) / self.memory.get(base.gpu, 1.0)
+        seen = [m.batch / s.gpus for s, m in self.seen.items() if s.gpu == shape.gpu]
+        first = [m.batch / s.gpus for s, m in self.seen.items() if s.gpu == base.gpu]
+        largest = max([*seen, max(first) * room])
+        best, measured = 0.0, self.seen.get(shape)
+        for power in range(-6, 13):
+            mine = local * 2 ** (power / 2)
+            batch = min(max(mine * shape.gpus, self.init_batch), self.max_batch)
+            if power > -6 and batch / shape.gpus > largest * 1.01:
+                break
+            step_s = fixed + slope * batch / shape.gpus + sync_s
+            best = max(best, gain(batch, self.init_batch, noise_scale) / step_s)
+        if measured is not None:
+            best = max(best, gain(measured.batch, self.init_batch, noise_scale) / measured.step_s)
+        return best
+
+    def _mean(self, shape: Shape) -> float:
+        added = self.prior.per_doubling * (math.log2(shape.gpus) - 1)
+        return self.prior.sync + added + (self.prior.across_nodes if shape.nodes > 1 else 0.0)
+
+    def _kernel(self, a: Shape, b: Shape) -> float:
+        prior, is_same = self.prior, a.gpu == b.gpu
+        doublings, others = math.log2(a.gpus) - 1, math.log2(b.gpus) - 1
+        out = prior.sync_stdev**2 + prior.per_doubling_stdev**2 * doublings * others
+        if a.nodes > 1 and b.nodes > 1:
+            out += prior.across_nodes_stdev**2
+        if not is_same:
+            return out * prior.alike
+        if (a.nodes > 1) == (b.nodes > 1):
+            out += prior.local_stdev**2 * math.exp(-((doublings - others) ** 2) / 2)
+        return out
+
+    def _condition(self) -> None:
+        size = len(self._rows)
+        self._factor = [[0.0] * size for _ in range(size)]
+        for i in range(size):
+            for j in range(i + 1):
+                value = self._kernel(self._rows[i][0], self._rows[j][0])
+                if i == j:
+                    value += self.prior.noise**2
+                value -= sum(self._factor[i][k] * self._factor[j][k] for k in range(j))
+                self._factor[i][j] = math.sqrt(max(value, 1e-12)) if i == j else value / self._factor[j][j]
+        half = _forward(self._factor, [value for _, value in self._rows])
+        weights = [0.0] * size
+        for i in reversed(range(size)):
+            rest = sum(self._factor[j][i] * weights[j] for j in range(i + 1, size))
+            weights[i] = (half[i] - rest) / self._factor[i][i]
+        self._weights = weights
+
+
+def _forward(factor: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    out: list[float] = []
+    for i, value in enumerate(values):
+        out.append((value - sum(factor[i][k] * out[k] for k in range(i))) / factor[i][i])
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What moving to a shape is expected to come to.
+
+    Attributes:
+        shape: Where to.
+        objective: Expected, with the way back when it disappoints.
+        median: Objective if it is as fast as predicted.
+        stdev: Of the logarithm of its rate.
+    """
+
+    shape: Shape
+    objective: float
+    median: float
+    stdev: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stakes:
+    """What is left, and what time costs.
+
+    Attributes:
+        work_left: In the unit of rates.
+        here: Where the training is.
+        restart_s: Of a move.
+        probe_s: Seconds until a new place is measured.
+        noise_scale: Now.
+        usd_per_hour: Price of each shape with the value of an hour inside.
+    """
+
+    work_left: float
+    here: Shape
+    restart_s: float
+    probe_s: float
+    noise_scale: float | None
+    usd_per_hour: Callable[[Shape], float]
+
+
+def probes(learner: Learner, stakes: Stakes, shapes: Sequence[Shape]) -> tuple[float, list[Probe]]:
+    """Objective of staying, and every move, the least expected objective first.
+
+    A move to a place that was not measured is worth ``E[min(its objective, the best known one
+    after the way back)]`` and costs its restart: what it would teach, against what it costs.
+    """
+    staying = _objective(learner, stakes, stakes.here)
+    best_known = min(
+        (_objective(learner, stakes, shape) + _restart(stakes, shape) for shape in learner.seen),
+        default=staying,
+    )
+    found = []
+    types = {shape.gpu for shape in learner.seen}
+    for shape in shapes:
+        if shape == stakes.here or (shape.gpu not in types and shape.gpus not in (1, stakes.here.gpus)):
+            continue  # of a type that is new, one thing at a time: first the type, then the count
+        rate, stdev = learner.rate(shape, stakes.noise_scale)
+        price = stakes.usd_per_hour(shape) / 3600
+        median = price * stakes.work_left / rate
+        probe = price * stakes.probe_s
+        expected = _expected_min(median, stdev, best_known + probe) + _restart(stakes, shape)
+        found.append(Probe(shape, expected, median, stdev))
+    return staying, sorted(found, key=lambda item: (item.objective, item.shape))
+
+
+def _objective(learner: Learner, stakes: Stakes, shape: Shape) -> float:
+    rate, _ = learner.rate(shape, stakes.noise_scale)
+    return stakes.usd_per_hour(shape) / 3600 * stakes.work_left / rate
+
+
+def _restart(stakes: Stakes, shape: Shape) -> float:
+    return stakes.usd_per_hour(shape) / 3600 * stakes.restart_s
+
+
+def _expected_min(median: float, stdev: float, bound: float) -> float:
+    """``E[min(X, bound)]`` of a log-normal X."""
+    if stdev < 1e-6 or median <= 0:
+        return min(median, bound)
+    z = (math.log(bound) - math.log(median)) / stdev
+    below = median * math.exp(stdev**2 / 2) * _phi(z - stdev)
+    return below + bound * (1 - _phi(z))
+
+
+def _phi(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))

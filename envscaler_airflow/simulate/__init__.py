@@ -1,0 +1,1 @@
+"""The same decisions on public traces, measured trainings and recorded runs."""

@@ -1,0 +1,190 @@
+"""The elastic model: measured step times and statistical efficiency, never a fit."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envscaler_airflow.errors import SpecError
+
+START_TYPE = "T4"
+GPU_HOUR_USD = {"T4": 0.978, "V100-32GB": 3.06, "A100-40GB": 2.7447}
+"""$ per GPU-hour of the comparison. Source: AWS on-demand list, g4dn.12xlarge, p3.8xlarge, p4d.24xlarge."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Config:
+    """What a job may run on.
+
+    Attributes:
+        gpu: Type.
+        nodes, gpus: Packed: as few nodes as hold the GPUs.
+    """
+
+    gpu: str
+    nodes: int
+    gpus: int
+
+    @property
+    def name(self) -> str:
+        """``4xT4``."""
+        return f"{self.gpus}x{self.gpu}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One measured step: global batch, seconds, and the part that is synchronisation."""
+
+    batch: int
+    step_s: float
+    sync_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One training, as it was measured.
+
+    Attributes:
+        name: Key of ``models.json``.
+        init_batch, max_batch: Bounds of the global batch.
+        restart_s: Seconds that a start or a switch takes.
+        steps: By configuration, rising in batch.
+        epochs: Progress at the end of each epoch, in iterations at *init_batch*.
+        noise: By batch of ``stat_efficiency.csv``: gradient noise scale (variance over square) by epoch.
+        gpus_per_node: By type.
+    """
+
+    name: str
+    init_batch: int
+    max_batch: int
+    restart_s: float
+    steps: Mapping[Config, tuple[Step, ...]]
+    epochs: tuple[float, ...]
+    noise: Mapping[int, tuple[float, ...]]
+    gpus_per_node: Mapping[str, int] = field(default_factory=dict)
+
+    def noise_at(self, batch: int, epoch: int) -> float:
+        """Noise scale at *batch*: linear in log batch between the measured ones."""
+        batches = sorted(self.noise)
+        at = bisect_left(batches, batch)
+        row = min(epoch, len(self.epochs) - 1)
+        if at == 0 or at == len(batches):
+            return self.noise[batches[min(at, len(batches) - 1)]][row]
+        low, high = batches[at - 1], batches[at]
+        share = math.log(batch / low) / math.log(high / low)
+        return self.noise[low][row] * (1 - share) + self.noise[high][row] * share
+
+    def gain(self, batch: int, epoch: int) -> float:
+        """Progress of one step at *batch*: ``(var + sqr) / (var / s + sqr)``, ``s = batch / init_batch``.
+
+        Source: Qiao et al., Pollux, OSDI 2021, equation 7.
+        """
+        noise = self.noise_at(batch, epoch)
+        return (noise + 1) / (noise * self.init_batch / batch + 1)
+
+    def best(self, config: Config, epoch: int) -> tuple[Step, float]:
+        """The feasible batch with most progress a second, and that rate."""
+        return max(
+            ((step, self.gain(step.batch, epoch) / step.step_s) for step in self.steps[config]),
+            key=lambda pair: pair[1],
+        )
+
+
+def load_models(folder: Path, types: Sequence[str]) -> dict[str, Model]:
+    """Read ``models.json``, ``stat_efficiency.csv`` and every ``throughput_*.csv`` of the same columns.
+
+    Raises:
+        SpecError: A file is missing or not of that form.
+    """
+    try:
+        facts = json.loads((folder / "models.json").read_text(encoding="utf-8"))
+        statistics = _read(folder / "stat_efficiency.csv")
+        throughputs = [row for path in sorted(folder.glob("throughput_*.csv")) for row in _read(path)]
+    except (OSError, ValueError) as err:
+        raise SpecError(f"{folder}: profiles cannot be read: {err}") from err
+    per_node = {name: int(item["gpus_per_node"]) for name, item in facts["gpu_types"].items()}
+    measured = [row for row in throughputs if "local_bsz" in row and row["gpu_type"] in types]
+    return {
+        name: _model(name, item, measured, statistics, per_node)
+        for name, item in facts["models"].items()
+        if any(row["model"] == name for row in statistics) and any(row["model"] == name for row in measured)
+    }
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _model(
+    name: str,
+    facts: Mapping[str, Any],
+    measured: Sequence[Mapping[str, str]],
+    statistics: Sequence[Mapping[str, str]],
+    per_node: Mapping[str, int],
+) -> Model:
+    rows = [row for row in measured if row["model"] == name]
+    found: dict[Config, dict[int, Step]] = {}
+    for is_exact in (False, True):  # exact placements replace those given as a number of nodes
+        for row in rows:
+            config = Config(row["gpu_type"], int(row["num_nodes"]), int(row["num_replicas"]))
+            if not _is_packed(row["placement"], config, per_node, is_exact=is_exact):
+                continue
+            batch = int(row["local_bsz"]) * config.gpus
+            if facts["init_batch"] <= batch <= facts["max_batch"]:
+                step = Step(batch, float(row["step_time"]), float(row["sync_time"]))
+                found.setdefault(config, {})[batch] = step
+    by_batch: dict[int, list[tuple[int, float, float]]] = {}
+    for row in statistics:
+        if row["model"] == name:
+            noise = float(row["grad_var"]) / float(row["grad_sqr"])
+            by_batch.setdefault(int(row["batch_size"]), []).append(
+                (int(row["epoch"]), float(row["progress"]), noise)
+            )
+    init = sorted(by_batch[min(by_batch)])
+    return Model(
+        name=name,
+        init_batch=int(facts["init_batch"]),
+        max_batch=int(facts["max_batch"]),
+        restart_s=float(facts["restart_s"]),
+        steps={c: tuple(s for _, s in sorted(steps.items())) for c, steps in sorted(found.items())},
+        epochs=tuple(progress for _, progress, _ in init),
+        noise={batch: tuple(n for _, _, n in sorted(items)) for batch, items in by_batch.items()},
+        gpus_per_node=dict(per_node),
+    )
+
+
+def _is_packed(placement: str, config: Config, per_node: Mapping[str, int], *, is_exact: bool) -> bool:
+    whole = per_node[config.gpu]
+    if config.nodes != math.ceil(config.gpus / whole):
+        return False
+    if not placement or not is_exact:
+        return not placement and not is_exact
+    full, rest = divmod(config.gpus, whole)
+    return sorted(placement) == sorted([str(whole)] * full + ([str(rest)] if rest else []))
+
+
+def gpu_prices(path: Path | None, types: Sequence[str]) -> dict[str, float]:
+    """$ per GPU-hour by type: those of the comparison, else the row of the file with the most GPUs.
+
+    Raises:
+        SpecError: A type has no price.
+    """
+    rows = [] if path is None else _read(path)
+    prices = {}
+    for name in types:
+        named = [row for row in rows if row.get("gpu") == name and row.get("usd_per_gpu_hour")]
+        if name in GPU_HOUR_USD:
+            prices[name] = GPU_HOUR_USD[name]
+        elif named:
+            most = max(named, key=lambda row: int(row.get("gpus") or 1))
+            prices[name] = float(most["usd_per_gpu_hour"])
+        else:
+            raise SpecError(f"{path}: no price for {name}: a row with gpu and usd_per_gpu_hour is needed")
+    return prices

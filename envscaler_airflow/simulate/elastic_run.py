@@ -1,0 +1,177 @@
+"""Run a job of the elastic model under a policy, and its exact optimum."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from envscaler_airflow.simulate.elastic import Config, Model, Step
+
+DECISION_S = 60.0
+NOISE = 0.03
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticJob:
+    """One job.
+
+    Attributes:
+        model: The training.
+        configs: What it may run on.
+        usd_per_gpu_hour: By type.
+        value_of_hour: USD.
+        factor: Its work, as a multiple of the original.
+        start: Where it starts.
+    """
+
+    model: Model
+    configs: tuple[Config, ...]
+    usd_per_gpu_hour: Mapping[str, float]
+    value_of_hour: float
+    factor: float
+    start: Config
+
+    def usd_per_hour(self, config: Config) -> float:
+        """Price of all GPUs."""
+        return self.usd_per_gpu_hour[config.gpu] * config.gpus
+
+    def objective_per_s(self, config: Config) -> float:
+        """Cost + value of time, a second."""
+        return (self.usd_per_hour(config) + self.value_of_hour) / SECONDS_PER_HOUR
+
+
+@dataclass(slots=True)
+class ElasticView:
+    """What a policy sees every 60 s: its own numbers, and nothing of places where it has not been."""
+
+    elapsed_s: float
+    config: Config
+    batch: int
+    step_s: float
+    sync_s: float
+    noise_scale: float
+    work_done: float
+    work_left: float
+    epoch: int
+
+
+class ElasticPolicy(Protocol):
+    """Answers a configuration every 60 s."""
+
+    def begin(self, job: ElasticJob) -> None:
+        """Forget the last job.
+
+        Of *job* only what a live stage knows may be used: bounds of the batch, configurations and
+        prices, restart seconds, the value of an hour; never its steps.
+        """
+
+    def choose(self, view: ElasticView) -> Config:
+        """Where to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticRun:
+    """One simulated job: cost, time and the way it went."""
+
+    cost_usd: float
+    time_h: float
+    restarts: int
+    objective: float
+    path: tuple[tuple[float, str], ...] = ()
+
+
+def simulate_elastic(job: ElasticJob, policy: ElasticPolicy, *, seed: int) -> ElasticRun:
+    """Run *job* to its end. The start is a restart, and so is each switch; both are billed."""
+    random = Random(seed)  # noqa: S311  # noise, not secrets
+    truth = _Truth(job)
+    policy.begin(job)
+    config, done, time_s, usd, restarts = job.start, 0.0, 0.0, 0.0, 0
+    path = [(0.0, config.name)]
+    time_s += job.model.restart_s
+    usd += job.usd_per_hour(config) * job.model.restart_s / SECONDS_PER_HOUR
+    total = truth.ends[-1]
+    while done < total - 1e-9:
+        took, done = truth.advance(config, done, DECISION_S)
+        time_s += took
+        usd += job.usd_per_hour(config) * took / SECONDS_PER_HOUR
+        if done >= total - 1e-9:
+            break
+        epoch = truth.epoch(done)
+        step, _ = truth.best(config, epoch)
+        noise = math.exp(random.gauss(0, NOISE))
+        view = ElasticView(
+            time_s,
+            config,
+            step.batch,
+            step.step_s * noise,
+            step.sync_s * noise,
+            job.model.noise_at(step.batch, epoch),
+            done,
+            total - done,
+            epoch,
+        )
+        wanted = policy.choose(view)
+        if wanted != config:
+            config, restarts = wanted, restarts + 1
+            path.append((time_s, config.name))
+            time_s += job.model.restart_s
+            usd += job.usd_per_hour(config) * job.model.restart_s / SECONDS_PER_HOUR
+    hours = time_s / SECONDS_PER_HOUR
+    return ElasticRun(usd, hours, restarts, usd + job.value_of_hour * hours, tuple(path))
+
+
+def elastic_optimum(job: ElasticJob) -> float:
+    """Least objective of any schedule that switches at epoch borders, the start's restart inside."""
+    truth = _Truth(job)
+    rate = [{c: truth.best(c, e)[1] for c in job.configs} for e in range(len(truth.ends))]
+    after = dict.fromkeys(job.configs, 0.0)
+    for epoch in range(len(truth.ends) - 1, -1, -1):
+        work = truth.ends[epoch] - (truth.ends[epoch - 1] if epoch else 0.0)
+        on = {c: job.objective_per_s(c) * work / rate[epoch][c] + after[c] for c in job.configs}
+        moved = min(on[c] + job.objective_per_s(c) * job.model.restart_s for c in job.configs)
+        after = {c: min(on[c], moved) for c in job.configs}
+    return after[job.start] + job.objective_per_s(job.start) * job.model.restart_s
+
+
+def best_fixed(job: ElasticJob) -> float:
+    """Least objective of one configuration for the whole job, with one restart."""
+    truth = _Truth(job)
+    costs = []
+    for config in job.configs:
+        took, _ = truth.advance(config, 0.0, math.inf)
+        costs.append(job.objective_per_s(config) * (took + job.model.restart_s))
+    return min(costs)
+
+
+class _Truth:
+    def __init__(self, job: ElasticJob) -> None:
+        self.model = job.model
+        self.ends = [end * job.factor for end in job.model.epochs]
+        self._best: dict[tuple[Config, int], tuple[Step, float]] = {}
+
+    def epoch(self, done: float) -> int:
+        return min(bisect_right(self.ends, done + 1e-9), len(self.ends) - 1)
+
+    def best(self, config: Config, epoch: int) -> tuple[Step, float]:
+        key = (config, epoch)
+        if key not in self._best:
+            self._best[key] = self.model.best(config, epoch)
+        return self._best[key]
+
+    def advance(self, config: Config, done: float, seconds: float) -> tuple[float, float]:
+        took = 0.0
+        while took < seconds - 1e-9 and done < self.ends[-1] - 1e-9:
+            epoch = self.epoch(done)
+            rate = self.best(config, epoch)[1]
+            left = self.ends[epoch] - done
+            need = left / rate
+            if need <= seconds - took:
+                took, done = took + need, self.ends[epoch]
+            else:
+                done, took = done + rate * (seconds - took), seconds
+        return took, done

@@ -1,0 +1,64 @@
+"""A recorded run under another policy: what it would have decided, and what that would have come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envscaler_airflow.scaling import POLICIES, Check, Policy, Propose, decide
+
+
+def replay_run(
+    checks: Iterable[Check], policy_name: str | None = None, *, policies: Mapping[str, Propose] = POLICIES
+) -> dict[str, Any]:
+    """Decide every recorded check again, under the recorded policy or another one.
+
+    Up to the first decision that differs, what is said is fact. From there on the run would have
+    gone another way: those checks are still decided on what was seen, and labelled
+    ``counterfactual``; hours and $ of a move are estimates by the policy's own numbers.
+
+    Raises:
+        ValueError: No policy of that name.
+    """
+    rows: list[dict[str, Any]] = []
+    is_fact = True
+    wanted: Mapping[str, float] = {}
+    for check in checks:
+        observation, policy = check.observation, check.policy
+        if policy_name is not None and policy_name != policy.name:
+            policy = _as(policy, policy_name)
+            observation = replace(observation, wanted=dict(wanted))
+        decision = decide(observation, policy, policies=policies)
+        wanted = decision.wanted
+        same = (decision.action, decision.target.name) == (check.decision.action, check.decision.target.name)
+        is_fact = is_fact and same
+        rows.append(
+            {
+                "elapsed_s": observation.elapsed_s,
+                "recorded": _said(check.decision.action, check.decision.target.name),
+                "replayed": _said(decision.action, decision.target.name),
+                "reason": decision.reason,
+                "numbers": dict(decision.numbers),
+                "counterfactual": not is_fact,
+            }
+        )
+    return {"policy": policy_name, "jobs": rows, "summary": _summary(rows)}
+
+
+def _as(policy: Policy, name: str) -> Policy:
+    return replace(policy, name=name)
+
+
+def _said(action: str, target: str) -> str:
+    return action if action == "keep" else f"{action} {target}"
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    different = [row for row in rows if row["recorded"] != row["replayed"]]
+    return {
+        "checks": len(rows),
+        "different": len(different),
+        "counterfactual": sum(row["counterfactual"] for row in rows),
+        "first_different_s": different[0]["elapsed_s"] if different else None,
+    }

@@ -1,0 +1,227 @@
+"""Many simulated jobs as one JSON report: what the shell prints and the benchmarks average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.scaling.deadline import DeadlinePolicy
+from envscaler_airflow.scaling.deadline.facts import SpotJob
+from envscaler_airflow.simulate.elastic import START_TYPE, Config, Model
+from envscaler_airflow.simulate.elastic_policy import CostToFinish
+from envscaler_airflow.simulate.elastic_references import Hpa, OrEtAl, Pollux, Stay
+from envscaler_airflow.simulate.elastic_run import (
+    ElasticJob,
+    ElasticPolicy,
+    elastic_optimum,
+    simulate_elastic,
+)
+from envscaler_airflow.simulate.optimum import spot_optimum
+from envscaler_airflow.simulate.references import Greedy, OnDemand, UniformProgress
+from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, simulate_spot
+from envscaler_airflow.simulate.traces import Traces, Window, prices_since
+
+SPOT_POLICIES: Mapping[str, type[SpotPolicy]] = {
+    "deadline": DeadlinePolicy,
+    "uniform-progress": UniformProgress,
+    "greedy": Greedy,
+    "on-demand": OnDemand,
+}
+ELASTIC_POLICIES: Mapping[str, type[ElasticPolicy]] = {
+    "cost-to-finish": CostToFinish,
+    "hpa": Hpa,
+    "or-et-al": OrEtAl,
+    "pollux": Pollux,
+    "stay": Stay,
+}
+TYPES = ("T4", "V100-32GB", "A100-40GB")
+VALUES = (0.25, 1.0, 4.0, 16.0)
+"""Values of an hour, in $/h of the cheapest configuration."""
+LONG = {"cifar10": 40.0, "yolov3": 6.0, "imagenet": 1.0}
+"""Work of the long track, in original lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotCell:
+    """One deadline and overhead, at one pair of prices, over windows of one file of traces."""
+
+    work_h: float
+    deadline_h: float
+    overhead_h: float
+    on_demand_usd: float
+    spot_usd: float
+
+    def job(self, gap_s: float) -> SpotJob:
+        """The job at this tick."""
+        return SpotJob(
+            ticks=int(self.deadline_h * 3600 / gap_s + 1e-9),
+            gap_s=gap_s,
+            work_s=self.work_h * 3600,
+            overhead_s=self.overhead_h * 3600,
+            on_demand_usd=self.on_demand_usd,
+            spot_usd=self.spot_usd,
+        )
+
+
+def spot_jobs(
+    traces: Traces,
+    windows: Iterable[Window],
+    cell: SpotCell,
+    policy: SpotPolicy,
+    *,
+    zones: Sequence[str] = (),
+    earlier: Traces | None = None,
+    price_changes: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+    with_optimum: bool = False,
+) -> list[dict[str, Any]]:
+    """One job for each window whose zone the traces hold; with *zones*, one over all of them for each start.
+
+    Raises:
+        SpecError: No window fits the traces.
+    """
+    starts: dict[tuple[str, ...], dict[int, Window]] = {}
+    for window in windows:
+        if window.zone in (zones or traces.zones) and window.zone in traces.zones:
+            starts.setdefault(tuple(zones) or (window.zone,), {})[window.start_tick] = window
+    if not starts:
+        raise SpecError(f"no window is of a zone of the traces: {', '.join(zones or traces.zones)}")
+    jobs = []
+    for names, by_tick in starts.items():
+        for start, window in sorted(by_tick.items()):
+            job = cell.job(window.gap_s)
+            rows = {name: traces.since(start, name)[: job.ticks] for name in names}
+            past = {
+                name: ((earlier.zones.get(name, ()) if earlier else ()) + traces.before(start, name))
+                for name in names
+            }
+            prices = {
+                name: prices_since(price_changes[name], start, job.ticks)
+                for name in names
+                if price_changes and name in price_changes
+            }
+            run = simulate_spot(job, rows, policy, history=past, prices=prices)
+            row = _spot_row(window, names, cell, run)
+            if with_optimum:
+                row["optimum_usd"] = round(spot_optimum(job, rows, prices), 6)
+            jobs.append(row)
+    return jobs
+
+
+def _spot_row(window: Window, names: Sequence[str], cell: SpotCell, run: SpotRun) -> dict[str, Any]:
+    return {
+        "dataset": window.dataset,
+        "zone": "+".join(names),
+        "start_tick": window.start_tick,
+        "gap_s": window.gap_s,
+        "deadline_h": cell.deadline_h,
+        "overhead_h": cell.overhead_h,
+        "cost_usd": round(run.cost_usd, 6),
+        "finished_h": round(run.finished_h, 6),
+        "late": run.is_late,
+        "launches": run.launches,
+    }
+
+
+def spot_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means, worst, late."""
+    costs = [job["cost_usd"] for job in jobs]
+    summary = {
+        "jobs": len(jobs),
+        "mean_cost_usd": sum(costs) / len(costs),
+        "worst_cost_usd": max(costs),
+        "mean_finished_h": sum(job["finished_h"] for job in jobs) / len(jobs),
+        "late": sum(bool(job["late"]) for job in jobs),
+    }
+    if all("optimum_usd" in job for job in jobs):
+        optimum = sum(job["optimum_usd"] for job in jobs)
+        summary["mean_optimum_usd"] = optimum / len(jobs)
+        summary["over_optimum"] = sum(costs) / optimum
+    return summary
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """Which configurations a job may take and how long it is.
+
+    Attributes:
+        is_type: All types, not only the one it starts on.
+        is_long: Work multiplied as in :data:`LONG`.
+        work: Multiples by model, before the others.
+    """
+
+    is_type: bool
+    is_long: bool
+    work: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """``count-long``."""
+        return f"{'type' if self.is_type else 'count'}-{'long' if self.is_long else 'short'}"
+
+    def job(
+        self, model: Model, prices: Mapping[str, float], value_of_hour: float | None, at: float
+    ) -> ElasticJob:
+        """A job of *model*; *at* multiplies the $/h of its cheapest configuration unless a value is given.
+
+        Raises:
+            SpecError: One GPU of the start type was not measured.
+        """
+        configs = tuple(c for c in model.steps if c.gpu in prices and (self.is_type or c.gpu == START_TYPE))
+        start = Config(START_TYPE, 1, 1)
+        if start not in configs:
+            raise SpecError(f"{model.name}: one {START_TYPE} was not measured, and jobs start there")
+        cheapest = min(prices[c.gpu] * c.gpus for c in configs)
+        value = at * cheapest if value_of_hour is None else value_of_hour
+        factor = self.work.get(model.name, LONG.get(model.name, 1.0) if self.is_long else 1.0)
+        return ElasticJob(model, configs, prices, value, factor, start)
+
+
+def elastic_jobs(
+    models: Sequence[Model],
+    prices: Mapping[str, float],
+    track: Track,
+    policy: ElasticPolicy,
+    *,
+    seeds: int,
+    values_of_hour: Sequence[float] = (),
+) -> list[dict[str, Any]]:
+    """Every model at every value of an hour and seed."""
+    jobs = []
+    values: list[tuple[float | None, float]] = [(value, 0.0) for value in values_of_hour]
+    for model in models:
+        for value, at in values or [(None, at) for at in VALUES]:
+            job = track.job(model, prices, value, at)
+            optimum = elastic_optimum(job)
+            for seed in range(seeds):
+                run = simulate_elastic(job, policy, seed=seed)
+                jobs.append(
+                    {
+                        "model": model.name,
+                        "track": track.name,
+                        "value_of_hour": round(job.value_of_hour, 6),
+                        "seed": seed,
+                        "cost_usd": round(run.cost_usd, 6),
+                        "time_h": round(run.time_h, 6),
+                        "restarts": run.restarts,
+                        "objective": round(run.objective, 6),
+                        "optimum": round(optimum, 6),
+                        "regret": round(run.objective / optimum - 1, 6),
+                        "path": [[round(at_s / 3600, 3), name] for at_s, name in run.path],
+                    }
+                )
+    return jobs
+
+
+def elastic_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means and worst."""
+    regrets = [job["regret"] for job in jobs]
+    return {
+        "jobs": len(jobs),
+        "mean_regret": sum(regrets) / len(jobs),
+        "worst_regret": max(regrets),
+        "mean_restarts": sum(job["restarts"] for job in jobs) / len(jobs),
+        "mean_cost_usd": sum(job["cost_usd"] for job in jobs) / len(jobs),
+        "mean_time_h": sum(job["time_h"] for job in jobs) / len(jobs),
+    }

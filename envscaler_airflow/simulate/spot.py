@@ -1,0 +1,99 @@
+"""The spot model, tick by tick: the same guard and the same answers as a live stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe
+
+SECONDS_PER_HOUR = 3600.0
+
+
+class SpotPolicy(Protocol):
+    """Answers a zone, ``on-demand`` or None at the start of every tick; the guard has the last word."""
+
+    def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:
+        """Forget the last job; *history* has each zone's ticks before the start, oldest first."""
+
+    def choose(self, view: SpotView) -> str | None:
+        """What to run in this tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotRun:
+    """One simulated job.
+
+    Attributes:
+        cost_usd: Whole ticks at the prices of their markets.
+        finished_h: When the work was done.
+        is_late: True when that was after the deadline; the guard makes it impossible.
+        launches: Starts, on-demand and spot.
+        answers: Per tick, for plots.
+    """
+
+    cost_usd: float
+    finished_h: float
+    is_late: bool
+    launches: int
+    answers: tuple[str | None, ...] = ()
+
+
+def simulate_spot(
+    job: SpotJob,
+    zones: Mapping[str, Sequence[int]],
+    policy: SpotPolicy,
+    *,
+    history: Mapping[str, Sequence[int]] | None = None,
+    prices: Mapping[str, Sequence[float]] | None = None,
+) -> SpotRun:
+    """Run *job* under *policy* on the availability of *zones* (above 0: can be had).
+
+    Every launch (after a loss, after none, or on a switch of market or zone) owes the
+    overhead, consumed from paid time. Work done is kept. An answer that the guard refuses, or
+    a zone that is not up, becomes on-demand.
+
+    Args:
+        job: Work, deadline and prices.
+        zones: Ticks from the start of the job on; a tick behind the end is not up.
+        policy: Told the job and the *history* first.
+        history: Ticks before the start, for policies that learn.
+        prices: Spot $/h by zone and tick; the job's own where absent.
+    """
+    policy.begin(job, history or {})
+    work, owed, cost, last_s = job.work_s, 0.0, 0.0, 0.0
+    running: str | None = None
+    answers: list[str | None] = []
+    tick = launches = 0
+    while work > 1e-6:
+        up = {name: tick < len(row) and row[tick] > 0 for name, row in zones.items()}
+        usd = {name: row[min(tick, len(row) - 1)] for name, row in (prices or {}).items()}
+        if running is not None and running != ON_DEMAND and not up[running]:
+            running, owed = None, 0.0
+        view = SpotView(tick, job.ticks - tick, work, owed, running, up, usd)
+        answer = _allowed(job, view, policy.choose(view))
+        if answer is None:
+            running, owed = None, 0.0
+        else:
+            if answer != running:
+                owed, launches = job.overhead_s, launches + 1
+            running = answer
+            price = job.on_demand_usd if answer == ON_DEMAND else usd.get(answer, job.spot_usd)
+            cost += price * job.gap_s / SECONDS_PER_HOUR
+            paid = min(job.gap_s, owed)
+            owed -= paid
+            done = min(work, job.gap_s - paid)
+            work -= done
+            last_s = paid + done
+        answers.append(answer)
+        tick += 1
+    finished_s = max(0, tick - 1) * job.gap_s + last_s
+    is_late = finished_s > job.ticks * job.gap_s + 1e-6
+    return SpotRun(cost, finished_s / SECONDS_PER_HOUR, is_late, launches, tuple(answers))
+
+
+def _allowed(job: SpotJob, view: SpotView, answer: str | None) -> str | None:
+    if answer not in (None, ON_DEMAND) and not view.up.get(answer, False):
+        answer = None
+    return answer if is_safe(job, view, answer) else ON_DEMAND

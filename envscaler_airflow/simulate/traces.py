@@ -1,0 +1,125 @@
+"""Read spot traces, windows and prices as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envscaler_airflow.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Availability by zone: above 0 spot can be had for the whole tick, 0 not, -1 unknown.
+
+    Attributes:
+        first: Number of the first tick in the file.
+        zones: Rows in the order of the file's columns.
+    """
+
+    first: int
+    zones: dict[str, tuple[int, ...]]
+
+    def since(self, tick: int, zone: str) -> tuple[int, ...]:
+        """Ticks of *zone* from *tick* on."""
+        return self.zones[zone][tick - self.first :]
+
+    def before(self, tick: int, zone: str) -> tuple[int, ...]:
+        """Ticks of *zone* before *tick*."""
+        return self.zones[zone][: max(0, tick - self.first)]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A start to simulate."""
+
+    dataset: str
+    zone: str
+    start_tick: int
+    n_ticks: int
+    gap_s: float
+
+
+def read_traces(path: Path) -> Traces:
+    """Traces of one data set: column ``tick``, then one for each zone.
+
+    Raises:
+        SpecError: The file is not of that form; the message says where.
+    """
+    rows = _rows(path, ("tick",))
+    zones = [name for name in rows[0] if name != "tick"]
+    try:
+        ticks = [int(row["tick"]) for row in rows]
+        values = {zone: tuple(int(float(row[zone])) for row in rows) for zone in zones}
+    except (TypeError, ValueError) as err:
+        raise SpecError(f"{path}: every cell must be a whole number: {err}") from err
+    if ticks != list(range(ticks[0], ticks[0] + len(ticks))):
+        raise SpecError(f"{path}: ticks must rise by 1 from row to row")
+    return Traces(ticks[0], values)
+
+
+def read_windows(path: Path) -> list[Window]:
+    """Starts: ``dataset, zone, start_tick, n_ticks, gap_seconds``.
+
+    Raises:
+        SpecError: The file is not of that form.
+    """
+    rows = _rows(path, ("dataset", "zone", "start_tick", "n_ticks", "gap_seconds"))
+    try:
+        return [
+            Window(
+                row["dataset"],
+                row["zone"],
+                int(row["start_tick"]),
+                int(row["n_ticks"]),
+                float(row["gap_seconds"]),
+            )
+            for row in rows
+        ]
+    except (TypeError, ValueError) as err:
+        raise SpecError(f"{path}: {err}") from err
+
+
+def of_dataset(windows: Sequence[Window], traces: Path, dataset: str | None = None) -> list[Window]:
+    """Windows of *dataset*; by default of the one that the name of the traces' file begins with, else all."""
+    names = {window.dataset for window in windows}
+    if dataset is None:
+        begun = [name for name in names if traces.name.startswith(name)]
+        dataset = max(begun, key=len, default=None)
+    elif dataset not in names:
+        raise SpecError(f"no window is of data set {dataset!r}; there are {', '.join(sorted(names))}")
+    return [window for window in windows if dataset is None or window.dataset == dataset]
+
+
+def read_price_changes(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Spot $/h by zone: ``zone, tick, spot_usd_per_h``, a row at each change."""
+    changes: dict[str, list[tuple[int, float]]] = {}
+    for row in _rows(path, ("zone", "tick", "spot_usd_per_h")):
+        changes.setdefault(row["zone"], []).append((int(row["tick"]), float(row["spot_usd_per_h"])))
+    return changes
+
+
+def prices_since(changes: Sequence[tuple[int, float]], start: int, ticks: int) -> list[float]:
+    """Price in each of *ticks* ticks from *start*; before the first change, the first price."""
+    at, price, out = 0, changes[0][1], []
+    for tick in range(start, start + ticks):
+        while at < len(changes) and changes[at][0] <= tick:
+            price, at = changes[at][1], at + 1
+        out.append(price)
+    return out
+
+
+def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as err:
+        raise SpecError(f"{path}: cannot be read: {err.strerror}") from err
+    if not rows:
+        raise SpecError(f"{path}: has no rows")
+    missing = [name for name in columns if name not in rows[0]]
+    if missing:
+        raise SpecError(f"{path}: has no column {', '.join(missing)}")
+    return rows
