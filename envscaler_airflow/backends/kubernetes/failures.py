@@ -74,6 +74,9 @@ class Failure:
     signal: int | None = None
 
 
+_JOB_DEADLINE = Failure("Job deadline", "deadline-exceeded", "fail", "ran into the deadline of its Job")
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What the API server showed of one attempt.
@@ -220,8 +223,6 @@ def _ended(end: Json) -> Failure:
     number = code - 128 if 128 < code < 128 + 65 else None
     if reason is None:
         reason = "killed" if number is not None else _BY_EXIT_CODE.get(code, "failed")
-    if reason in ("stopped", "left") and number is None and code not in _BY_EXIT_CODE:
-        number = None
     recovery: Recovery = {"succeeded": "stop", "left": "stop", "stopped": "stop"}.get(  # type: ignore[assignment]  # a table of literals
         reason, "next-attempt" if reason in ("killed", "orphaned") else "fail"
     )
@@ -408,7 +409,7 @@ def _by_job(job: Json, node: int, end: Json) -> Failure:
         return Failure("succeeded", "succeeded", "stop", exit_code=0)
     reason, message = str(end.get("reason") or ""), str(end.get("message") or "")
     if reason == "DeadlineExceeded":
-        return Failure("Job deadline", "deadline-exceeded", "fail", "ran into the deadline of its Job")
+        return _JOB_DEADLINE
     return Failure("echo", "killed", "next-attempt", f"ended with its Job: {_joined(reason, message)}")
 
 
@@ -417,6 +418,9 @@ def _told(job: Json, node: int, failure: Failure) -> NodeStatus:
     asked = stop_asked(job)
     if failure.reason == "lost":
         return NodeStatus(node, "lost", reason="lost", detail=failure.detail)
+    ended = job_end(job) or condition(job, "FailureTarget") or {}
+    if failure.reason in ("killed", "stopped") and ended.get("reason") == "DeadlineExceeded":
+        failure = _JOB_DEADLINE
     if asked is not None and failure.reason in ("deadline-exceeded", "killed", "stopped"):
         grace_s = float(asked.get("grace_s") or 0.0)
         reason = "stopped" if grace_s > 0 else "killed"

@@ -1,0 +1,340 @@
+"""Unit tests of the failure table: what the API server shows, and what is made of it.
+
+Fields are those that a real Kubernetes 1.36 wrote; each row of docs/reference/failures.md is one here.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.backends.base import NodeStatus
+from envscaler_airflow.backends.kubernetes import failures, names
+from envscaler_airflow.backends.kubernetes.failures import Seen, failure_of, read_attempt, waiting_for
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
+AT = "2026-11-29T17:00:00Z"
+NOW = failures.timestamp(AT)
+
+
+def pod(*, phase="Running", main=None, node="node0", index=0, meta=None, **status):
+    """A pod; *main* is the state of the training's container."""
+    statuses = [{"name": "main", "image": "train:1", "state": main}] if main is not None else []
+    return {
+        "metadata": {
+            "name": f"job-{index}-abcde",
+            "namespace": "ns",
+            "uid": f"pod-{index}",
+            "creationTimestamp": AT,
+            "labels": {names.INDEX: str(index)},
+            **(meta or {}),
+        },
+        "spec": {"nodeName": node},
+        "status": {"phase": phase, "containerStatuses": statuses, **status},
+    }
+
+
+def ended(code, reason="Error", message=""):
+    """State of a container that ended."""
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message, "finishedAt": AT}}
+
+
+def waiting(reason, message=""):
+    """State of a container that waits."""
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def when(kind, reason="", message="", status="True"):
+    """A condition."""
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": AT,
+    }
+
+
+def job(*conditions, nodes=1, stop=None, queue=None, suspend=False, **status):
+    """A Job with these conditions."""
+    labels = {names.NODES: str(nodes)} | ({names.QUEUE: queue} if queue else {})
+    return {
+        "metadata": {
+            "name": "job",
+            "namespace": "ns",
+            "uid": "job",
+            "labels": labels,
+            "annotations": {names.STOP: json.dumps(stop)} if stop else {},
+        },
+        "spec": {"completions": nodes, "suspend": suspend},
+        "status": {"conditions": list(conditions), **status},
+    }
+
+
+REFUSED = "Pod was rejected: Node didn't have enough resource: nvidia.com/gpu. More."
+SAID = json.dumps({"reason": "cuda-out-of-memory", "detail": "CUDA out of memory"})
+ENDS = {
+    "application error": (
+        pod(phase="Failed", main=ended(3)),
+        ("failed", "fail", 3, None),
+    ),
+    "command not found": (
+        pod(phase="Failed", main=ended(127)),
+        ("not-found", "fail", 127, None),
+    ),
+    "left": (pod(phase="Failed", main=ended(85)), ("left", "stop", 85, None)),
+    "stopped": (pod(phase="Failed", main=ended(87)), ("stopped", "stop", 87, None)),
+    "orphaned": (pod(phase="Failed", main=ended(86)), ("orphaned", "next-attempt", 86, None)),
+    "set-up failed": (pod(phase="Failed", main=ended(88)), ("setup-failed", "fail", 88, None)),
+    "init container failed": (
+        pod(
+            phase="Failed",
+            main=waiting("PodInitializing"),
+            initContainerStatuses=[{"name": "install", "state": ended(7)}],
+        ),
+        ("setup-failed", "fail", 7, None),
+    ),
+    "no python3 in the image": (
+        pod(phase="Failed", main=ended(128, "StartError", 'exec: "python3": not found. More')),
+        ("setup-failed", "fail", 128, None),
+    ),
+    "out of memory": (
+        pod(phase="Failed", main=ended(137, "OOMKilled")),
+        ("out-of-memory", "more-memory", 137, 9),
+    ),
+    "CUDA out of memory": (
+        pod(phase="Failed", main=ended(1, message=SAID)),
+        ("cuda-out-of-memory", "fail", 1, None),
+    ),
+    "killed by a signal": (pod(phase="Failed", main=ended(137)), ("killed", "next-attempt", None, 9)),
+    "eviction by the API": (
+        pod(phase="Failed", main=ended(143), conditions=[when("DisruptionTarget", "EvictionByEvictionAPI")]),
+        ("lost", "next-attempt", None, None),
+    ),
+    "preemption": (
+        pod(phase="Failed", main=ended(143), conditions=[when("DisruptionTarget", "PreemptionByScheduler")]),
+        ("lost", "next-attempt", None, None),
+    ),
+    "node silent": (
+        pod(phase="Failed", conditions=[when("DisruptionTarget", "DeletionByTaintManager")]),
+        ("lost", "next-attempt", None, None),
+    ),
+    "node gone": (
+        pod(phase="Failed", conditions=[when("DisruptionTarget", "DeletionByPodGC")]),
+        ("lost", "next-attempt", None, None),
+    ),
+    "node pressure": (
+        pod(phase="Failed", main=ended(137), conditions=[when("DisruptionTarget", "TerminationByKubelet")]),
+        ("lost", "next-attempt", None, None),
+    ),
+    "evicted for local storage": (
+        pod(phase="Failed", main=ended(137), reason="Evicted", message="Pod exceeds 4Mi. More"),
+        ("lost", "next-attempt", None, None),
+    ),
+    "refused: out of GPUs": (
+        pod(phase="Failed", reason="OutOfnvidia.com/gpu", message=REFUSED),
+        ("lost", "next-attempt", None, None),
+    ),
+    "refused: admission": (
+        pod(phase="Failed", reason="UnexpectedAdmissionError", message="Pod was rejected: Allocate failed"),
+        ("lost", "next-attempt", None, None),
+    ),
+    "pod deadline": (
+        pod(phase="Failed", main=ended(143), reason="DeadlineExceeded", message="too long"),
+        ("deadline-exceeded", "fail", None, None),
+    ),
+}
+WAITS = {
+    "unschedulable": (
+        pod(
+            phase="Pending",
+            node=None,
+            conditions=[when("PodScheduled", "Unschedulable", "0/5 nodes are available. no", "False")],
+        ),
+        ("scheduling", "0/5 nodes are available"),
+    ),
+    "gated": (
+        pod(phase="Pending", node=None, conditions=[when("PodScheduled", "SchedulingGated", "", "False")]),
+        ("gated", "waits for its scheduling gates"),
+    ),
+    "image cannot be pulled": (
+        pod(phase="Pending", main=waiting("ImagePullBackOff", "not found")),
+        ("image", "ImagePullBackOff of train:1: not found"),
+    ),
+    "image name is wrong": (
+        pod(phase="Pending", main=waiting("InvalidImageName", "couldn't parse")),
+        ("image", "InvalidImageName of train:1: couldn't parse"),
+    ),
+    "Secret is missing": (
+        pod(phase="Pending", main=waiting("CreateContainerConfigError", 'secret "absent" not found')),
+        ("config", 'CreateContainerConfigError: secret "absent" not found'),
+    ),
+    "starting": (pod(phase="Pending", main=waiting("ContainerCreating")), ("starting", "")),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_has_its_class(name):
+    """Reason, recovery, exit code and signal."""
+    body, (reason, recovery, code, number) = ENDS[name]
+
+    got = failure_of(body)
+
+    assert (got.reason, got.recovery, got.exit_code, got.signal) == (reason, recovery, code, number)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_has_its_reason(name):
+    """Kind and one line for people, the same for every version of the scheduler."""
+    body, expected = WAITS[name]
+
+    assert waiting_for(body, Seen(None, server_time=NOW + 5, wait_for_node_s=60)) == expected
+
+
+def test_every_row_of_the_table_is_a_test():
+    """And every test has its row."""
+    rows = [line.split("|")[1].strip() for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+
+    assert set(rows[1:]) >= {*ENDS, *WAITS}
+
+
+def test_no_node_within_the_time_given_is_want_of_capacity():
+    """By the server's clock: sixty seconds after the scheduler said no."""
+    body, _ = WAITS["unschedulable"]
+
+    kinds = [
+        waiting_for(body, Seen(None, server_time=now, wait_for_node_s=60))[0]
+        for now in (NOW + 59, NOW + 60, None)
+    ]
+
+    assert kinds == ["scheduling", "capacity", "scheduling"]
+
+
+def nodes_of(seen, nodes=1):
+    """State, reason and detail of every node."""
+    return [(one.state, one.reason, one.detail) for one in read_attempt(seen, nodes).nodes]
+
+
+def test_a_job_that_is_gone_is_lost():
+    """Somebody deleted it: known to be gone."""
+    assert nodes_of(Seen(None), 2) == [("lost", "lost", "its Job is gone from the cluster")] * 2
+
+
+def test_a_container_that_ended_runs_until_its_pod_has():
+    """The courier still uploads."""
+    assert nodes_of(Seen(job(), (pod(main=ended(0)),)))[0][0] == "running"
+    assert read_attempt(Seen(job(), (pod(phase="Succeeded", main=ended(0)),)), 1).nodes == (
+        NodeStatus(0, "ended", exit_code=0, reason="succeeded"),
+    )
+
+
+def test_a_disrupted_pod_is_made_again_unless_its_job_ended():
+    """Ignored by the policy: pending, with the reason; lost once the Job has failed."""
+    body, _ = ENDS["preemption"]
+
+    assert nodes_of(Seen(job(), (body,)))[0][0] == "pending"
+    over = job(when("Failed", "BackoffLimitExceeded"))
+    assert nodes_of(Seen(over, (body,)))[0][:2] == ("lost", "lost")
+
+
+def test_the_pod_that_came_instead_counts():
+    """A pod that is going, or older, says nothing of the node."""
+    old = pod(phase="Failed", conditions=[when("DisruptionTarget", "PreemptionByScheduler")])
+    going = pod(main={"running": {}}, meta={"name": "b", "deletionTimestamp": AT})
+    fresh = pod(main={"running": {}}, meta={"name": "a", "creationTimestamp": "2026-11-29T17:01:00Z"})
+
+    assert nodes_of(Seen(job(), (fresh, old, going)))[0][0] == "running"
+
+
+def test_a_node_that_went_is_told_by_its_job_when_its_pod_is_gone():
+    """Completed and failed indexes, and the Job's own end."""
+    done = job(completedIndexes="0,2-3", failedIndexes="1", nodes=5)
+
+    states = [(state, reason) for state, reason, _ in nodes_of(Seen(done), 5)]
+
+    assert states == [
+        ("ended", "succeeded"),
+        ("ended", "failed"),
+        ("ended", "succeeded"),
+        ("ended", "succeeded"),
+        ("pending", ""),
+    ]
+
+
+def test_a_deadline_of_the_job_is_one_unless_a_stop_set_it():
+    """The same condition; the note tells who asked, and how."""
+    over = when("Failed", "DeadlineExceeded", "Job was active longer than specified deadline")
+
+    assert nodes_of(Seen(job(over)))[0][:2] == ("ended", "deadline-exceeded")
+    assert nodes_of(Seen(job(over, stop={"grace_s": 30})))[0][:2] == ("ended", "stopped")
+    assert nodes_of(Seen(job(over, stop={"grace_s": 0})))[0][:2] == ("ended", "killed")
+
+
+def test_a_success_before_the_stop_stays_a_success():
+    """Who asks too late changes nothing."""
+    over = job(when("Complete", "CompletionsReached"), stop={"grace_s": 30}, completedIndexes="0")
+
+    assert nodes_of(Seen(over))[0][:2] == ("ended", "succeeded")
+
+
+def test_a_quota_and_a_queue_are_waits_with_a_reason():
+    """Shown, and waited for."""
+    event = {"reason": "FailedCreate", "message": 'pods "x" is forbidden: exceeded quota: gpus, requested: 1'}
+
+    assert nodes_of(Seen(job(), events=(event,)))[0][:2] == ("pending", "quota")
+    queued = nodes_of(Seen(job(queue="team", suspend=True)))
+    assert queued == [("pending", "queue", "waits for its Kueue queue team")]
+
+
+def test_a_volume_that_cannot_be_mounted_is_told_by_its_event():
+    """The container only says ContainerCreating."""
+    event = {
+        "reason": "FailedMount",
+        "message": 'MountVolume.SetUp failed: secret "absent" not found',
+        "involvedObject": {"uid": "pod-0"},
+    }
+    body = pod(phase="Pending", main=waiting("ContainerCreating"))
+
+    assert nodes_of(Seen(job(), (body,), events=(event,)))[0][:2] == ("starting", "volume")
+
+
+def overdue(seconds, *, ready=None):
+    """A pod that was to be gone *seconds* ago, on a node that is *ready* or cannot be read."""
+    body = pod(
+        main={"running": {}},
+        meta={"deletionTimestamp": AT},
+        conditions=[when("DisruptionTarget", "DeletionByTaintManager")],
+    )
+    nodes = {} if ready is None else {"node0": {"status": {"conditions": [when("Ready", status=ready)]}}}
+    return Seen(job(), (body,), nodes, server_time=NOW + seconds)
+
+
+def test_a_pod_on_a_silent_node_is_lost_after_three_minutes():
+    """By the clock that wrote the deletion; a node that answers is given all the time it takes."""
+    assert nodes_of(overdue(179))[0][0] == "running"
+    assert nodes_of(overdue(180))[0][:2] == ("lost", "lost")
+    assert nodes_of(overdue(600, ready="Unknown"))[0][0] == "lost"
+    assert nodes_of(overdue(600, ready="True"))[0][0] == "running"
+
+
+def test_without_the_servers_clock_nothing_is_overdue():
+    """Unknown is never dead."""
+    seen = overdue(600)
+
+    assert nodes_of(Seen(seen.job, seen.pods))[0][0] == "running"
+
+
+def test_a_termination_message_is_data():
+    """A reason that the protocol does not know, or any other text, changes nothing."""
+    for text in ("not json", '{"reason": "rm -rf"}', '{"reason": 3}', "[]"):
+        got = failure_of(pod(phase="Failed", main=ended(3, message=text)))
+        assert got.reason == "failed"
+        assert len(got.detail) <= failures.MAX_DETAIL_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, set()), ("", set()), ("0-2", {0, 1, 2}), ("1,3-4", {1, 3, 4})]
+)
+def test_completed_indexes_are_read(text, expected):
+    """Ranges and single ones."""
+    assert failures.indexes(text) == expected
