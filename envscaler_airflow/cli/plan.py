@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import click
 
+from envscaler_airflow.catalog.library import gpu_facts, job, jobs
 from envscaler_airflow.cli.market import (
     ARCHES,
     accelerators,
@@ -21,7 +23,19 @@ from envscaler_airflow.cli.market import (
     rejected_body,
 )
 from envscaler_airflow.cli.specs import spec_options, spec_registry
-from envscaler_airflow.planning import Candidate, Goal, Offer, Plan, Requirements, is_ordered, requirements_of
+from envscaler_airflow.planning import (
+    Candidate,
+    Goal,
+    Offer,
+    Overheads,
+    Plan,
+    Requirements,
+    Work,
+    is_ordered,
+    requirements_of,
+)
+from envscaler_airflow.planning.explain import unknown_gpus
+from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.table import OfferTable
 from envscaler_airflow.spec import EnvSpec, load_spec
@@ -29,6 +43,20 @@ from envscaler_airflow.spec.quantities import duration_s
 
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
+
+POSITIVE = click.FloatRange(min=0, min_open=True)
+START_S = 240.0
+START_STDEV_S = 90.0
+"""From the order of a machine to the first step, seconds. Chosen: boot, image, data; runs measure it."""
+
+CHECKPOINT_S = 10.0
+"""Standstill of one checkpoint, seconds. Chosen; runs measure it."""
+
+LEAST_VCPUS = 4
+"""vCPUs for each GPU below which a word is said. Chosen: data loaders of common training codes."""
+
+BURSTABLE = re.compile(r"aws:t\d|gcp:(e2-(micro|small|medium)|f1-|g1-)|azure:Standard_B|alibaba:ecs\.t\d")
+"""Types whose vCPUs are not had all the time, by name."""
 
 SHOWN_FAULTS = 3
 """Refused values of a table that are named. Chosen."""
@@ -59,6 +87,9 @@ COLUMNS = (
 @click.option("--max-usd-per-hour", type=float, help="Highest price of all nodes together.")
 @click.option("--deadline", help="Time left: 4h.")
 @click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="What the image is built for.")
+@click.option("--job", "job_name", help="What the stage does; `--job list` lists what is known.")
+@click.option("--work", "units", type=POSITIVE, help="Samples or tokens in all.")
+@click.option("--batch", type=POSITIVE, help="Of all GPUs together.")
 @click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Candidates that --json lists.")
 @click.option("--json", "as_json", is_flag=True, help="For tools.")
 @market_options
@@ -73,6 +104,9 @@ def plan_command(
     **options: Any,
 ) -> None:
     """Print the plan of a spec: what it would run on, at which price, and why not on others."""
+    if options["job_name"] == "list":
+        print_jobs()
+        return
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
     goal = Goal(
         strategy=options["strategy"],
@@ -81,15 +115,57 @@ def plan_command(
         deadline_s=duration_s(options["deadline"]) if options["deadline"] else None,
     )
     needs = market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
-    how = Search(scope=scope, limit=options["limit"], explain=True)
-    made = search(needs, table, goal=goal, how=how, is_ordered=is_ordered(spec))
-    notes = [*made.notes, *_faults(table.faults)]
+    model = _model(options["job_name"], options["batch"])
+    how = Search(
+        scope=scope,
+        speed_of=model,
+        misfit_of=None if model is None else model.misfit,
+        limit=options["limit"],
+        explain=True,
+    )
+    work = Work(options["units"], model.job.unit if model else "units", overheads=overheads_of(spec))
+    made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
+    notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *_faults(table.faults)]
     if options["as_json"]:
         click.echo(json.dumps(plan_body(made, notes), indent=1))
     else:
         print_plan(made, notes)
     if made.chosen is None:
         made.pick()
+
+
+def _model(name: str | None, batch: float | None) -> JobModel | None:
+    return None if name is None else job_model(job(name), gpu_facts(), batch=batch)
+
+
+def overheads_of(spec: EnvSpec) -> Overheads:
+    """Seconds without training of a stage on rented machines."""
+    every = spec.checkpoint.every.seconds if spec.checkpoint else None
+    return Overheads(START_S, START_STDEV_S, CHECKPOINT_S if spec.checkpoint else 0.0, every)
+
+
+def print_jobs() -> None:
+    """What ``--job`` takes."""
+    columns = ("JOB", "WHAT", "WORK IN", "SPEED", "SOURCE")
+    lines = [
+        (item.name, item.title, item.unit, "measured" if item.is_measured else "datasheet", item.source)
+        for item in jobs().values()
+    ]
+    print_table(columns, lines)
+
+
+def _advice(made: Plan) -> list[str]:
+    """What somebody who knows the machines would say of the chosen one."""
+    if made.chosen is None:
+        return []
+    offer, notes = made.chosen.allocation.offer, []
+    name = offer.instance_type
+    if offer.gpus and offer.vcpus < LEAST_VCPUS * offer.gpus:
+        size = f"{offer.vcpus:g} vCPUs and {offer.memory_gib:g} GiB for {offer.gpus} GPUs"
+        notes.append(f"{name} has {size}: ask for cpu and memory if reading data takes more")
+    if BURSTABLE.match(f"{offer.cloud}:{name}"):
+        notes.append(f"{name} has its full speed for a while only (burstable, or part of a core)")
+    return notes
 
 
 def _faults(faults: Sequence[str]) -> list[str]:

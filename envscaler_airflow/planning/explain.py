@@ -27,9 +27,12 @@ def nearest_misses(
         limit: At most so many.
     """
     found: list[tuple[int, float, int, str, Requirements]] = []
+    has_gpus = any(kind.gpus >= 1 for kind in table.kinds)
     for need in needs:
         wanted = {name.casefold() for name in need.gpu_types}
         for number, kind in enumerate(table.kinds):
+            if need.gpus and has_gpus and kind.gpus < 1:
+                continue  # no near miss, where others have GPUs
             missed, lacking, first = _missed(need, kind, wanted)
             found.append((missed, lacking, number, first, need))
     found.sort(key=lambda item: item[:3])

@@ -35,6 +35,9 @@ from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKN
 SpeedOf = Callable[[Kind, int], Speed | None]
 """Speed of a stage on so many nodes of a kind; None is unknown."""
 
+MisfitOf = Callable[[Kind, int], Misfit | None]
+"""Why a stage cannot run on so many nodes of a kind; None when it can."""
+
 Rank = tuple[Any, ...]
 _Found = tuple[Rank, int, Candidate]
 
@@ -66,6 +69,8 @@ class Search:
     Attributes:
         scope: Where.
         speed_of: How fast the stage is; None: not known anywhere.
+        misfit_of: Why it cannot run on so many nodes of a kind, such as a model that is larger than
+            the memory of its GPUs; None: nothing is known against any.
         avoid: Reasons against offers by name, such as a stock-out that was just met.
         limit: Candidates kept, and misses named, each.
         explain: Name the nearest misses even when something was found.
@@ -73,6 +78,7 @@ class Search:
 
     scope: Scope = field(default_factory=Scope)
     speed_of: SpeedOf | None = None
+    misfit_of: MisfitOf | None = None
     avoid: Mapping[str, str] = field(default_factory=dict)
     limit: int = 20
     explain: bool = False
@@ -179,12 +185,12 @@ class _Looker:
 
     def _cheapest_on_demand(
         self, need: Requirements, is_allowed: list[bool], fits: list[bool]
-    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    ) -> Iterator[tuple[int, int, Sequence[int]]]:
         table, best = self.table, UNKNOWN
         for kind in table.order("on-demand"):
             if not fits[kind]:
                 continue
-            counts = node_counts(need, int(table.kinds[kind].gpus))
+            counts = self._holding(kind, need)
             if (table.least_usd(kind, "on-demand") or 0.0) * need.min_nodes >= best:
                 return
             if not counts:
@@ -215,7 +221,7 @@ class _Looker:
         usd = self.table.least_usd(kind, capacity)
         if usd is None:
             return
-        counts = node_counts(need, int(self.table.kinds[kind].gpus))
+        counts = self._counts(kind, capacity, need, is_allowed)
         if not self.is_timed or self.how.speed_of is None:
             if counts:
                 runs = tuple((nodes, None) for nodes in counts)
@@ -226,6 +232,29 @@ class _Looker:
             speed = self.how.speed_of(self.table.kinds[kind], nodes)
             bound = self._bound(usd * nodes, speed)
             yield _Group(bound, kind, capacity, ((nodes, speed),), need, is_allowed)
+
+    def _holding(self, kind: int, need: Requirements) -> Sequence[int]:
+        counts = node_counts(need, int(self.table.kinds[kind].gpus))
+        if self.how.misfit_of is None:
+            return counts
+        return [nodes for nodes in counts if self.how.misfit_of(self.table.kinds[kind], nodes) is None]
+
+    def _counts(
+        self, kind: int, capacity: CapacityType, need: Requirements, is_allowed: list[bool]
+    ) -> Sequence[int]:
+        """Numbers of nodes that hold the job; those that do not are refused by the first place."""
+        counts = node_counts(need, int(self.table.kinds[kind].gpus))
+        if self.how.misfit_of is None:
+            return counts
+        found = [(nodes, self.how.misfit_of(self.table.kinds[kind], nodes)) for nodes in counts]
+        against = next((misfit for _, misfit in found if misfit is not None), None)
+        rows = self.table.rows_of(kind, capacity) if against is not None else ()
+        row = next((row for row in rows if is_allowed[self.table.place[row]]), None)
+        if against is not None and row is not None:
+            offer = self.table.offer(kind, row, capacity)
+            nodes = next(nodes for nodes, misfit in found if misfit is not None)
+            self._refuse(Rejected(Allocation(offer, nodes), (against,)))
+        return [nodes for nodes, misfit in found if misfit is None]
 
     def _bound(self, usd: float, speed: Speed | None) -> Rank:
         """No offer with this speed that costs *usd* an hour or more ranks before it."""

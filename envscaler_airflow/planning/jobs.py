@@ -1,0 +1,322 @@
+"""What a training or inference job is made of, and from that how fast it runs on a kind of machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from envscaler_airflow.planning.performance import Speed, SpeedSource
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.requirements import Misfit
+from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, moved
+
+USABLE = 0.93
+"""Part of the nominal memory of a GPU that a job can have. Chosen: the context and gaps take the rest."""
+
+GB = 1e9
+_FITTED_STDEV = 0.15
+"""Relative stdev of a step on the GPU that it was fitted on. Measured: the 90th percentile of the errors of
+fits to the published T4 profiles is 0.2."""
+
+_MOVED_STDEV = 0.6
+"""Relative stdev of a step told from another GPU by datasheets. Measured: the median error from T4 to V100
+and A100 is 0.3 to 0.9 on four published models."""
+
+_COUNT_STDEV = 0.15
+"""Relative stdev for each doubling of GPUs away from what was measured. Measured: predictions beyond the
+counts measured are off by 11 to 51 % (published elastic profiles)."""
+
+_SHARED_BIAS = 0.5
+"""Part of what the datasheets were wrong by on one GPU that is taken to be wrong on the others. Chosen."""
+
+_NETWORK_GAIN = 4.0
+"""Hosts with direct links between GPUs also have that much faster networks. Chosen: 100 Gbit/s and more
+against 25 to 50."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint(Record):
+    """Memory of a job on each GPU.
+
+    Attributes:
+        params: Parameters of the model.
+        bytes_each: Bytes for each of them: weights, gradients and optimiser state.
+        sample_bytes: Activations of one sample, or of one token.
+        fixed_bytes: Besides, such as the adapters of a LoRA.
+        is_sharded: Parameters are split over all GPUs (FSDP, ZeRO 3).
+    """
+
+    params: float
+    bytes_each: float
+    sample_bytes: float = 0.0
+    fixed_bytes: float = 0.0
+    is_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative sizes."""
+        check_finite(
+            params=self.params,
+            bytes_each=self.bytes_each,
+            sample_bytes=self.sample_bytes,
+            fixed_bytes=self.fixed_bytes,
+        )
+
+    def static_bytes(self, gpus: int) -> float:
+        """What each GPU holds before the first sample."""
+        return self.params * self.bytes_each / (gpus if self.is_sharded else 1) + self.fixed_bytes
+
+    def local_batch(self, memory_gb: float, gpus: int) -> float:
+        """Most samples at once on one GPU; infinite when they take no room; below 1: it does not fit."""
+        left = USABLE * memory_gb * GB - self.static_bytes(gpus)
+        if left < 0:
+            return 0.0
+        return math.inf if self.sample_bytes == 0 else left / self.sample_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Record):
+    """A kind of job whose speed can be told beforehand.
+
+    Attributes:
+        name, title: For the shell, and for people.
+        unit: What speed and work count: ``samples`` or ``tokens``.
+        flops, moved_bytes: Of one unit, forward and backward.
+        precision: ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``.
+        reference_gpu: On which *step* holds.
+        step: Seconds of one step.
+        footprint: Memory.
+        batch: Units in one step of all GPUs together, where training begins.
+        max_batch: Most that still trains.
+        least_local: Fewest units at once on one GPU: a whole sequence, where units are tokens.
+        local_batch: Units on one GPU when *batch* grows with their number; None: *batch* is kept.
+        noise: Gradient noise to signal ratio at *batch*; None: a larger batch trains as well.
+        input_cpu_s: CPU seconds to read and prepare one unit; 0: prepared beforehand.
+        is_measured: *step* is a fit to measurements, not of datasheets.
+        source: Of everything above.
+    """
+
+    name: str
+    title: str
+    unit: str
+    flops: float
+    moved_bytes: float
+    precision: str
+    reference_gpu: str
+    step: Step
+    footprint: Footprint
+    batch: float
+    max_batch: float
+    least_local: float = 1.0
+    local_batch: float | None = None
+    noise: float | None = None
+    input_cpu_s: float = 0.0
+    is_measured: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and a batch of nothing."""
+        check_finite(flops=self.flops, moved_bytes=self.moved_bytes, noise=self.noise)
+        check_finite(input_cpu_s=self.input_cpu_s)
+        if not 0 < self.batch <= self.max_batch < math.inf:
+            raise ValueError(
+                f"batch must be > 0 and at most max_batch, got {self.batch!r}, {self.max_batch!r}"
+            )
+
+    def gain(self, batch: float) -> float:
+        """Progress of a step of *batch*, in steps of the job's own batch.
+
+        Source:
+            Pollux, section 3.1, with the ratio of gradient variance to squared gradient in place of its
+            noise scale: ``(noise + 1) / (noise * batch0 / batch + 1)``.
+        """
+        if self.noise is None:
+            return batch / self.batch
+        return (self.noise + 1) / (self.noise * self.batch / batch + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Known(Record):
+    """What is known of a job on one GPU: the step, and where it was measured.
+
+    Attributes:
+        step: As it is believed now.
+        at: (nodes, GPUs together) that were measured; empty: told from datasheets.
+        is_fitted: True for the job's own reference.
+    """
+
+    step: Step
+    at: tuple[tuple[int, int], ...] = ()
+    is_fitted: bool = False
+
+
+def known_steps(
+    job: Job, gpus: Mapping[str, Gpu], measured: Mapping[str, Sequence[Timing]] | None = None
+) -> dict[str, Known]:
+    """The job's step on every GPU: measured, the reference, or told from that by datasheets.
+
+    Args:
+        job: The job.
+        gpus: Datasheets by canonical name.
+        measured: Timings by GPU name; those of one GPU also move the others, by half of what was wrong.
+    """
+    before = gpus.get(job.reference_gpu)
+    found: dict[str, Known] = {}
+    for name, gpu in gpus.items():
+        step = job.step if name == job.reference_gpu else None
+        if step is None and before is not None:
+            step = _moved(job, before, gpu)
+        if step is not None:
+            found[name] = Known(step, is_fitted=name == job.reference_gpu and job.is_measured)
+    wrong = []
+    for name, timings in (measured or {}).items():
+        if name not in found or not timings:
+            continue
+        step = found[name].step
+        if not found[name].is_fitted:
+            wrong += [math.log(t.step_s / step.seconds(t.local_batch, t.gpus, t.nodes)) for t in timings]
+        places = tuple(dict.fromkeys((timing.nodes, timing.gpus) for timing in timings))
+        found[name] = Known(fit_step(timings, step), places)
+    if wrong:
+        _correct(found, math.exp(_SHARED_BIAS * sum(wrong) / len(wrong)))
+    return found
+
+
+def _correct(found: dict[str, Known], factor: float) -> None:
+    """What was told from datasheets takes its share of the error seen elsewhere."""
+    for name, known in found.items():
+        if not known.at and not known.is_fitted:
+            step = known.step
+            longer = replace(
+                step,
+                fixed_s=step.fixed_s * factor,
+                sample_s=step.sample_s * factor,
+                local_s=step.local_s * factor,
+                local_each_s=step.local_each_s * factor,
+                spread_s=step.spread_s * factor,
+                spread_each_s=step.spread_each_s * factor,
+            )
+            found[name] = replace(known, step=longer)
+
+
+def _moved(job: Job, before: Gpu, after: Gpu) -> Step | None:
+    step = moved(
+        job.step,
+        before=before,
+        after=after,
+        flops=job.flops,
+        moved_bytes=job.moved_bytes,
+        precision=job.precision,
+    )
+    if step is None or before.has_direct_link == after.has_direct_link:
+        return step
+    gain = _NETWORK_GAIN if after.has_direct_link else 1 / _NETWORK_GAIN
+    return replace(step, spread_s=step.spread_s / gain)
+
+
+@dataclass(frozen=True, slots=True)
+class JobModel:
+    """Speeds of a job on kinds of machines; called as a search's ``speed_of``.
+
+    Attributes:
+        job: The job.
+        gpus: Datasheets by canonical name.
+        known: Steps by GPU name.
+        batch: Units in a step of all GPUs together; None: the best that is feasible.
+    """
+
+    job: Job
+    gpus: Mapping[str, Gpu]
+    known: Mapping[str, Known]
+    batch: float | None = None
+    _made: dict[tuple[str, int, int, float], Speed | None] = field(default_factory=dict, compare=False)
+
+    def __call__(self, kind: Kind, nodes: int) -> Speed | None:
+        """Speed on *nodes* of *kind*; None: no GPU, an unknown one, or too small a one."""
+        if kind.gpu_name is None or kind.gpus < 1:
+            return None
+        key = (kind.gpu_name, int(kind.gpus), nodes, kind.vcpus)
+        if key not in self._made:
+            self._made[key] = self._speed(*key)
+        return self._made[key]
+
+    def _speed(self, gpu: str, each: int, nodes: int, vcpus: float) -> Speed | None:
+        known, facts = self.known.get(gpu), self.gpus.get(gpu)
+        if known is None or facts is None:
+            return None
+        together = each * nodes
+        rates = [
+            self._rate(known.step, local, together, nodes, vcpus * nodes)
+            for local in self._local_batches(facts, together)
+        ]
+        if not rates:
+            return None
+        source: SpeedSource = "fitted" if known.at or known.is_fitted else "datasheet"
+        mean = max(rates)
+        return Speed(mean, mean * self.spread(known, nodes, together), source)
+
+    def _rate(self, step: Step, local: float, together: int, nodes: int, vcpus: float) -> float:
+        """Progress a second, in units at the job's own batch.
+
+        Input is read beside the step, one vCPU for each GPU's process left out where there are more, and the
+        slower of the two decides.
+        """
+        job, batch = self.job, local * together
+        step_s = step.seconds(local, together, nodes) * max(1.0, together / vcpus)
+        readers = max(vcpus - together, vcpus / 2)
+        step_s = max(step_s, batch * job.input_cpu_s / readers)
+        return job.gain(batch) * job.batch / step_s
+
+    def _local_batches(self, gpu: Gpu, together: int) -> list[float]:
+        """Local batches that fit into memory and still train; one when the batch is set."""
+        job = self.job
+        most = min(job.footprint.local_batch(gpu.memory_gb, together), job.max_batch / together)
+        fixed = self.batch if self.batch is not None else None
+        if fixed is None and job.noise is None:
+            fixed = job.batch if job.local_batch is None else None
+        if fixed is not None:
+            # A batch that does not fit at once is taken in several passes of what does.
+            is_whole = fixed / together >= job.least_local and most >= job.least_local
+            return [fixed / together] if is_whole else []
+        if job.local_batch is not None:
+            return [min(job.local_batch, most)] if most >= job.least_local else []
+        least = max(job.least_local, job.batch / together)
+        steps = max(0, math.floor(2 * math.log2(most / least))) if most >= least else -1
+        return [least * 2 ** (half / 2) for half in range(steps + 1)]
+
+    def spread(self, known: Known, nodes: int, together: int) -> float:
+        """Relative standard deviation: grows with the distance from what was measured."""
+        if not known.at:
+            return _FITTED_STDEV if known.is_fitted else _MOVED_STDEV
+        if (nodes, together) in known.at:
+            return 0.03
+        away = min(
+            abs(math.log2(together / count)) + (many != nodes and max(many, nodes) > 1)
+            for many, count in known.at
+        )
+        return 0.1 + _COUNT_STDEV * away
+
+    def misfit(self, kind: Kind, nodes: int) -> Misfit | None:
+        """Why the job cannot run there: too little GPU memory; None when it can, or nothing is known."""
+        if kind.gpu_name is None or kind.gpus < 1 or kind.gpu_memory_gb is None:
+            return None
+        together = int(kind.gpus) * nodes
+        job = self.job
+        if job.footprint.local_batch(kind.gpu_memory_gb, together) >= job.least_local:
+            return None
+        need = (job.footprint.static_bytes(together) + job.footprint.sample_bytes * job.least_local) / GB
+        has = USABLE * kind.gpu_memory_gb
+        reason = f"{job.name} needs {need:.3g} GB on each of {together} GPUs, {has:.3g} of a {kind.gpu_name}"
+        return Misfit("gpu.memory", f"{reason} can be used", max(0.0, 1 - has / need))
+
+
+def job_model(
+    job: Job,
+    gpus: Mapping[str, Gpu],
+    *,
+    measured: Mapping[str, Sequence[Timing]] | None = None,
+    batch: float | None = None,
+) -> JobModel:
+    """Speeds of *job*, by what was *measured* and by datasheets."""
+    return JobModel(job, gpus, known_steps(job, gpus, measured), batch)
