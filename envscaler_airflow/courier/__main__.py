@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _site(options: argparse.Namespace) -> Site:
     layout = Layout.read(options.layout)
     exchange = Exchange(options.exchange)
-    store = for_run(open_store(options.store, layout.store_options), options.prefix)
+    store = for_run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
     who = Who(options.generation, options.attempt, options.node, options.nodes)
     return Site(exchange=exchange, store=store, who=who, layout=layout, memory=Memory(exchange))
 

@@ -156,7 +156,7 @@ def for_run(store: Store, prefix: str) -> Store:
     return StoreView(store, prefix)
 
 
-def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
+def open_store(url: str, options: Mapping[str, Any] | None = None, *, must_exist: bool = False) -> Store:
     """Open ``file:///path``, ``/path``, ``s3://bucket/path`` or any URL that fsspec knows.
 
     Nothing is read or written yet, see :func:`check_store`. Paths are taken as they stand, without
@@ -166,6 +166,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
         url: Where the store is.
         options: For the store: see :class:`~envscaler_airflow.store.s3.S3Store` for ``s3://``; what the
             filesystem takes for fsspec's; none for a folder.
+        must_exist: A folder that is not there gives no answer also to a write, which else makes it.
 
     Raises:
         SpecError: The URL or an option cannot be used, or a package is missing.
@@ -176,7 +177,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
     if _USERINFO.match(rest):
         raise SpecError(f"store {scheme}://...: credentials in a URL end up in logs; use a connection")
     if scheme == "file":
-        return FileStore(_folder(url, rest))
+        return FileStore(_folder(url, rest), must_exist=must_exist)
     return _open_s3(rest, options) if scheme == "s3" else _open_filesystem(url, options)
 
 

@@ -55,11 +55,14 @@ class FileStore:
     a name is opened without following symbolic links, so nothing in the tree can lead outside; the
     root itself may be a link. Folders that became empty are removed, as an object store has none.
 
+    Once seen, the root must stay the same folder (its inode). A store that is unmounted, renamed or
+    replaced for a while gives no answer; it is never an empty one, nor one that a write makes anew.
+
     The folder must be on a filesystem with hard links (ext4, xfs, btrfs, NFS, EFS, ...).
     """
 
-    def __init__(self, root: Path) -> None:
-        """Use *root*, which the first write makes.
+    def __init__(self, root: Path, *, must_exist: bool = False) -> None:
+        """Use *root*, which the first write makes, unless it *must_exist*.
 
         Raises:
             ProtocolError: *root* is not absolute.
@@ -68,6 +71,8 @@ class FileStore:
             raise ProtocolError(f"store folder {str(root)!r} is not absolute: write file:///path")
         self.root = Path("/" + os.path.normpath(root).lstrip("/"))
         self.url = f"file://{self.root}"
+        self._must_exist = must_exist
+        self._inode: int | None = None
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent."""
@@ -214,14 +219,21 @@ class FileStore:
 
     def _open_root(self, *, make: bool) -> int:
         try:
-            return os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
+            descriptor = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
         except FileNotFoundError:
-            if not make:
+            if not make or self._must_exist or self._inode is not None:
                 # A folder that is not mounted must not look like a store without runs.
                 raise StoreError(f"store folder {self.root} does not exist: nothing was written yet, or "
                                  "it is not mounted here", transient=True) from None  # fmt: skip
             self.root.mkdir(parents=True, exist_ok=True)
-            return os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
+            descriptor = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
+        inode = os.fstat(descriptor).st_ino
+        if self._inode not in (None, inode):
+            os.close(descriptor)
+            told = "is another folder than before: was it unmounted, or replaced? start anew to use this one"
+            raise StoreError(f"store folder {self.root} {told}", transient=True)
+        self._inode = inode
+        return descriptor
 
     def _prune(self, parts: list[str]) -> None:
         for depth in range(len(parts), 0, -1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from envscaler_airflow import protocol
+from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
 
 MAX_CHUNK_BYTES = 1 << 20
@@ -34,7 +35,10 @@ def read_logs(
     parts: list[bytes] = []
     while budget > 0:
         name = f"{prefix}/{protocol.log_name(*attempt, node, chunk)}"
-        data = store.read(name, max_bytes=MAX_CHUNK_BYTES)
+        try:
+            data = store.read(name, max_bytes=MAX_CHUNK_BYTES)
+        except ProtocolError as err:  # the training's side wrote it: whatever it is, the rest is shown
+            data = f"[chunk {chunk} of the log is left out: {err}]\n".encode()
         if data is None:
             break
         part = data[offset : offset + budget]
