@@ -1,0 +1,198 @@
+"""The containers of a pod as real processes: install, launcher and sidecar, on a store in a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from envscaler_airflow.backends.kubernetes import install
+from envscaler_airflow.protocol import Control, Status, control_name, status_name
+from envscaler_airflow.store import for_run, open_store
+from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.logs import read_logs
+
+PREFIX = "team/dag/run/task/0"
+TRAIN = """
+import os, pathlib, sys
+import envscaler_airflow.agent
+print("node", os.environ["ENVSCALER_NODE"], "of", os.environ["ENVSCALER_NODES"], flush=True)
+print("meet at", os.environ.get("ENVSCALER_RENDEZVOUS"), sys.argv[1:], flush=True)
+pathlib.Path(os.environ["ENVSCALER_OUTPUT_MODEL"]).write_text("weights")
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+WAIT = """
+import os, pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+pathlib.Path(os.environ["ENVSCALER_OUTPUT_MODEL"]).write_text("weights")
+"""
+
+
+class Pod:
+    """One pod: its folder, its sidecar and its training."""
+
+    def __init__(self, root, store, name, *, node=0, nodes=1, **env):
+        """Install the agent, as the init container does."""
+        self.home = root / name
+        self.store = store
+        install.install(self.home)
+        self.exchange = self.home / "exchange"
+        self.output = self.home / "model"
+        layout = {"work": str(self.home / "work"), "outputs": {"model": str(self.output)}}
+        (self.home / "layout.json").write_text(json.dumps(layout))
+        common = {name: value for name, value in os.environ.items() if not name.startswith("ENVSCALER_")}
+        self.env = common | {
+            "JOB_COMPLETION_INDEX": str(node),
+            "POD_IP": f"10.0.0.{node + 1}",
+            "ENVSCALER_EXCHANGE": str(self.exchange),
+            "ENVSCALER_NODES": str(nodes),
+            "ENVSCALER_OUTPUT_MODEL": str(self.output),
+            **env,
+        }
+        self.nodes = nodes
+        self.processes = []
+
+    def sidecar(self):
+        """Start the sidecar."""
+        options = {
+            "exchange": self.exchange,
+            "store": self.store.url.removesuffix(f"/{PREFIX}"),
+            "prefix": PREFIX,
+            "generation": 1,
+            "attempt": 1,
+            "nodes": self.nodes,
+            "layout": self.home / "layout.json",
+        }
+        command = [sys.executable, "-m", "envscaler_airflow.backends.kubernetes.sidecar"]
+        command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        return self._start(command, "sidecar")
+
+    def training(self, *words, script=TRAIN):
+        """Start the training's container."""
+        launcher = self.home / "agent" / "launch.py"
+        command = [sys.executable, "-S", str(launcher), "--grace", "5", "--drain", "30", "--"]
+        return self._start([*command, sys.executable, "-c", script, *words], "main")
+
+    def _start(self, command, name):
+        with (self.home / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=self.env, cwd=self.home)
+        self.processes.append(process)
+        return process
+
+    def close(self):
+        """Leave no process."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def pods(tmp_path):
+    """Makes pods on one store, and ends what they started."""
+    url = f"file://{tmp_path}/store"
+    store = for_run(open_store(url), PREFIX)
+    spec = {"version": "v1", "name": "s", "entrypoint": ["x"]}
+    store.write("spec.yaml", json.dumps(spec).encode())
+    store.write(control_name(1, 1), Control().to_json())
+    renew_lease(open_store(url), PREFIX, holder="test")
+    made = []
+
+    def make(name, **options):
+        made.append(Pod(tmp_path, store, name, **options))
+        return made[-1]
+
+    make.store = store
+    yield make
+    for pod in made:
+        pod.close()
+
+
+def ends(process, *, seconds=40):
+    """Its exit code."""
+    return process.wait(timeout=seconds)
+
+
+def output(store, node=0):
+    """All that a node printed, by the store."""
+    root = open_store(store.url.removesuffix(f"/{PREFIX}"))
+    return read_logs(root, PREFIX, attempt=(1, 1), node=node, budget=1 << 20)[0].decode()
+
+
+def status(store, node=0):
+    """What a node last said."""
+    return Status.from_json(store.read(status_name(1, 1, node)), where="status")
+
+
+def test_a_pod_trains_and_goes_when_everything_is_uploaded(pods):
+    """The agent is found without being installed; the container ends after its uploads."""
+    pod = pods("a")
+    sidecar, main = pod.sidecar(), pod.training("--flag")
+
+    assert ends(main) == 0, (pod.home / "main.log").read_text()
+    sidecar.send_signal(signal.SIGTERM)  # as the kubelet does
+    assert ends(sidecar) == 0
+    assert "node 0 of 1\nmeet at None ['--flag']\n" in output(pods.store)
+    assert status(pods.store).ended.reason == "succeeded"
+    assert pods.store.read("outputs/g1/model/model") == b"weights"
+
+
+def test_a_failure_keeps_its_exit_code(pods):
+    """What the command said is what the container says."""
+    pod = pods("a", CODE="3")
+    pod.sidecar()
+
+    assert ends(pod.training()) == 3
+    assert (status(pods.store).ended.exit_code, status(pods.store).ended.reason) == (3, "failed")
+
+
+def test_a_training_that_is_killed_is_told_by_its_sidecar(pods):
+    """SIGKILL leaves no word: the sidecar tells it, and uploads what there was."""
+    pod = pods("a")
+    sidecar = pod.sidecar()
+    main = pod.training(script="import time; print('begun', flush=True); time.sleep(600)")
+    deadline = time.monotonic() + 30
+    while "begun" not in (pod.home / "main.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    main.kill()
+    main.wait()
+    sidecar.send_signal(signal.SIGTERM)
+
+    assert ends(sidecar) == 0
+    assert status(pods.store).ended.reason == "killed"
+    assert "begun" in output(pods.store)
+
+
+def test_a_pod_that_comes_instead_goes_on_with_the_log(pods):
+    """An empty disk, and yet nothing that the first one printed is overwritten."""
+    first = pods("a", CODE="3")
+    first.sidecar()
+    ends(first.training("first"))
+    second = pods("b")
+    second.sidecar()
+
+    ends(second.training("second"))
+
+    text = output(pods.store)
+    assert text.index("['first']") < text.index("['second']")
+
+
+def test_nodes_meet_at_the_address_of_node_0(pods):
+    """Published in the store by node 0; it stands in the environment and in the command."""
+    zero, one = pods("a", node=0, nodes=2), pods("b", node=1, nodes=2)
+    one.sidecar()
+    later = one.training("--rdzv-endpoint=$ENVSCALER_RENDEZVOUS")
+    zero.sidecar()
+    head = zero.training(str(zero.home / "go"), script=WAIT)
+
+    assert ends(later) == 0, (one.home / "main.log").read_text()
+    (zero.home / "go").touch()
+    assert ends(head) == 0
+    assert "node 1 of 2\nmeet at 10.0.0.1:29400 ['--rdzv-endpoint=10.0.0.1:29400']" in output(pods.store, 1)
