@@ -1,6 +1,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# Most integration tests wait for processes of their own, so twice the cores are kept busy.
+JOBS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test e2e demo lint types contracts format bench wheel clean
@@ -17,7 +19,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cores at most).
-	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/compat $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/contract tests/integration tests/compat $(ARGS)
 
 e2e: venv  ## Run the rest against one real Airflow (12 minutes on 2 cores at most).
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
