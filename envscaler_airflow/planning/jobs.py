@@ -236,18 +236,22 @@ class JobModel:
         """Speed on *nodes* of *kind*; None: no GPU, an unknown one, or too small a one."""
         if kind.gpu_name is None or kind.gpus < 1:
             return None
-        key = (kind.gpu_name, int(kind.gpus), nodes, kind.vcpus)
+        together = int(kind.gpus) * nodes
+        return self.at(kind.gpu_name, together=together, nodes=nodes, vcpus=kind.vcpus * nodes)
+
+    def at(self, gpu: str, *, together: int, nodes: int, vcpus: float) -> Speed | None:
+        """Speed on so many GPUs *together* on *nodes* with *vcpus* in all; None as above."""
+        key = (gpu, together, nodes, vcpus)
         if key not in self._made:
             self._made[key] = self._speed(*key)
         return self._made[key]
 
-    def _speed(self, gpu: str, each: int, nodes: int, vcpus: float) -> Speed | None:
+    def _speed(self, gpu: str, together: int, nodes: int, vcpus: float) -> Speed | None:
         known, facts = self.known.get(gpu), self.gpus.get(gpu)
         if known is None or facts is None:
             return None
-        together = each * nodes
         rates = [
-            self._rate(known.step, local, together, nodes, vcpus * nodes)
+            self._rate(known.step, local, together, nodes, vcpus)
             for local in self._local_batches(facts, together)
         ]
         if not rates:
