@@ -1,0 +1,63 @@
+"""Work that follows from changes: done soon, each piece once, in the cluster's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Queue:
+    """Pieces of work by kind and key; one that is queued already is not queued twice."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._work: dict[tuple[str, str], None] = {}
+        self._calls: list[Callable[[], None]] = []
+        self._handlers: dict[str, Callable[[str], None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_armed = False
+        self._is_busy = False
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Work in *loop* from here on."""
+        self._loop = loop
+        self._arm()
+
+    def handle(self, kind: str, handler: Callable[[str], None]) -> None:
+        """Say who does work of *kind*."""
+        self._handlers[kind] = handler
+
+    def add(self, kind: str, key: str) -> None:
+        """Queue a piece of work."""
+        self._work[kind, key] = None
+        self._arm()
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Queue a call."""
+        self._calls.append(act)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._loop is not None and not self._is_armed and not self._is_busy:
+            self._is_armed = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_armed = False
+        self.drain()
+
+    def drain(self) -> None:
+        """Do all that is queued, and what follows from it."""
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._work or self._calls:
+                calls, self._calls = self._calls, []
+                for act in calls:
+                    act()
+                work, self._work = self._work, {}
+                for kind, key in work:
+                    self._handlers[kind](key)
+        finally:
+            self._is_busy = False
