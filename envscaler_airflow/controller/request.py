@@ -6,11 +6,12 @@ Nothing here starts or replaces an attempt.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Backend, Handle
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event, RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control
@@ -83,19 +84,28 @@ def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, rea
         event = log.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
             break  # else the number was taken, perhaps by a new owner: look again
-    control = Control(
+    name = f"{prefix}/{protocol.control_name(live.generation, live.number)}"
+    control = replace(
+        _asked_before(store, name) or Control(candidates=live.candidates),
         sequence=event.number,
         action="leave",
         align="now",
         grace_s=KILL_GRACE_S,
         reason=reason,
-        candidates=live.candidates,
     )
-    name = protocol.control_name(live.generation, live.number)
-    store.write(f"{prefix}/{name}", control.to_json())
+    store.write(name, control.to_json())
     if live.handle is not None:
         _stop_gracefully(backend, Handle.from_dict(live.handle))
     return True
+
+
+def _asked_before(store: Store, name: str) -> Control | None:
+    """What the owner asked last, whose lease and candidates still count."""
+    text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
+    try:
+        return None if text is None else Control.from_json(text, where=name)
+    except ProtocolError:
+        return None
 
 
 def _stop_gracefully(backend: Backend, handle: Handle) -> None:

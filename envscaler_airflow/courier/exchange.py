@@ -93,6 +93,7 @@ class State:
         is_drained: True when nothing but chunks and the last status is left to upload.
         is_final_snapshot_done: True when the tree was looked at once more after the end.
         outputs: Output name to URI, once uploaded.
+        places: Path that is read from the training to where its folder really was before the start.
     """
 
     pid: int = 0
@@ -118,6 +119,7 @@ class State:
     is_drained: bool = False
     is_final_snapshot_done: bool = False
     outputs: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 _STATE = TypeAdapter(State)

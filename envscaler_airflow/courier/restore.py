@@ -69,7 +69,7 @@ def restore(site: Site, control: Control) -> Restored | None:
     began = site.monotonic()
     site.memory.update(is_restoring=True)
     try:
-        found = _choose(site, control) if site.who.node == 0 else _follow(site)
+        found = _choose(site, control) if site.who.node == 0 else _follow(site, control)
         if found is not None:
             found = _lay_back(site, found)
     finally:
@@ -118,14 +118,18 @@ def _order(site: Site, control: Control) -> tuple[str, ...]:
     )
 
 
-def _follow(site: Site) -> Restored | None:
-    status = _node_0_decided(site)
-    if status.restored_from is None:
+def _follow(site: Site, control: Control) -> Restored | None:
+    chosen = _node_0_decided(site).restored_from
+    if chosen is None:
         return None
-    if _is_uri(status.restored_from):
-        return _fetch_uri(site, status.restored_from)
-    prefix = checkpoints.checkpoint_prefix(status.restored_from)
-    return _fetch(site, site.store, prefix, status.restored_from)
+    if chosen == control.restore_from:
+        return _fetch_uri(site, chosen)
+    who = site.who
+    if not checkpoints.resume_order(
+        [chosen], generation=who.generation, attempt=who.attempt, candidates=control.candidates
+    ).count(chosen):
+        raise CheckpointError(f"node 0 says {chosen!r:.200}, which the owner does not allow")
+    return _fetch(site, site.store, checkpoints.checkpoint_prefix(chosen), chosen)
 
 
 def _node_0_decided(site: Site) -> Status:

@@ -50,6 +50,7 @@ def _lay_out(site: Site) -> dict[str, Any]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     if site.layout.checkpoint_path is not None:
         Path(site.layout.checkpoint_path).mkdir(parents=True, exist_ok=True)
+    site.remember_places()
     site.wanted()
     restored = restore(site, control)
     site.wanted()

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import tenacity
 
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
-from envscaler_airflow.errors import EnvScalerError, ProtocolError, StoreError
+from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolError, StoreError
 from envscaler_airflow.protocol import Ended
 from envscaler_airflow.store.base import Store
 
@@ -110,6 +111,22 @@ class Site:
         control = self.exchange.current_control()
         if control is not None and control.action in ("leave", "stop"):
             raise SetupCancelledError(f"asked to {control.action} before the start: {control.reason}")
+
+    def remember_places(self) -> None:
+        """Note where outputs and checkpoints really are; before the start nobody could lay a link."""
+        paths = [*self.layout.outputs.values(), self.layout.checkpoint_path]
+        places = {path: str(Path(path).parent.resolve()) for path in paths if path is not None}
+        self.memory.update(places=places)
+
+    def check_place(self, path: Path) -> None:
+        """Refuse a path whose folder is another one than before the start.
+
+        Raises:
+            CheckpointError: The training laid a link on the way: what it leads to is not the training's.
+        """
+        was, now = self.memory.state.places.get(str(path)), str(path.parent.resolve())
+        if was not in (None, now):
+            raise CheckpointError(f"{path}: {path.parent} leads to {now}, and was {was} before the start")
 
     def patiently(self, call: Callable[[], _T], *, what: str) -> _T:
         """Call until the store answers, with back-off, for at most ``patience_s``.

@@ -119,6 +119,8 @@ class Snapshots:
         folder = self._folder()
         self._found = None
         try:
+            if folder is not None:
+                self._site.check_place(folder)
             selection = layouts.select(folder) if folder else None
         except CheckpointError as err:
             self._site.messages.say(_PART, f"no snapshot: {err}")

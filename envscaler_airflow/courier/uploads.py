@@ -296,6 +296,7 @@ class Outputs:
         who = site.who
         if checkpoints.is_superseded(site.store, who.generation, who.attempt):
             raise CheckpointError(f"output {name!r}: a later attempt has begun; this one's outputs are void")
+        site.check_place(path)
         uri = outputs.put_output(
             site.store, name, path, generation=who.generation, attempt=who.attempt, between=site.between
         )

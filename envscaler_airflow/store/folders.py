@@ -28,6 +28,10 @@ _NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAME
 """What a manifest that names a file and a folder alike, or what no disk holds, meets."""
 
 
+_ENTRY_BYTES = len('{"path":"","size":0,"sha256":"","node":0},') + 64
+"""Bytes of JSON for each file in a manifest beside its path, at least."""
+
+
 def _no_pause() -> None:
     """Between two files: nothing to wait for."""
 
@@ -137,6 +141,7 @@ def upload(
         CheckpointError: A file changed while it was read.
         StoreError: The store did not take one; the call can be repeated.
     """
+    _check_count(prefix, files)
     done = []
     for item in files:
         between()
@@ -150,6 +155,16 @@ def upload(
             raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")
         done.append(ManifestFile(path=item.path, size=item.size, sha256=digest, node=node))
     return tuple(done)
+
+
+def _check_count(prefix: str, files: Sequence[TreeFile]) -> None:
+    """Refuse before the first byte goes up what no manifest could name."""
+    least = sum(len(item.path) + _ENTRY_BYTES for item in files)
+    if least > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{prefix}: a manifest of {len(files)} files has {least} bytes or more, at most "
+            f"{MAX_MANIFEST_BYTES} are read; keep fewer files, or pack them"
+        )
 
 
 def write_manifest(store: Store, prefix: str, manifest: Manifest, *, name: str = MANIFEST) -> None:

@@ -1,5 +1,6 @@
 """Which checkpoint a start begins from: found, verified, published, laid back."""
 
+import hashlib
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.setup import lay_out
 from envscaler_airflow.errors import CheckpointError, StoreError
-from envscaler_airflow.protocol import Control, Status, status_name
+from envscaler_airflow.protocol import Control, Manifest, ManifestFile, Status, status_name
 
 OLD, NEW = "g1-step-00000100-a1", "g1-step-00000200-a1"
 
@@ -224,3 +225,60 @@ def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
 
     with pytest.raises(CheckpointError, match="node 0 has ended: setup-failed no disk"):
         restore(bench.site, Control())
+
+
+@pytest.mark.parametrize(
+    "said", ["file:///etc", "/etc", "../../other", "g1-step-00000900-a1", "g2-step-00000100-a1", "nonsense"]
+)
+def test_what_node_0_names_must_be_what_the_owner_allows(make_bench, store, said):
+    """Its status is data: neither an address of its choice nor a void checkpoint."""
+    bench = make_bench(node=1, nodes=2)
+    bench.in_store(OLD)
+    store.write(status_name(1, 2, 0), Status(start_step=1, restored_from=said).to_json())
+
+    with pytest.raises(CheckpointError, match="which the owner does not allow"):
+        restore(bench.site, Control(candidates=(OLD,), restore_from="s3://bucket/checkpoints/x"))
+
+
+class FakeFiles:
+    """A store in which *names*, as an object store may hold them, are empty."""
+
+    def __init__(self, store, names):
+        """All else is passed on."""
+        self._store, self._names = store, names
+
+    def __getattr__(self, name):
+        """Passed on."""
+        return getattr(self._store, name)
+
+    def size(self, name):
+        """0 for what is empty."""
+        return 0 if name in self._names else self._store.size(name)
+
+    def get_file(self, name, path):
+        """An empty file."""
+        if name not in self._names:
+            return self._store.get_file(name, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [("a", "a/b"), ("a/b", "a"), ("x" * 300,)],
+    ids=["file and folder", "folder and file", "long name"],
+)
+def test_a_manifest_that_cannot_be_laid_out_is_torn(bench, store, paths):
+    """The one before is used, and the attempt does not fail."""
+    bench.in_store(OLD)
+    empty = hashlib.sha256(b"").hexdigest()
+    files = tuple(ManifestFile(path=path, size=0, sha256=empty) for path in paths)
+    fake = FakeFiles(store._store, {f"checkpoints/{NEW}/{path}" for path in paths})
+    bench.site.store = fake
+    manifest = Manifest(step=200, generation=1, attempt=int(NEW.rpartition("a")[2]), files=files)
+    store.write(f"checkpoints/{NEW}/manifest.json", manifest.to_json())
+
+    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+
+    assert got.source == OLD
+    assert bench.state.rejected[0].startswith(f"{NEW}: ")

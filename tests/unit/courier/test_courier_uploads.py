@@ -1,5 +1,7 @@
 """What goes up: chunks in order, checkpoints with their manifest last, outputs at the end."""
 
+import shutil
+
 import pytest
 
 from envscaler_airflow.courier.site import WorkInterruptedError
@@ -429,3 +431,40 @@ def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
 
     assert "a later attempt has begun" in finished.state.failed
     assert store.children("outputs") == []
+
+
+def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_path):
+    """The training laid its output folder elsewhere, where a folder of that name lies: not its own."""
+    finished.site.remember_places()
+    (tmp_path / "etc/model").mkdir(parents=True)
+    (tmp_path / "etc/model/shadow").write_text("secret")
+    (tmp_path / "out").rename(tmp_path / "gone")
+    (tmp_path / "out").symlink_to(tmp_path / "etc")
+
+    assert Outputs(finished.site).step()
+
+    assert f"leads to {tmp_path}/etc, and was {tmp_path}/out before the start" in finished.state.failed
+    assert store.children("outputs") == []
+
+
+def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, tmp_path):
+    """Neither is the store copied into itself."""
+    finished.site.remember_places()
+    shutil.rmtree(tmp_path / "out/model")
+    (tmp_path / "out/model").symlink_to(tmp_path / "store")
+
+    assert Outputs(finished.site).step()
+
+    assert f"the link leads to {tmp_path}/store" in finished.state.failed
+    assert store.children("outputs") == []
+
+
+def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(finished, store, monkeypatch):
+    """A million of small files would be uploaded for an hour, and then not count."""
+    monkeypatch.setattr("envscaler_airflow.store.folders.MAX_MANIFEST_BYTES", 150)
+    (finished.root / "out/model/v").write_text("V")
+
+    assert Outputs(finished.site).step()
+
+    assert "a manifest of 2 files has" in finished.state.failed
+    assert store.puts == []
