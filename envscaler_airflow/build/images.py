@@ -40,6 +40,12 @@ def default_logs() -> Path:
     return Path(base) / "envscaler" / "builds"
 
 
+def mirrors() -> dict[str, str]:
+    """Build arguments for where installers come from: ENVSCALER_UV_IMAGE and ENVSCALER_MICROMAMBA_IMAGE."""
+    names = ("UV_IMAGE", "MICROMAMBA_IMAGE")
+    return {name: value for name in names if (value := os.environ.get(f"ENVSCALER_{name}"))}
+
+
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """How an image is built.
@@ -63,7 +69,7 @@ class BuildOptions:
     cache: str | None = None
     ca_file: Path | None = None
     tls_verify: bool = True
-    args: Mapping[str, str] = field(default_factory=dict)
+    args: Mapping[str, str] = field(default_factory=mirrors)
     allowed_bases: tuple[str, ...] = ()
     base_digest: str | None = None
     logs: Path = field(default_factory=default_logs)

@@ -27,6 +27,7 @@ main.commands = Commands(
         "registry": "registry:registry",
         "init": "registry:init",
         "build": "build:build",
+        "dry-run": "check:dry_run",
         "plan": "plan:plan_command",
         "offers": "offers:offers_command",
         "catalog": "catalog:catalog",

@@ -13,13 +13,13 @@ import click
 from envscaler_airflow.build.access import index_access
 from envscaler_airflow.build.builders import Builder, Container, find_builder
 from envscaler_airflow.build.cuda import broken_for, software
-from envscaler_airflow.build.images import BuildOptions, Built, build_image, check_base, push_image
-from envscaler_airflow.build.locks import Lock, apply_lock, read_lock, system_versions
+from envscaler_airflow.build.images import BuildOptions, Built, build_image, check_base, mirrors, push_image
+from envscaler_airflow.build.locks import apply_lock
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import find_conflicts, resolve
 from envscaler_airflow.build.scan import SEVERITIES, scan_image
-from envscaler_airflow.build.venv import python_version
-from envscaler_airflow.cli.common import default_store_url, find_run
+from envscaler_airflow.cli.common import default_store_url
+from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.run import environment_secret
 from envscaler_airflow.cli.specs import pairs, spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
@@ -60,7 +60,7 @@ def build(
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
     requirements, options = read_requirements(spec), _options(given)
     check_base(spec, options.allowed_bases)
-    lock = find_lock(given["locked"]) if given["locked"] else None
+    lock = find_lock(given["locked"], open_store(default_store_url())) if given["locked"] else None
     if lock is not None:
         spec, requirements = apply_lock(spec, requirements, lock)
         options = replace(options, base_digest=lock.base_digest)
@@ -98,21 +98,9 @@ def _options(given: dict[str, Any]) -> BuildOptions:
         cache=given["cache"],
         ca_file=given["ca_file"],
         tls_verify=not given["insecure"],
-        args=pairs(given["args"], "--build-arg"),
+        args={**mirrors(), **pairs(given["args"], "--build-arg")},
         allowed_bases=allowed,
     )
-
-
-def find_lock(text: str) -> Lock:
-    """The lock of a file, or of a run in the default store.
-
-    Raises:
-        SpecError: There is none.
-    """
-    if Path(text).is_file():
-        return read_lock(text)
-    store = open_store(default_store_url())
-    return read_lock(text, store, find_run(store, text))
 
 
 def check_environment(
@@ -140,17 +128,3 @@ def _try(builder: Builder, made: Built, command: tuple[str, ...]) -> None:
     code = builder.run(made.name, command, Container(), click.echo)
     if code != 0:
         raise SpecError(f"{' '.join(command)}: ended with exit code {code} in {made.name}")
-
-
-def lock_of(spec: EnvSpec, requirements: Requirements, builder: Builder, made: Built) -> Lock:
-    """What the image *made* is, exactly."""
-    return Lock(
-        name=spec.name,
-        python=python_version(spec),
-        requirements=requirements.locked,
-        base=made.base,
-        base_digest=made.base_digest,
-        system_packages=system_versions(spec, builder, made.name),
-        image=made.name,
-        image_digest=made.digest,
-    )

@@ -11,7 +11,10 @@ import click
 
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.build.locks import LOCK
 from envscaler_airflow.cli.common import shell_key, store_option
+from envscaler_airflow.cli.environment import find_lock, local_environment, run_docker
+from envscaler_airflow.cli.specs import spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.hold import Holder
@@ -40,14 +43,35 @@ from envscaler_airflow.store.logs import read_logs
 @click.option("--budget", "budget_usd", type=float, help="Most that the run may cost, USD.")
 @click.option("--restore-from", help="URI of a checkpoint of another run to begin from.")
 @click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
+@click.option("--target", default="local", type=click.Choice(["local", "docker"]), show_default=True)
+@click.option("--locked", help="A run, or a lock.json: run in exactly that environment.")
+@click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @store_option
-def run(path: Path, *, store: Store, **options: object) -> None:
-    """Run the stage of a spec on this machine and wait for it; Ctrl-C checkpoints and stops it."""
+def run(path: Path, *, store: Store, command: tuple[str, ...], **options: object) -> None:
+    """Run the stage of a spec on this machine and wait for it; Ctrl-C checkpoints and stops it.
+
+    A COMMAND after -- runs in the same environment in place of the entrypoint.
+    """
     check_store(store)
     parameters, inputs = _pairs(options["settings"], "--set"), _pairs(options["inputs"], "--input")
-    spec = load_spec(path, parameters=parameters, inputs=inputs)
+    target = str(options["target"])
+    spec = load_spec(path, parameters=parameters, inputs=inputs, target=target, registry=spec_registry())
     name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
     key = shell_key(store, name, spec.name)
+    lock = find_lock(str(options["locked"]), store) if options["locked"] else None
+    if target == "docker":
+        run_docker(spec, store, key, lock, command=command, resolve_secret=environment_secret)
+        return
+    spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
+    spec, made = local_environment(
+        spec,
+        lock=lock,
+        install_system=bool(options["install_system"]),
+        say=_say,
+        resolve_secret=environment_secret,
+    )
+    store.write(f"{key.prefix}/{LOCK}", made.to_text().encode())
     stage = Stage(
         spec=spec,
         spec_source=str(path),
@@ -65,6 +89,10 @@ def run(path: Path, *, store: Store, **options: object) -> None:
     for output, uri in result.outputs.items():
         click.echo(f"output {output}: {uri}")
     print_report(result.report)
+
+
+def _say(line: str) -> None:
+    click.echo(f"-- {line}", err=True)
 
 
 def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:

@@ -125,6 +125,7 @@ def project(base, registry, wheels, tmp_path, monkeypatch):
     """A stage with a requirement and a program, and ``build`` for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
+    monkeypatch.setenv("ENVSCALER_UV_IMAGE", f"{registry}/uv:1")
     work = tmp_path / "work"
     work.mkdir()
     (work / "main.py").write_text(
@@ -141,8 +142,9 @@ def project(base, registry, wheels, tmp_path, monkeypatch):
         )
 
     def build(*words: str, code: int = 0):
-        options = ["--builder", "buildah", "--insecure", "--build-arg", f"UV_IMAGE={registry}/uv:1"]
-        got = CliRunner().invoke(main, ["build", *options, *words], catch_exceptions=False)
+        got = CliRunner().invoke(
+            main, ["build", "--builder", "buildah", "--insecure", *words], catch_exceptions=False
+        )
         assert got.exit_code == code, got.output
         return SimpleNamespace(name=got.stdout.strip(), said=got.stderr, out=got.stdout)
 
@@ -298,6 +300,39 @@ def test_a_build_behind_a_proxy_with_its_own_certificates(project, wheels, monke
     assert "certificate" in refused.lower()
     assert any(line.startswith("CONNECT wheels.example.com:443") for line in proxy.asked)
     assert run_entrypoint(trusted) == "hello 10001 test"
+
+
+def test_run_in_a_container_keeps_outputs_and_a_lock_that_runs_it_again(project, wheels, monkeypatch):
+    """The entrypoint and another command in one image, with a volume, variables and outputs."""
+    (project.folder / "data").mkdir()
+    (project.folder / "data" / "x").write_text("from the host")
+    with (project.folder / "envscaler.yaml").open("a") as file:
+        file.write(
+            f"volumes: [{{name: data, source: 'hostPath:{project.folder}/data', mount_path: /data, "
+            "access_mode: ReadOnly}]\noutputs: {note: /output/note}\n"
+        )
+    (project.folder / "data").chmod(0o755)
+    project.folder.chmod(0o755)
+
+    def run(*words: str, code: int = 0) -> str:
+        got = CliRunner().invoke(main, ["run", "-f", "envscaler.yaml", "--target", "docker", *words])
+        assert got.exit_code == code, got.output
+        return got.stdout
+
+    monkeypatch.setattr("envscaler_airflow.build.builders.Docker.is_alive", lambda self: False)
+    assert run("--name", "first") == "hello 10001 test\n"
+    assert (
+        run("--name", "second", "--", "sh", "-c", "cat /data/x; echo made > /output/note")
+        == "from the host\n"
+    )
+    assert (project.folder / "envscaler-outputs" / "second" / "output" / "note").read_text() == "made\n"
+    run("--name", "third", "--", "sh", "-c", "exit 7", code=7)
+    newer = write_wheel(wheels.folder, "greeting", "1.1", "newer")
+    try:
+        assert run("--name", "fourth") == "newer 10001 test\n"
+        assert run("--name", "fifth", "--locked", "first") == "hello 10001 test\n"
+    finally:
+        newer.unlink()
 
 
 def certificates(folder: Path, host: str) -> tuple[Path, Path]:
