@@ -15,6 +15,10 @@ T = TypeVar("T")
 DONE = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
 """Task states that Airflow leaves only when somebody clears the task."""
 
+_RETRIES = 10
+_RETRY_S = 0.5
+"""How often a request is repeated whose transaction SQLite refused. Chosen: writers hold it for less."""
+
 
 class AirflowApi:
     """Calls ``/api/v2`` of one Airflow whose simple auth manager lets everyone in as admin."""
@@ -38,12 +42,19 @@ class AirflowApi:
     def call(self, method: str, path: str, *, body: Any = None, **query: Any) -> Any:
         """JSON answer of one request below ``/api/v2``, with a token; None when it is empty.
 
+        Repeated while SQLite is locked by another service: nothing was done then.
+
         Raises:
             httpx.HTTPStatusError: Any answer but 2xx; the body's detail is in its notes.
         """
         answer = self._send(method, path, body, query)
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            self._token = None
+        for _ in range(_RETRIES):
+            if answer.status_code == httpx.codes.UNAUTHORIZED:
+                self._token = None
+            elif not _is_locked(answer):
+                break
+            else:
+                time.sleep(_RETRY_S)
             answer = self._send(method, path, body, query)
         try:
             answer.raise_for_status()
@@ -216,6 +227,10 @@ class AirflowApi:
             self._token = str(answer.json()["access_token"])
         headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
         return self._client.request(method, f"/api/v2{path}", json=body, params=query, headers=headers)
+
+
+def _is_locked(answer: httpx.Response) -> bool:
+    return answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR and "Database error" in answer.text
 
 
 def _part(name: str) -> str:

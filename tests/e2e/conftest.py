@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,22 +218,60 @@ class Run:
                 committed[attempt.generation] = newest
 
 
+class Starter:
+    """Starts DAG runs for one test: ``begin("stage", steps=50, held="before")``."""
+
+    def __init__(self, airflow: AirflowServices, gates: Path, folder: Path, name: str) -> None:
+        """Ledgers go to *folder*; run ids begin with the test's *name*."""
+        self._airflow, self._gates, self._folder = airflow, gates, folder
+        self._name = re.sub(r"[^a-zA-Z0-9_]", "_", name)[:50]
+        self._runs: list[Run] = []
+
+    def __call__(self, dag_id: str, *, held: str | None = None, **conf: Any) -> Run:
+        """One DAG run with *conf* as params, held at a gate if told so."""
+        number = len(self._runs)
+        run_id = f"{self._name}_{number}_{os.getpid()}"
+        run = Run(self._airflow, dag_id, run_id, self._folder / f"ledger-{number}", self._gates)
+        if held:
+            run.gate(held).touch()
+        self._airflow.trigger_dag(dag_id, run_id=run_id, conf={"ledger": str(run.ledger), **conf})
+        self._runs.append(run)
+        return run
+
+    def end(self) -> None:
+        """Leave no slice at a gate."""
+        for run in self._runs:
+            run.open_gates()
+
+
 @pytest.fixture
 def begin(
     airflow: AirflowServices, gates: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Run]]:
-    """Start a DAG run: ``begin("stage", steps=50, held="before")``."""
-    runs: list[Run] = []
+) -> Iterator[Starter]:
+    """Start DAG runs of this test."""
+    starter = Starter(airflow, gates, tmp_path, request.node.name)
+    yield starter
+    starter.end()
 
-    def start(dag_id: str, *, held: str | None = None, **conf: Any) -> Run:
-        run_id = f"{request.node.name[:40]}_{len(runs)}_{os.getpid()}".replace("[", "_").replace("]", "_")
-        run = Run(airflow, dag_id, run_id, tmp_path / f"ledger-{len(runs)}", gates)
-        if held:
-            run.gate(held).touch()
-        airflow.trigger_dag(dag_id, run_id=run_id, conf={"ledger": str(run.ledger), **conf})
-        runs.append(run)
-        return run
 
-    yield start
-    for run in runs:
-        run.open_gates()
+@pytest.fixture(scope="module")
+def crowd(
+    airflow: AirflowServices,
+    gates: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[dict[str, Future[None]]]:
+    """The selected scenarios of the module, two at a time: each holds one of two CPUs, and mostly waits."""
+
+    def play(name: str, scenario: Callable[[Starter], None]) -> None:
+        starter = Starter(airflow, gates, tmp_path_factory.mktemp("scenario"), name)
+        try:
+            scenario(starter)
+        finally:
+            starter.end()
+
+    selected = {item.name for item in request.session.items}
+    scenarios = {name: call for name, call in request.module.SCENARIOS.items() if name in selected}
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(play, name, call) for name, call in scenarios.items()}
+        pool.shutdown(cancel_futures=True)

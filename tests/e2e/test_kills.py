@@ -9,6 +9,19 @@ from collections.abc import Callable
 
 LONG = 600
 """Steps that no test waits for."""
+SCENARIOS: dict[str, Callable] = {}
+"""Those that play at the same time, by the name of their test."""
+
+
+def together(scenario: Callable) -> Callable:
+    """A test that waits for *scenario*, which plays beside others; see the fixture ``crowd``."""
+    SCENARIOS[scenario.__name__] = scenario
+
+    def test(crowd: dict) -> None:
+        crowd[scenario.__name__].result()
+
+    test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+    return test
 
 
 def kill_slice(run) -> None:
@@ -17,6 +30,7 @@ def kill_slice(run) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@together
 def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
     """The trigger's on_kill asks the attempt to save and go; the task stays failed."""
     run = begin("stage", steps=LONG)
@@ -30,6 +44,7 @@ def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
     run.check()
 
 
+@together
 def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable):
     """The slice is killed between intent and act: nothing was started, and nothing will be."""
     run = begin("held", held="before", steps=LONG)
@@ -45,6 +60,7 @@ def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable
     run.check()
 
 
+@together
 def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
     """The slice dies before it recorded the start: nobody renews the lease, so the courier ends it all."""
     run = begin("orphaned", held="after", steps=LONG)
@@ -59,6 +75,7 @@ def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
     run.check()
 
 
+@together
 def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
     """The next try finds the intent and carries it out: one attempt, and it succeeds."""
     run = begin("held", held="before", steps=10)
@@ -72,6 +89,7 @@ def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
     run.check()
 
 
+@together
 def test_worker_killed_after_the_act_with_retries(begin: Callable):
     """The machine was started and not recorded: the next try adopts it, and starts no second one."""
     run = begin("held", held="after", steps=100)
@@ -86,6 +104,7 @@ def test_worker_killed_after_the_act_with_retries(begin: Callable):
     run.check()
 
 
+@together
 def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
     """Nobody comes back: the machine is gone within ``orphan_after``."""
     run = begin("orphaned", held="after", steps=LONG)
@@ -100,6 +119,7 @@ def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
     run.check()
 
 
+@together
 def test_clear_while_a_slice_runs(begin: Callable):
     """The old slice is killed and the new try carries its intent out."""
     run = begin("held", held="before", steps=10)
@@ -114,6 +134,7 @@ def test_clear_while_a_slice_runs(begin: Callable):
     run.check()
 
 
+@together
 def test_clear_while_deferred_goes_on_from_the_checkpoint(begin: Callable):
     """The old try asks the attempt to save and go, the new try starts the next one from there."""
     run = begin("stage", steps=100)
@@ -127,6 +148,7 @@ def test_clear_while_deferred_goes_on_from_the_checkpoint(begin: Callable):
     run.check()
 
 
+@together
 def test_clear_after_success_begins_a_new_generation(begin: Callable):
     """What was delivered is done again from the start, not from its last checkpoint."""
     run = begin("stage", steps=8)
@@ -137,6 +159,55 @@ def test_clear_after_success_begins_a_new_generation(begin: Callable):
     run.until("the second generation", lambda: run.state().generation == 2)
     assert run.wait_end() == "success"
     assert [(g, s) for g, _, s in run.steps()] == [(g, s) for g in (1, 2) for s in range(1, 9)]
+    run.check()
+
+
+@together
+def test_deferral_timeout_saves_and_the_retry_goes_on(begin: Callable):
+    """``execution_timeout`` counts deferred time; what was committed by then is not made again."""
+    run = begin("stage_with_timeout", steps=90)
+
+    assert run.wait_end(timeout_s=200) == "success"
+    outcomes = [attempt.outcome for attempt in run.state().attempts]
+    assert outcomes[-1] == "succeeded"
+    assert set(outcomes[:-1]) == {"left"}
+    run.check()
+
+
+@together
+def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
+    """The new DAG run of the same name is a new generation; the old attempt is gone before it starts."""
+    run = begin("stage", steps=60)
+    run.wait_step(5)
+
+    run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
+    run.airflow.delete_dag_run(run.dag_id, run.run_id)
+    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 10})
+
+    run.until("the second generation", lambda: run.state().generation == 2)
+    assert run.wait_end() == "success"
+    assert [step for generation, _, step in run.steps() if generation == 2] == list(range(1, 11))
+    run.check()
+
+
+@together
+def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
+    """The result of the deleted DAG run is not handed over again.
+
+    Not at once: Airflow takes the old try's late "finished" for the new one's and fails that unstarted.
+    """
+    run = begin("stage", steps=5)
+    assert run.wait_end() == "success"
+    time.sleep(5)
+
+    run.airflow.delete_dag_run(run.dag_id, run.run_id)
+    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 6})
+
+    run.until("the second generation", lambda: run.state().generation == 2)
+    assert run.wait_end() == "success"
+    assert [(g, s) for g, _, s in run.steps()] == [(1, s) for s in range(1, 6)] + [
+        (2, s) for s in range(1, 7)
+    ]
     run.check()
 
 
@@ -156,17 +227,6 @@ def test_triggerer_killed_during_training(begin: Callable):
     run.check()
 
 
-def test_deferral_timeout_saves_and_the_retry_goes_on(begin: Callable):
-    """``execution_timeout`` counts deferred time; what was committed by then is not made again."""
-    run = begin("stage_with_timeout", steps=90)
-
-    assert run.wait_end(timeout_s=200) == "success"
-    outcomes = [attempt.outcome for attempt in run.state().attempts]
-    assert outcomes[-1] == "succeeded"
-    assert set(outcomes[:-1]) == {"left"}
-    run.check()
-
-
 def test_two_triggerers_for_a_moment(begin: Callable):
     """One stands still until another has taken its triggers, and then goes on: one event counts."""
     run = begin("stage", steps=100)
@@ -179,39 +239,4 @@ def test_two_triggerers_for_a_moment(begin: Callable):
     assert run.wait_end() == "success"
     assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
     assert [step for _, _, step in run.steps()] == list(range(1, 101))
-    run.check()
-
-
-def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
-    """The new DAG run of the same name is a new generation; the old attempt is gone before it starts."""
-    run = begin("stage", steps=60)
-    run.wait_step(5)
-
-    run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
-    run.airflow.delete_dag_run(run.dag_id, run.run_id)
-    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 10})
-
-    run.until("the second generation", lambda: run.state().generation == 2)
-    assert run.wait_end() == "success"
-    assert [step for generation, _, step in run.steps() if generation == 2] == list(range(1, 11))
-    run.check()
-
-
-def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
-    """The result of the deleted DAG run is not handed over again.
-
-    Not at once: Airflow takes the old try's late "finished" for the new one's and fails that unstarted.
-    """
-    run = begin("stage", steps=5)
-    assert run.wait_end() == "success"
-    time.sleep(5)
-
-    run.airflow.delete_dag_run(run.dag_id, run.run_id)
-    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 6})
-
-    run.until("the second generation", lambda: run.state().generation == 2)
-    assert run.wait_end() == "success"
-    assert [(g, s) for g, _, s in run.steps()] == [(1, s) for s in range(1, 6)] + [
-        (2, s) for s in range(1, 7)
-    ]
     run.check()
