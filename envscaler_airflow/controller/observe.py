@@ -199,6 +199,7 @@ class Observer:
             since_move_epochs=_epochs_since(mine, head) if _moves(state) else None,
             moves=_moves(state),
             pending=_pending(state, live),
+            training_phase=head.progress.phase if head else None,
             wanted=dict(self._memory.wanted),
         )
 

@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.cost_to_finish import cost_to_finish
+from envscaler_airflow.scaling.deadline.live import deadline
 from envscaler_airflow.scaling.decision import (
     Check,
     Decision,
     Memory,
+    PhaseNeed,
     Policy,
     Proposal,
     ThresholdRule,
@@ -34,12 +36,20 @@ from envscaler_airflow.scaling.observation import (
     work_of,
 )
 from envscaler_airflow.scaling.outlook import Outlook, outlook
+from envscaler_airflow.scaling.phase import phase
 from envscaler_airflow.scaling.threshold import is_asked, threshold, window_s
+from envscaler_airflow.scaling.vertical import vertical
 
 Propose = Callable[[Observation, Policy], Proposal]
 """A policy: pure, and run behind the same guards as every other."""
 
-POLICIES: Mapping[str, Propose] = {"cost-to-finish": cost_to_finish, "threshold": threshold}
+POLICIES: Mapping[str, Propose] = {
+    "cost-to-finish": cost_to_finish,
+    "deadline": deadline,
+    "phase": phase,
+    "threshold": threshold,
+    "vertical": vertical,
+}
 """Policies by name. Others come from entry points: whoever loads them passes the larger table."""
 
 
@@ -49,12 +59,15 @@ def decide(
     """Keep, move, or recommend a move.
 
     The policy proposes; the guards hold back; a move must have been wanted for the
-    stabilization window without a break. The first proposal that passes all is taken.
+    stabilization window without a break. The first proposal that passes all is taken. What
+    is urgent waits for no window, cool-down or epoch.
 
     Raises:
         ValueError: No policy of that name.
     """
     proposal = _proposal(observation, policy, policies)
+    if any(want.is_urgent for want in proposal.wants):
+        policy = unbound(policy)
     since = observation.elapsed_s
     wanted = {
         want.target.name: min(observation.wanted.get(want.target.name, since), since)
@@ -103,8 +116,12 @@ def validate(
     view = outlook(fresh, settled)
     moving = view.moving(target, speed=view.slowest(target))
     want = Want(target, "asked for by a person", view.staying, moving)
-    unbound = replace(settled, cooldown_s=0.0, min_epochs_between=0, max_moves=None)
-    return decide(fresh, unbound, policies={policy.name: lambda _seen, _policy: Proposal((want,))})
+    return decide(fresh, unbound(settled), policies={policy.name: lambda _seen, _policy: Proposal((want,))})
+
+
+def unbound(policy: Policy) -> Policy:
+    """*policy* without waiting: no cool-down, epochs between moves, count of moves or stabilization."""
+    return replace(policy, cooldown_s=0.0, min_epochs_between=0, max_moves=None, stabilization_s=0.0)
 
 
 def replay(check: Check, *, policies: Mapping[str, Propose] = POLICIES) -> Decision:
@@ -152,6 +169,7 @@ __all__ = [
     "Memory",
     "Observation",
     "Outlook",
+    "PhaseNeed",
     "Policy",
     "Proposal",
     "Propose",
@@ -159,10 +177,12 @@ __all__ = [
     "ThresholdRule",
     "Want",
     "cost_to_finish",
+    "deadline",
     "decide",
     "explain",
     "is_asked",
     "outlook",
+    "phase",
     "policy_of",
     "recent",
     "remember",
@@ -171,6 +191,7 @@ __all__ = [
     "threshold",
     "usage_samples",
     "validate",
+    "vertical",
     "window_s",
     "work_of",
 ]

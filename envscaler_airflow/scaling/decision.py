@@ -12,7 +12,7 @@ from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.scaling.observation import Observation
 
 Action = Literal["keep", "move", "recommend"]
-Across = Literal["mean", "max", "min"]
+Across = Literal["mean", "max", "min", "p50", "p90", "p95", "p99"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class ThresholdRule(Record):
         samples: Checks in a row that must agree.
         for_s: Seconds that they must span besides; 0: the count alone.
         step: Nodes added above and removed below; negative for a metric that falls with the load.
-        across: How nodes are put together.
+        across: How nodes are put together; ``p90`` is the 90th percentile of the nodes.
+        ahead_s: The metric must also be past the bound so many seconds from now, by a straight line
+            through the checks that agree; 0: only now.
 
     Source:
         Defaults 80, 40 and 3: the requirement's own. The dead band between them is hysteresis.
@@ -45,16 +47,40 @@ class ThresholdRule(Record):
     for_s: float = 0.0
     step: int = 1
     across: Across = "mean"
+    ahead_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a rule that would scale in and out at the same value."""
-        check_finite(above=self.above, below=self.below, for_s=self.for_s)
+        check_finite(above=self.above, below=self.below, for_s=self.for_s, ahead_s=self.ahead_s)
         if self.target is not None and not 0 < self.target < math.inf:
             raise ValueError(f"target must be finite and > 0, got {self.target!r}")
         if self.above is not None and self.below is not None and self.below >= self.above:
             raise ValueError(f"below must be less than above, got {self.below!r} and {self.above!r}")
         if self.samples < 1 or self.step == 0:
             raise ValueError(f"samples must be >= 1 and step not 0, got {self.samples!r} and {self.step!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseNeed(Record):
+    """What one phase of a training needs.
+
+    Attributes:
+        phase: Its name.
+        nodes: Exactly so many; None: any.
+        gpu_memory_gb: Least nominal memory of one GPU; None: any.
+    """
+
+    phase: str
+    nodes: int | None = None
+    gpu_memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a phase that needs nothing, or less than a node."""
+        check_finite(gpu_memory_gb=self.gpu_memory_gb)
+        if self.nodes is None and self.gpu_memory_gb is None:
+            raise ValueError(f"phase {self.phase!r} needs nodes or gpu_memory_gb")
+        if self.nodes is not None and self.nodes < 1:
+            raise ValueError(f"nodes of phase {self.phase!r} must be >= 1, got {self.nodes!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +104,8 @@ class Policy(Record):
             are added or removed.
         recommend_only: Say what would be done, and do not do it.
         rules: Of the threshold policy.
+        match: ``any``: one rule is enough to scale out, as HPA has it; ``all``: every rule must ask for it.
+        phases: Of the phase policy.
     """
 
     name: str = "cost-to-finish"
@@ -93,6 +121,8 @@ class Policy(Record):
     model_parallel: int = 1
     recommend_only: bool = False
     rules: tuple[ThresholdRule, ...] = ()
+    match: Literal["any", "all"] = "any"
+    phases: tuple[PhaseNeed, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse NaN, an empty range of nodes and a tolerance that nothing can meet."""
@@ -120,12 +150,15 @@ class Want(Record):
         target: Where to.
         reason: Why, for people.
         staying, moving: What finishing takes in both cases; None when it cannot be told.
+        is_urgent: Later would be too late: cool-down, epochs between moves, their number and the
+            stabilization window do not hold it back. Every other guard does.
     """
 
     target: Allocation
     reason: str
     staying: Estimate | None = None
     moving: Estimate | None = None
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from envscaler_airflow.planning import Speedup
-from envscaler_airflow.scaling.decision import Policy, ThresholdRule
+from envscaler_airflow.scaling.decision import PhaseNeed, Policy, ThresholdRule
 
 if TYPE_CHECKING:
     from envscaler_airflow.spec import EnvSpec
@@ -39,6 +39,10 @@ def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
         model_parallel=group,
         recommend_only=block.recommend_only,
         rules=tuple(_rule(rule) for rule in block.all_rules),
+        phases=tuple(
+            PhaseNeed(name, need.nodes, None if need.gpu is None else need.gpu.memory_gb)
+            for name, need in sorted(block.phases.items())
+        ),
     )
 
 

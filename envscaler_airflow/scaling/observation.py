@@ -63,6 +63,9 @@ class Observation(Record):
         moves: Moves carried out in this generation.
         pending: What is already under way (a request without an answer, a move), in words.
         free_nodes: Nodes that can be had on top of what is held, by offer name; absent is unknown.
+        training_phase: As the training announced it: ``loading``, ``training``, ``evaluation`` or its own.
+        next_phase, next_phase_in_s: What comes next and when, foretold from earlier runs.
+        phase_lasts_s: How long each phase lasts, from earlier runs.
         wanted: Since when (``elapsed_s``) each allocation has been wanted without a break.
     """
 
@@ -90,6 +93,10 @@ class Observation(Record):
     moves: int = 0
     pending: str | None = None
     free_nodes: Mapping[str, int] = field(default_factory=dict)
+    training_phase: str | None = None
+    next_phase: str | None = None
+    next_phase_in_s: float | None = None
+    phase_lasts_s: Mapping[str, float] = field(default_factory=dict)
     wanted: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,7 +111,9 @@ class Observation(Record):
             since_move_s=self.since_move_s,
             since_move_epochs=self.since_move_epochs,
             moves=self.moves,
+            next_phase_in_s=self.next_phase_in_s,
             **self.interruptions_per_hour,
+            **self.phase_lasts_s,
             **self.wanted,
         )
         if self.deadline_left_s is not None and not math.isfinite(self.deadline_left_s):

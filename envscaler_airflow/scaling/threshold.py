@@ -14,13 +14,28 @@ from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.decision import Policy, Proposal, ThresholdRule, Want
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import outlook
+from envscaler_airflow.scaling.phase import LOOKS
+from envscaler_airflow.scaling.vertical import LONG_WINDOW_S
 
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-_ACROSS: dict[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "max": max, "min": min}
+def _percentile(part: float) -> Callable[[Sequence[float]], float]:
+    """Nearest rank."""
+    return lambda values: sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+_ACROSS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": _mean,
+    "max": max,
+    "min": min,
+    "p50": _percentile(0.5),
+    "p90": _percentile(0.9),
+    "p95": _percentile(0.95),
+    "p99": _percentile(0.99),
+}
 
 STALE_S = 120.0
 """Metrics whose newest is older are missing. Chosen: four checks of the sensor's default interval."""
@@ -70,6 +85,8 @@ def threshold(observation: Observation, policy: Policy) -> Proposal:
     readings = [_read(rule, _rounds(observation, rule), here.nodes, policy) for rule in policy.rules]
     numbers = {"metrics": [item.to_dict() for item in readings]}
     most = max((item for item in readings if item.nodes), key=lambda item: item.nodes or 0, default=None)
+    if policy.match == "all":
+        most = min(readings, key=lambda item: item.nodes or here.nodes)
     missing = next((item for item in readings if item.is_missing), None)
     if missing is not None and (most is None or most.nodes is None or most.nodes <= here.nodes):
         return Proposal(reason=missing.reason, numbers=numbers)
@@ -129,11 +146,19 @@ def window_s(policy: Policy, *, interval_s: float) -> float:
 
     Twice what they need, so that a late sample does not empty the window.
     """
+    if policy.name == "vertical":
+        return LONG_WINDOW_S
+    if policy.name == "phase":
+        return 2 * LOOKS * interval_s
     return 2 * max((max(rule.for_s, rule.samples * interval_s) for rule in policy.rules), default=0.0)
 
 
 def is_asked(name: str, policy: Policy) -> bool:
-    """True when a rule of *policy* looks at the metric *name*: others need not be carried."""
+    """True when *policy* looks at the metric *name*: others need not be carried."""
+    if policy.name == "vertical":
+        return name in ("memory_bytes", "cpu_percent")
+    if policy.name == "phase":
+        return _is_metric(name, "gpu_utilization")
     return any(_is_metric(name, rule.metric) for rule in policy.rules)
 
 
@@ -191,4 +216,17 @@ def _lasts(rule: ThresholdRule, rounds: Rounds, agrees: Callable[[float], bool])
         if not agrees(value):
             break
         agreeing.append(at_s)
-    return len(agreeing) >= rule.samples and agreeing[0] - agreeing[-1] >= rule.for_s
+    if len(agreeing) < rule.samples or agreeing[0] - agreeing[-1] < rule.for_s:
+        return False
+    return rule.ahead_s == 0 or agrees(_foretold(rounds[-max(2, len(agreeing)) :], rule.ahead_s))
+
+
+def _foretold(rounds: Rounds, ahead_s: float) -> float:
+    """Value *ahead_s* after the last check, on the least-squares line; the last value when there is none."""
+    mean_t = _mean([at_s for at_s, _ in rounds])
+    mean_y = _mean([value for _, value in rounds])
+    spread = math.fsum((at_s - mean_t) ** 2 for at_s, _ in rounds)
+    if spread == 0:
+        return rounds[-1][1]
+    slope = math.fsum((at_s - mean_t) * (value - mean_y) for at_s, value in rounds) / spread
+    return mean_y + slope * (rounds[-1][0] + ahead_s - mean_t)

@@ -14,6 +14,7 @@ from envscaler_airflow.spec.fields import (
     Count,
     Duration,
     Fraction,
+    GpuMemory,
     Line,
     Memory,
     MetricName,
@@ -22,7 +23,7 @@ from envscaler_airflow.spec.fields import (
     Positive,
     fault,
 )
-from envscaler_airflow.spec.quantities import duration_s, memory_bytes
+from envscaler_airflow.spec.quantities import duration_s, gpu_memory_gb, memory_bytes
 from envscaler_airflow.spec.resources import Model
 
 TARGET_ABOVE = 10.0
@@ -162,6 +163,30 @@ class Speedup(Model):
     source: Line
 
 
+class PhaseGpu(Model):
+    """GPUs that a phase needs: least nominal memory of one."""
+
+    memory: GpuMemory
+
+    @property
+    def memory_gb(self) -> float:
+        """Nominal memory, GB."""
+        return gpu_memory_gb(self.memory)
+
+
+class PhaseResources(Model):
+    """What one phase of a training needs; what is not said is left as it is."""
+
+    nodes: Count | None = None
+    gpu: PhaseGpu | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.nodes is None and self.gpu is None:
+            raise fault("needs nodes or gpu; write nodes: 4 or gpu: {memory: 80Gi}")
+        return self
+
+
 class Scaling(Model):
     """Within which bounds, by which policy and how often a running stage is moved."""
 
@@ -178,6 +203,7 @@ class Scaling(Model):
     rules: Annotated[tuple[MetricRule, ...], Field(max_length=64)] = ()
     target: dict[MetricName, Annotated[float, Field(strict=True, gt=0, le=1e12)]] = Field(default={})
     speedup: Annotated[tuple[Speedup, ...], Field(max_length=256)] = ()
+    phases: Annotated[dict[PolicyName, PhaseResources], Field(max_length=64)] = Field(default={})
 
     @property
     def cooldown_s(self) -> float:
@@ -212,6 +238,8 @@ class Scaling(Model):
         if self.policy == "threshold" and not self.all_rules:
             fix = "rules: [{metric: gpu_utilization, above: 80}] or target: {gpu_utilization: 70}"
             raise fault(f"threshold has no rules; write {fix}", at="policy")
+        if self.policy == "phase" and not self.phases:
+            raise fault("phase has no phases; write phases: {loading: {nodes: 4}}", at="policy")
         return self
 
 

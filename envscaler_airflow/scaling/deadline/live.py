@@ -1,0 +1,127 @@
+"""The deadline policy on a running stage: between spot and on-demand, and between zones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
+from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.deadline.risk import Hazard
+from envscaler_airflow.scaling.deadline.tables import BUY, SPOT, UP_ON_DEMAND, Table
+from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.outlook import Outlook, outlook
+
+TICK_S = 600.0
+"""Seconds of a tick of the tables. Chosen: that of the traces they were fitted on."""
+
+
+def deadline(observation: Observation, policy: Policy, *, table: Table | None = None) -> Proposal:
+    """Propose on-demand before spot could make the stage late, and spot while that is safe.
+
+    Safe: after another tick and a start on on-demand the work left (90th percentile) still fits.
+    Without that much slack a move from spot to on-demand is urgent: no cool-down holds it back.
+    With a *table* of the job, on-demand is left for spot when that is expected to cost less;
+    without one, when two starts fit into the slack besides the tick, as Uniform Progress asks.
+    """
+    left_s = observation.deadline_left_s
+    if left_s is None:
+        return Proposal(reason="the deadline policy needs a deadline")
+    view = outlook(observation, policy)
+    if view.staying is None:
+        return Proposal(reason=view.unknown, numbers={"unit": observation.unit})
+    start_s = observation.overheads.start_s
+    slack = left_s - view.staying.hours_high * SECONDS_PER_HOUR - start_s
+    numbers: dict[str, Any] = {"slack_s": slack, "start_s": start_s, "staying": view.staying.to_dict()}
+    if observation.current.offer.capacity_type == "spot":
+        return _on_spot(view, slack, numbers)
+    return _on_demand(view, slack, numbers, table)
+
+
+def _on_spot(view: Outlook, slack: float, numbers: dict[str, Any]) -> Proposal:
+    seen, here = view.observation, view.observation.current
+    if slack >= TICK_S:
+        why = f"{slack:.0f} s may still be lost on {here.name}"
+        return _cheaper_zone(view, slack, numbers) or Proposal(reason=why, numbers=numbers)
+    safe = [
+        item for item in seen.others() if item.offer.capacity_type == "on-demand" and _is_free(seen, item)
+    ]
+    wants = []
+    for target in safe:
+        speed = view.slowest(target) or _same_machine(view, target)
+        moving = view.moving(target, speed=speed)
+        why = f"{slack:.0f} s may still be lost, less than the {TICK_S:.0f} s until the next look on spot"
+        wants.append(Want(target, why, view.staying, moving, is_urgent=True))
+    wants.sort(
+        key=lambda want: (want.target.usd_per_hour is None, want.target.usd_per_hour or 0.0, want.target.name)
+    )
+    return Proposal(tuple(wants), "no on-demand candidate is left to be safe on", numbers)
+
+
+def _cheaper_zone(view: Outlook, slack: float, numbers: dict[str, Any]) -> Proposal | None:
+    """Another zone of the same machine, when it saves the tolerance with the move inside."""
+    staying, seen = view.staying, view.observation
+    if staying is None or staying.objective is None or slack < TICK_S + 2 * seen.overheads.start_s:
+        return None
+    wants = []
+    for target in _spot(seen):
+        moving = view.moving(target, speed=_same_machine(view, target))
+        if moving is None or moving.objective is None:
+            continue
+        if moving.objective < (1 - view.policy.tolerance) * staying.objective:
+            why = f"{target.name} finishes for ${moving.objective:.4g} instead of ${staying.objective:.4g}"
+            wants.append(Want(target, why, staying, moving))
+    wants.sort(key=lambda want: (want.moving.objective if want.moving else None or 0.0, want.target.name))
+    return Proposal(tuple(wants), numbers=numbers) if wants else None
+
+
+def _on_demand(view: Outlook, slack: float, numbers: dict[str, Any], table: Table | None) -> Proposal:
+    seen, here = view.observation, view.observation.current
+    price = here.usd_per_hour
+    spots = [item for item in _spot(seen) if price is not None and (item.usd_per_hour or price) < price]
+    if not spots:
+        return Proposal(reason="no cheaper spot of this machine is to be had", numbers=numbers)
+    target = min(spots, key=lambda item: (item.usd_per_hour or 0.0, item.name))
+    start_s = seen.overheads.start_s
+    if slack < start_s + TICK_S:
+        return Proposal(reason=f"{slack:.0f} s may be lost: too few to try spot", numbers=numbers)
+    if table is not None:
+        ticks = int((seen.deadline_left_s or 0.0) / TICK_S)
+        found = table.look_up(ticks, slack, age_bin(1.0), UP_ON_DEMAND, Hazard().regimes)
+        numbers = {**numbers, "ticks_of_on_demand": {"spot": found[SPOT], "on_demand": found[BUY]}}
+        is_worth = found[SPOT] < found[BUY]
+        why = f"spot is expected to cost {found[SPOT]:.4g}, on-demand {found[BUY]:.4g} ticks of on-demand"
+    else:
+        is_worth = slack >= 2 * start_s + TICK_S
+        why = f"{slack:.0f} s may be lost, two starts and a look take {2 * start_s + TICK_S:.0f} s"
+    if not is_worth:
+        return Proposal(reason=why, numbers=numbers)
+    moving = view.moving(target, speed=_same_machine(view, target))
+    return Proposal((Want(target, why, view.staying, moving),), numbers=numbers)
+
+
+def _spot(seen: Observation) -> list[Allocation]:
+    """Spot candidates of the same machine and as many nodes, that may be had."""
+    here = seen.current
+    return [
+        item
+        for item in seen.others()
+        if item.offer.capacity_type == "spot"
+        and item.offer.instance_type == here.offer.instance_type
+        and item.nodes == here.nodes
+        and _is_free(seen, item)
+    ]
+
+
+def _is_free(seen: Observation, item: Allocation) -> bool:
+    free = seen.free_nodes.get(item.offer.name)
+    return free is None or free >= item.nodes
+
+
+def _same_machine(view: Outlook, target: Allocation) -> Any:
+    """The same instance type is as fast in another zone or market."""
+    here = view.observation.current
+    known = view.speeds.get(target.name)
+    same = target.offer.instance_type == here.offer.instance_type and target.nodes == here.nodes
+    return known or (view.speeds.get(here.name) if same else None)

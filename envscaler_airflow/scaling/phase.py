@@ -1,0 +1,119 @@
+"""Phases: what each phase of a training needs, met in time, and passed over where a move does not pay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
+from envscaler_airflow.scaling.decision import PhaseNeed, Policy, Proposal, Want
+from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.outlook import Outlook, outlook
+
+SIGNALS = (("loading", 20.0, 40.0), ("evaluation", 50.0, 70.0), ("training", 70.0, 95.0))
+"""GPU utilisation, percent, by which a phase is told. Source: the requirement's priors."""
+LOOKS = 4
+"""Looks in a row that must agree on a phase that was not announced. Chosen."""
+LEAD = 1.5
+"""A bigger need is met this many times the length of a move before its phase begins. Chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    name: str | None
+    source: str
+
+
+def phase(observation: Observation, policy: Policy) -> Proposal:
+    """Propose the cheapest allocation that the phase needs; a bigger need of the next phase in time.
+
+    A phase is announced by the training, else told from GPU utilisation. How long it lasts and
+    what comes next is known from earlier runs; a phase that ends before a move there and back
+    has paid for itself is passed over, and the reason says so.
+    """
+    needs = {need.phase: need for need in policy.phases}
+    if not needs:
+        return Proposal(reason="the phase policy has no phases")
+    now, view = _phase_now(observation), outlook(observation, policy)
+    numbers: dict[str, Any] = {"phase": now.name, "phase_from": now.source, "next": observation.next_phase}
+    coming = needs.get(observation.next_phase or "")
+    if coming is not None and _is_due(observation) and _is_bigger(coming, observation.current):
+        return _propose(
+            view, coming, f"{coming.phase} begins in {observation.next_phase_in_s:.0f} s", numbers
+        )
+    need = needs.get(now.name or "")
+    if need is None:
+        known = ", ".join(sorted(needs))
+        return Proposal(
+            reason=f"phase {now.name or 'unknown'} ({now.source}) is none of {known}", numbers=numbers
+        )
+    if _meets(need, observation.current):
+        return Proposal(reason=f"{observation.current.name} is what {need.phase} needs", numbers=numbers)
+    return _propose(view, need, f"{need.phase} ({now.source})", numbers)
+
+
+def _phase_now(observation: Observation) -> _Now:
+    if observation.training_phase is not None:
+        return _Now(observation.training_phase, "announced")
+    by_look: dict[float, list[float]] = {}
+    for item in observation.samples:
+        if item.metric.startswith("gpu") and item.metric.endswith("utilization_percent"):
+            by_look.setdefault(item.at_s, []).append(item.value)
+    looks = [math.fsum(values) / len(values) for _, values in sorted(by_look.items())][-LOOKS:]
+    if len(looks) < LOOKS:
+        return _Now(None, "not announced, and GPU utilisation is missing")
+    for name, low, high in SIGNALS:
+        if all(low <= value <= high for value in looks):
+            return _Now(name, f"GPU at {looks[-1]:.0f} %")
+    return _Now(None, f"not announced, and GPU at {looks[-1]:.0f} % tells nothing")
+
+
+def _is_due(observation: Observation) -> bool:
+    left_s = observation.next_phase_in_s
+    return left_s is not None and left_s <= LEAD * observation.overheads.start_s
+
+
+def _is_bigger(need: PhaseNeed, here: Allocation) -> bool:
+    return (need.nodes or 0) > here.nodes or (need.gpu_memory_gb or 0) > (here.offer.gpu_memory_gb or 0)
+
+
+def _meets(need: PhaseNeed, item: Allocation) -> bool:
+    has_nodes = need.nodes is None or item.nodes == need.nodes
+    return has_nodes and (need.gpu_memory_gb or 0) <= (item.offer.gpu_memory_gb or 0)
+
+
+def _propose(view: Outlook, need: PhaseNeed, why: str, numbers: dict[str, Any]) -> Proposal:
+    seen = view.observation
+    fitting = [item for item in seen.others() if _meets(need, item)]
+    if not fitting:
+        wanted = f"{need.nodes or 'any number of'} nodes"
+        if need.gpu_memory_gb:
+            wanted += f" with GPUs of {need.gpu_memory_gb:g} GB"
+        return Proposal(reason=f"{why} needs {wanted}, and no candidate has that", numbers=numbers)
+    target = min(fitting, key=lambda item: (item.usd_per_hour is None, item.usd_per_hour or 0.0, item.name))
+    lasts_s = seen.phase_lasts_s.get(need.phase)
+    passed = None if lasts_s is None else _too_short(view, target, lasts_s)
+    if passed is not None:
+        return Proposal(reason=f"{why} is passed over: {passed}", numbers={**numbers, "lasts_s": lasts_s})
+    moving = view.moving(target, speed=view.slowest(target))
+    want = Want(target, f"{why} needs {target.nodes} nodes of {target.offer.name}", view.staying, moving)
+    return Proposal((want,), numbers={**numbers, "lasts_s": lasts_s})
+
+
+def _too_short(view: Outlook, target: Allocation, lasts_s: float) -> str | None:
+    """Why a phase that lasts so long does not pay for moving there and back; None: it does."""
+    seen = view.observation
+    moves_s = 2 * seen.overheads.start_s
+    if lasts_s <= moves_s:
+        return f"it lasts {lasts_s:.0f} s, and moving there and back takes {moves_s:.0f} s"
+    here, there = seen.current.usd_per_hour, target.usd_per_hour
+    if here is None or there is None or there >= here:
+        return None
+    value = view.policy.value_of_hour
+    saved = (here - there) * (lasts_s - moves_s) / SECONDS_PER_HOUR
+    costs = (here + there + 2 * value) * seen.overheads.start_s / SECONDS_PER_HOUR
+    if saved > costs:
+        return None
+    return f"in {lasts_s:.0f} s it saves ${saved:.3g}, and moving there and back costs ${costs:.3g}"

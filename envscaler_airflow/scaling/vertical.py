@@ -1,0 +1,148 @@
+"""CPU and memory of a node by what it uses; never its GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.outlook import outlook
+
+HIGH, LOW = 85.0, 40.0
+"""Percent of what a node has: above the first is too little, below the second too much. Chosen."""
+WINDOW_S, LONG_WINDOW_S = 300.0, 1200.0
+"""Seconds that more, or less, must have been right. Chosen: less is asked four times as long."""
+HEADROOM = 1.3
+"""What is asked for, over the peak. Chosen: activation checkpointing makes memory swing."""
+LEAD_S = 600.0
+"""An out-of-memory forecast nearer than a move and this long is acted upon. Chosen: ten minutes."""
+_GIB = float(1 << 30)
+
+Points = Sequence[tuple[float, float]]
+
+
+def vertical(observation: Observation, policy: Policy) -> Proposal:
+    """Propose the cheapest candidate of the same GPUs and nodes that fits what is used.
+
+    Memory is judged by the peak of a window over all nodes, CPU by its mean. A steady slope of
+    memory gives a time to out-of-memory; when that is nearer than a move takes, the move is
+    urgent, and cool-downs do not hold it back.
+    """
+    here = observation.current
+    memory = _peaks(observation, "memory_bytes")
+    busy = [(at_s, value / 100) for at_s, value in _peaks(observation, "cpu_percent")]
+    if not memory and not busy:
+        return Proposal(reason="memory_bytes and cpu_percent are missing")
+    limit = here.offer.memory_gib * _GIB
+    oom_s = time_to_limit(memory, limit)
+    used = {"memory_gib": _need(memory, limit), "vcpus": _need(busy, here.offer.vcpus)}
+    numbers: dict[str, Any] = {"time_to_out_of_memory_s": oom_s, **used}
+    lead_s = observation.overheads.start_s + LEAD_S
+    if oom_s is not None and oom_s < lead_s:
+        grown = memory[-1][1] * HEADROOM * 1.25 / _GIB
+        why = f"memory will be full in {oom_s:.0f} s"
+        return _propose(
+            observation, policy, (max(grown, here.offer.memory_gib * 1.25), 0.0), why, numbers, is_urgent=True
+        )
+    sizes = tuple(_size(kind, used[kind], observation) for kind in ("memory_gib", "vcpus"))
+    if all(size is None for size in sizes):
+        return Proposal(reason="CPU and memory are used as they should be", numbers=numbers)
+    wanted = (sizes[0] or 0.0, sizes[1] or 0.0)
+    return _propose(observation, policy, wanted, "what is used", numbers, is_urgent=False)
+
+
+def time_to_limit(points: Points, limit: float) -> float | None:
+    """Seconds until a steady rise reaches *limit*; None without one.
+
+    Least squares over the window; steady when it explains nine tenths of the variance (chosen).
+    """
+    if len(points) < 6 or points[-1][1] >= limit:
+        return 0.0 if points and points[-1][1] >= limit else None
+    count = len(points)
+    mean_t = math.fsum(at_s for at_s, _ in points) / count
+    mean_y = math.fsum(value for _, value in points) / count
+    spread = math.fsum((at_s - mean_t) ** 2 for at_s, _ in points)
+    across = math.fsum((at_s - mean_t) * (value - mean_y) for at_s, value in points)
+    total = math.fsum((value - mean_y) ** 2 for _, value in points)
+    if spread == 0 or total == 0 or across <= 0 or across**2 / (spread * total) < 0.9:
+        return None
+    return (limit - points[-1][1]) * spread / across
+
+
+def _peaks(observation: Observation, metric: str) -> Points:
+    """Highest node at each look of this attempt, oldest first."""
+    since_s = observation.elapsed_s - LONG_WINDOW_S
+    if observation.since_move_s is not None:
+        since_s = max(since_s, observation.elapsed_s - observation.since_move_s)
+    by_look: dict[float, float] = {}
+    for item in observation.samples:
+        if item.metric == metric and item.at_s >= since_s:
+            by_look[item.at_s] = max(item.value, by_look.get(item.at_s, 0.0))
+    return sorted(by_look.items())
+
+
+def _need(points: Points, limit: float) -> dict[str, float | None]:
+    """Percent used: the least and the peak of the short window, and the peak of the long one."""
+    if not points:
+        return {"least": None, "peak": None, "long_peak": None}
+    recent = [value for at_s, value in points if points[-1][0] - at_s <= WINDOW_S]
+    is_long = points[-1][0] - points[0][0] >= 0.9 * LONG_WINDOW_S
+    is_short = points[-1][0] - points[0][0] >= 0.9 * WINDOW_S
+    long_peak = max(value for _, value in points)
+    return {
+        "least": 100 * min(recent) / limit if is_short else None,
+        "peak": 100 * max(recent) / limit,
+        "long_peak": 100 * long_peak / limit if is_long else None,
+    }
+
+
+def _size(kind: str, used: dict[str, float | None], observation: Observation) -> float | None:
+    """What to ask for, in the unit of the offer; None: as it is."""
+    has = getattr(observation.current.offer, kind)
+    peak, least, long_peak = used["peak"], used["least"], used["long_peak"]
+    is_memory = kind == "memory_gib"
+    if peak is not None and least is not None and (peak if is_memory else least) > HIGH:
+        return float(has * peak / 100 * HEADROOM)
+    if long_peak is not None and long_peak < LOW:
+        return float(has * long_peak / 100 * HEADROOM)
+    return None
+
+
+def _propose(
+    observation: Observation,
+    policy: Policy,
+    wanted: tuple[float, float],
+    why: str,
+    numbers: dict[str, Any],
+    *,
+    is_urgent: bool,
+) -> Proposal:
+    here = observation.current
+    memory, cpus = wanted[0] or here.offer.memory_gib, wanted[1] or here.offer.vcpus
+    fitting = [item for item in observation.others() if _is_alike(item, here) and _holds(item, memory, cpus)]
+    asked = f"{memory:.3g} GiB and {cpus:.3g} CPUs"
+    numbers = {**numbers, "asked_memory_gib": memory, "asked_vcpus": cpus}
+    if not fitting:
+        return Proposal(reason=f"{why} asks for {asked} a node, and no candidate has that", numbers=numbers)
+    target = min(fitting, key=lambda i: (i.offer.memory_gib, i.offer.vcpus, i.usd_per_hour or 0.0, i.name))
+    if (target.offer.memory_gib, target.offer.vcpus) == (here.offer.memory_gib, here.offer.vcpus):
+        return Proposal(
+            reason=f"{why} asks for {asked} a node, and nothing nearer is offered", numbers=numbers
+        )
+    view = outlook(observation, policy)
+    moving = view.moving(target, speed=view.slowest(target) or view.speeds.get(here.name))
+    want = Want(target, f"{why} asks for {asked} a node", view.staying, moving, is_urgent=is_urgent)
+    return Proposal((want,), numbers=numbers)
+
+
+def _is_alike(item: Allocation, here: Allocation) -> bool:
+    mine, its = here.offer, item.offer
+    same_gpus = (its.gpu_name, its.gpus) == (mine.gpu_name, mine.gpus)
+    return same_gpus and item.nodes == here.nodes and its.capacity_type == mine.capacity_type
+
+
+def _holds(item: Allocation, memory_gib: float, cpus: float) -> bool:
+    return item.offer.memory_gib >= memory_gib and item.offer.vcpus >= cpus

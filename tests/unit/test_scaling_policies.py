@@ -1,0 +1,325 @@
+"""Deadline, phase and vertical on a running stage, behind the same guards as every policy."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed
+from envscaler_airflow.scaling import (
+    Check,
+    Observation,
+    PhaseNeed,
+    Policy,
+    Sample,
+    ThresholdRule,
+    decide,
+    explain,
+    replay,
+)
+from envscaler_airflow.scaling.deadline import SpotJob, build_table
+from envscaler_airflow.scaling.deadline.live import deadline
+from envscaler_airflow.scaling.interval import checkpoint_interval_s, price_aware_interval_s, price_risk
+from envscaler_airflow.scaling.vertical import time_to_limit
+
+GIB = float(1 << 30)
+
+
+def on(
+    capacity="on-demand", *, zone="a", usd=3.0, nodes=1, gpu_gb=16.0, cpus=8.0, memory=32.0, kind="p3.2xlarge"
+):
+    """One place to run."""
+    offer = Offer(
+        "aws", "us-east-1", kind, capacity, cpus, memory, zone=zone, gpu_name="V100", gpus=1,
+        gpu_memory_gb=gpu_gb, usd_per_hour=usd,
+    )  # fmt: skip
+    return Allocation(offer, nodes)
+
+
+OD, SPOT = on(), on("spot", usd=1.0)
+START = Overheads(start_s=600.0)
+
+
+def seen(current, *others, left_h=10.0, work_h=8.0, **more):
+    """Work of *work_h* hours at one unit a second, *left_h* hours to the deadline."""
+    speeds = {current.name: Speed(1.0, 0.0, "measured", 3600.0)}
+    facts = {
+        "units_done": 0.0, "units_total": work_h * 3600, "speeds": speeds, "overheads": START,
+        "deadline_left_s": left_h * 3600, "elapsed_s": 10_000.0, "candidates": (current, *others),
+    }  # fmt: skip
+    return Observation(current, **{**facts, **more})
+
+
+DEADLINE = Policy("deadline", stabilization_s=0.0)
+
+
+def test_stays_on_spot_while_that_is_safe():
+    """Two hours may be lost."""
+    got = decide(seen(SPOT, OD), DEADLINE)
+
+    assert got.action == "keep"
+    assert "may still be lost" in got.reason
+
+
+def test_leaves_spot_before_it_would_be_too_late_whatever_the_cool_down_says():
+    """Ten minutes of slack are gone by the next look: cool-down, epochs and count of moves do not hold it."""
+    late = seen(SPOT, OD, left_h=8.25, since_move_s=10.0, since_move_epochs=0, moves=9)
+
+    got = decide(late, replace(DEADLINE, max_moves=1, stabilization_s=300.0))
+
+    assert (got.action, got.target) == ("move", OD)
+
+
+def test_an_urgent_move_does_not_pass_the_other_guards():
+    """One action at a time, and dry-run, hold for all."""
+    late = seen(SPOT, OD, left_h=8.25)
+
+    assert decide(replace(late, pending="a move"), DEADLINE).action == "keep"
+    assert decide(late, replace(DEADLINE, recommend_only=True)).action == "recommend"
+
+
+def test_goes_back_to_spot_when_two_starts_fit():
+    """On-demand to spot while running: an hour may be lost, two starts and a look take half of it."""
+    got = decide(seen(OD, SPOT, left_h=9.5), DEADLINE)
+
+    assert (got.action, got.target) == ("move", SPOT)
+
+
+def test_stays_on_demand_when_spot_could_not_be_left_again():
+    """Twenty-five minutes are not enough for two starts and a look."""
+    assert decide(seen(OD, SPOT, left_h=8.6), DEADLINE).action == "keep"
+
+
+def test_takes_no_spot_that_is_not_to_be_had():
+    """A zone without free capacity is none."""
+    got = decide(seen(OD, SPOT, left_h=10, free_nodes={SPOT.offer.name: 0}), DEADLINE)
+
+    assert got.action == "keep"
+
+
+def test_a_table_says_whether_spot_pays():
+    """With a table the numbers of both answers are in the decision."""
+    table = build_table(SpotJob(72, 600.0, 8 * 3600.0, 600.0, 3.0, 1.0))
+
+    proposal = deadline(seen(OD, SPOT, left_h=12), DEADLINE, table=table)
+
+    costs = proposal.numbers["ticks_of_on_demand"]
+    assert [want.target for want in proposal.wants] == ([SPOT] if costs["spot"] < costs["on_demand"] else [])
+
+
+def test_without_a_deadline_there_is_nothing_to_meet():
+    """It says so."""
+    got = decide(replace(seen(SPOT, OD), deadline_left_s=None), DEADLINE)
+
+    assert got.reason == "the deadline policy needs a deadline"
+
+
+@given(left_h=st.floats(-5, 40), work_h=st.floats(0.01, 30))
+def test_spot_is_never_kept_when_a_tick_could_not_be_lost(left_h, work_h):
+    """The guard as an invariant; once no move can keep the deadline, none is made for it."""
+    slack = left_h * 3600 - work_h * 3600 - 600
+    assume(abs(slack) > 1 and abs(slack - 600) > 1)
+
+    got = decide(seen(SPOT, OD, left_h=left_h, work_h=work_h), DEADLINE)
+
+    assert got.action == ("move" if 0 < slack < 600 else "keep")
+
+
+PHASES = Policy(
+    "phase", max_nodes=8, stabilization_s=0.0, cooldown_s=0.0, min_epochs_between=0,
+    phases=(PhaseNeed("loading", 4), PhaseNeed("training", 8), PhaseNeed("evaluation", 2)),
+)  # fmt: skip
+FOUR, EIGHT, TWO = on(nodes=4), on(nodes=8), on(nodes=2)
+
+
+def in_phase(current, name, **more):
+    """A stage on *current*, in *name*, no deadline."""
+    return seen(current, FOUR, EIGHT, TWO, training_phase=name, **{"deadline_left_s": None, **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "current", "target"), [("training", FOUR, EIGHT), ("evaluation", EIGHT, TWO)]
+)
+def test_four_eight_two(name, current, target):
+    """The case of the requirement: loading on 4, training on 8, evaluation on 2."""
+    got = decide(in_phase(current, name), PHASES)
+
+    assert (got.action, got.target) == ("move", target)
+    assert decide(in_phase(target, name), PHASES).action == "keep"
+
+
+def test_a_bigger_need_is_met_before_its_phase_begins():
+    """Training begins in ten minutes, a move takes ten: now."""
+    got = decide(in_phase(FOUR, "loading", next_phase="training", next_phase_in_s=600.0), PHASES)
+
+    assert (got.action, got.target) == ("move", EIGHT)
+
+
+def test_a_smaller_need_waits_for_its_phase():
+    """Evaluation begins soon and needs less: training keeps its nodes until then."""
+    got = decide(in_phase(EIGHT, "training", next_phase="evaluation", next_phase_in_s=60.0), PHASES)
+
+    assert got.action == "keep"
+
+
+def test_a_phase_shorter_than_its_moves_is_passed_over_with_the_reason():
+    """Evaluation for five minutes, moves of ten."""
+    got = decide(in_phase(EIGHT, "evaluation", phase_lasts_s={"evaluation": 300.0}), PHASES)
+
+    assert got.action == "keep"
+    assert "passed over: it lasts 300 s, and moving there and back takes 1200 s" in got.reason
+
+
+def test_a_phase_that_saves_less_than_its_moves_is_passed_over():
+    """25 minutes of evaluation on 2 of 8 nodes save $1.5, and the moves cost $5."""
+    got = decide(in_phase(EIGHT, "evaluation", phase_lasts_s={"evaluation": 1500.0}), PHASES)
+
+    assert "it saves $1.5, and moving there and back costs $5" in got.reason
+
+
+def test_a_phase_is_told_from_the_gpus_when_nobody_announces_it():
+    """Four looks at 85 % are training."""
+    samples = tuple(Sample(9_900.0 + 10 * at, 0, "gpu0_utilization_percent", 85.0) for at in range(4))
+
+    got = decide(in_phase(FOUR, None, samples=samples), PHASES)
+
+    assert got.target == EIGHT
+    assert "GPU at 85 %" in got.reason
+
+
+def test_a_phase_that_needs_larger_gpus_gets_them():
+    """Full fine-tuning asks for 80 GB."""
+    policy = replace(PHASES, phases=(PhaseNeed("full-finetune", None, 80.0),))
+    large = on(gpu_gb=80.0, usd=6.0, kind="p4de")
+
+    got = decide(seen(OD, large, training_phase="full-finetune", deadline_left_s=None), policy)
+
+    assert got.target == large
+
+
+def test_a_phase_that_needs_nothing_is_refused():
+    """At birth."""
+    with pytest.raises(ValueError, match="needs nodes or gpu_memory_gb"):
+        PhaseNeed("training")
+
+
+VERTICAL = Policy("vertical", stabilization_s=0.0, cooldown_s=3600.0)
+BIG, SMALL = on(memory=64.0, usd=4.0, kind="big"), on(memory=16.0, usd=2.0, kind="small")
+
+
+def using(memory_gib, current=OD, **more):
+    """A stage whose memory was *memory_gib(i)* at look i, every 30 s up to now."""
+    looks = range(41)
+    samples = tuple(Sample(8_800.0 + 30 * at, 0, "memory_bytes", memory_gib(at) * GIB) for at in looks)
+    return seen(current, BIG, SMALL, samples=samples, **{"deadline_left_s": None, **more})
+
+
+def test_memory_that_stays_high_is_raised():
+    """30 of 32 GiB for five minutes, swinging down to 29: judged by the peak."""
+    got = decide(using(lambda at: 30.0 - at % 2), VERTICAL)
+
+    assert (got.action, got.target) == ("move", BIG)
+
+
+def test_memory_that_stays_low_is_lowered_after_longer():
+    """10 of 32 GiB for twenty minutes: 16 are enough."""
+    got = decide(using(lambda _at: 10.0), VERTICAL)
+
+    assert (got.action, got.target) == ("move", SMALL)
+
+
+def test_a_peak_in_the_long_window_keeps_the_memory():
+    """Ten GiB now, and 20 a quarter of an hour ago."""
+    assert decide(using(lambda at: 20.0 if at == 12 else 10.0), VERTICAL).action == "keep"
+
+
+def test_a_steady_rise_is_met_before_out_of_memory_whatever_the_cool_down_says():
+    """0.25 GiB every 30 s, 26 of 32 used: full in twelve minutes, and a move takes ten."""
+    got = decide(using(lambda at: 16.0 + 0.25 * at, since_move_s=1300.0), VERTICAL)
+
+    assert (got.action, got.target) == ("move", BIG)
+    assert "memory will be full in 720 s" in got.reason
+
+
+def test_no_rise_no_forecast():
+    """A sawtooth has no time to out-of-memory."""
+    assert time_to_limit([(float(at), float(at % 4)) for at in range(40)], 100.0) is None
+    assert time_to_limit([(float(at), float(at)) for at in range(40)], 100.0) == pytest.approx(61.0)
+
+
+def test_the_gpu_is_never_changed():
+    """A machine with more memory and other GPUs is no candidate."""
+    other = Allocation(replace(BIG.offer, gpu_name="A100", instance_type="other"), 1)
+
+    got = decide(replace(using(lambda _at: 31.0), candidates=(other,)), VERTICAL)
+
+    assert got.action == "keep"
+
+
+@pytest.mark.parametrize("policy", [DEADLINE, PHASES, VERTICAL], ids=lambda policy: policy.name)
+def test_missing_facts_keep_with_a_reason_and_every_check_can_be_replayed(policy):
+    """Nothing is known: keep, say why, and decide the same from the record."""
+    blind = Observation(OD, candidates=(SPOT, EIGHT, BIG))
+
+    got = decide(blind, policy)
+    check = Check.from_dict(Check(blind, policy, got).to_dict())
+
+    assert got.action == "keep"
+    assert got.reason
+    assert replay(check) == got
+    assert got.reason in explain(check)
+
+
+def test_a_forecast_can_be_a_condition():
+    """GPU above 85 % and still above in five minutes: falling fast, it is not."""
+    rule = ThresholdRule("gpu_utilization", above=85.0, below=None, samples=3, ahead_s=300.0)
+    policy = Policy("threshold", max_nodes=2, stabilization_s=0.0, rules=(rule,))
+
+    def now(values):
+        looks = enumerate(values)
+        samples = tuple(Sample(9_940.0 + 30 * at, 0, "gpu0_utilization_percent", v) for at, v in looks)
+        return seen(OD, on(nodes=2), samples=samples, deadline_left_s=None)
+
+    assert decide(now([90.0, 91.0, 92.0]), policy).action == "move"
+    assert decide(now([99.0, 93.0, 87.0]), policy).action == "keep"
+
+
+def test_all_of_several_conditions_can_be_asked_for():
+    """GPU is busy and memory is not: any says out, all says keep."""
+    rules = tuple(
+        ThresholdRule(name, above=80.0, below=None, samples=1) for name in ("gpu_utilization", "queue")
+    )
+    policy = Policy("threshold", max_nodes=2, stabilization_s=0.0, rules=rules)
+    samples = (Sample(10_000.0, 0, "gpu0_utilization_percent", 90.0), Sample(10_000.0, 0, "queue", 10.0))
+    facts = seen(OD, on(nodes=2), samples=samples, deadline_left_s=None)
+
+    assert decide(facts, policy).action == "move"
+    assert decide(facts, replace(policy, match="all")).action == "keep"
+
+
+def test_the_interval_between_checkpoints_is_dalys():
+    """A save of a minute and a loss in ten hours: 34.5 min by Young, a minute less by Daly's terms."""
+    young = math.sqrt(2 * 60 * 36_000)
+
+    assert checkpoint_interval_s(60, 0.1) == pytest.approx(
+        young * (1 + math.sqrt(60 / 72_000) / 3) - 60, rel=1e-3
+    )
+    assert checkpoint_interval_s(60, 0) is None
+    assert checkpoint_interval_s(30_000, 0.1) == 36_000
+
+
+@given(save=st.floats(1, 1e4), rate=st.floats(1e-3, 100))
+def test_more_losses_never_lengthen_the_interval(save, rate):
+    """Shorter when losses come twice as often."""
+    assert checkpoint_interval_s(save, 2 * rate) <= checkpoint_interval_s(save, rate) + 1e-6
+
+
+def test_a_price_above_its_recent_level_raises_the_risk():
+    """By its own level, bounded, and unknown is 1."""
+    assert price_risk(1.02, [1.0] * 9) == pytest.approx(1.25, abs=0.01)
+    assert price_risk(0.9, [1.0] * 9) == 0.5
+    assert price_risk(9.0, [1.0] * 9) == 4.0
+    assert price_risk(1.0, []) == 1.0
+    assert price_aware_interval_s(60, 0.1, 1.1, [1.0] * 9) < 0.65 * checkpoint_interval_s(60, 0.1)
