@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from envscaler_airflow.cli.market import (
     rejected_body,
 )
 from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import (
     Candidate,
     Goal,
@@ -34,12 +36,17 @@ from envscaler_airflow.planning import (
     is_ordered,
     requirements_of,
 )
+from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.explain import unknown_gpus
+from envscaler_airflow.planning.fleet import mixed_fleets
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import Scope, Search, search
-from envscaler_airflow.planning.table import OfferTable
+from envscaler_airflow.planning.stockouts import against
+from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, OfferTable
 from envscaler_airflow.spec import EnvSpec, load_spec
 from envscaler_airflow.spec.quantities import duration_s
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.stockouts import stockouts
 
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
@@ -90,6 +97,14 @@ COLUMNS = (
 @click.option("--job", "job_name", help="What the stage does; `--job list` lists what is known.")
 @click.option("--work", "units", type=POSITIVE, help="Samples or tokens in all.")
 @click.option("--batch", type=POSITIVE, help="Of all GPUs together.")
+@click.option(
+    "--data",
+    "data",
+    multiple=True,
+    metavar="CLOUD:REGION[:GIB]",
+    help="Where data lie, and how much.",
+)
+@click.option("--store", "store_url", help="Run store: what its runs found sold out is passed over.")
 @click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Candidates that --json lists.")
 @click.option("--json", "as_json", is_flag=True, help="For tools.")
 @market_options
@@ -120,6 +135,8 @@ def plan_command(
         scope=scope,
         speed_of=model,
         misfit_of=None if model is None else model.misfit,
+        avoid=_sold_out(options["store_url"]),
+        data=tuple(_data(text) for text in options["data"]),
         limit=options["limit"],
         explain=True,
     )
@@ -127,7 +144,8 @@ def plan_command(
     made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
     notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *_faults(table.faults)]
     if options["as_json"]:
-        click.echo(json.dumps(plan_body(made, notes), indent=1))
+        fleets = _fleets(made, needs, work, goal)
+        click.echo(json.dumps({**plan_body(made, notes), "fleets": fleets}, indent=1))
     else:
         print_plan(made, notes)
     if made.chosen is None:
@@ -136,6 +154,36 @@ def plan_command(
 
 def _model(name: str | None, batch: float | None) -> JobModel | None:
     return None if name is None else job_model(job(name), gpu_facts(), batch=batch)
+
+
+def _sold_out(store_url: str | None) -> Callable[[Offer], str | None] | None:
+    if store_url is None:
+        return None
+    now = time.time()
+    found = stockouts(open_store(store_url), now=now)
+    return lambda offer: against(offer, found, now)
+
+
+def _data(text: str) -> DataPlace:
+    found = re.fullmatch(r"([a-z]+):([a-z0-9-]+)(?::(\d+(?:\.\d+)?))?", text)
+    if found is None:
+        raise SpecError(f"--data {text!r}: write aws:us-east-1 or aws:us-east-1:200 (GiB)")
+    cloud, region, gib = found.groups()
+    return DataPlace(text, cloud, region, float(gib) if gib else None)
+
+
+def _fleets(made: Plan, needs: Sequence[Requirements], work: Work, goal: Goal) -> list[dict[str, Any]]:
+    """Mixed fleets, where the stage may have more nodes than it needs."""
+    least = min(need.min_nodes for need in needs)
+    risky = {item.allocation.offer.name: ANY_RATE_PER_HOUR for item in made.candidates}
+    found = mixed_fleets(
+        made.candidates,
+        min_nodes=least,
+        work=replace(work, interruptions_per_hour=risky),
+        goal=goal,
+        hour_usd=made.value_of_hour_usd or 0.0,
+    )
+    return [fleet.to_dict() for fleet in found[:SHOWN]]
 
 
 def overheads_of(spec: EnvSpec) -> Overheads:

@@ -11,9 +11,10 @@ from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.table import Kind
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, moved
+from envscaler_airflow.spec.quantities import GPU_MEMORY_USABLE
 
-USABLE = 0.93
-"""Part of the nominal memory of a GPU that a job can have. Chosen: the context and gaps take the rest."""
+USABLE = GPU_MEMORY_USABLE
+"""Part of the nominal memory of a GPU that a job can have."""
 
 GB = 1e9
 _FITTED_STDEV = 0.15

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.explain import nearest_misses
 from envscaler_airflow.planning.objective import estimate, value_of_hour
-from envscaler_airflow.planning.offers import Allocation, CapacityType
+from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 from envscaler_airflow.planning.performance import Speed
 from envscaler_airflow.planning.planner import (
     Candidate,
@@ -71,7 +72,8 @@ class Search:
         speed_of: How fast the stage is; None: not known anywhere.
         misfit_of: Why it cannot run on so many nodes of a kind, such as a model that is larger than
             the memory of its GPUs; None: nothing is known against any.
-        avoid: Reasons against offers by name, such as a stock-out that was just met.
+        avoid: Reason against an offer, such as a stock-out that was just met; None: none.
+        data: Where the stage's data lie.
         limit: Candidates kept, and misses named, each.
         explain: Name the nearest misses even when something was found.
     """
@@ -79,7 +81,8 @@ class Search:
     scope: Scope = field(default_factory=Scope)
     speed_of: SpeedOf | None = None
     misfit_of: MisfitOf | None = None
-    avoid: Mapping[str, str] = field(default_factory=dict)
+    avoid: Callable[[Offer], str | None] | None = None
+    data: tuple[DataPlace, ...] = ()
     limit: int = 20
     explain: bool = False
 
@@ -113,14 +116,34 @@ def search(
         raise ValueError("requirements: none given")
     how, goal, work = how or Search(), goal or Goal(), work or Work()
     if not is_ordered:
-        return _Looker(table, how, goal, work).look(needs)
+        return _look(needs, table, how, goal, work)
     first = None
     for need in needs:
-        got = _Looker(table, how, goal, work).look((need,))
+        got = _look((need,), table, how, goal, work)
         if got.chosen is not None:
             return got
         first = first or got
     return first or Plan(None)
+
+
+def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: Goal, work: Work) -> Plan:
+    """One search; where data are bound to a place, it is named what that excluded."""
+    got = _Looker(table, how, goal, work).look(needs)
+    bound = [item for item in how.data if item.is_bound]
+    if not bound:
+        return got
+    free = replace(
+        how, data=tuple(replace(item, is_bound=False) for item in how.data), limit=1, explain=False
+    )
+    other = _Looker(table, free, goal, work).look(needs).chosen
+    if other is None or (got.chosen is not None and other.allocation == got.chosen.allocation):
+        return got
+    names = ", ".join(
+        f"{item.name} ({'/'.join(filter(None, (item.cloud, item.region, item.zone)))})" for item in bound
+    )
+    price = "?" if other.usd_per_hour is None else f"{other.usd_per_hour:.4f}"
+    note = f"data that can be used in one place alone exclude {other.allocation.name} at ${price}/h: {names}"
+    return replace(got, notes=(*got.notes, note))
 
 
 class _Group(NamedTuple):
@@ -160,7 +183,10 @@ class _Looker:
         """By place, whether it is allowed; by kind, whether one node of it meets *need*."""
         table = self.table
         is_allowed = [
-            is_in and fits_place(need, *place) for is_in, place in zip(self.is_in, table.places, strict=True)
+            is_in
+            and fits_place(need, *place)
+            and (not self.how.data or all(item.allows(*place) for item in self.how.data))
+            for is_in, place in zip(self.is_in, table.places, strict=True)
         ]
         fits = [False] * len(table.kinds)
         for number in self._pool(need):
@@ -315,15 +341,22 @@ class _Looker:
     def _judge(self, group: _Group, row: int, nodes: int, speed: Speed | None, rate: float) -> bool:
         """False when it breaks a limit; else it is among the candidates, if it is good enough."""
         allocation = Allocation(self.table.offer(group.kind, row, group.capacity), nodes)
-        name = allocation.name
+        name, place = allocation.name, (allocation.offer.cloud, allocation.offer.region)
         if name in self.names:
             return True
-        avoided = self.how.avoid.get(allocation.offer.name)
+        avoided = self.how.avoid(allocation.offer) if self.how.avoid is not None else None
         if avoided is not None:
             self._refuse(Rejected(allocation, (Misfit("capacity", avoided),)))
             return True
         candidate = candidate_of(
-            allocation, speed, self.work, self.goal, hour_usd=self.hour or 0.0, interruptions_per_hour=rate
+            allocation,
+            speed,
+            self.work,
+            self.goal,
+            hour_usd=self.hour or 0.0,
+            interruptions_per_hour=rate,
+            data_usd=sum(item.usd_to(*place) or 0.0 for item in self.how.data),
+            data_s=sum(item.seconds_to(*place) for item in self.how.data),
         )
         found = goal_misfits(group.need, candidate, self.goal)
         if found:
@@ -360,6 +393,15 @@ class _Looker:
         }
         work = replace(self.work, interruptions_per_hour=dict.fromkeys(spot, 0.0))
         notes = notes_of(candidates, work, self.goal, self.hour)
+        notes += [
+            f"what {item.name} costs to leave {item.cloud} is unknown and counted as nothing"
+            for item in self.how.data
+            if item.gib and any(item.usd_to(*_place(found)) is None for found in candidates)
+        ]
         if self.table.label:
             notes.append(f"prices: {self.table.label}")
         return notes
+
+
+def _place(candidate: Candidate) -> tuple[str, str]:
+    return candidate.allocation.offer.cloud, candidate.allocation.offer.region

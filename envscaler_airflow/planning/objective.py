@@ -60,6 +60,7 @@ class Estimate(Record):
             restarts and lost work together.
         usd, usd_low, usd_high: Money for the same; None when the price is unknown.
         objective: ``usd + value_of_hour * hours``; None when the price is unknown.
+        data_usd: Of *usd*: bringing the data where the machines are.
     """
 
     hours: float
@@ -73,6 +74,7 @@ class Estimate(Record):
     usd_low: float | None = None
     usd_high: float | None = None
     objective: float | None = None
+    data_usd: float = 0.0
 
 
 def estimate(
@@ -84,6 +86,7 @@ def estimate(
     overheads: Overheads | None = None,
     interruptions_per_hour: float = 0.0,
     is_start: bool = True,
+    data_usd: float = 0.0,
 ) -> Estimate:
     """Expected time and cost of *units* of work at *speed*.
 
@@ -94,6 +97,7 @@ def estimate(
         value_of_hour: USD that an hour of waiting is worth, >= 0.
         overheads: Seconds without training; none when None.
         interruptions_per_hour: Losses of the allocation an hour (Poisson), >= 0.
+        data_usd: Paid once for bringing data there, >= 0.
         is_start: False for staying where it runs: no start-up, but interruptions restart.
 
     Raises:
@@ -108,6 +112,7 @@ def estimate(
         usd_per_hour=usd_per_hour,
         value_of_hour=value_of_hour,
         interruptions_per_hour=interruptions_per_hour,
+        data_usd=data_usd,
     )
     extra = overheads or Overheads()
     start_s = extra.start_s if is_start else 0.0
@@ -120,7 +125,7 @@ def estimate(
         for start, took in ((max(0.0, start_s - start_spread), low_s), (start_s + start_spread, high_s))
     )
     hours = held_s / SECONDS_PER_HOUR
-    usd = None if usd_per_hour is None else hours * usd_per_hour
+    usd = None if usd_per_hour is None else hours * usd_per_hour + data_usd
     return Estimate(
         hours=hours,
         hours_low=min(low_h, hours),
@@ -130,9 +135,10 @@ def estimate(
         checkpoint_s=checkpoints_s,
         interruption_s=max(0.0, held_s - start_s - train_s - checkpoints_s),
         usd=usd,
-        usd_low=None if usd_per_hour is None else min(low_h, hours) * usd_per_hour,
-        usd_high=None if usd_per_hour is None else max(high_h, hours) * usd_per_hour,
+        usd_low=None if usd_per_hour is None else min(low_h, hours) * usd_per_hour + data_usd,
+        usd_high=None if usd_per_hour is None else max(high_h, hours) * usd_per_hour + data_usd,
         objective=None if usd is None else usd + value_of_hour * hours,
+        data_usd=data_usd,
     )
 
 

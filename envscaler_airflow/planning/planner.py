@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envscaler_airflow.errors import NoOfferError
@@ -57,7 +57,7 @@ class Work(Record):
         unit: ``steps``, ``samples``, ``tokens``.
         speeds: By allocation name, units a second.
         overheads: Start-up and checkpoint seconds.
-        interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
+        interruptions_per_hour: Losses of one node an hour, by offer name; absent is unknown.
     """
 
     units: float | None = None
@@ -258,8 +258,13 @@ def candidate_of(
     *,
     hour_usd: float,
     interruptions_per_hour: float = 0.0,
+    data_usd: float = 0.0,
+    data_s: float = 0.0,
 ) -> Candidate:
-    """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known."""
+    """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known.
+
+    *interruptions_per_hour* are those of one node; *data_usd* and *data_s* bring the data there.
+    """
     price = allocation.usd_per_hour
     if speed is None or work.units is None:
         return Candidate(allocation, price, speed)
@@ -268,8 +273,11 @@ def candidate_of(
         speed,
         usd_per_hour=price,
         value_of_hour=hour_usd,
-        overheads=work.overheads,
-        interruptions_per_hour=interruptions_per_hour,
+        overheads=replace(work.overheads, start_s=work.overheads.start_s + data_s)
+        if data_s
+        else work.overheads,
+        interruptions_per_hour=interruptions_per_hour * allocation.nodes,
+        data_usd=data_usd,
     )
     return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
 

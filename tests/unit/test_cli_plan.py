@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.cli import main
+from envscaler_airflow.planning import Offer
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.stockouts import remember
 
 LINES = [
     "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,0.526,0.2,x86_64,5-10%,list,list",
@@ -143,3 +147,43 @@ def test_a_gpu_that_nobody_sells_gets_a_hint(shell):
 
     assert got.exit_code == 2
     assert "A10" in got.output
+
+
+def test_a_job_is_planned_with_times_costs_and_mixed_fleets(shell):
+    """What it takes, how sure that is, and where the speed is from."""
+    got = json.loads(shell("plan", "--json", "--job", "resnet50-imagenet", "--work", "1e6").output)
+
+    chosen = got["chosen"]
+    assert chosen["expected_time_h_low"] < chosen["expected_time_h"] < chosen["expected_time_h_high"]
+    assert chosen["expected_cost_usd"] == pytest.approx(chosen["expected_time_h"] * chosen["usd_per_hour"])
+    assert chosen["speed_source"] == "fitted"
+    assert got["fleets"] == []  # one node is all that was asked for
+
+
+def test_jobs_are_listed(shell):
+    """With where each speed is from."""
+    got = shell("plan", "--job", "list")
+
+    assert got.exit_code == 0, got.output
+    assert "llm-7b-lora" in got.output
+    assert "AdaptDL" in got.output
+
+
+def test_what_runs_found_sold_out_is_passed_over(shell, tmp_path):
+    """The store of those runs is named."""
+    store = open_store(str(tmp_path / "store"))
+    sold_out = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, "us-east-1a", "T4", 1, 16, 0.526)
+    remember(store, sold_out, "InsufficientInstanceCapacity", now=time.time())
+
+    got = json.loads(shell("plan", "--json", "--store", str(tmp_path / "store")).output)
+
+    assert got["chosen"]["zone"] == "us-east-1b"
+    assert any("InsufficientInstanceCapacity 0 min ago" in item["reason"] for item in got["rejected"])
+
+
+def test_data_that_are_no_place_are_an_error(shell):
+    """What to write."""
+    got = shell("plan", "--data", "s3://bucket/data")
+
+    assert got.exit_code == 2
+    assert "write aws:us-east-1 or aws:us-east-1:200 (GiB)" in got.output

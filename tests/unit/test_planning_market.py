@@ -166,7 +166,7 @@ def test_the_scope_leaves_clouds_and_regions_out():
 
 def test_an_offer_to_avoid_is_passed_over_and_says_why():
     """Spot was refused a minute ago: on demand, and the reason stands with the rejected."""
-    how = Search(avoid={A100_SPOT.name: "no capacity 60 s ago"}, explain=True)
+    how = Search(avoid={A100_SPOT: "no capacity 60 s ago"}.get, explain=True)
 
     got = search(Requirements(gpus=1, gpu_types=("A100",)), SMALL, how=how)
 

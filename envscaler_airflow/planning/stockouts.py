@@ -1,0 +1,158 @@
+"""What clouds answer when there is none to be had, and for how long that is believed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from envscaler_airflow.planning.offers import CapacityType, Offer
+from envscaler_airflow.planning.record import Record, check_finite
+
+Scope = Literal["offer", "family", "region"]
+
+CODES: dict[str, tuple[Literal["capacity", "quota"], Scope]] = {
+    "InsufficientInstanceCapacity": ("capacity", "offer"),
+    "InsufficientHostCapacity": ("capacity", "offer"),
+    "SpotMaxPriceTooLow": ("capacity", "offer"),
+    "UnfulfillableCapacity": ("capacity", "offer"),
+    "ZONE_RESOURCE_POOL_EXHAUSTED": ("capacity", "offer"),
+    "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": ("capacity", "offer"),
+    "OperationDenied.NoStock": ("capacity", "offer"),
+    "ResourceInsufficient": ("capacity", "offer"),
+    "SkuNotAvailable": ("capacity", "offer"),
+    "AllocationFailed": ("capacity", "offer"),
+    "OutOfCapacity": ("capacity", "offer"),
+    "MaxSpotInstanceCountExceeded": ("quota", "region"),
+    "VcpuLimitExceeded": ("quota", "family"),
+    "InstanceLimitExceeded": ("quota", "offer"),
+    "QUOTA_EXCEEDED": ("quota", "family"),
+    "QuotaExceeded": ("quota", "family"),
+    "LimitExceeded.InstanceQuota": ("quota", "offer"),
+}
+"""Error codes by what they mean and how far they reach.
+
+Source: the clouds' error references (EC2 API, Compute Engine, ECS, CVM, Azure Resource Manager).
+"""
+
+_UNSCHEDULABLE = re.compile(r"Insufficient (nvidia\.com|amd\.com)/[\w-]+|Insufficient (cpu|memory)\b")
+
+FIRST_S = 600.0
+"""How long the first "none to be had" is believed. Chosen: capacity comes back within minutes to hours."""
+LONGEST_S = 4 * 3600.0
+"""How long one of many in a row is believed at most. Chosen."""
+QUOTA_S = 6 * 3600.0
+"""How long a quota is believed: people must change it. Chosen: a working day asks twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockOut(Record):
+    """A refusal that was met.
+
+    Attributes:
+        cloud, region, capacity: Of the offer.
+        zone: "" for an offer of the whole region.
+        instance_type: Of the offer.
+        gpu: Its GPU; "" without.
+        code: What the cloud said.
+        kind: ``capacity`` or ``quota``.
+        scope: ``offer``: this type and place; ``family``: types that begin with the same letters, in the
+            region; ``region``: all of this capacity type in the region.
+        at: When it was last met, seconds since the epoch by whoever met it.
+        times: In a row, without a start between them.
+    """
+
+    cloud: str
+    region: str
+    capacity: CapacityType
+    instance_type: str
+    code: str
+    kind: Literal["capacity", "quota"]
+    scope: Scope
+    at: float
+    zone: str = ""
+    gpu: str = ""
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse NaN."""
+        check_finite(at=self.at)
+
+    @property
+    def lasts_s(self) -> float:
+        """Doubles with each time in a row, up to four hours; six for a quota."""
+        doubled: float = FIRST_S * 2.0 ** min(self.times - 1, 10)
+        return QUOTA_S if self.kind == "quota" else min(LONGEST_S, doubled)
+
+    def left_s(self, now: float) -> float:
+        """Seconds that it still counts, never more than it lasts, whatever the clock of who met it."""
+        return min(self.lasts_s, self.at + self.lasts_s - now)
+
+    def excludes(self, offer: Offer, now: float) -> str | None:
+        """Why *offer* is passed over now; None when it is not."""
+        left = self.left_s(now)
+        if left <= 0 or not self._is_about(offer):
+            return None
+        times = "" if self.times == 1 else f", {self.times} times in a row"
+        ago = f"{max(0.0, now - self.at) / 60:.0f} min ago"
+        return f"{self.code} {ago}{times}: tried again in {left / 60:.0f} min"
+
+    def _is_about(self, offer: Offer) -> bool:
+        if (offer.cloud, offer.region, offer.capacity_type) != (self.cloud, self.region, self.capacity):
+            return False
+        if self.scope == "region":
+            return True
+        if self.scope == "family":
+            return _family(offer.instance_type) == _family(self.instance_type)
+        same = (offer.zone or "", offer.instance_type, offer.gpu_name or "")
+        return same == (self.zone, self.instance_type, self.gpu)
+
+
+def _family(instance_type: str) -> str:
+    """``g`` of ``g5.xlarge``, ``a2`` of ``a2-highgpu-1g``: what quotas count together, roughly."""
+    return re.split(r"[.\-]|(?<=[a-z])(?=\d)", instance_type.removeprefix("Standard_"), maxsplit=1)[
+        0
+    ].casefold()
+
+
+def classify(code: str, message: str = "") -> tuple[str, Literal["capacity", "quota"], Scope] | None:
+    """The code that was met, what it means and how far it reaches; None: it is about something else.
+
+    Codes are looked for in *code* and in *message*, where SDKs and events carry them; an Unschedulable pod
+    is known by its scheduler's words.
+    """
+    for text in (code, message):
+        for name, (kind, scope) in CODES.items():
+            if re.search(rf"(?<![A-Za-z_.]){re.escape(name)}(?![A-Za-z_])", text):
+                return name, kind, scope
+    said = _UNSCHEDULABLE.search(message)
+    return None if said is None else (f"Unschedulable: {said[0]}", "capacity", "offer")
+
+
+def met(
+    offer: Offer, code: str, message: str = "", *, now: float, before: StockOut | None = None
+) -> StockOut | None:
+    """The stock-out that a refusal of *offer* is; None when it was refused for another reason."""
+    found = classify(code, message)
+    if found is None:
+        return None
+    name, kind, scope = found
+    return StockOut(
+        cloud=offer.cloud,
+        region=offer.region,
+        capacity=offer.capacity_type,
+        instance_type=offer.instance_type,
+        code=name,
+        kind=kind,
+        scope=scope,
+        at=now,
+        zone=offer.zone or "",
+        gpu=offer.gpu_name or "",
+        times=1 if before is None else before.times + 1,
+    )
+
+
+def against(offer: Offer, stockouts: Iterable[StockOut], now: float) -> str | None:
+    """The first reason among *stockouts* to pass over *offer*; None when there is none."""
+    return next((text for item in stockouts if (text := item.excludes(offer, now)) is not None), None)

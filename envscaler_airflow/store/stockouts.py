@@ -1,0 +1,81 @@
+"""Stock-outs that runs met, shared by all runs on a store: ``stockouts.v1/<offer>.json``.
+
+Advice, not state: two writers may overwrite each other, and a memory that cannot be read is none. Ages are by
+the clocks of those who write and read; a clock that is wrong costs at most what a stock-out lasts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.planning.stockouts import StockOut, met
+from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.store.base import Store
+
+FOLDER = "stockouts.v1"
+"""Folder in the store. No run's folder has a dot in its name."""
+MAX_BYTES = 1 << 14
+"""Largest memory read, bytes. Chosen: ten times what one takes."""
+
+
+def remember(store: Store, offer: Offer, code: str, message: str = "", *, now: float) -> StockOut | None:
+    """Keep that *offer* was refused; None when the refusal says nothing of capacity or quota.
+
+    Raises:
+        StoreError: It cannot be read or written.
+    """
+    name = _name(offer)
+    found = met(offer, code, message, now=now, before=_read(store, name))
+    if found is not None:
+        body = {"schema": SCHEMA, **found.to_dict()}
+        store.write(name, json.dumps(body).encode())
+    return found
+
+
+def forget(store: Store, offer: Offer) -> None:
+    """*offer* was had: what was kept against it is over.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    store.delete(_name(offer))
+
+
+def stockouts(store: Store, *, now: float) -> list[StockOut]:
+    """Those that still count, and none that cannot be understood; those that are over are removed.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    found = []
+    for name in store.names(FOLDER):
+        item = _read(store, name)
+        if item is None:
+            continue
+        if item.left_s(now) > 0:
+            found.append(item)
+        elif item.left_s(now) < -item.lasts_s:  # kept for as long again, so that times in a row are known
+            store.delete(name)
+    return found
+
+
+def _name(offer: Offer) -> str:
+    return f"{FOLDER}/{hashlib.sha256(offer.name.encode()).hexdigest()[:24]}.json"
+
+
+def _read(store: Store, name: str) -> StockOut | None:
+    text = store.read(name, max_bytes=MAX_BYTES)
+    if text is None:
+        return None
+    try:
+        body = json.loads(text)
+        if not isinstance(body, Mapping):
+            return None
+        check_schema(body.get("schema"), where=name)
+        return StockOut.from_dict(body)
+    except (ValueError, ProtocolError):
+        return None

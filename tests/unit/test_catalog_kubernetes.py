@@ -1,0 +1,161 @@
+"""Nodes of a cluster as offers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from envscaler_airflow.catalog.columns import packaged
+from envscaler_airflow.catalog.kubernetes import node_pools
+
+PRODUCT, MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
+EKS = {
+    "metadata": {
+        "name": "ip-10-0-1-7",
+        "labels": {
+            "node.kubernetes.io/instance-type": "g5.xlarge",
+            "topology.kubernetes.io/region": "us-east-1",
+            "topology.kubernetes.io/zone": "us-east-1a",
+            "kubernetes.io/arch": "amd64",
+            "eks.amazonaws.com/nodegroup": "gpu",
+            "eks.amazonaws.com/capacityType": "ON_DEMAND",
+            "nvidia.com/gpu.product": "NVIDIA-A10G",
+            "nvidia.com/gpu.memory": "23028",
+        },
+    },
+    "spec": {"providerID": "aws:///us-east-1a/i-0123"},
+    "status": {
+        "capacity": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"},
+        "allocatable": {"cpu": "3920m", "memory": "15147812Ki", "nvidia.com/gpu": "1"},
+        "conditions": [{"type": "Ready", "status": "True"}],
+    },
+}
+
+
+def node(**changes):
+    """The EKS node with other labels, allocatable or spec."""
+    made = copy.deepcopy(EKS)
+    made["metadata"]["labels"] |= changes.pop("labels", {})
+    made["status"]["allocatable"] |= changes.pop("allocatable", {})
+    made["spec"] |= changes.pop("spec", {})
+    made["metadata"]["name"] = changes.pop("name", made["metadata"]["name"])
+    made["status"]["conditions"][0]["status"] = changes.pop("ready", "True")
+    for label in changes.pop("without", ()):
+        del made["metadata"]["labels"][label]
+    assert not changes
+    return made
+
+
+def test_a_node_is_what_can_be_allocated_on_it_at_the_clouds_price():
+    """3.92 of 4 CPUs, the vendor's 24 GB, and the list price of a g5.xlarge in us-east-1."""
+    (pool,) = node_pools([EKS], prices=packaged())
+
+    offer = pool.offer
+    assert (offer.name, pool.nodes, pool.pool) == (
+        "kubernetes/us-east-1/us-east-1a/g5.xlarge/on-demand",
+        1,
+        "gpu",
+    )
+    assert (offer.vcpus, round(offer.memory_gib, 2), offer.arch) == (3.92, 14.45, "x86_64")
+    assert (offer.gpu_name, offer.gpus, offer.gpu_memory_gb) == ("A10G", 1, 24)
+    assert offer.usd_per_hour == 1.006
+    assert offer.price_source == "as aws g5.xlarge: AWS list price of 2026-07-20"
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"eks.amazonaws.com/capacityType": "SPOT"},
+        {"karpenter.sh/capacity-type": "spot"},
+        {"cloud.google.com/gke-spot": "true"},
+        {"cloud.google.com/gke-provisioning": "spot"},
+        {"kubernetes.azure.com/scalesetpriority": "spot"},
+    ],
+)
+def test_spot_is_told_by_every_clouds_label(labels):
+    """Karpenter, EKS, GKE, AKS; a spot price that nobody published is unknown, not the on-demand one."""
+    (pool,) = node_pools([node(labels=labels)], prices=packaged())
+
+    assert pool.offer.capacity_type == "spot"
+    assert pool.offer.usd_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ({PRODUCT: "NVIDIA-A100-SXM4-80GB", MEMORY: "81920"}, ("A100-80GB", 80)),
+        ({PRODUCT: "NVIDIA-H100-80GB-HBM3", MEMORY: "81559"}, ("H100", 80)),
+        ({PRODUCT: "Tesla-T4", MEMORY: "15360"}, ("T4", 16)),
+        ({"cloud.google.com/gke-accelerator": "nvidia-tesla-v100"}, ("V100", 16)),
+        ({"cloud.google.com/gke-accelerator": "nvidia-l4"}, ("L4", 24)),
+        ({"karpenter.k8s.aws/instance-gpu-name": "a10g"}, ("A10G", 24)),
+    ],
+)  # fmt: skip
+def test_gpus_are_told_by_every_convention(labels, expected):
+    """Feature discovery, GKE, Karpenter."""
+    other = node(without=["nvidia.com/gpu.product", "nvidia.com/gpu.memory"])
+    other["metadata"]["labels"] |= labels
+
+    (pool,) = node_pools([other])
+
+    assert (pool.offer.gpu_name, pool.offer.gpu_memory_gb) == expected
+
+
+def test_a_gpu_without_a_label_has_no_name_that_would_fit():
+    """It counts as a GPU of unknown type."""
+    (pool,) = node_pools([node(without=["nvidia.com/gpu.product", "nvidia.com/gpu.memory"])])
+
+    assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == ("GPU", 1, None)
+
+
+def test_nodes_that_are_alike_are_one_pool_of_the_smallest():
+    """What fits on each of them."""
+    (pool,) = node_pools([EKS, node(name="b", allocatable={"memory": "15000000Ki"})])
+
+    assert pool.nodes == 2
+    assert pool.names == ("b", "ip-10-0-1-7")
+    assert round(pool.offer.memory_gib, 2) == 14.31
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        node(spec={"unschedulable": True}),
+        node(ready="Unknown"),
+        node(ready="False"),
+        node(allocatable={"cpu": "0"}),
+        node(allocatable={"memory": "lots"}),
+        {"metadata": {"name": "x"}, "spec": {}, "status": {}},
+        {},
+    ],
+)
+def test_a_node_that_takes_nothing_is_no_offer(broken):
+    """Cordoned, not ready, or not understood."""
+    assert node_pools([broken]) == []
+
+
+def test_ones_own_prices_go_before_the_clouds():
+    """By pool, by type, or for all; 0 is a price here."""
+    bare = node(spec={"providerID": "kind://docker/x"}, without=["eks.amazonaws.com/nodegroup"])
+
+    assert node_pools([EKS], prices=packaged(), cluster_prices={"gpu": 0.3})[0].offer.usd_per_hour == 0.3
+    assert node_pools([bare], cluster_prices={"g5.xlarge": 0.2})[0].offer.usd_per_hour == 0.2
+    assert node_pools([bare], cluster_prices={"*": 0.0})[0].offer.usd_per_hour == 0.0
+    assert node_pools([bare], prices=packaged())[0].offer.usd_per_hour is None
+
+
+def test_a_node_without_labels_is_named_by_its_size():
+    """Of a cluster of one's own."""
+    plain = {
+        "metadata": {"name": "n"},
+        "spec": {},
+        "status": {
+            "allocatable": {"cpu": "64", "memory": "68719476736"},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+    (pool,) = node_pools([plain])
+
+    assert pool.offer.name == "kubernetes/node-64cpu-64gib/on-demand"

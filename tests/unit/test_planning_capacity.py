@@ -1,0 +1,188 @@
+"""Stock-outs and their memory, data that are tied to a place, mixed fleets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work
+from envscaler_airflow.planning.data import GIB_PER_S, DataPlace
+from envscaler_airflow.planning.fleet import mixed_fleets
+from envscaler_airflow.planning.market import Search, search
+from envscaler_airflow.planning.stockouts import FIRST_S, LONGEST_S, QUOTA_S, StockOut, against, classify, met
+from envscaler_airflow.planning.table import table_of
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.stockouts import FOLDER, forget, remember, stockouts
+
+SPOT = Offer("aws", "us-east-1", "g5.xlarge", "spot", 4, 16, "us-east-1a", "A10G", 1, 24, 0.4)
+OTHER_ZONE = replace(SPOT, zone="us-east-1b", usd_per_hour=0.5)
+ON_DEMAND = replace(SPOT, capacity_type="on-demand", usd_per_hour=1.0)
+LARGER = replace(SPOT, instance_type="g6.4xlarge")
+FAR = replace(ON_DEMAND, cloud="gcp", region="us-central1", zone=None, usd_per_hour=0.7)
+NOW = 1_000_000.0
+
+
+NO_GPU = "0/5 nodes are available: 5 Insufficient nvidia.com/gpu. preemption: 0/5"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        ("InsufficientInstanceCapacity", "", ("InsufficientInstanceCapacity", "capacity", "offer")),
+        ("ClientError", "An error occurred (VcpuLimitExceeded)", ("VcpuLimitExceeded", "quota", "family")),
+        ("MaxSpotInstanceCountExceeded", "", ("MaxSpotInstanceCountExceeded", "quota", "region")),
+        ("ZONE_RESOURCE_POOL_EXHAUSTED", "", ("ZONE_RESOURCE_POOL_EXHAUSTED", "capacity", "offer")),
+        ("", "code: OperationDenied.NoStock, sold", ("OperationDenied.NoStock", "capacity", "offer")),
+        ("ResourceInsufficient.SpecifiedInstanceType", "", ("ResourceInsufficient", "capacity", "offer")),
+        ("Unschedulable", NO_GPU, ("Unschedulable: Insufficient nvidia.com/gpu", "capacity", "offer")),
+        ("Unschedulable", 'persistentvolumeclaim "x" not found', None),
+        ("UnauthorizedOperation", "no", None),
+        ("", "", None),
+    ],
+)
+def test_refusals_are_told_apart(code, message, expected):
+    """None to be had, a quota, or something else."""
+    assert classify(code, message) == expected
+
+
+def test_a_stock_out_excludes_its_offer_for_a_while():
+    """Ten minutes for this type, zone and capacity type; other zones and on demand go on."""
+    out = met(SPOT, "InsufficientInstanceCapacity", now=NOW)
+
+    assert out.excludes(SPOT, NOW + 60) == "InsufficientInstanceCapacity 1 min ago: tried again in 9 min"
+    assert out.excludes(SPOT, NOW + FIRST_S) is None
+    for offer in (OTHER_ZONE, ON_DEMAND, LARGER, FAR):
+        assert out.excludes(offer, NOW) is None
+
+
+def test_stock_outs_in_a_row_last_longer():
+    """Twice each time, up to four hours."""
+    out = None
+    lasting = []
+    for _ in range(8):
+        out = met(SPOT, "InsufficientInstanceCapacity", now=NOW, before=out)
+        lasting.append(out.lasts_s)
+
+    assert lasting[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
+    assert lasting[-1] == LONGEST_S
+    assert "8 times in a row" in out.excludes(SPOT, NOW)
+
+
+def test_a_quota_excludes_what_it_counts():
+    """All spot of the region, or all types of a family there."""
+    spot = met(SPOT, "MaxSpotInstanceCountExceeded", now=NOW)
+    family = met(ON_DEMAND, "VcpuLimitExceeded", now=NOW)
+
+    assert spot.excludes(LARGER, NOW + QUOTA_S - 1) is not None
+    assert spot.excludes(ON_DEMAND, NOW) is None
+    assert family.excludes(replace(ON_DEMAND, instance_type="g6.4xlarge"), NOW) is not None
+    assert family.excludes(replace(ON_DEMAND, instance_type="p5.48xlarge"), NOW) is None
+    assert family.excludes(replace(ON_DEMAND, region="us-west-2"), NOW) is None
+
+
+def test_a_clock_that_is_wrong_costs_no_more_than_a_stock_out_lasts():
+    """Written a day in the future."""
+    out = met(SPOT, "InsufficientInstanceCapacity", now=NOW + 86400)
+
+    assert out.left_s(NOW) == FIRST_S
+    assert "0 min ago" in out.excludes(SPOT, NOW)
+
+
+def test_the_memory_is_shared_by_all_runs_on_a_store(tmp_path):
+    """Met by one, avoided by the next, forgotten when it was had."""
+    store = open_store(str(tmp_path))
+
+    assert remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW).times == 1
+    assert remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW + 60).times == 2
+    assert remember(store, SPOT, "UnauthorizedOperation", now=NOW) is None
+    (found,) = stockouts(store, now=NOW + 60)
+    assert against(SPOT, [found], NOW + 60).startswith("InsufficientInstanceCapacity 0 min ago, 2 times")
+
+    how = Search(avoid=lambda offer: against(offer, [found], NOW + 60))
+    assert search(Requirements(gpus=1), table_of([SPOT, OTHER_ZONE]), how=how).pick().offer == OTHER_ZONE
+
+    forget(store, SPOT)
+    assert stockouts(store, now=NOW) == []
+
+
+def test_a_memory_that_is_over_goes_away_and_a_torn_one_is_none(tmp_path):
+    """Kept for as long again, so that the next in a row is known as such."""
+    store = open_store(str(tmp_path))
+    remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW)
+    store.write(f"{FOLDER}/torn.json", b"{")
+    store.write(f"{FOLDER}/list.json", b"[]")
+
+    assert stockouts(store, now=NOW + FIRST_S + 1) == []
+    assert remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW + FIRST_S + 1).times == 2
+    assert stockouts(store, now=NOW + 10 * FIRST_S) == []
+    assert sorted(store.names(FOLDER)) == [f"{FOLDER}/list.json", f"{FOLDER}/torn.json"]
+
+
+def test_a_stock_out_comes_back_from_json():
+    """As it was."""
+    out = met(SPOT, "InsufficientInstanceCapacity", now=NOW)
+
+    assert StockOut.from_dict(out.to_dict()) == out
+
+
+GPU = Requirements(gpus=1)
+
+
+def speed_of(_kind, nodes):
+    """A unit an hour for each node."""
+    return Speed(nodes / 3600, 0.0, "user")
+
+
+def test_data_elsewhere_cost_egress_and_time():
+    """900 GiB out of AWS: $81 and an hour, so that the cheaper cloud is dearer for ten hours of work."""
+    data = DataPlace("data", "aws", "us-east-1", gib=900.0)
+    table, work = table_of([ON_DEMAND, FAR]), Work(10, "units")
+
+    near = search(GPU, table, work=work, how=Search(speed_of=speed_of))
+    tied = search(GPU, table, work=work, how=Search(speed_of=speed_of, data=(data,)))
+
+    assert near.pick().offer == FAR
+    assert tied.pick().offer == ON_DEMAND
+    away = tied.candidates[1].estimate
+    assert away.data_usd == pytest.approx(81.0)
+    assert away.start_s == pytest.approx(900 / GIB_PER_S) == 3600
+    assert away.usd == pytest.approx(81 + 11 * 0.7)
+
+
+def test_a_bound_claim_restricts_and_is_named():
+    """It can be used in its zone alone; the cheaper offer that this excludes is named."""
+    claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
+
+    got = search(GPU, table_of([SPOT, OTHER_ZONE, FAR]), how=Search(data=(claim,)))
+
+    assert [item.allocation.offer for item in got.candidates] == [OTHER_ZONE]
+    assert (
+        f"data that can be used in one place alone exclude {SPOT.name} at $0.4000/h: "
+        "claim (aws/us-east-1/us-east-1b)"
+    ) in got.notes
+
+
+def test_a_mixed_fleet_has_its_core_on_demand():
+    """One of three nodes at $1, two at $0.4: $1.80; losing any of the two costs a restart."""
+    work = Work(30, "units", overheads=Overheads(360, 0, 0, 3600), interruptions_per_hour={SPOT.name: 0.01})
+    how = Search(speed_of=speed_of)
+    made = search(replace(GPU, max_nodes=3), table_of([SPOT, OTHER_ZONE, ON_DEMAND]), work=work, how=how)
+
+    fleets = mixed_fleets(made.candidates, min_nodes=1, work=work, goal=Goal(), hour_usd=0.0)
+
+    by_size = {fleet.rest.nodes: fleet for fleet in fleets}
+    assert set(by_size) == {1, 2}
+    assert by_size[2].core.name == ON_DEMAND.name
+    assert by_size[2].rest.name == f"2 x {SPOT.name}"
+    assert by_size[2].usd_per_hour == pytest.approx(1.8)
+    assert by_size[2].estimate.interruption_s > 0
+    assert by_size[2].estimate.usd > 1.8 * 10
+
+
+def test_a_fleet_needs_both_kinds_of_the_same_type():
+    """No spot of another type, and none without a price."""
+    unpriced = replace(SPOT, usd_per_hour=None)
+    made = search(replace(GPU, max_nodes=2), table_of([LARGER, ON_DEMAND, unpriced]))
+
+    assert mixed_fleets(made.candidates, min_nodes=1, work=Work(), goal=Goal(), hour_usd=0.0) == []
