@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest, Backend, Handle
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.render import Launch
 from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
@@ -98,7 +99,49 @@ class LocalHarness:
             os.close(fd)
 
 
-@pytest.fixture(params=[ScriptedHarness, LocalHarness], ids=["scripted", "local"])
+class KubernetesHarness:
+    """Drives pods of a fake API server; their training plays the wrapper: 87 on SIGTERM."""
+
+    def __init__(self, tmp_path):
+        """Make a cluster of one node, with room for four CPUs beside the courier."""
+        from fakes.kubernetes import Cluster, Program
+
+        self._cluster = Cluster(nodes=0, speed=5).start()
+        self._cluster.add_node("node-0", cpu="4100m", memory="16Gi")
+        self._cluster.script(Program(seconds=0), container="install")
+        self._cluster.script(Program(term_code=0), container="courier")
+        self._cluster.script(Program(term_code=87), container="main")
+        self.backend = KubernetesBackend(
+            kubeconfig=str(self._cluster.kubeconfig(tmp_path / "config")), image="train:1", wait_for_node_s=0
+        )
+        self.full = 4.0
+
+    def command(self):
+        """Anything: it is played."""
+        return ("train",)
+
+    def end(self, handle, exit_code):
+        """Let the training of every pod end."""
+        for node in range(handle.details["nodes"]):
+            self._cluster.pod(f"{handle.name}-{node}-").exit(exit_code)
+
+    def vanish(self, handle):
+        """Somebody deletes the Job; a node that goes away only has its pod made again."""
+        path = f"/apis/batch/v1/namespaces/default/jobs/{handle.name}"
+        self.backend.cluster.delete(path, uid=handle.details["uid"])
+
+    def printed(self, handle, text):
+        """Let node 0 print."""
+        self._cluster.pod(f"{handle.name}-0-").print(text.decode())
+
+    def close(self):
+        """Stop the server."""
+        self._cluster.stop()
+
+
+@pytest.fixture(
+    params=[ScriptedHarness, LocalHarness, KubernetesHarness], ids=["scripted", "local", "kubernetes"]
+)
 def harness(request, tmp_path):
     """A backend, and a hand on its machines."""
     made = request.param(tmp_path)

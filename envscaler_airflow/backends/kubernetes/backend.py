@@ -137,7 +137,7 @@ class KubernetesBackend:
         if not _is_started(job) and job_end(job) is None and failures.stop_asked(job) is None:
             self._equip(job, rendered, request)
             job = self._unsuspend(job)
-        handle = self._handle(job)
+        handle = self.handle(job)
         self._settle(handle, job)
         return handle
 
@@ -146,13 +146,13 @@ class KubernetesBackend:
         job = self._read(names.attempt_name(request))
         if job is None or not _is_of(job, request) or not _is_started(job) or _is_released(job):
             return None
-        return self._handle(job)
+        return self.handle(job)
 
     def attempts(self) -> Iterator[Handle]:
         """Every attempt of this namespace that is not released, for a check of orphans."""
         for job in self.jobs():
             if not _is_released(job):
-                yield self._handle(job)
+                yield self.handle(job)
 
     def jobs(self) -> list[Json]:
         """Every Job of ours in this namespace, as the API server shows it."""
@@ -410,7 +410,8 @@ class KubernetesBackend:
         found = self.cluster.find(paths.jobs(self.namespace, name))
         return None if found is None else found.body
 
-    def _handle(self, job: Json) -> Handle:
+    def handle(self, job: Json) -> Handle:
+        """The handle of the attempt that *job* is."""
         metadata = job["metadata"]
         details = {
             "namespace": metadata["namespace"],

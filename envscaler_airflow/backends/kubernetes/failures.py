@@ -260,7 +260,7 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
             return "gated", "waits for its scheduling gates"
         since = timestamp(scheduled.get("lastTransitionTime"))
         waited = None if since is None or seen.server_time is None else seen.server_time - since
-        is_over = waited is not None and waited >= seen.wait_for_node_s
+        is_over = not seen.wait_for_node_s or (waited is not None and waited >= seen.wait_for_node_s)
         message = first_sentence(str(scheduled.get("message") or "Unschedulable"))
         return ("capacity" if is_over else "scheduling"), message
     for container in _waiting_containers(pod):

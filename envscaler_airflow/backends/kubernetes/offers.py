@@ -118,7 +118,8 @@ def room_of(node: Mapping[str, Any]) -> Room:
     found = (node.get("status") or {}).get("allocatable") or {}
     gpus = sum(int(quantity(str(found.get(name, "0")))) for name in GPU_RESOURCES)
     memory = quantity(str(found.get("memory", "0"))) - COURIER_MEMORY_BYTES
-    return Room(quantity(str(found.get("cpu", "0"))) - COURIER_CPUS, memory / GIB, gpus)
+    cpus = round(quantity(str(found.get("cpu", "0"))) - COURIER_CPUS, 3)  # whole millicores
+    return Room(cpus, memory / GIB, gpus)
 
 
 def is_usable(node: Mapping[str, Any]) -> bool:

@@ -1,0 +1,23 @@
+"""``kubernetes``: what the owner of a cluster needs."""
+
+from __future__ import annotations
+
+import click
+import yaml
+
+from envscaler_airflow.backends.kubernetes import rbac as rights
+
+
+@click.group()
+def kubernetes() -> None:
+    """Prepare a cluster for stages."""
+
+
+@kubernetes.command("rbac")
+@click.option("-n", "--namespace", default="default", show_default=True, help="Where stages run.")
+@click.option("--account", default="envscaler", show_default=True, help="Name of the service account.")
+@click.option("--nodes/--no-nodes", default=True, show_default=True, help="With the right to read nodes.")
+def rbac(*, namespace: str, account: str, nodes: bool) -> None:
+    """Print the smallest rights that work, for kubectl apply -f -."""
+    documents = rights.rbac(namespace, account=account, nodes=nodes)
+    click.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)
