@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
+from envscaler_airflow.cli.catalog import FEEDS
 from envscaler_airflow.cli.market import (
     ARCHES,
     accelerators,
@@ -37,7 +38,7 @@ from envscaler_airflow.planning import (
     requirements_of,
 )
 from envscaler_airflow.planning.data import DataPlace
-from envscaler_airflow.planning.explain import unknown_gpus
+from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.fleet import mixed_fleets
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import Scope, Search, search
@@ -142,7 +143,8 @@ def plan_command(
     )
     work = Work(options["units"], model.job.unit if model else "units", overheads=overheads_of(spec))
     made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
-    notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *_faults(table.faults)]
+    unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
+    notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced, *_faults(table.faults)]
     if options["as_json"]:
         fleets = _fleets(made, needs, work, goal)
         click.echo(json.dumps({**plan_body(made, notes), "fleets": fleets}, indent=1))
@@ -200,6 +202,19 @@ def print_jobs() -> None:
         for item in jobs().values()
     ]
     print_table(columns, lines)
+
+
+def _unpriced(found: dict[tuple[str, str], list[str]]) -> list[str]:
+    """What would do and has no price, and how to get one."""
+    notes = []
+    for (cloud, capacity), regions in found.items():
+        some = ", ".join(region for region in regions[:3] if region) or "any region"
+        more = f" and {len(regions) - 3} more" if len(regions) > 3 else ""
+        text = f"{cloud} {capacity} in {some}{more} would do and has no known price, so it comes last"
+        if cloud in FEEDS:
+            text += f": envscaler catalog refresh --cloud {cloud} --region {regions[0]}"
+        notes.append(text)
+    return notes
 
 
 def _advice(made: Plan) -> list[str]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from envscaler_airflow.planning.offers import Allocation, CapacityType
 from envscaler_airflow.planning.planner import Rejected
-from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_place, misfits, node_counts
-from envscaler_airflow.planning.table import Kind, OfferTable
+from envscaler_airflow.planning.requirements import (
+    Misfit,
+    Requirements,
+    fits_node,
+    fits_place,
+    misfits,
+    node_counts,
+)
+from envscaler_airflow.planning.table import CAPACITIES, UNKNOWN, Kind, OfferTable
 
 
 def nearest_misses(
@@ -125,3 +132,24 @@ def unknown_gpus(needs: Sequence[Requirements], table: OfferTable) -> list[str]:
         )
         notes.append(f"no offer has a GPU named {asked}: {hint}")
     return notes
+
+
+def unpriced_offers(
+    needs: Sequence[Requirements], table: OfferTable, has_region: Callable[[str, str], bool]
+) -> dict[tuple[str, str], list[str]]:
+    """Regions, by (cloud, capacity type), with offers that would do and whose price nobody knows."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for need in needs:
+        capacities = [name for name in CAPACITIES if need.capacity in ("auto", name)]
+        for number, kind in enumerate(table.kinds):
+            if not fits_node(need, kind):
+                continue
+            for capacity in capacities:
+                prices = table.usd if capacity == "on-demand" else table.spot_usd
+                for row in reversed(table.rows_of(number, capacity)):
+                    if prices[row] != UNKNOWN:
+                        break  # rows are by price, unknown ones last
+                    cloud, region, zone = table.places[table.place[row]]
+                    if has_region(cloud, region) and fits_place(need, cloud, region, zone):
+                        found.setdefault((cloud, capacity), set()).add(region)
+    return {key: sorted(regions) for key, regions in sorted(found.items())}

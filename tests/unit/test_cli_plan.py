@@ -63,6 +63,7 @@ def test_plan_prints_the_table_that_users_know(shell):
     assert any(line.startswith("tencent ") and "price unknown" in line for line in lines)
     assert "has A10G, T4 asked" in got.output
     assert "note: prices: exercise, not prices" in got.output
+    assert "note: tencent on-demand in any region would do and has no known price" in got.output
 
 
 def test_plan_as_json_has_chosen_candidates_and_rejected(shell):
@@ -171,6 +172,7 @@ def test_jobs_are_listed(shell):
 
 def test_what_runs_found_sold_out_is_passed_over(shell, tmp_path):
     """The store of those runs is named."""
+    (tmp_path / "store").mkdir()
     store = open_store(str(tmp_path / "store"))
     sold_out = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, "us-east-1a", "T4", 1, 16, 0.526)
     remember(store, sold_out, "InsufficientInstanceCapacity", now=time.time())
