@@ -142,11 +142,12 @@ class Builder(Protocol):
 
 
 def find_builder(name: str | None) -> Builder:
-    """The builder of that name; without one docker where its daemon answers, else buildah.
+    """The builder of that name or of ENVSCALER_BUILDER; else docker where its daemon answers, else buildah.
 
     Raises:
         SpecError: There is none.
     """
+    name = name or os.environ.get("ENVSCALER_BUILDER") or None
     if name in (None, "docker") and (program := find_program("docker")):
         docker = Docker(program)
         if docker.is_alive():

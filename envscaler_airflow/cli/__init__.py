@@ -28,6 +28,7 @@ main.commands = Commands(
         "init": "registry:init",
         "build": "build:build",
         "dry-run": "check:dry_run",
+        "schema": "schema:schema",
         "plan": "plan:plan_command",
         "offers": "offers:offers_command",
         "catalog": "catalog:catalog",

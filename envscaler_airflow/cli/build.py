@@ -31,12 +31,17 @@ from envscaler_airflow.store.base import open_store
 @spec_options
 @click.option("-t", "--tag", "name", help="Name of the image; without a tag the content's hash is the tag.")
 @click.option("--target", default="docker", show_default=True, help="Variant of the spec, such as serving.")
-@click.option("--builder", type=click.Choice(["docker", "buildah"]), help="Else docker, else buildah.")
+@click.option(
+    "--builder",
+    envvar="ENVSCALER_BUILDER",
+    type=click.Choice(["docker", "buildah"]),
+    help="Else docker, else buildah.",
+)
 @click.option("--push", is_flag=True, help="Send the image to its registry.")
 @click.option("--pull", is_flag=True, help="Ask for a newer base even when one is here.")
 @click.option("--cache", help="Repository that layers are taken from and put into.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates to trust, such as a proxy's.")
-@click.option("--insecure", is_flag=True, help="The registry has no TLS.")
+@click.option("--insecure", envvar="ENVSCALER_INSECURE", is_flag=True, help="The registry has no TLS.")
 @click.option("--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="UV_IMAGE=mirror/uv:1, ...")
 @click.option("--allow-base", "bases", multiple=True, metavar="GLOB", help="Hold the base to these; repeat.")
 @click.option("--scan", is_flag=True, help="Run trivy or grype.")

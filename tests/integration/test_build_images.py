@@ -6,6 +6,7 @@ import datetime as dt
 import gc
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from envscaler_airflow.build.builders import Access, Buildah, Container
@@ -26,6 +28,7 @@ from envscaler_airflow.cli import main
 sys.path.insert(0, str(Path(__file__).parents[1] / "standins"))
 from wheel_index import Index, Proxy, write_wheel
 
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "build-images.md"
 TOOLS = ("buildah", "mmdebstrap", "docker-registry")
 CANARY = "zq7canaryzq7"
 FREE_FROM = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
@@ -319,7 +322,7 @@ def test_run_in_a_container_keeps_outputs_and_a_lock_that_runs_it_again(project,
         assert got.exit_code == code, got.output
         return got.stdout
 
-    monkeypatch.setattr("envscaler_airflow.build.builders.Docker.is_alive", lambda self: False)
+    monkeypatch.setenv("ENVSCALER_BUILDER", "buildah")
     assert run("--name", "first") == "hello 10001 test\n"
     assert (
         run("--name", "second", "--", "sh", "-c", "cat /data/x; echo made > /output/note")
@@ -333,6 +336,58 @@ def test_run_in_a_container_keeps_outputs_and_a_lock_that_runs_it_again(project,
         assert run("--name", "fifth", "--locked", "first") == "hello 10001 test\n"
     finally:
         newer.unlink()
+
+
+@pytest.fixture
+def recipe(project, wheels):
+    """Runs a block of the how-to with a shell, in the folder of a stage whose tests need pytest."""
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels.folder), "pytest"]
+    subprocess.run(words, check=True, timeout=120)
+    (project.folder / "requirements.txt").write_text("greeting>=1\npytest\n")
+    (project.folder / "work" / "test_main.py").write_text(
+        "import greeting\n\ndef test_text():\n    assert greeting.text == 'hello'\n"
+    )
+    with (project.folder / "envscaler.yaml").open("a") as file:
+        file.write("targets: {serving: {env: {MODE: serving}}}\n")
+    blocks = dict(re.findall(r"<!-- recipe: (\w+) -->\n```sh\n(.*?)```", HOW_TO.read_text(), re.DOTALL))
+    env = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "REGISTRY": project.registry,
+        "ENVSCALER_BUILDER": "buildah",
+        "ENVSCALER_INSECURE": "1",
+    }
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "-euo", "pipefail", "-c", blocks[name]]
+        return subprocess.run(
+            command, cwd=project.folder, env=os.environ | env, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_the_recipes_of_the_how_to_work(recipe, project):
+    """CI validates, builds, tests and pushes; CD builds the serving variant and renders what is deployed."""
+    ci, cd = recipe("ci"), recipe("cd")
+
+    assert ci.returncode == 0, ci.stdout + ci.stderr
+    assert "1 passed" in ci.stdout
+    assert cd.returncode == 0, cd.stdout + cd.stderr
+    job = yaml.safe_load((project.folder / "job.yaml").read_text())
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert re.fullmatch(rf"{project.registry}/team/serve:\w+@sha256:\w+", container["image"])
+    assert container["env"] == [{"name": "MODE", "value": "serving"}]
+
+
+def test_the_ci_recipe_pushes_nothing_whose_tests_fail(recipe, project):
+    """The first failing command ends it."""
+    (project.folder / "work" / "test_main.py").write_text("def test_text():\n    assert False\n")
+
+    done = recipe("ci")
+
+    assert done.returncode == 2
+    assert "1 failed" in done.stdout
+    assert "pushing" not in done.stderr
 
 
 def certificates(folder: Path, host: str) -> tuple[Path, Path]:
