@@ -69,8 +69,8 @@ def base_image(spec: EnvSpec) -> str:
 
 
 def render_spec(loaded: Loaded) -> list[Artefact]:
-    """The composed spec, and in comments the file and line that each value came from."""
-    body = loaded.spec.to_dict()
+    """The composed spec less its defaults, and in comments the file and line that each value came from."""
+    body = loaded.spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     resolved = ("base_dirs", "warnings", "input_names")
     shown = {key: value for key, value in body.items() if key not in resolved}
     sources = [f"{path}: {where}" for path, where in loaded.sources.items()]

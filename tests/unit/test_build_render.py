@@ -11,6 +11,7 @@ from envscaler_airflow.build.dockerfile import ImageOptions
 from envscaler_airflow.build.render import VARIANTS, render, render_spec
 from envscaler_airflow.build.requirements import read_requirements
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import spec_hash
 from envscaler_airflow.spec.loading import load_with_sources
 
 HERE = Path(__file__).parent
@@ -53,7 +54,8 @@ def rendered(name: str, target: str, tmp_path: Path) -> dict[str, str]:
         if target == "kubernetes":
             image = image or "registry.example.com/wide:1"
         found = render(target, loaded.spec, read_requirements(loaded.spec), image=image, options=options)
-    return {item.name: item.text for item in found}
+    # The hash is over every default too, which is another test's to hold.
+    return {item.name: item.text.replace(spec_hash(loaded.spec), "SPEC-HASH") for item in found}
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +83,17 @@ def test_a_machine_refuses_a_claim_of_kubernetes(tmp_path):
     """pvc:// has no meaning on a virtual machine; the message shows the overlay to write."""
     with pytest.raises(SpecError, match=r"claim of Kubernetes.*targets: \{vm:"):
         rendered("short", "vm", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["short", "long", "wide", "hostile"])
+def test_the_composed_spec_is_a_spec_that_means_the_same(name, tmp_path):
+    """Loaded again it has the same hash: nothing is lost and nothing is added."""
+    text = rendered(name, "spec", tmp_path)["spec.yaml"]
+    (tmp_path / "specs" / "again.yaml").write_text(text)
+
+    loaded = load_with_sources(tmp_path / "specs" / f"{name}.yaml")
+    again = load_with_sources(tmp_path / "specs" / "again.yaml")
+
+    assert spec_hash(again.spec.model_copy(update={"parameters": loaded.spec.parameters})) == spec_hash(
+        loaded.spec
+    )
