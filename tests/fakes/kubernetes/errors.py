@@ -129,7 +129,7 @@ def cause(field: str, reason: str, message: str, value: str | None = None) -> di
 
 def invalid(full_kind: str, name: str, causes: list[dict[str, Any]]) -> ApiError:
     """422 with its causes; a single one stands without brackets."""
-    each = [f"{one['field']}: {one['message']}" for one in causes]
+    each = list(dict.fromkeys(f"{one['field']}: {one['message']}" for one in causes))
     text = each[0] if len(each) == 1 else "[" + ", ".join(each) + "]"
     kind, _, group = full_kind.partition(".")
     details: dict[str, Any] = {"name": name, "group": group, "kind": kind}

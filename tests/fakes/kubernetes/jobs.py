@@ -164,7 +164,6 @@ class JobController:
             self._cluster.clock.at(due, lambda: self._cluster.queue.add("job", uid))
         if any(one["type"] == "Suspended" for one in fresh["status"].get("conditions") or ()):
             self._cluster.record(job, "Resumed", "Job resumed", component="job-controller")
-            return self._store.write(JOBS, fresh)
         return fresh
 
     def _note_ends(self, memory: _Memory, job: Object, count: Tally, pods: list[Object]) -> None:

@@ -277,7 +277,7 @@ def verdict(job: Object, count: Tally, now: float) -> Verdict | None:
     failed = status.get("failed", 0) + len(count.failed)
     restarts = _restarts(job, count)
     limit = spec["backoffLimit"]
-    if (count.failed and failed > limit) or (restarts is not None and restarts > limit):
+    if (count.failed and failed > limit) or (restarts is not None and restarts >= max(limit, 1)):
         return Verdict("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
     deadline = spec.get("activeDeadlineSeconds")
     if deadline is not None and now >= seconds_of(status["startTime"]) + deadline:
@@ -289,9 +289,7 @@ def _restarts(job: Object, count: Tally) -> int | None:
     if job["spec"]["template"]["spec"].get("restartPolicy") != "OnFailure":
         return None
     statuses = [one for pod in count.active for one in pod["status"].get("containerStatuses") or ()]
-    restarts = sum(one["restartCount"] for one in statuses)
-    ended = sum(1 for one in statuses if one["state"].get("terminated", {}).get("exitCode"))
-    return restarts + ended
+    return sum(one["restartCount"] for one in statuses)
 
 
 def _index_verdict(spec: Object, count: Tally) -> Verdict | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fakes.kubernetes import fitting
-from fakes.kubernetes.objects import Object, is_going, is_over, pod_requests, quantity, said, stamp
+from fakes.kubernetes.objects import Object, condition, is_going, is_over, pod_requests, quantity, said, stamp
 from fakes.kubernetes.podrun import PodRun
 from fakes.kubernetes.resources import PODS
 
@@ -40,8 +40,10 @@ class Kubelet:
             return
         run.pod = pod
         if is_going(pod):
-            if run.done:
-                run.remove()
+            if run.done and not run.leaving:
+                self._leave(run)
+            elif run.done:
+                pass
             elif run.asked_s is None or pod["metadata"]["deletionGracePeriodSeconds"] < run.asked_s:
                 run.asked_s = pod["metadata"]["deletionGracePeriodSeconds"]
                 run.stop(run.asked_s)
@@ -52,16 +54,34 @@ class Kubelet:
         """The object was deleted: what still runs is killed."""
         run = self.runs.pop(uid, None)
         if run is not None and self.is_alive:
+            if not run.done and not run.stopping:
+                run.tell_killing()
             run.abandon()
+        self._room()
         self.cluster.logs.forget(uid)
 
     def finished(self, run: PodRun) -> None:
         """A pod is over: its resources are free, and its object may go if it is deleted."""
+        self._room()
+        if is_going(run.pod):
+            self._leave(run)
+
+    def _leave(self, run: PodRun) -> None:
+        """Let the object of a deleted pod go, a moment after its end."""
+        run.leaving = True
         wait = self.cluster.pace.remove_s
-        if wait and is_going(run.pod):
+        if wait:
             self.cluster.clock.after(wait, run.remove)
         else:
             run.remove()
+
+    def _room(self) -> None:
+        """Something may fit now that was deferred."""
+        for run in self.runs.values():
+            if condition(run.pod, "PodResizePending") is not None:
+                self.cluster.queue.call(
+                    lambda run=run: None if run.done else self.cluster.resizer.look(self, run)
+                )
 
     def _admit(self, pod: Object) -> None:
         refusal = self._refusal(pod)

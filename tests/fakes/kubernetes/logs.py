@@ -131,12 +131,7 @@ class Logs:
         reason = ((found or {}).get("state", {}).get("waiting") or {}).get("reason", "ContainerCreating")
         if reason in {"ErrImagePull", "ImagePullBackOff"}:
             raise bad_request(
-                f'container "{name}" in pod "{title}" is waiting to start: '
-                + (
-                    "image can't be pulled"
-                    if reason == "ErrImagePull"
-                    else "trying and failing to pull image"
-                )
+                f'container "{name}" in pod "{title}" is waiting to start: image can\'t be pulled'
             )
         raise bad_request(f'container "{name}" in pod "{title}" is waiting to start: {reason}')
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from fakes.kubernetes import deletion
 from fakes.kubernetes.clock import Timer
 from fakes.kubernetes.defaults import IMAGE
 from fakes.kubernetes.environment import MissingError, environment, volumes_missing
-from fakes.kubernetes.objects import Object, clone, is_going, is_over, set_condition, stamp
+from fakes.kubernetes.objects import Object, clone, is_going, is_over, quantity, said, set_condition, stamp
 from fakes.kubernetes.podstatus import Container, draw
+from fakes.kubernetes.programs import infer
 from fakes.kubernetes.resources import PODS
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class PodRun:
         self.sandbox = False
         self.done = False
         self.stopping = False
+        self.leaving = False
         self.timers: list[Timer] = []
         self.grace: Timer | None = None
         self.asked_s: float | None = None
@@ -104,17 +107,14 @@ class PodRun:
         image = one.spec["image"]
         one.backoff = max(one.backoff, 1)
         if not IMAGE.fullmatch(image):
-            text = f'Failed to apply default image tag "{image}": couldn\'t parse image name "{image}": invalid reference format'
-            self.wait(one, "InvalidImageName", text)
-            self.say("InspectFailed", text, warning=True, container=one)
+            self._unnamable(one, image)
             return
         trouble = self.cluster.images.trouble(image)
         if trouble and one.spec.get("imagePullPolicy") == "Never":
-            self.wait(
-                one,
-                "ErrImageNeverPull",
-                f'Container image "{image}" is not present with pull policy of Never',
-            )
+            text = f'Container image "{image}" is not present with pull policy of Never'
+            self.say("ErrImageNeverPull", text, warning=True, container=one)
+            self.say("Failed", "Error: ErrImageNeverPull", warning=True, container=one)
+            self.wait(one, "ErrImageNeverPull", text)
             return
         if trouble:
             self._pull_failed(one, image, trouble)
@@ -129,13 +129,33 @@ class PodRun:
             text = f'Container image "{image}" already present on machine and can be accessed by the pod'
             self._pulled(one, text)
 
+    def _unnamable(self, one: Container, image: str) -> None:
+        """An image reference that cannot be parsed: nothing will change that."""
+        text = f'Failed to apply default image tag "{image}": couldn\'t parse image name "{image}": '
+        text += "invalid reference format"
+        repository = image.partition("/")[2].rpartition(":")[0]
+        if repository != repository.lower():
+            text += f": repository name ({repository}) must be lowercase"
+        self.say("InspectFailed", text, warning=True, container=one)
+        self.say("Failed", "Error: InvalidImageName", warning=True, container=one)
+        self.wait(one, "InvalidImageName", text)
+
     def _pull_failed(self, one: Container, image: str, trouble: str) -> None:
-        cause = f'rpc error: code = NotFound desc = failed to pull and unpack image "{image}": {trouble}'
+        cause = f'failed to pull and unpack image "{image}": {trouble}'
+        if trouble.endswith("not found"):
+            cause = f"rpc error: code = NotFound desc = {cause}"
+        self.say("Pulling", f'Pulling image "{image}"', container=one)
         self.say("Failed", f'Failed to pull image "{image}": {cause}', warning=True, container=one)
+        self.say("Failed", "Error: ErrImagePull", warning=True, container=one)
         self.wait(one, "ErrImagePull", cause)
-        back_off = f'Back-off pulling image "{image}"'
-        self._later(1.0, lambda: self.wait(one, "ImagePullBackOff", f"{back_off}: ErrImagePull: {cause}"))
-        self._later(1.0, lambda: self.say("BackOff", back_off, container=one))
+
+        def back_off() -> None:
+            text = f'Back-off pulling image "{image}"'
+            self.say("BackOff", text, container=one)
+            self.say("Failed", "Error: ImagePullBackOff", warning=True, container=one)
+            self.wait(one, "ImagePullBackOff", f"{text}: ErrImagePull: {cause}")
+
+        self._later(1.0, back_off)
         delay = min(CRASH_S * 2 ** (one.backoff - 1), CRASH_MOST_S)
         one.backoff += 1
         self._later(delay, lambda: self._pull(one))
@@ -163,7 +183,7 @@ class PodRun:
         if self.stopping or self.done:
             return
         one.backoff = 0
-        one.killed = ""
+        one.killed, one.again = "", False
         one.resources = clone(one.spec.get("resources") or {})
         log = self.cluster.logs.begin(self.uid, one.name)
         execution = self.cluster.execution(self, one, env)
@@ -258,6 +278,7 @@ class PodRun:
     def _restart(self, one: Container) -> None:
         """First at once, then after 10 s, 20 s, ... shown as CrashLoopBackOff."""
         one.last_state = one.state
+        one.again = True
         self.show()
         delay = 0.0 if one.restarts == 0 else min(CRASH_S * 2 ** (one.restarts - 1), CRASH_MOST_S)
         one.backoff = 1
@@ -266,7 +287,10 @@ class PodRun:
             place = f"{meta['name']}_{meta['namespace']}({self.uid})"
             text = f"back-off {delay:g}s restarting failed container={one.name} pod={place}"
             self.say(
-                "BackOff", f"Back-off restarting failed container {one.name} in pod {place}", container=one
+                "BackOff",
+                f"Back-off restarting failed container {one.name} in pod {place}",
+                warning=True,
+                container=one,
             )
             self.wait(one, "CrashLoopBackOff", text)
 
@@ -301,6 +325,9 @@ class PodRun:
             timer.cancel()
         self.phase, self.sandbox = phase, False
         for one in self.containers:
+            one.again = False
+            if "waiting" in one.state and one.last_state and self.stopping:
+                one.state = one.last_state
             if one.role == "main" and one.exit_code is None and self.stopping and not one.last_state:
                 one.state = {
                     "terminated": {
@@ -326,19 +353,30 @@ class PodRun:
             return
         self.stopping = True
         running = [one for one in self.containers if one.is_running]
-        for one in running:
-            if one.role != "sidecar":
-                self.say("Killing", f"Stopping container {one.name}", container=one)
+        self.tell_killing()
         mains = [one for one in running if one.role != "sidecar"]
         for one in mains:
-            if one.execution is not None:
-                one.execution.terminate()
+            self._terminate(one)
         if not mains:
             sidecars = [one for one in running if one.role == "sidecar"]
             if sidecars:
                 self._stop_sidecar(sidecars[-1])
             else:
                 self._finish()
+
+    def tell_killing(self) -> None:
+        """Say that the main containers are being stopped."""
+        for one in self.containers:
+            if one.is_running and one.role != "sidecar":
+                self.say("Killing", f"Stopping container {one.name}", container=one)
+
+    def _terminate(self, one: Container) -> None:
+        """SIGTERM, after the preStop hook."""
+        hook = (one.spec.get("lifecycle") or {}).get("preStop") or {}
+        seconds = float((hook.get("sleep") or {}).get("seconds", 0))
+        if hook.get("exec"):
+            seconds = infer(hook["exec"]["command"], {}).seconds or 0.0
+        self._later(seconds, lambda: one.execution and one.execution.terminate())
 
     def kill(self) -> None:
         """SIGKILL to all that runs."""
@@ -360,6 +398,8 @@ class PodRun:
         if self.done or self.stopping:
             return
         self.fate = {"reason": reason, "message": message}
+        self.say(reason, message, warning=reason != "DeadlineExceeded")
+        self.show()
         given = self.pod["spec"].get("terminationGracePeriodSeconds", 30)
         self.stop(given if grace_s is None else grace_s)
 
@@ -384,9 +424,9 @@ class PodRun:
         def write(item: Object) -> None:
             if is_over(item) and self.phase not in {"Failed", "Succeeded"}:
                 return
-            draw(item, self.containers, self.phase, now, sandbox=self.sandbox)
+            draw(item, self.containers, self.phase, now, sandbox=self.sandbox, failing=bool(self.fate))
             item["status"] |= self.kubelet.addresses(self.pod, start=start, address=address or self.sandbox)
-            item["status"].setdefault("resources", {})
+            item["status"] |= _amounts(self.containers)
             item["status"] |= self.fate if self.phase == "Failed" else {}
 
         self.pod = self.cluster.store.edit(PODS, found[1], write) or self.pod
@@ -398,3 +438,18 @@ class PodRun:
             fresh = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
             now = self.cluster.clock.now()
             self.cluster.store.edit(PODS, found[1], lambda item: set_condition(item, fresh, now))
+
+
+def _amounts(containers: list[Container]) -> Object:
+    """Resources of the pod as a whole, in its status."""
+    shown: Object = {"resources": {}}
+    for part in ("limits", "requests"):
+        total: dict[str, Decimal] = {}
+        for one in containers:
+            for name, text in ((one.resources or one.spec.get("resources") or {}).get(part) or {}).items():
+                total[name] = total.get(name, Decimal(0)) + quantity(text)
+        if total:
+            shown["resources"][part] = {name: said(amount, name) for name, amount in total.items()}
+    if "requests" in shown["resources"]:
+        shown["allocatedResources"] = dict(shown["resources"]["requests"])
+    return shown

@@ -18,6 +18,7 @@ class Container:
     Attributes:
         state: As the API shows it: waiting, running or terminated.
         backoff: How often it was restarted after a failure or could not be pulled.
+        again: It has ended and is about to be started again.
     """
 
     spec: Object
@@ -28,6 +29,7 @@ class Container:
     backoff: int = 0
     execution: Execution | None = None
     killed: str = ""
+    again: bool = False
     resources: Object = field(default_factory=dict)
 
     @property
@@ -72,7 +74,9 @@ class Container:
         return entry
 
 
-def draw(pod: Object, containers: list[Container], phase: str, now: float, *, sandbox: bool) -> None:
+def draw(
+    pod: Object, containers: list[Container], phase: str, now: float, *, sandbox: bool, failing: bool = False
+) -> None:
     """Write phase, conditions and container statuses into *pod*; other conditions stay, first."""
     status = pod["status"]
     generation = pod["metadata"].get("generation", 1)
@@ -81,7 +85,7 @@ def draw(pod: Object, containers: list[Container], phase: str, now: float, *, sa
     others = [one for one in status.get("conditions") or () if one["type"] not in _OWN]
     scheduled = condition(pod, "PodScheduled")
     drawn: Object = {"status": {"conditions": list(status.get("conditions") or ())}}
-    for fresh in _conditions(phase, inits, mains, sandbox=sandbox):
+    for fresh in _conditions(phase, inits, mains, sandbox=sandbox, failing=failing):
         set_condition(drawn, fresh | {"observedGeneration": generation}, now)
     by_type = {one["type"]: one for one in drawn["status"]["conditions"]}
     status["conditions"] = [
@@ -100,9 +104,11 @@ def draw(pod: Object, containers: list[Container], phase: str, now: float, *, sa
 _OWN = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
 
 
-def _conditions(phase: str, inits: list[Container], mains: list[Container], *, sandbox: bool) -> list[Object]:
-    final = phase in {"Succeeded", "Failed"} or _all_ended(inits, mains)
-    failed = _has_failed(phase, inits, mains)
+def _conditions(
+    phase: str, inits: list[Container], mains: list[Container], *, sandbox: bool, failing: bool
+) -> list[Object]:
+    final = failing or phase in {"Succeeded", "Failed"} or _all_ended(inits, mains)
+    failed = failing or _has_failed(phase, inits, mains)
     reason = "PodFailed" if failed else "PodCompleted"
     incomplete = [one.name for one in inits if not (one.is_ready or (one.role == "sidecar" and _began(one)))]
     unready = [one.name for one in [*inits, *mains] if one.role != "init" and not one.is_ready]
@@ -131,6 +137,8 @@ def _began(one: Container) -> bool:
 
 
 def _all_ended(inits: list[Container], mains: list[Container]) -> bool:
+    if any(one.again for one in [*inits, *mains] if one.role != "sidecar"):
+        return False
     if any(one.role == "init" and one.exit_code for one in inits):
         return True
     return all(one.exit_code is not None for one in mains) and not any(one.is_running for one in inits)

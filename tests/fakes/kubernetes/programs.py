@@ -50,6 +50,11 @@ class Program:
 
 
 FOREVER = Program()
+START_ERROR = (
+    "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: "
+    'unable to start container process: exec: "{0}": stat {0}: no such file or directory: unknown'
+)
+"""Wording of containerd 1.6."""
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ def infer(argv: list[str], env: dict[str, str]) -> Program:
     if argv[0].rpartition("/")[2] in {"sh", "bash"} and len(argv) >= 3 and "c" in argv[1]:
         return _infer_script(argv[2], env)
     if argv[0].startswith("/no/"):
-        return Program(seconds=0, exit_code=128, start_error=f'exec: "{argv[0]}": no such file or directory')
+        return Program(seconds=0, exit_code=128, start_error=START_ERROR.format(argv[0]))
     return _infer_script(shlex.join(argv), env)
 
 
@@ -119,7 +124,8 @@ def _infer_script(script: str, env: dict[str, str]) -> Program:
         inner = _infer_script(trap.group(1), env)
         program = replace(program, term="exit", term_code=inner.exit_code, term_s=inner.seconds or 0.0)
         script = script[trap.end() :]
-    for statement in re.split(r"[;&]+|\n", re.sub(r"&&", "\0", script)):
+    script = re.sub(r"&&", "\0", re.sub(r"\s*>&2", "", script))
+    for statement in re.split(r"[;&]+|\n", script):
         program, is_done = _run(program, statement.replace("\0", "&&").strip(), env)
         if is_done:
             break
@@ -139,8 +145,7 @@ def _run(program: Program, statement: str, env: dict[str, str]) -> tuple[Program
     if found := re.fullmatch(r"exit (\d+)", text):
         return replace(program, exit_code=int(found.group(1))), True
     if found := re.fullmatch(r"(echo|printf) (.*)", text):
-        line = re.sub(r"\s*>&2$", "", found.group(2))
-        line = line.strip("'\"") + ("\n" if found.group(1) == "echo" else "")
+        line = found.group(2).strip("'\"") + ("\n" if found.group(1) == "echo" else "")
         return replace(program, prints=(*program.prints, (now, line))), False
     if text in {"", "true", "wait"}:
         return program, False

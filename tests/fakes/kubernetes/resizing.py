@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
@@ -70,27 +71,51 @@ class Resizer:
         self._cluster = cluster
         self.infeasible: set[str] = set()
         """Nodes whose kubelet cannot resize (static CPU manager)."""
+        self._busy: set[str] = set()
 
     def look(self, kubelet: Kubelet, run: PodRun) -> None:
         """Compare what the pod asks for with what its containers have."""
         changed = [one for one in run.containers if one.is_running and self._differs(run, one)]
-        pending = condition(run.pod, "PodResizePending")
-        if not changed:
-            if pending is not None:
-                self._drop(run)
+        if run.uid in self._busy:
             return
-        if kubelet.name in self.infeasible:
+        if not changed:
+            self._set(run, None)
+            return
+        told = self._told(run)
+        if kubelet.name in self.infeasible and run.pod["status"].get("qosClass") == "Guaranteed":
             text = "Resize is infeasible for Guaranteed Pods alongside CPU Manager static policy"
-            self._pend(run, "Infeasible", text)
+            self._pend(run, "Infeasible", "Infeasible", text, told)
             return
         short = self._short(kubelet, run)
         if short:
-            self._pend(run, "Deferred", f"Node didn't have enough resource: {short}")
+            text = f"Node didn't have enough resource: {short}"
+            self._pend(run, "Deferred", f"OutOf{short.partition(',')[0]}", text, told)
             return
-        for one in changed:
-            self._apply(run, one)
-        self._drop(run)
+        self._busy.add(run.uid)
+        self._set(run, {"type": "PodResizeInProgress", "status": "True"})
+        run.say("ResizeStarted", f"Pod resize started: {told}")
+        self._cluster.clock.after(self._cluster.pace.resize_s, lambda: self._finish(kubelet, run, told))
+
+    def _finish(self, kubelet: Kubelet, run: PodRun, told: str) -> None:
+        self._busy.discard(run.uid)
+        if run.done or run.stopping:
+            return
+        for one in run.containers:
+            if one.is_running and self._differs(run, one):
+                self._apply(run, one)
+        self._set(run, None)
         run.show()
+        run.say("ResizeCompleted", f"Pod resize completed: {told}")
+        self.look(kubelet, run)
+
+    def _told(self, run: PodRun) -> str:
+        """What is asked, as events say it."""
+        containers = [
+            {"name": one["name"], "resources": one.get("resources") or {}}
+            for one in run.pod["spec"]["containers"]
+        ]
+        told = {"containers": containers, "generation": run.pod["metadata"].get("generation", 1)}
+        return json.dumps(told, separators=(",", ":"))
 
     def _differs(self, run: PodRun, one: Container) -> bool:
         return _spec_of(run, one).get("resources") != (one.resources or None) and bool(
@@ -120,33 +145,37 @@ class Resizer:
         one.resources = clone(after)
         for name in ("cpu", "memory"):
             if policies.get(name) == "RestartContainer" and _amount(before, name) != _amount(after, name):
+                text = f"Container {one.name} resize requires restart"
+                run.say("Killing", text, container=one)
                 one.restarts += 1
                 one.state = {"running": {"startedAt": stamp(self._cluster.clock.now())}}
 
-    def _pend(self, run: PodRun, reason: str, message: str) -> None:
-        found = self._cluster.store.find(run.uid)
+    def _pend(self, run: PodRun, reason: str, event: str, message: str, told: str) -> None:
         pending = condition(run.pod, "PodResizePending")
-        if found is None or (pending is not None and pending.get("reason") == reason):
+        if pending is not None and pending.get("reason") == reason:
             return
-        now = self._cluster.clock.now()
-        fresh = {"type": "PodResizePending", "status": "True", "reason": reason, "message": message}
-        run.pod = (
-            self._cluster.store.edit(PODS, found[1], lambda item: set_condition(item, fresh, now)) or run.pod
-        )
+        text = f'Pod resize {event}: {told[:-1]},"error":{json.dumps(message)}}}'
+        run.say(f"Resize{reason}", text, warning=True)
+        self._set(run, {"type": "PodResizePending", "status": "True", "reason": reason, "message": message})
 
-    def _drop(self, run: PodRun) -> None:
+    def _set(self, run: PodRun, fresh: Object | None) -> None:
+        """Replace all resize conditions by *fresh*."""
         found = self._cluster.store.find(run.uid)
         if found is None:
             return
+        now = self._cluster.clock.now()
 
-        def drop(item: Object) -> None:
-            kept = [
-                one for one in item["status"].get("conditions") or () if one["type"] != "PodResizePending"
-            ]
-            item["status"]["conditions"] = kept
-            item["status"]["observedGeneration"] = item["metadata"].get("generation", 1)
+        def write(item: Object) -> None:
+            kinds = {"PodResizePending", "PodResizeInProgress"}
+            kept = [one for one in item["status"].get("conditions") or () if one["type"] not in kinds]
+            if len(kept) != len(item["status"].get("conditions") or ()):
+                item["status"]["conditions"] = kept
+            if fresh is not None:
+                generation = item["metadata"].get("generation", 1)
+                set_condition(item, fresh | {"observedGeneration": generation}, now)
+                item["status"]["observedGeneration"] = generation
 
-        run.pod = self._cluster.store.edit(PODS, found[1], drop) or run.pod
+        run.pod = self._cluster.store.edit(PODS, found[1], write) or run.pod
 
 
 def _spec_of(run: PodRun, one: Container) -> Object:

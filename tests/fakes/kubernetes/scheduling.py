@@ -77,7 +77,10 @@ class Scheduler:
     def _place(self, pod: Object, nodes: dict[str, Object]) -> None:
         absent = self._absent_claim(pod)
         if absent:
-            self._refuse(pod, f'persistentvolumeclaim "{absent}" not found', "")
+            text = (
+                f'0/{len(nodes)} nodes are available: persistentvolumeclaim "{absent}" not found. not found'
+            )
+            self._refuse(pod, text, "")
             return
         if not nodes:
             self._refuse(pod, "no nodes available to schedule pods", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fakes.kubernetes.clock import Clock
 from fakes.kubernetes.environment import expand
@@ -63,6 +63,8 @@ class Scripts:
                 for part in [*(container.get("command") or []), *(container.get("args") or [])]
             ]
             program = infer(argv, env)
+            if pod["spec"].get("shareProcessNamespace") and program.term == "ignore":
+                program = replace(program, term="exit")
             if not argv and role == "init":
                 program = Program(seconds=0)
         return program.start_error or Scripted(program, self._clock)

@@ -92,10 +92,10 @@ class Store:
         meta["resourceVersion"] = old["metadata"]["resourceVersion"]
         if item == old:
             return old
-        if _is_done(resource, item) and not _is_done(resource, old) and is_going(old):
+        if _is_done(resource, item) and is_going(old) and old["metadata"].get("finalizers"):
             self.remove(resource, old)
             return item
-        if item.get("spec") != old.get("spec") or is_going(item) != is_going(old):
+        if _wished(item) != _wished(old) or is_going(item) != is_going(old):
             meta["generation"] = old["metadata"].get("generation", 1) + 1
         self._items[resource.full][key] = item
         self._commit("MODIFIED", resource, item, old)
@@ -156,6 +156,11 @@ def born(resource: Resource, item: Object, now: float) -> None:
         meta.pop(gone, None)
     if "spec" in item:
         meta["generation"] = 1
+
+
+def _wished(item: Object) -> Object:
+    """The part of an object whose changes count as a new generation: a binding does not."""
+    return {key: value for key, value in (item.get("spec") or {}).items() if key != "nodeName"}
 
 
 def _is_done(resource: Resource, item: Object) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fakes.kubernetes.errors import cause, invalid
-from fakes.kubernetes.objects import Object, quantity
+from fakes.kubernetes.objects import Object, quantity, said
 from fakes.kubernetes.resources import Resource
 
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -46,7 +46,8 @@ def _meta_causes(meta: Object) -> Causes:
         )
     elif not _SUBDOMAIN.fullmatch(name):
         causes.append(cause("metadata.name", "FieldValueInvalid", _SUBDOMAIN_MESSAGE, f'"{name}"'))
-    causes += _label_causes(meta.get("labels") or {}, "metadata.labels")
+    labels = {key: value for key, value in (meta.get("labels") or {}).items() if value != name}
+    causes += _label_causes(labels, "metadata.labels")
     if sum(len(key) + len(value) for key, value in (meta.get("annotations") or {}).items()) > 256 * 1024:
         causes.append(cause("metadata.annotations", "FieldValueTooLong", "may not be more than 262144 bytes"))
     return causes
@@ -167,7 +168,7 @@ def _resource_causes(resources: Object, field: str) -> Causes:
             value = quantity(text)
             spot = f"{field}.{part}[{name}]"
             if "/" in name and value != value.to_integral_value():
-                causes.append(cause(spot, "FieldValueInvalid", "must be an integer", f'"{text}"'))
+                causes.append(cause(spot, "FieldValueInvalid", "must be an integer", f'"{said(value)}"'))
             if value < 0:
                 causes.append(
                     cause(spot, "FieldValueInvalid", "must be greater than or equal to 0", f'"{text}"')

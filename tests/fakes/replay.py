@@ -1,0 +1,180 @@
+"""Plays the requests of a recording to the fake, at the recorded times, as the recorded callers."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+from fakes.kubernetes import CONFIG_MAPS, PODS, REAL_PACE, Cluster, Program
+from fakes.kubernetes.store import Change
+from fakes.recordings import RANDOM, UID, event_digest, histories, job_digest, pod_digest
+
+Object = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the fake answered to one recorded request."""
+
+    step: Object
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+
+@dataclass(slots=True)
+class Replay:
+    """A cluster like the recorded one, and what it answered and wrote."""
+
+    recording: Object
+    cluster: Cluster
+    answers: list[Answer] = field(default_factory=list)
+    changes: list[tuple[str, str, Object]] = field(default_factory=list)
+    tokens: dict[str, str] = field(default_factory=dict)
+    uids: dict[str, str] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
+    is_compacted: bool = False
+
+    def run(self) -> None:
+        """Play all steps, then let the recorded time run out."""
+        self.cluster.store.listeners.append(self._hear)
+        began = self.cluster.clock.now()
+        for step in self.recording["steps"]:
+            self.cluster.advance(max(0.0, began + step["t_s"] - self.cluster.clock.now()))
+            if "action" in step:
+                self._act(step["action"])
+            else:
+                self._ask(step)
+        self.cluster.advance(max(0.0, began + self.recording["last_s"] + 2 - self.cluster.clock.now()))
+
+    def _hear(self, change: Change) -> None:
+        item = json.loads(json.dumps(change.item))
+        self.changes.append((change.resource.plural, change.kind, item))
+
+    def histories(self, kind: str) -> dict[str, list[Object]]:
+        """Histories of the namespace's objects, as `recordings.reduced` has them."""
+        digest = {"jobs": job_digest, "pods": pod_digest}[kind]
+        return histories([(how, item) for what, how, item in self.changes if what == kind], digest)
+
+    def events(self) -> set[str]:
+        """Digests of all events."""
+        return {event_digest(item) for what, _how, item in self.changes if what == "events"}
+
+    def _act(self, action: str) -> None:
+        if found := re.match(r"node (\S+) goes silent", action):
+            self.cluster.node(found.group(1)).silence()
+        elif action.startswith("kubelet of node0 frozen"):
+            self.cluster.node("node0").silence()
+            self.cluster.node("fake-1").edit(
+                lambda node: node["metadata"]["labels"].update({"rec/pool": "p"})
+            )
+        elif action.startswith("kubelet of node0 runs again"):
+            self.cluster.node("node0").revive()
+        elif action.startswith("store compacted"):
+            self.is_compacted = True
+            self.cluster.create(CONFIG_MAPS, {"metadata": {"generateName": "later-"}})
+            self.cluster.compact()
+
+    def _ask(self, step: Object) -> None:
+        request = step["request"]
+        path = self._translated(request["path"])
+        if request["method"] == "DELETE" and "/nodes/" in path:
+            self.cluster.node(path.rpartition("/")[2]).silence()  # the recorded one had no kubelet
+        body = request.get("body")
+        text = body if isinstance(body, str) else None if body is None else json.dumps(body)
+        data = None if text is None else self._translated(text).encode()
+        headers = {"Content-Type": request.get("content_type") or "application/json"}
+        if request.get("accept"):
+            headers["Accept"] = request["accept"]
+        token = self._token(request.get("as"))
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        status, answered, answer_headers = self._send(request["method"], path, data, headers)
+        self._learn(step, answered)
+        self.answers.append(Answer(step, status, answered, answer_headers))
+
+    def _token(self, caller: str | None) -> str:
+        if caller is None:
+            return self.cluster.access.admin_token
+        if caller == "anonymous":
+            return ""
+        return self.tokens.get(caller, "no-such-token")
+
+    def _translated(self, text: str) -> str:
+        """Put this cluster's uids, pod names and versions in the place of the recorded ones."""
+        text = UID.sub(lambda found: self.uids.get(found.group(0), found.group(0)), text)
+
+        def rename(found: re.Match[str]) -> str:
+            name = found.group(1)
+            if not RANDOM.search(name):
+                return found.group(0)
+            pods = [pod["metadata"]["name"] for pod in self.cluster.list(PODS)]
+            same = [one for one in pods if one == name or one[:-5] == name[:-5]]
+            return found.group(0).replace(name, same[-1]) if same else found.group(0)
+
+        now = "1" if self.is_compacted else str(self.cluster.store.revision)
+        text = re.sub(r"resourceVersion=\d{4}\b", f"resourceVersion={now}", text)
+        for old, new in self.pages.items():
+            text = text.replace(f"continue={old}", f"continue={new}")
+        return re.sub(r"(?:/pods/|metadata\.name%3D)([a-z0-9.-]+)", rename, text)
+
+    def _learn(self, step: Object, answered: Any) -> None:
+        recorded = step["response"].get("body")
+        if not isinstance(recorded, dict) or not isinstance(answered, dict):
+            return
+        old_token, new_token = (one.get("metadata", {}).get("continue") for one in (recorded, answered))
+        if old_token and new_token:
+            self.pages[old_token] = new_token
+        pairs = [(recorded, answered)]
+        if "items" in recorded and "items" in answered:
+            pairs = list(zip(recorded["items"] or [], answered["items"] or [], strict=False))
+        for old, new in pairs:
+            if old.get("metadata", {}).get("uid") and new.get("metadata", {}).get("uid"):
+                self.uids[old["metadata"]["uid"]] = new["metadata"]["uid"]
+        if answered.get("kind") == "TokenRequest" and answered.get("status"):
+            _, _, namespace, _, name, _ = step["request"]["path"].strip("/").split("/")[1:]
+            del _
+            self.tokens[f"system:serviceaccount:{namespace}:{name}"] = answered["status"]["token"]
+
+    def _send(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, Any, dict[str, str]]:
+        request = urllib.request.Request(self.cluster.url + path, data, headers, method=method)
+        timer = threading.Timer(0.3, self.cluster.end_watches)
+        if "watch=" in path or "follow=" in path:
+            timer.start()
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, _decoded(answer.read()), dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, _decoded(error.read()), dict(error.headers)
+        finally:
+            timer.cancel()
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode()
+
+
+def cluster_like_recorded() -> Cluster:
+    """One node of 2 CPUs with 4 GPUs, four of 64 CPUs with 8; three images that are not there."""
+    cluster = Cluster(nodes=0, speed=0, pace=REAL_PACE)
+    cluster.add_node("node0", cpu="2", memory="24Gi", gpus=4, labels={"rec/pool": "p"})
+    for number in range(4):
+        cluster.add_node(f"fake-{number}", cpu="64", memory="256Gi", gpus=8)
+    for image in ("127.0.0.1:5000/team/nope:1", "registry.invalid/*", "registry.local/absent:1"):
+        cluster.images.missing(image)
+    cluster.script(Program(seconds=0, oom=True), pod="oom*")
+    lines = [(float(at), f"line {at + 1}\nerr {at + 1}\n") for at in range(8)]
+    cluster.script(Program(seconds=8, prints=(*lines, (8.0, "no-newline-at-end"))), pod="talk")
+    cluster.node("node0").refuse_resizes()
+    return cluster
