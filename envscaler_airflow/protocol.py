@@ -107,17 +107,26 @@ class Message:
         Raises:
             ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
         """
-        if len(text) > cls.MAX_BYTES:
-            raise ProtocolError(f"{where}: {len(text)} bytes, at most {cls.MAX_BYTES} are read")
-        try:
-            body = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as err:
-            raise ProtocolError(f"{where}: not JSON: {err}") from err
-        if not isinstance(body, dict):
-            raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
-        check_schema(body.get("schema"), where=where)
-        message: _T = _build(cls, body, where)
+        message: _T = _build(cls, read_object(text, where=where, max_bytes=cls.MAX_BYTES), where)
         return message
+
+
+def read_object(text: Union[bytes, str], *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Dict[str, Any]:
+    """Read *text* as a JSON object of our major version.
+
+    Raises:
+        ProtocolError: Too large, not JSON, no object, or another major version.
+    """
+    if len(text) > max_bytes:
+        raise ProtocolError(f"{where}: {len(text)} bytes, at most {max_bytes} are read")
+    try:
+        body = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as err:
+        raise ProtocolError(f"{where}: not JSON: {err}") from err
+    if not isinstance(body, dict):
+        raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
+    check_schema(body.get("schema"), where=where)
+    return body
 
 
 def check_schema(schema: object, *, where: str) -> None:
@@ -154,9 +163,7 @@ def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:
             values[item.name] = _read(hints[item.name], body[item.name], f"{where}: {item.name}")
     try:
         return cls(**values)
-    except TypeError as err:
-        raise ProtocolError(f"{where}: {err}") from err
-    except ValueError as err:
+    except (TypeError, ValueError) as err:
         raise ProtocolError(f"{where}: {err}") from err
 
 
@@ -254,7 +261,7 @@ class Progress(Message):
         epoch: Epochs finished.
         epochs: Epochs that the whole training takes.
         samples: Samples seen in this generation, restored ones included.
-        tokens: Tokens, likewise.
+        tokens: Tokens seen by this attempt; a checkpoint does not carry their count.
         batch: Global batch size of the last step, samples.
         loss: Last reported loss (may be negative; NaN is reported as None with ``loss_is_nan``).
         loss_is_nan: True when the last loss was NaN or infinite.

@@ -23,17 +23,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Progress, check_schema
+from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Message, Progress, read_object
 
 ENV = "ENVSCALER_EXCHANGE"
 """Environment variable that names the folder."""
-
-FILE_NAMES = ("start", "control", "request", "progress", "wrapper", "snapshot")
 
 
 class Exchange:
@@ -77,24 +75,6 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
     known = {"schema": SCHEMA}
     known.update((key, value) for key, value in body.items() if value is not None)
     write_atomic(path, json.dumps(known, separators=(",", ":"), allow_nan=False).encode())
-
-
-def parse_object(data: bytes, *, where: str) -> Dict[str, Any]:
-    """Read *data* as a JSON object of our major version.
-
-    Raises:
-        ProtocolError: Too large, not JSON, no object, or another major version.
-    """
-    if len(data) > MAX_JSON_BYTES:
-        raise ProtocolError(f"{where}: {len(data)} bytes, at most {MAX_JSON_BYTES} are read")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as err:
-        raise ProtocolError(f"{where}: not JSON: {err}") from err
-    if not isinstance(body, dict):
-        raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
-    check_schema(body.get("schema"), where=where)
-    return body
 
 
 RACY_NS = 50_000_000
@@ -199,7 +179,7 @@ def parse_start(data: bytes) -> Start:
         SetupFailedError: The courier says that the setup failed.
         ProtocolError: It is not what the protocol says.
     """
-    body = parse_object(data, where="start.json")
+    body = read_object(data, where="start.json")
     if body.get("failed") is not None:
         raise SetupFailedError(str(body["failed"]))
     session = _object(body.get("session"), "session")
@@ -251,7 +231,7 @@ _SESSION_TYPES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SessionReport:
+class SessionReport(Message):
     """What ``progress/rank-0.json`` says beside the :class:`Progress`.
 
     Attributes:
@@ -284,10 +264,8 @@ def parse_report(data: bytes) -> SessionReport:
     Raises:
         ProtocolError: It is not what the protocol says.
     """
-    body = parse_object(data, where="progress/rank-0.json")
-    known = {name: body[name] for name in SessionReport.__dataclass_fields__ if body.get(name) is not None}
-    known["progress"] = Progress.from_json(data, where="progress/rank-0.json")
-    return SessionReport(**known)
+    where = "progress/rank-0.json"
+    return replace(SessionReport.from_json(data, where=where), progress=Progress.from_json(data, where=where))
 
 
 def snapshot_sequence(path: Path) -> int:

@@ -41,7 +41,9 @@ NEVER = (3, 13)
 ALL_LINKS = 0xFFFFFFFF
 """Scope of NVLink counters that means the sum of all links. Source: nvml.h, NVML_FI_DEV_NVLINK_*."""
 KIB = 1024
+"""Unit of NVLink counters. Source: nvml.h, NVML_FI_DEV_NVLINK_THROUGHPUT_*."""
 KB = 1000
+"""Unit of PCIe throughput. Source: nvml.h, nvmlDeviceGetPcieThroughput."""
 
 Values = Dict[str, float]
 

@@ -36,7 +36,6 @@ RESCAN_S = 5.0
 """Between two looks for new processes. Chosen: a walk through /proc costs 1 ms for 100 processes."""
 FEW = 32
 """Families up to this size are read with every sample, larger ones with every rescan. Chosen likewise."""
-DISK_S = 5.0
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -108,7 +107,7 @@ class Host:
         """Sample the family of process *root*."""
         self._root = root
         self._pids: List[int] = []
-        self._scanned_at = self._disk_at = -RESCAN_S
+        self._scanned_at = -RESCAN_S
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._before: Dict[str, Tuple[float, float]] = {}
@@ -119,7 +118,7 @@ class Host:
         self._net = f"/proc/{root}/net/dev"
 
     def sample(self, now: float, *, own: int = -1) -> Dict[str, Optional[float]]:
-        """Return the metrics at *now*; processes below *own* (the sampler) do not count."""
+        """Return the metrics at *now*; process *own* (the sampler) does not count."""
         rescan = now - self._scanned_at >= RESCAN_S
         if rescan:
             self._scanned_at = now
@@ -214,10 +213,10 @@ class _MemoryFiles:
         if usage is None:
             return {}
         stat = fields_in(self._stat) if self._stat else {}
-        inactive = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+        inactive = stat.get("total_inactive_file", stat.get("inactive_file"))
         peak = number_in(self._peak) if self._peak else None
         return {
-            "memory_bytes": float(max(0, usage - inactive)),
+            "memory_bytes": None if inactive is None else float(max(0, usage - inactive)),
             "memory_peak_bytes": None if peak is None else float(peak),
             "memory_limit_bytes": float(self._limit or 0),
         }

@@ -14,7 +14,7 @@ from envscaler_airflow.protocol import Progress
 FIELDS = ("step", "total_steps", "epoch", "epochs", "loss", "accuracy", "samples", "tokens")
 """Fields of Progress that a pattern can give."""
 MAX_LINE_BYTES = 4096
-"""Longest part of a line that is searched."""
+"""Longest part of a line that is searched. Chosen: longer lines are progress bars and arrays."""
 MAX_LINES = 50
 """Newest lines of one read that are searched. Chosen: the last value counts, the ones before are history."""
 MAX_SECONDS = 0.1

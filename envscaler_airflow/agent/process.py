@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -151,7 +150,3 @@ def _send(kill: Any) -> int:
     except (ProcessLookupError, PermissionError):
         return 0
     return 1
-
-
-KILL = signal.SIGKILL
-TERM = signal.SIGTERM

@@ -12,8 +12,10 @@ from envscaler_airflow.agent.patterns import LogPatterns
 from envscaler_airflow.protocol import Progress
 
 READ_BYTES = 64 << 10
+"""Most taken from the command in one turn. Source: capacity of a pipe, pipe(7)."""
 MAX_PENDING = 256 << 10
-"""Bytes that may wait for a slow reader of our stdout; beyond, the command waits, as without a wrapper."""
+"""Bytes that may wait for a slow reader of our stdout; beyond, the command waits, as without a
+wrapper. Chosen: a log chunk."""
 WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
 """A pipe that polls writable takes this much without blocking (pipe(7))."""
 

@@ -36,10 +36,12 @@ LEAD_STEPS = 1
 WAIT_S = 1800.0
 """Longest wait for another rank. Source: default timeout of torch.distributed's gloo backend."""
 POLL_S = 0.002
+"""Between two looks at what another rank wrote. Chosen: little beside a save."""
 WRITE_TRIES = 30
 """Tries, a second apart, to write what other ranks wait for. Chosen: a save that failed on a full disk
 is removed by then."""
 MAX_LEAD_STEPS = 1000
+"""Longest lead for ranks that are not at the same step. Chosen: ranks further apart train apart."""
 ELSEWHERE = "was at step"
 """Words by which a save that failed because ranks were not at the same step is told from others."""
 

@@ -13,10 +13,13 @@ from envscaler_airflow.agent.logs import METRICS_CHUNK_BYTES, METRICS_CHUNK_S, C
 from envscaler_airflow.protocol import Progress, Status
 
 STATUS_S = 1.0
+"""Between two statuses for the courier. Chosen: as often as the sampler speaks."""
 USAGE_S = 5.0
+"""Between two means in them. Chosen: a third of what they are the means of."""
 USAGE_SAMPLES = 15
 """Samples that make the means in a status: 15 s at one a second, as often as the courier sends it."""
 LOSS_S = 10.0
+"""Between two losses in the metrics. Chosen: as often as a session looks at a tensor."""
 _STEP_FIELDS = ("step", "epoch", "samples", "tokens", "batch", "step_time_s", "data_time_s", "sync_time_s")
 _LOSS_FIELDS = ("loss", "loss_is_nan", "accuracy")
 _STAMPS = ("t", "at")

@@ -26,6 +26,7 @@ INIT_S = 60.0
 STALE_S = 15.0
 """Age at which GPU values are no longer said. Chosen: three times the slow readings' interval."""
 HUNG_EXIT = 3
+"""Exit code after a call that hung. Chosen: neither success nor a crash of Python."""
 
 Values = Mapping[str, Optional[float]]
 

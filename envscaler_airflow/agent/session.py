@@ -10,7 +10,8 @@
             session.step(samples=len(batch), loss=loss)
             session.checkpoint(save, epoch_end=is_last_of_epoch)
 
-Without an exchange folder (a plain run on a laptop) all of it works and does nothing.
+Without an exchange folder (a plain run on a laptop) all of it works and does nothing, unless
+``local_dir`` says where checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
 Save = Callable[[Path], object]
 
 POLL_S = 0.25
+"""Between two looks at what the owner asks. Chosen: soon for a person, and a file's stat is cheap."""
 WRITE_S = 1.0
+"""Between two reports. Chosen: as often as the wrapper passes them on."""
 LOSS_S = 10.0
-"""Between two looks at a loss that is a tensor: each look makes the CPU wait for the GPU."""
+"""Between two looks at a loss that is a tensor. Chosen: each look makes the CPU wait for the GPU."""
 AGREE_EVERY = 10
 """Calls of ``checkpoint`` between two questions to ``agree``. Chosen: a broadcast costs up to a
 millisecond, and a leave that waits for ten steps is soon enough."""

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from envscaler_airflow.agent import exchange as ex
 from envscaler_airflow.agent import process
@@ -43,12 +43,15 @@ from envscaler_airflow.protocol import (
 )
 
 TICK_S = 0.5
+"""Between two looks at the exchange. Chosen: soon for a person, nothing for the CPU."""
 DRAIN_S = 2.0
 """How long output of what the command left behind is awaited. Chosen: a pipe is emptied in milliseconds."""
 SIGTERM_GRACE_S = 25.0
 """Chosen: 5 s below the 30 s after which a kubelet kills."""
 MAX_MESSAGE_CHARS = 500
+"""Longest message in a status. Chosen: a line that a person reads."""
 MAX_PHASE_CHARS = 100
+"""Longest name of a phase. Chosen likewise."""
 
 
 @dataclass(frozen=True)
@@ -527,7 +530,7 @@ def _align_timeout(control: Control) -> float:
     return 0.0 if control.align == "now" else control.align_timeout_s
 
 
-def _identity(environ: "os._Environ[str] | Dict[str, str]") -> Dict[str, int]:
+def _identity(environ: Mapping[str, str]) -> Dict[str, int]:
     found = {}
     for field in ("generation", "attempt", "node"):
         text = environ.get(f"ENVSCALER_{field.upper()}", "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.protocol import SCHEMA, read_object
 
 MAX_EVENT_BYTES = 1 << 18
 """Largest event written or read, bytes. Chosen: 100 last lines of 2 KiB and a plan fit."""
@@ -122,16 +122,7 @@ class Event:
         Raises:
             ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
         """
-        if len(text) > MAX_EVENT_BYTES:
-            raise ProtocolError(f"{where}: {len(text)} bytes, at most {MAX_EVENT_BYTES} are read")
-        try:
-            whole = json.loads(text)
-        except (ValueError, RecursionError) as err:
-            raise ProtocolError(f"{where}: not JSON: {err}") from err
-        if not isinstance(whole, dict):
-            raise ProtocolError(f"{where}: got {type(whole).__name__}, expected an object")
-        check_schema(whole.get("schema"), where=where)
-        return cls._from_whole(whole, where)
+        return cls._from_whole(read_object(text, where=where, max_bytes=MAX_EVENT_BYTES), where)
 
     @classmethod
     def _from_whole(cls, whole: Mapping[str, Any], where: str) -> Event:

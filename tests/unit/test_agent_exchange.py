@@ -86,6 +86,13 @@ def test_a_report_carries_progress_and_more():
     assert (report.cooperates, report.saving, report.left) == (True, True, False)
 
 
+@pytest.mark.parametrize("field", [{"at": "soon"}, {"first_step_at": [1]}, {"saving": "yes"}, {"step": 1.5}])
+def test_a_report_of_other_types_is_a_protocol_error(field):
+    """The training wrote it: the wrapper must not compute with it."""
+    with pytest.raises(ProtocolError, match=next(iter(field))):
+        parse_report(start(**field))
+
+
 def test_a_watched_file_is_read_when_it_changed(tmp_path):
     """Absent, new, the same, replaced, gone."""
     path = tmp_path / "x" / "f.json"

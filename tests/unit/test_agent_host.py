@@ -82,6 +82,16 @@ def test_memory_is_the_working_set_of_the_cgroup(tmp_path):
     assert memory(tmp_path, "5000\n") == expected
 
 
+def test_a_working_set_that_cannot_be_told_is_unknown(tmp_path):
+    """Without its statistics the usage may be all page cache: no figure is better than that one."""
+    memory(tmp_path, "5000\n")
+    (tmp_path / "memory.stat").unlink()
+
+    files = host._MemoryFiles(Cgroup(1, root=tmp_path, table=b"0::/\n"))
+
+    assert files.sample() == {"memory_bytes": None, "memory_peak_bytes": 2000, "memory_limit_bytes": 5000}
+
+
 def test_a_cgroup_without_a_limit_is_not_ours(tmp_path):
     """Its usage would be the whole machine's."""
     assert memory(tmp_path, "max\n") == {}
