@@ -178,3 +178,11 @@ class NoticesInterruption(Protocol):
 
     def interruption(self, handle: Handle) -> float | None:
         """Seconds until the loss, None when none is announced."""
+
+
+@runtime_checkable
+class SharesWatch(Protocol):
+    """A backend through which a process that looks at many attempts can look at all of them at once."""
+
+    def share_watch(self) -> None:
+        """From now on look through the one watch that this process keeps."""

@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.settings import setting
 
 
+def compute_place(compute: str, conn_id: str | None) -> str:
+    """``kubernetes:ID`` for a backend reached by a connection; the backend's name alone otherwise."""
+    return f"{compute}:{conn_id}" if conn_id else compute
+
+
 def open_backend(compute: str) -> Backend:
-    """The backend *compute*, as the settings of this deployment want it.
+    """The backend *compute* (see :func:`compute_place`), as the settings of this deployment want it.
 
     Raises:
-        SpecError: There is no backend of that name.
+        SpecError: There is no backend of that name, or its settings or connection cannot be used.
     """
-    root = setting("local_root") if compute == "local" else None
-    return create_backend(compute, {"root": Path(root)} if root else None)
+    name, _, conn_id = compute.partition(":")
+    if name == "local":
+        root = setting("local_root")
+        return create_backend(name, {"root": Path(root)} if root else None)
+    if name == "kubernetes":
+        return create_backend(name, kubernetes_config(conn_id or None))
+    return create_backend(name)
+
+
+def kubernetes_config(conn_id: str | None) -> dict[str, Any]:
+    """Arguments of the Kubernetes backend: ``[envscaler] kubernetes`` (JSON), then the connection's own.
+
+    A connection of the cncf.kubernetes provider gives the client; its extra ``envscaler`` (JSON) gives
+    fields of the backend's settings, and its namespace counts. Without one: the kubeconfig, or the pod's
+    own identity where ``in_cluster`` is set.
+
+    Raises:
+        SpecError: The setting is no JSON object, or the provider is not installed.
+    """
+    config = _object(setting("kubernetes") or "{}", "[envscaler] kubernetes")
+    if conn_id is None:
+        return config
+    try:
+        from airflow.providers.cncf.kubernetes.hooks.kubernetes import (  # noqa: PLC0415  (another provider)
+            KubernetesHook,
+        )
+    except ImportError as err:
+        raise SpecError(
+            f"kubernetes_conn_id={conn_id!r} needs apache-airflow-providers-cncf-kubernetes ({err})"
+        ) from err
+    hook = KubernetesHook(conn_id=conn_id)
+    extra = hook.conn_extras.get("envscaler") or {}
+    config |= _object(extra, f"connection {conn_id}: envscaler") if isinstance(extra, str) else extra
+    namespace = hook.get_namespace()
+    return config | {"api_client": hook.get_conn()} | ({"namespace": namespace} if namespace else {})
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except ValueError as err:
+        raise SpecError(f"{where}: is no JSON: {err}") from err
+    if not isinstance(body, Mapping):
+        raise SpecError(f'{where}: is no object; write {{"namespace": "training"}}')
+    return dict(body)

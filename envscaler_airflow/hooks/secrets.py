@@ -36,6 +36,15 @@ def resolve_secret(reference: str) -> str:
     return value
 
 
+def resolve_unmounted(reference: str) -> str:
+    """The same on Kubernetes, where ``secret:NAME/key`` is the cluster's own: its pod reads it.
+
+    Raises:
+        SpecError: As :func:`resolve_secret`, for the other kinds.
+    """
+    return "" if reference.startswith("secret:") else resolve_secret(reference)
+
+
 def _from_env(reference: Reference) -> str | None:
     return os.environ.get(reference.name)
 

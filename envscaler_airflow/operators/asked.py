@@ -9,7 +9,7 @@ from airflow.sdk._shared.secrets_masker import redact
 
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.hooks.secrets import resolve_secret
+from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.operators.params import RESTART
 from envscaler_airflow.operators.stage import seconds_left, spec_path
@@ -57,7 +57,7 @@ def stage_of(
         budget_usd=_usd("budget_usd", operator.budget_usd),
         restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
         restore_from=operator.restore_from,
-        resolve_secret=resolve_secret,
+        resolve_secret=resolve_unmounted if operator.compute == "kubernetes" else resolve_secret,
         store_options=store_place(operator.store_url, operator.store_conn_id).options,
     )
 

@@ -37,7 +37,9 @@ class EnvStageOperator(BaseOperator):
         spec: Path of the spec, relative to the DAG file.
         parameters: Values over the spec's defaults and over DAG params of the same names.
         inputs: Name to URI of what earlier stages made, usually ``other.output["name"]``.
-        compute: Backend: ``local``.
+        compute: Backend: ``local`` or ``kubernetes``.
+        kubernetes_conn_id: Connection of the cncf.kubernetes provider, for ``compute="kubernetes"``; if
+            not given, the kubeconfig. Not taken from ``default_args``.
         target: Variant of the spec; the backend's name if not given.
         strategy: ``balanced``, ``cost``, ``performance`` or ``deadline``.
         value_of_hour: USD that an hour of waiting costs; if not given, the strategy's.
@@ -55,6 +57,7 @@ class EnvStageOperator(BaseOperator):
         "parameters",
         "inputs",
         "compute",
+        "kubernetes_conn_id",
         "target",
         "strategy",
         "value_of_hour",
@@ -92,6 +95,8 @@ class EnvStageOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         """Keep the arguments; nothing is read or checked while the DAG file is parsed."""
+        # Of one backend only, so that the signature stays that of all.
+        self.kubernetes_conn_id: str | None = kwargs.pop("kubernetes_conn_id", None)
         super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.spec = spec
         self.parameters = parameters
@@ -107,6 +112,13 @@ class EnvStageOperator(BaseOperator):
         self.store_url = store_url
         self.store_conn_id = store_conn_id
         self.poll_interval = poll_interval
+
+    @property
+    def compute_place(self) -> str:
+        """Backend and connection in one, as triggers carry it."""
+        from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
+
+        return compute_place(self.compute, self.kubernetes_conn_id)
 
     run_url: str | None = None
     """Folder of the run in the store, once a slice has opened it."""
@@ -169,7 +181,7 @@ class EnvStageOperator(BaseOperator):
         from envscaler_airflow.operators.slices import Slice  # noqa: PLC0415  (DAG files do without)
 
         part = Slice.open(
-            context, compute=self.compute, store_url=self.store_url, store_conn_id=self.store_conn_id
+            context, compute=self.compute_place, store_url=self.store_url, store_conn_id=self.store_conn_id
         )
         self.run_url = part.run_url
         return part
@@ -188,7 +200,7 @@ class EnvStageOperator(BaseOperator):
             prefix=part.prefix,
             watching=waiting.watching.to_dict(),
             ti_id=part.actor.ti_id,
-            compute=self.compute,
+            compute=self.compute_place,
             store_url=self.store_url,
             store_conn_id=self.store_conn_id,
             poll_s=self.poll_interval,

@@ -170,7 +170,7 @@ class ScalingSensor(BaseSensorOperator):
             run_id=ti.run_id,
             task_id=task.task_id,
             map_index=self._map_index(context, task),
-            compute=self.compute or getattr(task, "compute", None) or "local",
+            compute=self.compute or getattr(task, "compute_place", None) or "local",
             check_s=self.check_interval,
             until=until,
             writer=f"{self.task_id}-{ti.map_index}-{ti.try_number}".replace("/", "_"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from envscaler_airflow.backends.base import SharesWatch
 from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Wake, Watching
@@ -49,10 +50,13 @@ class Look:
                 "and machines must all see the same [envscaler] store_url"
             )
         self._nodes = watching.nodes if watching.attempt else 0
+        backend = open_backend(compute)
+        if isinstance(backend, SharesWatch):
+            backend.share_watch()  # the triggerer looks at all stages of a cluster
         self._watch = Watch(
             store=store,
             prefix=prefix,
-            backend=open_backend(compute),
+            backend=backend,
             watching=watching,
             monotonic=monotonic,
         )

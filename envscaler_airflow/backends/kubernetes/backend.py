@@ -94,6 +94,10 @@ class KubernetesBackend:
         """Where attempts run."""
         return self.settings.namespace
 
+    def share_watch(self) -> None:
+        """From now on look through the one watch of this process on the namespace."""
+        self._watches = True
+
     def offers(self) -> tuple[Offer, ...]:
         """What the configuration lists, else slices of the nodes.
 
@@ -278,7 +282,7 @@ class KubernetesBackend:
             job = None
         ours = tuple(pod for pod in pods if _is_owned(pod, uid))
         seen = Seen(job, ours, server_time=server_time, wait_for_node_s=self.settings.wait_for_node_s)
-        return self._look_closer(namespace, seen)
+        return self._look_closer(namespace, seen, events=view is None)
 
     def _view(self, namespace: str) -> View | None:
         return shared_view(self.cluster, namespace) if self._watches else None
@@ -291,7 +295,7 @@ class KubernetesBackend:
         pods = self.cluster.list(paths.pods(namespace), query)
         return found.body, pods.body["items"], pods.server_time
 
-    def _look_closer(self, namespace: str, seen: Seen) -> Seen:
+    def _look_closer(self, namespace: str, seen: Seen, *, events: bool) -> Seen:
         """Nodes of overdue pods, and warnings about what waits; neither has to be readable."""
         overdue = {
             str(pod["spec"]["nodeName"])
@@ -302,16 +306,21 @@ class KubernetesBackend:
         for name in sorted(overdue):
             with suppress(RefusedError):
                 nodes[name] = self.cluster.get(paths.nodes(name)).body
-        events: list[Json] = []
+        warnings = self._warnings(namespace, seen) if events else ()
+        if not nodes and not warnings:
+            return seen
+        return Seen(seen.job, seen.pods, nodes, warnings, seen.server_time, seen.wait_for_node_s)
+
+    def _warnings(self, namespace: str, seen: Seen) -> tuple[Json, ...]:
+        """Warnings about pods that wait without a word, and about a Job that lacks pods."""
         waiting = [pod for pod in seen.pods if failures.is_waiting_silently(pod)]
         without_pods = [seen.job] if seen.job is not None and failures.lacks_pods(seen) else []
+        found: list[Json] = []
         for body in [*waiting, *without_pods]:
             query = {"fieldSelector": f"involvedObject.uid={body['metadata']['uid']},type=Warning"}
             with suppress(RefusedError):
-                events += self.cluster.list(paths.events(namespace), query).body["items"]
-        if not nodes and not events:
-            return seen
-        return Seen(seen.job, seen.pods, nodes, tuple(events), seen.server_time, seen.wait_for_node_s)
+                found += self.cluster.list(paths.events(namespace), query).body["items"]
+        return tuple(found)
 
     def mend(self, handle: Handle) -> tuple[str, ...]:
         """Give up pods on nodes that do not answer, so that their Job makes them again; names of the pods.
