@@ -1,0 +1,64 @@
+"""A session on an exchange in a temporary folder, with a clock by hand."""
+
+from envscaler_airflow.agent import exchange as ex
+from envscaler_airflow.agent.session import Session
+
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "ENVSCALER_EXCHANGE",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+"""What a launcher, or a wrapper around the tests, would tell a session."""
+
+
+class Rig:
+    """An exchange folder, a clock, and a session that uses both."""
+
+    def __init__(self, root, **session):
+        """Lay out ``start.json`` with *session*."""
+        self.exchange = ex.Exchange(root)
+        self.now = 0.0
+        self.saved = []
+        body = {"generation": 1, "attempt": 2, **session}
+        ex.write_json(self.exchange.start, {"session": body, "restore": None})
+        self.sequence = 0
+
+    def session(self, *arguments, **keywords):
+        """A session on this exchange and clock."""
+        timed = type("Timed", (Session,), {"_clock": staticmethod(lambda: self.now)})
+        return timed(*arguments, exchange=self.exchange.root, **keywords)
+
+    def ask(self, action, **fields):
+        """What the owner asks."""
+        self.sequence += 1
+        ex.write_json(self.exchange.control, {"sequence": self.sequence, "action": action, **fields})
+
+    def save(self, folder):
+        """A save that writes one file."""
+        assert not list(folder.iterdir())
+        (folder / "w").write_text("weights", encoding="utf-8")
+        self.saved.append(folder)
+
+    def said(self):
+        """The progress file."""
+        return ex.parse_report(self.exchange.progress.read_bytes())
+
+    def names(self):
+        """Complete checkpoints."""
+        folder = self.exchange.checkpoints
+        return sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+
+    def walk(self, session, steps, *, dt=1.0, epoch=0):
+        """Train *steps* steps of *dt* seconds; every *epoch*-th is an epoch's last."""
+        for _ in range(steps):
+            self.now += dt
+            session.step(samples=32, loss=0.5, data_s=0.25, sync_s=0.125)
+            session.checkpoint(self.save, epoch_end=bool(epoch) and session.steps % epoch == 0)
+
+
+def name(step):
+    """Name of this attempt's checkpoint."""
+    return f"g1-step-{step:08d}-a2"

@@ -1,0 +1,206 @@
+"""Unit tests of Session: what the owner asks is done once, at the right step."""
+
+import pytest
+from fakes.session_rig import LAUNCHER, Rig, name
+
+from envscaler_airflow.agent import exchange as ex
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import EXIT_LEFT, EXIT_STOPPED
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch):
+    """No launcher is around."""
+    for variable in LAUNCHER:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    """A rig without periodic checkpoints."""
+    return Rig(tmp_path / "x")
+
+
+def test_saves_when_asked_once(rig):
+    """A control is carried out once, however long it stands."""
+    with rig.session() as session:
+        rig.walk(session, 2)
+        rig.ask("checkpoint")
+        rig.walk(session, 3)
+
+    assert rig.names() == [name(3)]
+
+
+def test_leaves_at_the_next_step(rig):
+    """Saved, said, and gone with the protocol's code."""
+
+    def train():
+        with rig.session() as session:
+            rig.walk(session, 2)
+            rig.ask("leave", align="step")
+            rig.walk(session, 5)
+
+    with pytest.raises(SystemExit) as leaving:
+        train()
+
+    assert leaving.value.code == EXIT_LEFT
+    assert rig.names() == [name(3)]
+    assert (rig.said().left, rig.said().leaving) == (True, True)
+
+
+def test_leaves_at_the_end_of_the_epoch(rig):
+    """Asked at step 2, the epoch ends at 6."""
+
+    def train():
+        with rig.session() as session:
+            rig.walk(session, 2, epoch=6)
+            rig.ask("leave", align="epoch", align_timeout_s=100)
+            rig.walk(session, 20, epoch=6)
+
+    with pytest.raises(SystemExit):
+        train()
+
+    assert rig.names() == [name(6)]
+
+
+def test_the_wait_for_an_epoch_is_bounded(rig):
+    """Nobody announces an epoch's end: after three seconds the next step will do."""
+
+    def train():
+        with rig.session() as session:
+            rig.walk(session, 2)
+            rig.ask("leave", align="epoch", align_timeout_s=3)
+            rig.walk(session, 20)
+
+    with pytest.raises(SystemExit):
+        train()
+
+    assert rig.names() == [name(6)]
+
+
+def test_a_leave_can_be_taken_back(rig):
+    """The move was called off before the epoch's end."""
+    with rig.session() as session:
+        rig.ask("leave", align="epoch")
+        rig.walk(session, 3, epoch=6)
+        rig.ask("run")
+        rig.walk(session, 10, epoch=6)
+
+    assert rig.names() == []
+
+
+def test_stops_with_a_checkpoint(rig):
+    """The money is spent; the work is kept."""
+
+    def train():
+        with rig.session() as session:
+            rig.ask("stop")
+            rig.walk(session, 5)
+
+    with pytest.raises(SystemExit) as leaving:
+        train()
+
+    assert leaving.value.code == EXIT_STOPPED
+    assert rig.names() == [name(1)]
+
+
+def test_a_signal_to_the_wrapper_stops_at_the_next_step(rig):
+    """Also while an aligned leave waits."""
+
+    def train():
+        with rig.session() as session:
+            rig.ask("leave", align="epoch")
+            rig.walk(session, 3)
+            ex.write_json(rig.exchange.request, {"action": "stop"})
+            rig.walk(session, 3)
+
+    with pytest.raises(SystemExit) as leaving:
+        train()
+
+    assert leaving.value.code == EXIT_STOPPED
+    assert rig.names() == [name(4)]
+
+
+def test_a_leave_whose_save_fails_is_an_error(rig):
+    """The owner must hear that the work since the last checkpoint is lost."""
+    rig.ask("leave")
+
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    with rig.session() as session:
+        session.step()
+        with pytest.raises(CheckpointError, match=r"asked to leave at step 1.*No space left"):
+            session.checkpoint(fail)
+
+    assert not rig.said().left
+    assert rig.names() == []
+
+
+def test_a_stop_whose_save_fails_still_stops(rig):
+    """With or without a checkpoint."""
+    rig.ask("stop")
+
+    def fail(folder):
+        raise ValueError
+
+    def train():
+        with rig.session() as session:
+            session.checkpoint(fail)
+
+    with pytest.raises(SystemExit) as leaving:
+        train()
+
+    assert leaving.value.code == EXIT_STOPPED
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
+    """Asked to leave right after a periodic save of the same step."""
+    rig = Rig(tmp_path / "x", every={"steps": 1})
+
+    def train():
+        with rig.session() as session:
+            rig.walk(session, 1)
+            rig.ask("leave")
+            rig.now += 1
+            session.checkpoint(pytest.fail)
+
+    with pytest.raises(SystemExit):
+        train()
+
+
+def test_a_control_of_another_version_changes_nothing(rig, capsys):
+    """Training goes on, and the message names both versions."""
+    with rig.session() as session:
+        rig.exchange.control.write_text('{"schema": "2.0", "action": "leave"}', encoding="utf-8")
+        rig.walk(session, 3)
+
+    assert "2.0" in rig.said().warning
+    assert "1.0" in capsys.readouterr().err
+
+
+def test_cooperates_from_the_first_checkpoint_call(rig):
+    """Code that only reports steps cannot be left to go by itself."""
+    with rig.session() as session:
+        session.step()
+        assert not rig.said().cooperates
+        session.checkpoint(rig.save)
+        assert rig.said().cooperates
+
+
+def test_an_exception_in_save_that_ends_the_process_is_not_swallowed(tmp_path):
+    """Ctrl-C in the middle of a save ends the training, and nothing half is complete."""
+    rig = Rig(tmp_path / "x", every={"steps": 1})
+
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    def train():
+        with rig.session() as session:
+            session.step()
+            session.checkpoint(interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+
+    assert [entry for entry in rig.names() if not entry.startswith(".")] == []
