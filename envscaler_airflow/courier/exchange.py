@@ -141,6 +141,14 @@ class Exchange:
         for folder in (root, self.checkpoints, self.restored, root / "metrics", root / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
 
+    @staticmethod
+    def _listed(folder: Path) -> list[Path]:
+        """What lies in *folder*; nothing when the training has removed it or laid something else there."""
+        try:
+            return list(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def write(self, path: Path, data: bytes) -> None:
         """Replace *path* atomically.
 
@@ -150,6 +158,7 @@ class Exchange:
         # The training writes here too: under a name that it cannot know it cannot lay a link.
         part = path.with_name(f".{path.name}.courier-{secrets.token_hex(8)}")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # the training may have removed it
             part.write_bytes(data)
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -214,7 +223,7 @@ class Exchange:
     def chunks(self, folder: str) -> list[tuple[int, Path]]:
         """Closed chunks in ``metrics`` or ``logs``, in order."""
         found = []
-        for path in (self.root / folder).iterdir():
+        for path in self._listed(self.root / folder):
             match = _CHUNK.match(path.name)
             if match and path.is_file() and not path.is_symlink():
                 found.append((int(match[1]), path))
@@ -223,14 +232,14 @@ class Exchange:
     def close_chunks(self, folder: str) -> None:
         """Close what a wrapper that was killed left open. Only once it is known to have ended."""
         suffix = ".log" if folder == "logs" else ".jsonl"
-        for path in list((self.root / folder).iterdir()):
+        for path in self._listed(self.root / folder):
             if _OPEN.match(path.name) and path.is_file() and path.stat().st_size:
                 path.rename(path.with_suffix(suffix))
 
     def saved(self, who: Who) -> list[str]:
         """Complete local saves of this attempt that are not done yet, by step."""
         names = []
-        for path in self.checkpoints.iterdir():
+        for path in self._listed(self.checkpoints):
             key = parse_checkpoint_name(path.name)
             if (
                 key

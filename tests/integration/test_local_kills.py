@@ -259,7 +259,10 @@ def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
     """SIGSTOP to the wrapper, and a courier that gives it up: killed, drained by the next courier, told."""
     launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--give-up"))
     backend = LocalBackend(tmp_path / "root", launch=launch)
-    stop = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(600)"
+    stop = (
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\n"
+        "open(os.path.join(os.environ['ENVSCALER_EXCHANGE'], 'stopped'), 'w')\ntime.sleep(600)"
+    )
     handle = backend.submit(request_for(backend, "python", "-c", stop))
 
     [status] = over(backend, handle).nodes
@@ -275,6 +278,19 @@ def test_a_pipe_in_the_place_of_a_file_holds_no_node(backend, tmp_path, name):
     code = (
         "import os, signal\npath = os.path.join(os.environ['ENVSCALER_EXCHANGE'], "
         f"{name!r})\nos.mkfifo(path)\nos.kill(os.getppid(), signal.SIGKILL)"
+    )
+    handle = backend.submit(request_for(backend, "python", "-c", code))
+
+    [status] = over(backend, handle).nodes
+
+    assert (status.state, status.reason) == ("ended", "killed")
+
+
+def test_a_removed_exchange_and_a_dead_wrapper_end_the_node(backend, tmp_path):
+    """The courier hears of the end although the folder was gone."""
+    code = (
+        "import os, shutil, signal\nshutil.rmtree(os.environ['ENVSCALER_EXCHANGE'])\n"
+        "os.kill(os.getppid(), signal.SIGKILL)"
     )
     handle = backend.submit(request_for(backend, "python", "-c", code))
 

@@ -1,7 +1,8 @@
 """Stands in for the courier: lays nothing out, says done once the wrapper's end is there.
 
 With ``--die N`` it exits with code 3 at its first N starts, counted in the exchange folder; with
-``--give-up`` at its first start with code 86, as when nobody owns an attempt that does not go.
+``--give-up`` at its first start with code 86 once ``stopped`` is in the exchange folder, as when nobody
+owns an attempt that does not go.
 """
 
 import argparse
@@ -29,6 +30,8 @@ def main():
     _write(options.exchange / "env.json", dict(os.environ))
     wrapper = options.exchange / "wrapper.json"
     if options.give_up and len(births.read_text().split()) == 1:
+        while not (options.exchange / "stopped").exists():
+            time.sleep(0.02)
         sys.exit(86)
     while not wrapper.exists() or options.hang:
         time.sleep(0.02)

@@ -260,7 +260,7 @@ class NodeMain:
             self._courier.died()
             if returncode == EXIT_ORPHANED and self._wrapper is not None:
                 self._ended_by = ("orphaned", "nobody owned it, and its wrapper did not go when told to")
-                self._wrapper.kill()
+                self._signal_wrapper(signal.SIGKILL)
 
     def _end_training(self) -> None:
         """Nothing outlives the wrapper but the courier; and when the wrapper could not say its end, we do."""
@@ -274,6 +274,7 @@ class NodeMain:
             end = tell_end(self._returncode, oom_kills=self._cage.oom_kills(), ended_by=self._ended_by)
             body = json.loads(say_end(text, end).to_json())
             with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)  # the training may have removed it
                 files.write_json(path, body)
 
     def _look_at_stop(self) -> None:
@@ -302,7 +303,13 @@ class NodeMain:
             self._kill_at = 0.0
         if not self._asked_wrapper and self._wrapper is not None and grace_s > 0:
             self._asked_wrapper = True
-            self._wrapper.send_signal(signal.SIGTERM)
+            self._signal_wrapper(signal.SIGTERM)
+
+    def _signal_wrapper(self, number: int) -> None:
+        """Not by ``Popen``, which would collect a wrapper that has just died, and nobody would hear of it."""
+        if self._wrapper is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._wrapper.pid, number)
 
     def _say_alive(self) -> None:
         now = self._clock.now()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -294,6 +295,26 @@ def test_an_outage_of_the_store_stops_nothing(ready, store):
     assert store.children("logs") == ["g1-a2-n0-000001.log", "g1-a2-n0-000002.log"]
     assert bench.status().last_checkpoint == "g1-step-00000010-a2"
     assert bench.status().message == ""
+
+
+@pytest.mark.parametrize("left", ["nothing", "a file"])
+def test_an_exchange_that_the_training_removed_holds_no_machine(ready, store, tmp_path, left):
+    """What lay there is lost; the end is heard, outputs go up, and the courier is done."""
+    bench = ready()
+    courier = Courier(bench.site)
+    rounds(bench, courier)
+    shutil.rmtree(bench.exchange.root)
+    if left == "a file":
+        bench.exchange.root.mkdir()
+        for name in ("logs", "metrics", "checkpoints"):
+            (bench.exchange.root / name).touch()
+    rounds(bench, courier, 3)
+    (tmp_path / "model").write_text("W")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+
+    assert rounds(bench, courier, 5)
+
+    assert bench.status().outputs == {"model": store.uri("outputs/g1/model")}
 
 
 def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
