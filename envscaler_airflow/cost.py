@@ -96,11 +96,6 @@ class Pause(Record):
         """Refuse NaN and negative amounts."""
         check_finite(total_s=self.total_s, **self.parts)
 
-    @property
-    def other_s(self) -> float | None:
-        """Seconds that no part accounts for; None when the total is unknown."""
-        return None if self.total_s is None else max(0.0, self.total_s - sum(self.parts.values()))
-
 
 @dataclass(frozen=True, slots=True)
 class Split(Record):

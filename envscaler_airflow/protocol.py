@@ -303,6 +303,10 @@ class Progress(Message):
     save_s: Optional[float] = None
 
 
+LOG_PATTERN_FIELDS = ("step", "total_steps", "epoch", "epochs", "loss", "accuracy", "samples", "tokens")
+"""Fields of Progress that ``metrics.log_patterns`` can read from a line of output."""
+
+
 @dataclass(frozen=True)
 class Ended(Message):
     """How the command of a node ended.

@@ -143,7 +143,7 @@ class Start:
         align: Boundary of periodic checkpoints, ``step`` or ``epoch``.
         global_batch: Samples per step over all ranks, where the spec says it.
         checkpoint_path: Where code that does not cooperate saves on its own.
-        log_patterns: Regular expressions with one group, by ``step``, ``loss``, ``epoch``, ``total_steps``.
+        log_patterns: Regular expressions with one group, by field of Progress.
         stall_factor: Steps may take this many times the usual before the run counts as stalled.
         stall_min_s: And at least this many seconds.
         sample_interval_s: Between two samples of the machine.

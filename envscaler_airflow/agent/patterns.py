@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Pattern
 
-from envscaler_airflow.protocol import Progress
+from envscaler_airflow.protocol import LOG_PATTERN_FIELDS, Progress
 
-FIELDS = ("step", "total_steps", "epoch", "epochs", "loss", "accuracy", "samples", "tokens")
-"""Fields of Progress that a pattern can give."""
 MAX_LINE_BYTES = 4096
 """Longest part of a line that is searched. Chosen: longer lines are progress bars and arrays."""
 MAX_LINES = 50
@@ -71,8 +69,10 @@ class LogPatterns:
         return Progress(loss_is_nan=self._nan_loss, **values)
 
     def _add(self, name: str, pattern: str) -> None:
-        if name not in FIELDS:
-            self.problems.append(f"log_patterns.{name}: unknown; write one of {', '.join(FIELDS)}")
+        if name not in LOG_PATTERN_FIELDS:
+            self.problems.append(
+                f"log_patterns.{name}: unknown; write one of {', '.join(LOG_PATTERN_FIELDS)}"
+            )
             return
         try:
             compiled = re.compile(pattern)

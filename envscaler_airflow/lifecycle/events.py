@@ -84,11 +84,6 @@ class Event:
     at: float = 0.0
     actor: Actor | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """False for a type that a newer version writes."""
-        return self.type in EVENT_TYPES
-
     def to_json(self) -> bytes:
         """Compact UTF-8 JSON.
 

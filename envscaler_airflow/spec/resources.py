@@ -66,15 +66,6 @@ class Gpu(Model):
         """Most nominal memory of one GPU, GB; None when any will do."""
         return None if self.memory_max is None else gpu_memory_gb(self.memory_max)
 
-    @property
-    def sizing_memory_gb(self) -> float | None:
-        """Nominal memory of one GPU that can be counted on, GB; None when nothing tells.
-
-        The least that is asked for; else the smallest of the types (40 for ``nvidia-a100``).
-        """
-        known = [gpus.MEMORY_GB[name] for name in self.type if name in gpus.MEMORY_GB]
-        return self.memory_gb if self.memory_gb is not None else min(known, default=None)
-
     @model_validator(mode="after")
     def _resolve(self) -> Self:
         low, high = self.memory_gb, self.memory_max_gb
@@ -213,11 +204,6 @@ class NodeRange(Model):
 
     min: Count = 1
     max: Count = 1
-
-    @property
-    def is_fixed(self) -> bool:
-        """True when only one number will do."""
-        return self.min == self.max
 
     @model_validator(mode="before")
     @classmethod

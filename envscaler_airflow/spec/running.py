@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from envscaler_airflow.protocol import Progress
+from envscaler_airflow.protocol import LOG_PATTERN_FIELDS
 from envscaler_airflow.spec.fields import (
     AbsolutePath,
     Count,
@@ -30,12 +29,6 @@ TARGET_ABOVE = 10.0
 """``target: {gpu_utilization: 70}`` scales out above 80. Source: the issue's short form."""
 TARGET_BELOW = 20.0
 """And in below 50. Source: same."""
-REPORTED = tuple(
-    item.name
-    for item in dataclasses.fields(Progress)
-    if item.name not in ("loss_is_nan", "phase", "repeated_samples")
-)
-"""What ``metrics.log_patterns`` can read from a line of output."""
 
 
 class Every(Model):
@@ -297,12 +290,17 @@ def _pattern(text: Any) -> Any:
         ) from err
     if compiled.groups < 1:
         raise ValueError(f"{text!r:.80} has no group for the value; write one such as 'step (\\d+)'")
+    if compiled.groups > 1:
+        raise ValueError(
+            f"{text!r:.80} has {compiled.groups} groups; keep one for the value, others as (?:...)"
+        )
     return text
 
 
 def _reported(name: Any) -> Any:
-    if name not in REPORTED:
-        raise ValueError(f"{name!r:.60} is nothing that a run reports; write one of {', '.join(REPORTED)}")
+    if name not in LOG_PATTERN_FIELDS:
+        known = ", ".join(LOG_PATTERN_FIELDS)
+        raise ValueError(f"{name!r:.60} cannot be read from output; write one of {known}")
     return name
 
 

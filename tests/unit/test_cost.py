@@ -192,12 +192,10 @@ def test_more_was_lost_than_done():
     assert bill([replace(SECOND, kept_step=100)], now=0).lost_steps == 600
 
 
-def test_a_pause_has_parts_and_a_rest():
-    """20 s in all, 15 accounted for."""
+def test_pauses_stand_in_the_order_of_attempts():
+    """The one before attempt 2 was given last."""
     pause = Pause(1, 2, "move", 20.0, {"checkpoint": 5.0, "start": 10.0})
 
-    assert pause.other_s == 5.0
-    assert replace(pause, total_s=None).other_s is None
     assert bill([FIRST], now=0, pauses=[replace(pause, before=2), pause]).pauses[0] == pause
 
 

@@ -245,6 +245,12 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
          "or target: {gpu_utilization: 70}")),
         ("metrics: {log_patterns: {step: 'step'}}",
          "3: metrics.log_patterns.step: 'step' has no group for the value; write one such as 'step (\\d+)'"),
+        ("metrics: {log_patterns: {step: '(a|b) step (\\d+)'}}",
+         ("3: metrics.log_patterns.step: '(a|b) step (\\\\d+)' has 2 groups; keep one for the value, "
+         "others as (?:...)")),
+        ("metrics: {log_patterns: {step_time_s: 'took (\\S+)'}}",
+         ("3: metrics.log_patterns.step_time_s: 'step_time_s' cannot be read from output; write one of step, "
+         "total_steps, epoch, epochs, loss, accuracy, samples, tokens")),
         ("metrics: {log_patterns: {setp: 'step (\\d+)'}}", None),
         ("failure: {orphan_after: 30s}",
          "3: failure.orphan_after: 30s is shorter than the lease's own interval of 60 s; write at least 2m"),
