@@ -9,7 +9,7 @@ from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import compute_place, open_backend
 from envscaler_airflow.hooks.secrets import resolve_unmounted
-from envscaler_airflow.operators import EnvStageOperator
+from envscaler_airflow.operators.stage import EnvStageOperator
 
 HOOK = "airflow.providers.cncf.kubernetes.hooks.kubernetes"
 
@@ -19,7 +19,7 @@ def provider(monkeypatch):
     """Stands in for the provider's hook; what its connection holds can be changed."""
 
     class Hook:
-        extras: dict = {}
+        extras = types.MappingProxyType({})
 
         def __init__(self, conn_id):
             self.conn_id = conn_id
