@@ -63,6 +63,7 @@ def test_plan_prints_the_table_that_users_know(shell):
     assert any(line.startswith("tencent ") and "price unknown" in line for line in lines)
     assert "has A10G, T4 asked" in got.output
     assert "note: prices: exercise, not prices" in got.output
+    assert "azure on-demand" not in got.output
     assert "note: tencent on-demand in any region would do and has no known price" in got.output
 
 

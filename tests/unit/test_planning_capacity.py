@@ -150,6 +150,16 @@ def test_data_elsewhere_cost_egress_and_time():
     assert away.usd == pytest.approx(81 + 11 * 0.7)
 
 
+def test_another_region_of_the_same_cloud_is_nearer_than_another_cloud():
+    """$0.02 a GiB against $0.09; nothing at home; unknown for a cloud whose price is not known."""
+    data = DataPlace("data", "aws", "us-east-1", gib=100.0)
+
+    assert data.usd_to("aws", "us-east-1") == 0.0
+    assert data.usd_to("aws", "us-west-2") == pytest.approx(2.0)
+    assert data.usd_to("gcp", "us-central1") == pytest.approx(9.0)
+    assert replace(data, cloud="tencent").usd_to("aws", "us-east-1") is None
+
+
 def test_a_bound_claim_restricts_and_is_named():
     """It can be used in its zone alone; the cheaper offer that this excludes is named."""
     claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
@@ -176,8 +186,9 @@ def test_a_mixed_fleet_has_its_core_on_demand():
     assert by_size[2].core.name == ON_DEMAND.name
     assert by_size[2].rest.name == f"2 x {SPOT.name}"
     assert by_size[2].usd_per_hour == pytest.approx(1.8)
-    assert by_size[2].estimate.interruption_s > 0
-    assert by_size[2].estimate.usd > 1.8 * 10
+    # 10 h at 0.02 losses an hour: each costs the half hour since the last checkpoint and 360 s of start.
+    assert by_size[2].estimate.interruption_s == pytest.approx(10 * 0.02 * (1800 + 360), rel=0.03)
+    assert by_size[2].estimate.usd == pytest.approx(1.8 * by_size[2].estimate.hours)
 
 
 def test_a_fleet_needs_both_kinds_of_the_same_type():

@@ -200,6 +200,20 @@ def test_a_plan_with_a_job_compares_types_and_numbers():
     assert "llm-7b-full needs" in next(r.reason for r in got.rejected if "g4dn" in r.allocation.name)
 
 
+def test_an_hour_is_worth_the_cheapest_offer_that_holds_the_job():
+    """The T4 machine at $1 is none for a model that does not fit on it."""
+    rows = {
+        Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
+        Kind("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
+    }
+    model = job_model(job("llm-7b-full"), gpu_facts())
+    how = Search(speed_of=model, misfit_of=model.misfit)
+
+    got = search(Requirements(gpus=1), build_table(rows), goal=Goal("balanced"), how=how)
+
+    assert got.value_of_hour_usd == 27.0
+
+
 def test_the_library_is_whole():
     """Every job runs on its own GPU, has a source, and comes back from JSON as it was."""
     assert set(jobs()) >= {"bert-base-finetune", "resnet50-imagenet", "gpt2-124m-train", "llm-7b-lora"}

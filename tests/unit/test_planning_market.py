@@ -112,7 +112,8 @@ def test_500_random_requests_get_the_answer_of_plain_loops():
 
 @pytest.mark.parametrize("strategy", ["cost", "balanced", "performance", "deadline"])
 @pytest.mark.parametrize(
-    ("budget", "deadline"), [(None, None), (30.0, None), (None, 9 * 3600.0), (20.0, 3e4)]
+    ("budget", "deadline"),
+    [(None, None), (30.0, None), (None, 9 * 3600.0), (20.0, 3e4), (None, 5200.0), (2.5, None)],
 )
 def test_all_candidates_are_ranked_as_the_planner_ranks_them(strategy, budget, deadline):
     """With speeds, overheads, interruptions, budget and deadline: the same list in the same order."""
@@ -237,3 +238,32 @@ def test_attached_gpus_have_a_name_of_their_own():
     assert with_gpu.name == "gcp/r/z/n1-standard-8+V100:2/spot"
     assert Offer.from_dict(with_gpu.to_dict()) == with_gpu
     assert "is_attached" not in host.to_dict()
+
+
+def test_when_none_is_sure_the_most_likely_are_kept():
+    """All may miss the deadline of 90 min; the likeliest to keep it come first, as in the planner."""
+    means = [(10 + number / 2) / 7200 for number in range(8)]
+    speeds = {f"t{number}": Speed(mean, 0.3 * mean) for number, mean in enumerate(means)}
+    offers = [
+        Offer("aws", "r", name, "on-demand", 4, 16, usd_per_hour=20.0 - number)
+        for number, name in enumerate(speeds)
+    ]
+    goal, work = Goal("deadline", deadline_s=5400.0), Work(10, "units")
+    whole = plan(
+        Requirements(),
+        offers,
+        goal=goal,
+        work=replace(work, speeds={o.name: speeds[o.instance_type] for o in offers}),
+    )
+
+    got = search(
+        Requirements(),
+        table_of(offers),
+        goal=goal,
+        work=work,
+        how=Search(speed_of=lambda kind, _: speeds[kind.instance_type], limit=2),
+    )
+
+    assert len(whole.candidates) > 4
+    assert not any(item.is_safe for item in whole.candidates)
+    assert got.candidates == whole.candidates[:2]

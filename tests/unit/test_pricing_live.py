@@ -106,6 +106,16 @@ def test_new_machines_and_zones_become_offers():
     assert search(Requirements(gpus=1, gpu_types=("B200",)), table).chosen.usd_per_hour == 9.0
 
 
+def test_zones_that_become_known_replace_the_row_without_one():
+    """An offer of the region as a whole would be counted twice."""
+    table = build_table({G5: [Row("us-east-1", usd=1.006)]})
+    book = refreshed(None, fetched(LISTED, zones={"g5.xlarge": ("us-east-1a",)}), now=0, known={})
+
+    assert [offer.name for offer in with_books(table, [book]).offers()] == [
+        "aws/us-east-1/us-east-1a/g5.xlarge/on-demand"
+    ]
+
+
 @pytest.mark.parametrize("value", ["", "nan", "-1", "0", "0.0000000000", None, True, "free", float("inf")])
 def test_what_is_no_price_is_unknown(value):
     """Never 0, never NaN."""
