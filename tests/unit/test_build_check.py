@@ -197,6 +197,20 @@ def test_a_cluster_that_does_not_answer_is_unknown():
         missing_on("kubernetes", stage(), kubectl=lambda words: Output(1, "", "connection refused"))
 
 
+def test_a_secret_that_may_not_be_read_is_unknown_and_not_absent():
+    """Forbidden is no answer."""
+
+    def ask(words: list[str]) -> Output:
+        if words[1] == "nodes":
+            return Output(0, json.dumps({"items": [{"status": {"allocatable": NODE}}]}), "")
+        return Output(1, "", "Error from server (Forbidden): secrets is forbidden")
+
+    spec = stage(env=[{"name": "K", "value_from": "secret:wandb/api-key"}])
+
+    with pytest.raises(BackendError, match="Forbidden"):
+        missing_on("kubernetes", spec, kubectl=ask)
+
+
 def test_a_machine_cannot_mount_a_claim():
     """The one thing that is known before a machine is chosen."""
     spec = stage(volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}])

@@ -22,11 +22,34 @@ from envscaler_airflow.spec.models import Runtime
 CANARY = "zq7canaryzq7"
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "LABEL", "USER", "ENTRYPOINT", "CMD"}
 
-texts = st.text(
-    st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp"), include_characters="\n\t"),
-    min_size=1,
-    max_size=30,
-)
+MARKS = [
+    "$",
+    "$(",
+    "${",
+    '"',
+    "'",
+    "\\",
+    "`",
+    "#",
+    ":",
+    "- ",
+    "\n",
+    "{{",
+    "}}",
+    "%",
+    "!",
+    "&",
+    "*",
+    "|",
+    ">",
+    "<<",
+    "@",
+]
+"""What means something to a shell, to YAML or to Docker."""
+letters = st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp"), include_characters="\n\t")
+texts = st.lists(
+    st.sampled_from(MARKS) | st.text(letters, min_size=1, max_size=5), min_size=1, max_size=8
+).map("".join)
 
 
 def stage(value: str, **more):
