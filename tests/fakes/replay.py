@@ -94,7 +94,8 @@ class Replay:
         token = self._token(request.get("as"))
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        status, answered, answer_headers = self._send(request["method"], path, data, headers)
+        lasts = max(0.0, step["response"].get("end_t_s", 0.0) - step["t_s"])
+        status, answered, answer_headers = self._send(request["method"], path, data, headers, lasts)
         self._learn(step, answered)
         self.answers.append(Answer(step, status, answered, answer_headers))
 
@@ -142,10 +143,15 @@ class Replay:
             self.tokens[f"system:serviceaccount:{namespace}:{name}"] = answered["status"]["token"]
 
     def _send(
-        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str], lasts: float
     ) -> tuple[int, Any, dict[str, str]]:
         request = urllib.request.Request(self.cluster.url + path, data, headers, method=method)
-        timer = threading.Timer(0.3, self.cluster.end_watches)
+
+        def pass_time() -> None:
+            self.cluster.advance(lasts)
+            self.cluster.end_watches()
+
+        timer = threading.Timer(0.3, pass_time)
         if "watch=" in path or "follow=" in path:
             timer.start()
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 from fakes.kubernetes.objects import Object, micro_stamp, stamp
@@ -21,6 +20,7 @@ class Recorder:
     def __init__(self, cluster: Cluster) -> None:
         """Write into *cluster*."""
         self._cluster = cluster
+        self._count = 0
         self._seen: dict[tuple[str, str, str, str], Object] = {}
 
     def __call__(
@@ -65,7 +65,8 @@ class Recorder:
         involved = {name: value for name, value in involved.items() if value}
         if field_path:
             involved["fieldPath"] = field_path
-        tag = f"{int(now * 1e9) + random.randrange(1000):016x}"
+        self._count += 1
+        tag = f"{int(now * 1e6) * 1000 + self._count:016x}"
         return {
             "metadata": {"name": f"{meta['name']}.{tag}", "namespace": namespace},
             "involvedObject": involved,

@@ -43,7 +43,7 @@ class Store:
         """Begin empty."""
         self.clock = clock
         self.revision = 1000
-        self.compacted = 0
+        self.compacted = self.revision
         self.history: deque[Change] = deque(maxlen=HISTORY)
         self.by_uid: dict[str, tuple[Resource, tuple[str, str]]] = {}
         self.listeners: list[Listener] = []
