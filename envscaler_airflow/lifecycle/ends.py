@@ -13,8 +13,8 @@ NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"
 LOST_AFTER_S = 600.0
 """A node that neither the backend nor its status shows for so long is declared lost, seconds.
 
-Source: FEATURES C4, a lost node is replaced within 10 minutes. Measured by the observer's own
-monotonic clock, never as a difference of two machines' clocks.
+Chosen: longer than any restart of a control plane; a false alarm costs one restart. Measured by the
+observer's own monotonic clock, never as a difference of two machines' clocks.
 """
 
 _SEVERITY = (

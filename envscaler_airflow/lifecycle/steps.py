@@ -15,10 +15,12 @@ from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState
 from envscaler_airflow.planning.offers import Allocation
 
 MAX_FRUITLESS_ATTEMPTS = 5
-"""Attempts in a row without a newer checkpoint after which a run fails. Chosen: DESIGN section 4."""
+"""Attempts in a row without a newer checkpoint after which a run fails. Chosen: with the back-off below,
+a disruption of a few minutes passes."""
 BACKOFF_FIRST_S = 10.0
 BACKOFF_LAST_S = 600.0
-"""First and longest wait between starts after an involuntary end, seconds. Source: DESIGN section 4."""
+"""First and longest wait between starts after an involuntary end, seconds. Chosen: a passing fault costs
+seconds, a lasting one six starts an hour."""
 OOM_MEMORY_FACTOR = 1.5
 """Memory of the next attempt after an out-of-memory, times the last. Chosen: three rises triple it."""
 
@@ -295,17 +297,24 @@ def _is_out_of_stock(attempt: AttemptState) -> bool:
 def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
     last = attempts[-1]
     if last.outcome in USER_ERRORS:
-        made_steps = last.step is not None and last.step > (last.ended.get("start_step") or 0)
-        if not made_steps:
-            return Action("fail", reason=_words(last, "before its first step"), failure=last.outcome)
+        if not _is_seen_to_train(last):
+            return Action("fail", reason=_words(last, "before its first step was seen"), failure=last.outcome)
         before = attempts[-2] if len(attempts) > 1 else None
         if before is not None and _is_same_error(before, last):
-            return Action("fail", reason=_words(last, f"twice at step {last.step}"), failure=last.outcome)
+            when = "twice" if last.step is None else f"twice at step {last.step}"
+            return Action("fail", reason=_words(last, when), failure=last.outcome)
     fruitless = count_fruitless(attempts)
     if fruitless >= facts.max_fruitless_attempts:
         reason = _words(last, f"{fruitless} attempts in a row without a newer checkpoint")
         return Action("fail", reason=reason, failure=last.outcome)
     return None
+
+
+def _is_seen_to_train(attempt: AttemptState) -> bool:
+    """True when it made a step or a checkpoint: code that tells no steps still makes checkpoints."""
+    if attempt.step is None:
+        return attempt.checkpoint_step is not None
+    return attempt.step > (attempt.ended.get("start_step") or 0)
 
 
 def _is_same_error(one: AttemptState, other: AttemptState) -> bool:

@@ -16,10 +16,11 @@ from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.protocol import SCHEMA, check_schema
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import join
 
 CHUNK_S = 600.0
 CHUNK_BYTES = 1 << 18
-"""A chunk is closed after so many seconds or bytes. Source: DESIGN section 4."""
+"""A chunk is closed after so many seconds or bytes. Chosen: a few objects an hour, each small to read."""
 MAX_CHUNK_BYTES = 1 << 22
 """Largest chunk read, bytes. Chosen: sixteen times the largest that is written."""
 
@@ -33,7 +34,7 @@ class DecisionLog:
     def __init__(self, store: Store, prefix: str, *, writer: str, monotonic: Callable[[], float]) -> None:
         """Go on after the last chunk that *writer* left in the run *prefix*."""
         self._store = store
-        self._folder = f"{prefix}/decisions"
+        self._folder = join(prefix, "decisions")
         self._writer = writer
         self._monotonic = monotonic
         mine = [name for name in store.children(self._folder) if name.startswith(f"{writer}-")]
@@ -78,8 +79,9 @@ def read_decisions(store: Store, prefix: str) -> Iterator[tuple[Check, int]]:
     Chunks of other major versions and torn lines are left out: they explain, they do not decide.
     """
     checks: list[tuple[tuple[int, float], Check, int]] = []
-    for name in store.children(f"{prefix}/decisions"):
-        text = store.read(f"{prefix}/decisions/{name}", max_bytes=MAX_CHUNK_BYTES) or b""
+    folder = join(prefix, "decisions")
+    for name in store.children(folder):
+        text = store.read(f"{folder}/{name}", max_bytes=MAX_CHUNK_BYTES) or b""
         for line in text.splitlines():
             found = _read(line)
             if found is not None:

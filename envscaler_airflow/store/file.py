@@ -31,7 +31,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp\Z")
 _TRIES = 16
 """How often a write meets a folder that a delete is just removing. Chosen: each try needs another delete."""
-_COPY_BYTES = 1 << 20
+_COPY_BYTES = 1 << 20  # chosen: few calls, little memory
 _LASTING = frozenset(
     {
         errno.EACCES,

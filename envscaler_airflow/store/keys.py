@@ -11,8 +11,8 @@ from typing import Any
 from envscaler_airflow.errors import ProtocolError
 
 MAX_PART_BYTES = 80
-"""Longest part of a run's folder, bytes. Source: DESIGN section 4."""
-_HASH_DIGITS = 10
+"""Longest part of a run's folder, bytes. Chosen: six of them and what lies below stay under a path's 1024."""
+_HASH_DIGITS = 10  # chosen: 40 bits, for names that already agree in 69 bytes
 _PLAIN = frozenset((string.ascii_letters + string.digits + "_-").encode())
 _CUT = "~"
 """Stands before the hash of a part that was cut: no encoded part holds it, so none looks like a cut one."""

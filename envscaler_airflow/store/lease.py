@@ -15,7 +15,7 @@ from envscaler_airflow.store.names import join
 
 LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0
-"""Seconds between renewals. Source: DESIGN section 4."""
+"""Seconds between renewals. Chosen: a thirtieth of the default ``orphan_after``."""
 MAX_LEASE_BYTES = 1 << 20
 """Largest lease read, bytes. Chosen: a log cursor for 10,000 nodes fits."""
 

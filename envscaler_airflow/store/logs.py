@@ -5,6 +5,7 @@ from __future__ import annotations
 from envscaler_airflow import protocol
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import join
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""
@@ -34,7 +35,7 @@ def read_logs(
     chunk, offset = cursor
     parts: list[bytes] = []
     while budget > 0:
-        name = f"{prefix}/{protocol.log_name(*attempt, node, chunk)}"
+        name = join(prefix, protocol.log_name(*attempt, node, chunk))
         try:
             data = store.read(name, max_bytes=MAX_CHUNK_BYTES)
         except ProtocolError as err:  # the training's side wrote it: whatever it is, the rest is shown

@@ -88,7 +88,7 @@ RUNNING = node("running")
 
 
 class TestEnter:
-    """Each row of the table "at execute" of DESIGN section 4."""
+    """Each row of the table of what a new try does with what it finds."""
 
     def test_no_run_begins(self):
         """Nothing is there: the first generation."""
@@ -315,7 +315,7 @@ class TestHopeless:
         """A typo costs one start, not five."""
         got = next_action(run(begun(), *life("failed", exit_code=1)), Facts(backoff_is_over=True))
 
-        assert (got.kind, got.reason) == ("fail", "failed before its first step, exit code 1")
+        assert (got.kind, got.reason) == ("fail", "failed before its first step was seen, exit code 1")
 
     def test_the_same_user_error_at_the_same_step_fails_the_second_time(self):
         """Once may be chance; twice at step 70 is the code."""
@@ -326,6 +326,15 @@ class TestHopeless:
         got = next_action(run(begun(), *one, *two), Facts(backoff_is_over=True))
         assert got.kind == "fail"
         assert "twice at step 70" in got.reason
+
+    def test_an_error_of_code_that_tells_no_steps_has_a_second_chance_after_a_checkpoint(self):
+        """Its steps are unknown, which is not none: it trained until its first checkpoint at least."""
+        one = life("failed", 1, exit_code=1, checkpoint="g1-step-00000001-a1", checkpoint_step=1)
+        two = life("failed", 2, exit_code=1, checkpoint="g1-step-00000002-a2", checkpoint_step=2)
+
+        assert next_action(run(begun(), *one), Facts(backoff_is_over=True)).kind == "start"
+        got = next_action(run(begun(), *one, *two), Facts(backoff_is_over=True))
+        assert (got.kind, got.reason) == ("fail", "failed twice, exit code 1")
 
     def test_disruptions_with_progress_never_count(self):
         """Fifty losses, each after a newer checkpoint: it goes on."""
