@@ -64,7 +64,7 @@ def request_of(example: dict[str, str]) -> tuple[list[Requirements], bool, list[
         path = Path(folder) / "spec.yaml"
         path.write_text(json.dumps(spec))
         loaded = load_spec(path)
-    needs = [replace(need, arch="x86_64") for need in requirements_of(loaded)]
+    needs = [replace(need, arch="x86_64", exact_gpus=True) for need in requirements_of(loaded)]
     return needs, is_ordered(loaded), example["clouds"].split(",")
 
 

@@ -30,6 +30,8 @@ def fits(row: Facts, want: Facts) -> bool:
 
 def fits_gpu(row: Facts, want: Facts) -> bool:
     """Its GPU is of a type, maker and size that was asked for."""
+    if want.get("exact_gpus") and row["gpus"] != want["gpus"]:
+        return False
     types = [name.lower() for name in want.get("gpu_types", [])]
     if types and row["gpu_name"].lower() not in types:
         return False

@@ -95,6 +95,7 @@ COLUMNS = (
 @click.option("--max-usd-per-hour", type=float, help="Highest price of all nodes together.")
 @click.option("--deadline", help="Time left: 4h.")
 @click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="What the image is built for.")
+@click.option("--exact", is_flag=True, help="No node with more GPUs than asked for.")
 @click.option("--job", "job_name", help="What the stage does; `--job list` lists what is known.")
 @click.option("--work", "units", type=POSITIVE, help="Samples or tokens in all.")
 @click.option("--batch", type=POSITIVE, help="Of all GPUs together.")
@@ -130,7 +131,10 @@ def plan_command(
         budget_usd=options["budget_usd"],
         deadline_s=duration_s(options["deadline"]) if options["deadline"] else None,
     )
-    needs = market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
+    needs = tuple(
+        replace(need, exact_gpus=options["exact"])
+        for need in market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
+    )
     model = _model(options["job_name"], options["batch"])
     how = Search(
         scope=scope,

@@ -85,6 +85,8 @@ def _missed_gpus(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int,
     missed, lacking, first = 0, 0.0, ""
     if kind.gpus < need.gpus:
         missed, lacking, first = 1, 1 - kind.gpus / need.gpus, "gpu.count"
+    if need.exact_gpus and int(kind.gpus) > need.gpus:
+        missed, lacking, first = missed + 1, lacking + 1 - need.gpus / kind.gpus, first or "gpu.count"
     if wanted and kind.gpu_name.casefold() not in wanted:
         missed, lacking, first = missed + 1, lacking + 1, first or "gpu.type"
     if need.gpu_memory_gb is not None and (kind.gpu_memory_gb or 0.0) < need.gpu_memory_gb:

@@ -31,6 +31,7 @@ class Requirements(Record):
         tolerated_loss_h: A stage that cannot checkpoint runs on spot up to so many hours.
             Chosen: half an hour of work is lost without regret.
         arch: ``x86_64`` or ``arm64``; None: any. An offer of unknown architecture passes.
+        exact_gpus: A node with more GPUs than asked for will not do.
         gpu_vendor: ``nvidia`` or ``amd``; None: any.
         model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups count.
         max_usd_per_hour: Highest price of all nodes together; None: no limit.
@@ -55,6 +56,7 @@ class Requirements(Record):
     max_usd_per_hour: float | None = None
     arch: str | None = None
     gpu_vendor: str | None = None
+    exact_gpus: bool = False
 
     def __post_init__(self) -> None:
         """Refuse NaN, negative needs and a range of nodes that is empty."""
@@ -134,6 +136,8 @@ def fits_place(requirements: Requirements, cloud: str, region: str, zone: str) -
 def _fits_gpus(need: Requirements, node: NodeFacts) -> bool:
     if int(node.gpus) < need.gpus or node.gpu_name is None:
         return False
+    if need.exact_gpus and int(node.gpus) != need.gpus:
+        return False
     if need.gpu_types:
         if node.gpu_name.casefold() not in {name.casefold() for name in need.gpu_types}:
             return False
@@ -191,6 +195,9 @@ def _gpu_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None
     if requirements.gpus == 0:
         return []
     found: list[Misfit | None] = [_too_little("gpu.count", requirements.gpus, offer.gpus, "GPUs")]
+    if requirements.exact_gpus and offer.gpus > requirements.gpus:
+        text = f"has {offer.gpus} GPUs, exactly {requirements.gpus} asked"
+        found.append(Misfit("gpu.count", text, 1 - requirements.gpus / offer.gpus))
     wanted = {name.casefold() for name in requirements.gpu_types}
     if wanted and offer.gpu_name is not None and offer.gpu_name.casefold() not in wanted:
         kinds = " or ".join(requirements.gpu_types)

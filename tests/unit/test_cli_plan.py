@@ -114,6 +114,16 @@ def test_a_request_that_nothing_meets_fails_with_the_nearest_miss(shell):
     assert "g4dn.12xlarge/on-demand: has 4 GPUs, 8 asked" in got.output
 
 
+def test_exact_counts_refuse_larger_machines(shell):
+    """Three T4 fit on a machine of four, unless it must be three."""
+    assert json.loads(shell("plan", "--json", gpu="T4:3").output)["chosen"]["accelerators"] == {"T4": 4}
+
+    got = shell("plan", "--exact", gpu="T4:3")
+
+    assert got.exit_code == 2
+    assert "g4dn.12xlarge/on-demand: has 4 GPUs, exactly 3 asked" in got.output
+
+
 def test_a_price_limit_names_what_it_costs_at_least(shell):
     """Half a dollar an hour is not enough."""
     got = shell("plan", "--max-usd-per-hour", "0.5")

@@ -68,6 +68,7 @@ def some_request(rng: random.Random) -> dict:
         "zone": rng.choice([None, None, None, "z1"]),
         "capacity": rng.choice(["auto", "spot", "on-demand"]),
         "arch": rng.choice([None, "x86_64"]),
+        "exact_gpus": rng.random() < 0.3,
         "min_nodes": nodes[0],
         "max_nodes": nodes[1],
     }
