@@ -39,18 +39,35 @@ class Replay:
     uids: dict[str, str] = field(default_factory=dict)
     pages: dict[str, str] = field(default_factory=dict)
     is_compacted: bool = False
+    early: set[int] = field(default_factory=set)
+    began: float = 0.0
 
     def run(self) -> None:
         """Play all steps, then let the recorded time run out."""
         self.cluster.store.listeners.append(self._hear)
         began = self.cluster.clock.now()
+        self.began = began
         for step in self.recording["steps"]:
-            self.cluster.advance(max(0.0, began + step["t_s"] - self.cluster.clock.now()))
-            if "action" in step:
-                self._act(step["action"])
-            else:
-                self._ask(step)
+            if id(step) not in self.early:
+                self._play(step)
         self.cluster.advance(max(0.0, began + self.recording["last_s"] + 2 - self.cluster.clock.now()))
+
+    def _play(self, step: Object) -> None:
+        self.cluster.advance(max(0.0, self.began + step["t_s"] - self.cluster.clock.now()))
+        if "action" in step:
+            self._act(step["action"])
+        else:
+            self._ask(step)
+
+    def _meanwhile(self, step: Object) -> None:
+        """While a stream is open: what else was asked for in that time, then its end."""
+        until = step["response"].get("end_t_s", step["t_s"])
+        for other in self.recording["steps"]:
+            if step["t_s"] < other["t_s"] <= until and "request" in other:
+                self.early.add(id(other))
+                self._play(other)
+        self.cluster.advance(max(0.0, self.began + until - self.cluster.clock.now()))
+        self.cluster.end_watches()
 
     def _hear(self, change: Change) -> None:
         item = json.loads(json.dumps(change.item))
@@ -94,8 +111,13 @@ class Replay:
         token = self._token(request.get("as"))
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        lasts = max(0.0, step["response"].get("end_t_s", 0.0) - step["t_s"])
-        status, answered, answer_headers = self._send(request["method"], path, data, headers, lasts)
+        timer = threading.Timer(0.3, self._meanwhile, [step])
+        if "watch=" in path or "follow=" in path:
+            timer.start()
+        try:
+            status, answered, answer_headers = self._send(request["method"], path, data, headers)
+        finally:
+            timer.cancel()
         self._learn(step, answered)
         self.answers.append(Answer(step, status, answered, answer_headers))
 
@@ -143,25 +165,16 @@ class Replay:
             self.tokens[f"system:serviceaccount:{namespace}:{name}"] = answered["status"]["token"]
 
     def _send(
-        self, method: str, path: str, data: bytes | None, headers: dict[str, str], lasts: float
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
     ) -> tuple[int, Any, dict[str, str]]:
         request = urllib.request.Request(self.cluster.url + path, data, headers, method=method)
 
-        def pass_time() -> None:
-            self.cluster.advance(lasts)
-            self.cluster.end_watches()
-
-        timer = threading.Timer(0.3, pass_time)
-        if "watch=" in path or "follow=" in path:
-            timer.start()
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return answer.status, _decoded(answer.read()), dict(answer.headers)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, _decoded(error.read()), dict(error.headers)
-        finally:
-            timer.cancel()
 
 
 def _decoded(data: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+from fakes.kubernetes.defaults import qos_class
 from fakes.kubernetes.errors import forbidden
 from fakes.kubernetes.objects import Object, is_over, quantity, said
 from fakes.kubernetes.resources import ACCOUNTS, LIMIT_RANGES, PODS, PRIORITIES, QUOTAS, Resource
@@ -18,6 +19,7 @@ def admit(store: Store, resource: Resource, item: Object, namespace: str) -> Non
         _admit_account(store, item, namespace)
         _admit_priority(store, item)
         _admit_limits(store, item, namespace)
+        item["status"]["qosClass"] = qos_class(item["spec"])
     _admit_quotas(store, resource, item, namespace)
 
 
@@ -59,6 +61,15 @@ def _limit(pod: Object, container: Object, rule: Object) -> None:
     limits = {**(rule.get("default") or {}), **(resources.get("limits") or {})}
     defaults = rule.get("defaultRequest") or rule.get("default") or {}
     requests = {**defaults, **(resources.get("requests") or {})}
+    filled = [
+        f"{name} {part} for container {container['name']}"
+        for part, whole in (("request", requests), ("limit", limits))
+        for name in whole
+        if name not in (resources.get(f"{part}s") or {})
+    ]
+    if filled:
+        text = "LimitRanger plugin set: " + "; ".join(filled)
+        pod["metadata"].setdefault("annotations", {})["kubernetes.io/limit-ranger"] = text
     if limits:
         resources["limits"] = limits
     if requests:

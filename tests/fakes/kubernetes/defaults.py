@@ -24,9 +24,9 @@ def named(meta: Object) -> None:
 
 
 def default_pod_spec(spec: Object, restart_policy: str | None = "Always") -> None:
-    """Defaults of the scheme, for pods and templates."""
+    """Defaults of the scheme, for pods and templates (without a policy of their own)."""
     for container in [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]:
-        _default_container(container)
+        _default_container(container, is_pod=restart_policy is not None)
     if restart_policy:
         spec.setdefault("restartPolicy", restart_policy)
     spec.setdefault("terminationGracePeriodSeconds", 30)
@@ -37,9 +37,9 @@ def default_pod_spec(spec: Object, restart_policy: str | None = "Always") -> Non
         _default_volume(volume)
 
 
-def _default_container(container: Object) -> None:
+def _default_container(container: Object, *, is_pod: bool) -> None:
     resources = container.setdefault("resources", {})
-    if resources.get("limits"):
+    if is_pod and resources.get("limits"):
         requests = resources.setdefault("requests", {})
         for name, amount in resources["limits"].items():
             requests.setdefault(name, amount)

@@ -193,13 +193,11 @@ class PodRun:
         one.execution = execution
         one.state = {"running": {"startedAt": stamp(self.cluster.clock.now())}}
         self.say("Started", "Container started", container=one)
-        if all(
-            other.is_running or other.exit_code is not None
-            for other in self.containers
-            if other.role == "main"
-        ):
+        unborn = [other for other in self.containers if other.role == "main" and not other.began]
+        if not unborn:
             self.phase = "Running"
-        self.show()
+        if one.role != "main" or all("message" in other.state["waiting"] for other in unborn):
+            self.show()
         one.execution.start(lambda code, oom: self.ended(one, code, oom=oom), log.write)
         self.advance()
 

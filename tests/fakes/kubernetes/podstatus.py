@@ -43,6 +43,11 @@ class Container:
         return "running" in self.state
 
     @property
+    def began(self) -> bool:
+        """Say whether it has run at all."""
+        return "waiting" not in self.state or bool(self.last_state)
+
+    @property
     def exit_code(self) -> int | None:
         """Its exit code, None while it has none."""
         ended = self.state.get("terminated")
@@ -55,7 +60,7 @@ class Container:
 
     def shown(self) -> Object:
         """Its entry in the pod's status."""
-        known = "waiting" not in self.state or bool(self.last_state)
+        known = self.began
         entry: Object = {
             "name": self.name,
             "state": self.state,
@@ -110,10 +115,10 @@ def _conditions(
     final = failing or phase in {"Succeeded", "Failed"} or _all_ended(inits, mains)
     failed = failing or _has_failed(phase, inits, mains)
     reason = "PodFailed" if failed else "PodCompleted"
-    incomplete = [one.name for one in inits if not (one.is_ready or (one.role == "sidecar" and _began(one)))]
+    incomplete = [one.name for one in inits if not (one.is_ready or (one.role == "sidecar" and one.began))]
     unready = [one.name for one in [*inits, *mains] if one.role != "init" and not one.is_ready]
     initialized: Object = {"type": "Initialized", "status": "True"}
-    if incomplete and not all(_began(one) for one in mains):
+    if incomplete and not all(one.began for one in mains):
         text = f"containers with incomplete status: [{' '.join(incomplete)}]"
         initialized |= {"status": "False", "reason": "ContainersNotInitialized", "message": text}
     elif final and not failed:
@@ -130,10 +135,6 @@ def _conditions(
         {"type": "Ready"} | ready,
         {"type": "ContainersReady"} | ready,
     ]
-
-
-def _began(one: Container) -> bool:
-    return "waiting" not in one.state or bool(one.last_state)
 
 
 def _all_ended(inits: list[Container], mains: list[Container]) -> bool:

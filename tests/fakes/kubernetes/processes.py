@@ -95,7 +95,9 @@ class Processes:
                 source /= below
                 if not source.exists():
                     source.mkdir(parents=True)
-            read_only = bool(mount.get("readOnly")) or bool({"configMap", "secret"} & set(by_name[mount["name"]]))
+            read_only = bool(mount.get("readOnly")) or bool(
+                {"configMap", "secret"} & set(by_name[mount["name"]])
+            )
             mounts.append({"source": str(source), "path": mount["mountPath"], "read_only": read_only})
         return mounts
 
@@ -139,7 +141,8 @@ class Process:
         watching = asyncio.ensure_future(self._watch_memory())
         try:
             await asyncio.gather(
-                self._pump(self._process.stdout, "stdout", printed), self._pump(self._process.stderr, "stderr", printed)
+                self._pump(self._process.stdout, "stdout", printed),
+                self._pump(self._process.stderr, "stderr", printed),
             )
             code = await self._process.wait()
         finally:

@@ -83,7 +83,7 @@ class Resizer:
             return
         told = self._told(run)
         if kubelet.name in self.infeasible and run.pod["status"].get("qosClass") == "Guaranteed":
-            text = "Resize is infeasible for Guaranteed Pods alongside CPU Manager static policy"
+            text = 'Resize is infeasible for Guaranteed Pods alongside CPU Manager policy "static"'
             self._pend(run, "Infeasible", "Infeasible", text, told)
             return
         short = self._short(kubelet, run)

@@ -28,7 +28,7 @@ def _root(resource: Resource) -> Any:
 
 
 def check(resource: Resource, body: Object) -> list[str]:
-    """Names of unknown fields; raises 400 for a value of the wrong type or a quantity that does not parse."""
+    """Take unknown fields out of *body* and name them; raises 400 for a value of the wrong type or a quantity that does not parse."""
     model = _root(resource)
     if model is None:
         return []
@@ -49,10 +49,11 @@ class _WrongError(Exception):
 
 def _walk(model: Any, body: Any, path: str, unknown: list[str]) -> None:
     types, names = model.openapi_types, {json: python for python, json in model.attribute_map.items()}
-    for key, value in body.items():
+    for key, value in list(body.items()):
         spot = f"{path}.{key}" if path else key
         if key not in names:
             unknown.append(spot)
+            del body[key]
         elif value is not None:
             _judge(types[names[key]], value, spot, unknown, f"{model.__name__[2:]}.{spot}")
 
