@@ -299,6 +299,18 @@ def test_a_removed_exchange_and_a_dead_wrapper_end_the_node(backend, tmp_path):
     assert (status.state, status.reason) == ("ended", "killed")
 
 
+def test_room_for_the_last_words_is_kept_from_the_training(backend, tmp_path):
+    """A megabyte lies in the node's folder while the command runs, and none once it has ended."""
+    ballast = "os.path.join(os.environ['ENVSCALER_EXCHANGE'], '..', 'ballast')"
+    code = f"import os\nassert os.path.getsize({ballast}) == 1 << 20"
+    handle = backend.submit(request_for(backend, "python", "-c", code))
+
+    [status] = over(backend, handle).nodes
+
+    assert status.reason == "succeeded"
+    assert not Path(handle.details["folder"], "n0", "ballast").exists()
+
+
 def test_a_courier_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
     """Uploads are bounded: the node ends, and the courier with it."""
     launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--hang"), drain_s=0.3)

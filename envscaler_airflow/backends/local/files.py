@@ -8,6 +8,7 @@
     node.json     written by node main before it starts anything: who it is
     stop.json     asks node main to end
     end.json      written last by node main: how the node ended
+    ballast       takes room that is given back once the training has ended, for what is still to be said
     exchange/ work/ root/ output/
 """
 
@@ -28,6 +29,8 @@ from envscaler_airflow.errors import BackendError
 SCHEMA = "1.0"
 LOCK, REQUEST, LAYOUT = "lock", "request.json", "layout.json"
 NODE, STOP, END = "node.json", "stop.json", "end.json"
+BALLAST, BALLAST_BYTES = "ballast", 1 << 20
+"""Room that a training which fills the disk cannot have. Chosen: a hundred times the files of an end."""
 EXCHANGE, WORK, ROOT, OUTPUT, COURIER_OUTPUT = "exchange", "work", "root", "output", "courier-output"
 
 _MAX_JSON_BYTES = 1 << 22
@@ -48,6 +51,14 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def reserve(folder: Path) -> None:
+    """Take the room of the ballast; on a disk that is full already there is none."""
+    with suppress(OSError), (folder / BALLAST).open("wb") as file:
+        file.write(os.urandom(BALLAST_BYTES))  # not what a file system could leave out or pack
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_bytes(path: Path, most: int) -> bytes | None:

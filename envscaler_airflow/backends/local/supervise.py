@@ -135,10 +135,12 @@ class NodeMain:
         self._asked_wrapper = False
         self._terminated = False
         self._alive_at = 0.0
+        self._is_end_said = False
 
     def run(self) -> NodeEnd:
         """Start, watch, drain, end what is left, and tell how it ended."""
         self._listen()
+        files.reserve(self._folder)
         self._start_wrapper()
         while not self._is_over():
             self._turn()
@@ -264,18 +266,26 @@ class NodeMain:
 
     def _end_training(self) -> None:
         """Nothing outlives the wrapper but the courier; and when the wrapper could not say its end, we do."""
+        with suppress(OSError):
+            (self._folder / files.BALLAST).unlink()  # room for last words on a full disk
         keep = {os.getpid(), os.getppid()}
         if self._courier.process is not None:
             keep |= {self._courier.process.pid, *descendants(self._courier.process.pid)}
         kill_all(self._survivors, spare=keep)
+        self._say_its_end()
+
+    def _say_its_end(self) -> None:
+        """Let the courier hear that the wrapper ended, unless that said so itself; until it is written."""
         path = self._exchange / "wrapper.json"
         text = _bytes(path)
-        if read_said(text) is None:
+        self._is_end_said = read_said(text) is not None
+        if not self._is_end_said:
             end = tell_end(self._returncode, oom_kills=self._cage.oom_kills(), ended_by=self._ended_by)
             body = json.loads(say_end(text, end).to_json())
             with suppress(OSError):
                 path.parent.mkdir(exist_ok=True)  # the training may have removed it
                 files.write_json(path, body)
+                self._is_end_said = True
 
     def _look_at_stop(self) -> None:
         """Take up stop.json, or a bare SIGTERM with the grace of the request."""
@@ -317,6 +327,8 @@ class NodeMain:
             self._alive_at = now
             with suppress(OSError):
                 os.utime(self._folder / files.LOCK)
+            if self._wrapper is None and self._returncode is not None and not self._is_end_said:
+                self._say_its_end()
 
     def _finish(self) -> NodeEnd:
         """Kill what is left, read what it still said, and tell the end."""
