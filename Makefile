@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e demo lint types contracts format bench wheel clean
+.PHONY: help venv test e2e test-kubernetes demo lint types contracts format bench wheel clean
 
 help:  ## List what there is.
-	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 venv: $(VENV)/.ready  ## Make .venv with everything for development.
 
@@ -23,6 +23,9 @@ test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cor
 
 e2e: venv  ## Run the rest against one real Airflow (12 minutes on 2 cores at most).
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
+	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)
 
 demo: venv  ## Retrain a text classifier on a real Airflow; SERVE=1 keeps the UI up.
 	@$(BIN)/envscaler demo $(if $(SERVE),--serve)

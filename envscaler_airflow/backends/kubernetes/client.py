@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import email.utils
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ def connect(*, context: str | None = None, kubeconfig: str | None = None, in_clu
             configuration = client.Configuration()
             config.load_incluster_config(client_configuration=configuration)
             return client.ApiClient(configuration)
-        return config.new_client_from_config(config_file=kubeconfig, context=context)
+        # The package reads the variable when it is imported, which may be long before.
+        place = kubeconfig or os.environ.get("KUBECONFIG") or None
+        return config.new_client_from_config(config_file=place, context=context)
     except config.ConfigException as err:
         where = f"context {context!r} of " if context else ""
         raise SpecError(f"kubernetes: {where}{kubeconfig or 'the kubeconfig'}: {err}") from err

@@ -39,8 +39,6 @@ MAX_CONFIG_BYTES = 1_000_000
 """Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
 LEAST_GRACE_S = 30
 """Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
-RENDEZVOUS_PORT = 29400
-"""Source: torchrun's default for c10d."""
 
 _WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
 """Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
@@ -244,7 +242,7 @@ class _Attempt:
             "command": ["python3", *command],
             "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108  # its root is read-only
             "resources": {"requests": {"cpu": f"{COURIER_CPUS * 1000:.0f}m", "memory": memory}},
-            "volumeMounts": [*mounts, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108  # same
+            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *mounts],  # noqa: S108  # same
             "securityContext": _agent_security(self.settings.user),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
@@ -345,9 +343,10 @@ class _Attempt:
         mounts.volumes.append({"name": "layout", "configMap": {"name": self.name}})
         mounts.courier.append({"name": "layout", "mountPath": at.LAYOUT, "readOnly": True})
         mounts.volumes.append({"name": "tmp", "emptyDir": {}})
-        if self.settings.store_volume:
-            claim = {"claimName": self.settings.store_volume}
-            mounts.volumes.append({"name": "store", "persistentVolumeClaim": claim})
+        source = self.settings.store_volume
+        if source:
+            where = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else source
+            mounts.volumes.append({"name": "store", **where})
             mounts.courier.append({"name": "store", "mountPath": self.settings.store_mount})
 
 

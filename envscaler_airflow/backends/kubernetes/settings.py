@@ -71,7 +71,8 @@ class Settings(BaseModel):
         user: User and group of all containers; None leaves the stage's image as it is, and the courier
             runs as root without privileges but those over files.
         pull_secrets: Names of image pull secrets.
-        store_volume: Claim with the run store, mounted where ``store_mount`` says.
+        store_volume: Claim with the run store, or any volume source of a pod (``{"nfs": {...}}``), mounted
+            where ``store_mount`` says.
         store_mount: Where; the store's URL is then ``file://`` below it.
         store_secret: Secret whose keys become environment variables of the courier alone.
         keep: ``never``, ``on-failure``, or seconds: how long a failed pod stays for people to look at.
@@ -95,7 +96,7 @@ class Settings(BaseModel):
     pod_override: dict[str, Any] = {}
     user: int | None = None
     pull_secrets: tuple[str, ...] = ()
-    store_volume: str | None = None
+    store_volume: str | dict[str, Any] | None = None
     store_mount: str = "/var/lib/envscaler-store"
     store_secret: str | None = None
     keep: Literal["never", "on-failure"] | Annotated[int, Field(ge=0)] = "never"

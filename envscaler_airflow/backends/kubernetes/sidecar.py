@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.render import RENDEZVOUS_PORT
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.protocol import SCHEMA, Ended, Status, log_name, metrics_name
 from envscaler_airflow.store.base import Store, for_run, open_store
@@ -40,6 +39,8 @@ BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 SETUP_TRIES = 5
 """Times that the courier may die before the training has started. Chosen: about 30 s of crashes."""
 TURN_S = 0.5
+RENDEZVOUS_PORT = 29400
+"""Source: torchrun's default for c10d."""
 _POLL_S = 2.0
 _CHUNK = re.compile(r"-(\d{6,12})\.(?:log|jsonl)\Z")
 

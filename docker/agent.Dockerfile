@@ -1,0 +1,27 @@
+# The agent image: courier and sidecar, and the agent's files for the training's container.
+#
+#   buildah build --file docker/agent.Dockerfile --tag envscaler/agent:latest .
+#
+# BASE is what runs: python3 3.11 or newer and certificates, nothing more. BUILD_BASE has pip besides. Both
+# have the same Python; by default they are Debian's image with what is missing added.
+ARG BASE=docker.io/library/python:3.12-slim
+ARG BUILD_BASE=${BASE}
+
+FROM ${BUILD_BASE} AS build
+ARG REQUIREMENTS="boto3 fsspec nvidia-ml-py pathspec pydantic pyyaml tenacity zstandard"
+# Other stores by fsspec: "gcsfs", "adlfs", "ossfs".
+ARG EXTRA_REQUIREMENTS=""
+COPY constraints.txt /tmp/constraints.txt
+RUN python3 -m pip install --no-cache-dir --disable-pip-version-check --no-compile \
+      --constraint /tmp/constraints.txt --target /opt/envscaler ${REQUIREMENTS} ${EXTRA_REQUIREMENTS} \
+    && rm -rf /opt/envscaler/bin
+COPY envscaler_airflow /opt/envscaler/envscaler_airflow
+RUN find /opt/envscaler -name __pycache__ -prune -exec rm -rf {} + \
+    && python3 -m compileall -q -j 1 /opt/envscaler
+
+FROM ${BASE}
+COPY --from=build /opt/envscaler /opt/envscaler
+ENV PYTHONPATH=/opt/envscaler PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+ENTRYPOINT ["python3", "-m", "envscaler_airflow.backends.kubernetes.sidecar"]
