@@ -60,11 +60,15 @@ def storage(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setenv("UV_CACHE_DIR", str(root / "uv"))
         yield root
-        subprocess.run(["buildah", "rm", "--all"], check=False, capture_output=True)
-        subprocess.run(["buildah", "rmi", "--all", "--force"], check=False, capture_output=True)
-        for mount in sorted(Path("/proc/mounts").read_text().splitlines(), reverse=True):
-            if str(root) in mount.split()[1]:
-                subprocess.run(["umount", mount.split()[1]], check=False)
+    remove_storage(root)
+
+
+def remove_storage(root: Path) -> None:
+    """Unmount what buildah left mounted below *root*, deepest first, and delete it."""
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for mount in sorted((mount for mount in mounts if mount.startswith(f"{root}/")), reverse=True):
+        subprocess.run(["umount", mount], check=True)
+    shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +252,7 @@ def test_layers_travel_through_a_registry(project, tmp_path_factory, monkeypatch
 
         assert said.count("from cache") >= 6
     finally:
-        subprocess.run(["buildah", "rmi", "--all", "--force"], check=False, capture_output=True)
-        subprocess.run(["umount", f"{root}/graph/overlay"], check=False, capture_output=True)
+        remove_storage(root)
 
 
 def test_what_fails_in_the_image_is_not_pushed(project):
