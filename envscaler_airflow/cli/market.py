@@ -48,6 +48,20 @@ def market_options(command: _F) -> _F:
     return with_market  # type: ignore[return-value]
 
 
+def quantity(option: str, read: Callable[[str], float], text: str | None) -> float | None:
+    """What an option says; None when it says nothing.
+
+    Raises:
+        SpecError: It cannot be read; says what to write.
+    """
+    if not text:
+        return None
+    try:
+        return read(text)
+    except ValueError as err:
+        raise SpecError(f"{option}: {err}") from err
+
+
 def offer_body(offer: Offer) -> dict[str, Any]:
     """What tools read of an offer."""
     return {

@@ -17,6 +17,7 @@ from envscaler_airflow.cli.market import (
     offer_body,
     places,
     print_table,
+    quantity,
 )
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.planning import Requirements
@@ -78,7 +79,7 @@ def offers_command(*, table: OfferTable, scope: Scope, limit: int, as_json: bool
 
 
 def _need(asked: dict[str, Any]) -> Requirements:
-    memory_gb = gpu_memory_gb(asked["gpu_memory"]) if asked["gpu_memory"] else None
+    memory_gb = quantity("--gpu-memory", gpu_memory_gb, asked["gpu_memory"])
     types: tuple[str, ...] = ()
     if asked["gpu"]:
         try:
@@ -87,8 +88,8 @@ def _need(asked: dict[str, Any]) -> Requirements:
             raise SpecError(f"--gpu: {err}") from err
     has_gpu = bool(types) or memory_gb is not None or asked["count"] is not None
     return Requirements(
-        vcpus=cpu_cores(asked["cpus"]) if asked["cpus"] else 0.0,
-        memory_gib=memory_bytes(asked["memory"]) / GIB if asked["memory"] else 0.0,
+        vcpus=quantity("--cpus", cpu_cores, asked["cpus"]) or 0.0,
+        memory_gib=(quantity("--memory", memory_bytes, asked["memory"]) or 0.0) / GIB,
         gpus=(asked["count"] or 1) if has_gpu else 0,
         gpu_types=types,
         gpu_memory_gb=memory_gb,

@@ -22,6 +22,7 @@ from envscaler_airflow.cli.market import (
     number,
     places,
     print_table,
+    quantity,
     rejected_body,
 )
 from envscaler_airflow.cli.specs import spec_options, spec_registry
@@ -39,7 +40,7 @@ from envscaler_airflow.planning import (
 )
 from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
-from envscaler_airflow.planning.fleet import mixed_fleets
+from envscaler_airflow.planning.fleet import Fleet, mixed_fleets
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.stockouts import against
@@ -52,7 +53,8 @@ from envscaler_airflow.store.stockouts import stockouts
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
+POSITIVE = click.FloatRange(min=0, min_open=True, max=1e18)
+NOT_NEGATIVE = click.FloatRange(min=0, max=1e12)
 START_S = 240.0
 START_STDEV_S = 90.0
 """From the order of a machine to the first step, seconds. Chosen: boot, image, data; runs measure it."""
@@ -90,9 +92,9 @@ COLUMNS = (
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
-@click.option("--value-of-hour", type=float, help="USD that an hour is worth.")
-@click.option("--budget", "budget_usd", type=float, help="Most that the stage may cost, USD.")
-@click.option("--max-usd-per-hour", type=float, help="Highest price of all nodes together.")
+@click.option("--value-of-hour", type=NOT_NEGATIVE, help="USD that an hour is worth.")
+@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the stage may cost, USD.")
+@click.option("--max-usd-per-hour", type=NOT_NEGATIVE, help="Highest price of all nodes together.")
 @click.option("--deadline", help="Time left: 4h.")
 @click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="What the image is built for.")
 @click.option("--exact", is_flag=True, help="No node with more GPUs than asked for.")
@@ -125,12 +127,7 @@ def plan_command(
         print_jobs()
         return
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
-    goal = Goal(
-        strategy=options["strategy"],
-        value_of_hour_usd=options["value_of_hour"],
-        budget_usd=options["budget_usd"],
-        deadline_s=duration_s(options["deadline"]) if options["deadline"] else None,
-    )
+    goal = _goal(options)
     needs = tuple(
         replace(need, exact_gpus=options["exact"])
         for need in market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
@@ -150,10 +147,10 @@ def plan_command(
     unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
     notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced, *_faults(table.faults)]
     if options["as_json"]:
-        fleets = _fleets(made, needs, work, goal)
+        fleets = [fleet.to_dict() for fleet in _fleets(made, needs, work, goal)]
         click.echo(json.dumps({**plan_body(made, notes), "fleets": fleets}, indent=1))
     else:
-        print_plan(made, notes)
+        print_plan(made, [*notes, *_fleet_words(_fleets(made, needs, work, goal))])
     if made.chosen is None:
         made.pick()
 
@@ -178,7 +175,7 @@ def _data(text: str) -> DataPlace:
     return DataPlace(text, cloud, region, float(gib) if gib else None)
 
 
-def _fleets(made: Plan, needs: Sequence[Requirements], work: Work, goal: Goal) -> list[dict[str, Any]]:
+def _fleets(made: Plan, needs: Sequence[Requirements], work: Work, goal: Goal) -> list[Fleet]:
     """Mixed fleets, where the stage may have more nodes than it needs."""
     least = min(need.min_nodes for need in needs)
     risky = {item.allocation.offer.name: ANY_RATE_PER_HOUR for item in made.candidates}
@@ -189,7 +186,21 @@ def _fleets(made: Plan, needs: Sequence[Requirements], work: Work, goal: Goal) -
         goal=goal,
         hour_usd=made.value_of_hour_usd or 0.0,
     )
-    return [fleet.to_dict() for fleet in found[:SHOWN]]
+    return found[:SHOWN]
+
+
+def _fleet_words(fleets: Sequence[Fleet]) -> list[str]:
+    """The best mixed fleet in a line."""
+    words = []
+    for fleet in fleets[:1]:
+        cost = "" if fleet.estimate is None else f", ${number(fleet.estimate.usd, '.2f')} in all"
+        core, rest = f"{fleet.core.nodes} on demand", f"{fleet.rest.nodes} on spot"
+        where = infra(fleet.core.offer)
+        words.append(
+            f"mixed fleet: {core} and {rest} of {fleet.core.offer.instance_type} in {where}, "
+            f"${fleet.usd_per_hour:.4f}/h{cost}"
+        )
+    return words
 
 
 def overheads_of(spec: EnvSpec) -> Overheads:
@@ -238,6 +249,14 @@ def _advice(made: Plan) -> list[str]:
 def _faults(faults: Sequence[str]) -> list[str]:
     more = [] if len(faults) <= SHOWN_FAULTS else [f"and {len(faults) - SHOWN_FAULTS} more lines like that"]
     return [f"refused: {fault}" for fault in faults[:SHOWN_FAULTS]] + more
+
+
+def _goal(options: dict[str, Any]) -> Goal:
+    deadline_s = quantity("--deadline", duration_s, options["deadline"])
+    try:
+        return Goal(options["strategy"], options["value_of_hour"], options["budget_usd"], deadline_s)
+    except ValueError as err:
+        raise SpecError(str(err)) from err
 
 
 def market_needs(

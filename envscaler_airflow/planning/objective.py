@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from envscaler_airflow.planning.billing import Charges
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.planning.performance import Z_80, Speed
 from envscaler_airflow.planning.record import Record, check_finite
@@ -86,7 +87,7 @@ def estimate(
     overheads: Overheads | None = None,
     interruptions_per_hour: float = 0.0,
     is_start: bool = True,
-    data_usd: float = 0.0,
+    charges: Charges | None = None,
 ) -> Estimate:
     """Expected time and cost of *units* of work at *speed*.
 
@@ -97,7 +98,7 @@ def estimate(
         value_of_hour: USD that an hour of waiting is worth, >= 0.
         overheads: Seconds without training; none when None.
         interruptions_per_hour: Losses of the allocation an hour (Poisson), >= 0.
-        data_usd: Paid once for bringing data there, >= 0.
+        charges: What is paid besides; nothing when None.
         is_start: False for staying where it runs: no start-up, but interruptions restart.
 
     Raises:
@@ -112,7 +113,6 @@ def estimate(
         usd_per_hour=usd_per_hour,
         value_of_hour=value_of_hour,
         interruptions_per_hour=interruptions_per_hour,
-        data_usd=data_usd,
     )
     extra = overheads or Overheads()
     start_s = extra.start_s if is_start else 0.0
@@ -125,7 +125,13 @@ def estimate(
         for start, took in ((max(0.0, start_s - start_spread), low_s), (start_s + start_spread, high_s))
     )
     hours = held_s / SECONDS_PER_HOUR
-    usd = None if usd_per_hour is None else hours * usd_per_hour + data_usd
+
+    also = charges or Charges()
+
+    def paid(held_h: float) -> float | None:
+        return None if usd_per_hour is None else also.usd(held_h * SECONDS_PER_HOUR, usd_per_hour)
+
+    usd = paid(hours)
     return Estimate(
         hours=hours,
         hours_low=min(low_h, hours),
@@ -135,10 +141,10 @@ def estimate(
         checkpoint_s=checkpoints_s,
         interruption_s=max(0.0, held_s - start_s - train_s - checkpoints_s),
         usd=usd,
-        usd_low=None if usd_per_hour is None else min(low_h, hours) * usd_per_hour + data_usd,
-        usd_high=None if usd_per_hour is None else max(high_h, hours) * usd_per_hour + data_usd,
+        usd_low=paid(min(low_h, hours)),
+        usd_high=paid(max(high_h, hours)),
         objective=None if usd is None else usd + value_of_hour * hours,
-        data_usd=data_usd,
+        data_usd=also.once_usd,
     )
 
 

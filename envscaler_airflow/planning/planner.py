@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envscaler_airflow.errors import NoOfferError
+from envscaler_airflow.planning.billing import BILLING, Charges
 from envscaler_airflow.planning.objective import (
     SECONDS_PER_HOUR,
     Estimate,
@@ -277,7 +278,7 @@ def candidate_of(
         if data_s
         else work.overheads,
         interruptions_per_hour=interruptions_per_hour * allocation.nodes,
-        data_usd=data_usd,
+        charges=Charges(data_usd, BILLING.get(allocation.offer.cloud)),
     )
     return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
 

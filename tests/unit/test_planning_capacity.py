@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work
+from envscaler_airflow.planning.billing import BILLING, Billing
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace
 from envscaler_airflow.planning.fleet import mixed_fleets
 from envscaler_airflow.planning.market import Search, search
@@ -197,3 +198,25 @@ def test_a_fleet_needs_both_kinds_of_the_same_type():
     made = search(replace(GPU, max_nodes=2), table_of([LARGER, ON_DEMAND, unpriced]))
 
     assert mixed_fleets(made.candidates, min_nodes=1, work=Work(), goal=Goal(), hour_usd=0.0) == []
+
+
+def test_time_is_billed_as_the_cloud_does():
+    """AWS: a second more, a minute at least. Lambda: whole minutes."""
+    assert BILLING["aws"].billed_s(59.2) == 60.0
+    assert BILLING["aws"].billed_s(61.2) == 62.0
+    assert BILLING["aws"].billed_s(3600.0000000001) == 3600.0
+    assert BILLING["lambda"].billed_s(61.0) == 120.0
+    with pytest.raises(ValueError, match="unit_s"):
+        Billing(0.0)
+
+
+def test_an_estimate_pays_for_whole_units():
+    """90 s on Lambda at $40 an hour are two minutes."""
+    here = Offer("lambda", "us-east-1", "gpu_1x", "on-demand", 8, 32, usd_per_hour=40.0)
+
+    got = search(
+        Requirements(), table_of([here]), work=Work(90, "units"), how=Search(speed_of=lambda *_: Speed(1, 0))
+    )
+
+    assert got.chosen.estimate.hours == pytest.approx(90 / 3600)
+    assert got.chosen.estimate.usd == pytest.approx(40 * 120 / 3600)

@@ -1,0 +1,72 @@
+"""What clouds round a machine's time up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from envscaler_airflow.planning.record import Record, check_finite
+
+_SLACK_S = 1e-6
+"""Seconds that a sum of floats may be above a whole unit. Chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Billing(Record):
+    """Time is billed in whole units, and at least a minimum for each machine.
+
+    Attributes:
+        unit_s: Seconds of a unit, > 0.
+        minimum_s: Seconds billed at least.
+        source: Where it is stated.
+    """
+
+    unit_s: float
+    minimum_s: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and a unit of nothing."""
+        check_finite(unit_s=self.unit_s, minimum_s=self.minimum_s)
+        if self.unit_s == 0:
+            raise ValueError("unit_s must be > 0")
+
+    def billed_s(self, held_s: float) -> float:
+        """Seconds that are paid for when a machine is held for *held_s*."""
+        units = math.ceil((held_s - _SLACK_S) / self.unit_s)
+        return max(self.minimum_s, units * self.unit_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Charges(Record):
+    """What is paid besides price x time.
+
+    Attributes:
+        once_usd: Once, such as for bringing data there.
+        billing: What the time is rounded up to; nothing when None.
+    """
+
+    once_usd: float = 0.0
+    billing: Billing | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse NaN."""
+        check_finite(once_usd=self.once_usd)
+
+    def usd(self, held_s: float, usd_per_hour: float) -> float:
+        """Of machines held for *held_s* at *usd_per_hour* together."""
+        paid_s = held_s if self.billing is None else self.billing.billed_s(held_s)
+        return paid_s * usd_per_hour / 3600.0 + self.once_usd
+
+
+BILLING: Mapping[str, Billing] = {
+    "alibaba": Billing(1.0, source="ECS pay-as-you-go: by the second"),
+    "aws": Billing(1.0, 60.0, source="EC2 pricing, Linux: by the second, a minute at least"),
+    "azure": Billing(1.0, source="Azure virtual machines pricing: by the second"),
+    "gcp": Billing(1.0, 60.0, source="Compute Engine pricing: by the second, a minute at least"),
+    "lambda": Billing(60.0, source="Lambda on-demand pricing: by the minute"),
+    "nebius": Billing(1.0, source="Nebius compute pricing: by the second"),
+    "tencent": Billing(1.0, source="CVM pay-as-you-go: by the second"),
+}
+"""By cloud; others are billed as they are held. Source: the pages named (recalled 2026-11, not re-read)."""
