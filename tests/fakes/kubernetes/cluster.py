@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import uvicorn
 from fakes.kubernetes.access import Access, User
 from fakes.kubernetes.api import Api
+from fakes.kubernetes.certificates import Certificate
 from fakes.kubernetes.clock import Clock
 from fakes.kubernetes.collecting import Collector
 from fakes.kubernetes.faults import Fault, Faults
@@ -72,11 +73,12 @@ class Cluster:
         namespaces: Made at the start, beside ``default``.
         executor: What runs containers for real (`fakes.kubernetes.processes.Processes`); None plays scripts.
         minor: Kubernetes 1.*minor* in ``/version``.
+        tls: Serve HTTPS with a certificate of its own; kubectl sends tokens over HTTPS only.
     """
 
     def __init__(
         self, *, nodes: int = 1, speed: float = 1.0, pace: Pace | None = None, namespaces: tuple[str, ...] = (),
-        executor: Any = None, minor: int = 36, port: int = 0,
+        executor: Any = None, minor: int = 36, port: int = 0, tls: bool = False,
     ) -> None:  # fmt: skip
         """Build all parts; `start` brings them to life."""
         self.clock = Clock(speed)
@@ -103,6 +105,7 @@ class Cluster:
         self.node_controller = NodeController(self)
         self._wire()
         self._port = port
+        self._certificate = Certificate() if tls else None
         self._addresses = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,6 +171,9 @@ class Cluster:
             Server(self), log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1,
             timeout_keep_alive=600,
         )  # fmt: skip
+        if self._certificate:
+            config.ssl_certfile = self._certificate.file
+            config.ssl_keyfile = self._certificate.file
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket] if self._socket else []))
@@ -220,16 +226,17 @@ class Cluster:
     @property
     def url(self) -> str:
         """Address of the API server."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'https' if self._certificate else 'http'}://127.0.0.1:{self._port}"
 
     def kubeconfig(self, path: Path, *, token: str | None = None, namespace: str = "default") -> Path:
         """Write a kubeconfig with one context, ``fake``, for the administrator or another *token*."""
         token = self.access.admin_token if token is None else token
+        authority = {"certificate-authority-data": self._certificate.encoded} if self._certificate else {}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "fake",
-            "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
+            "clusters": [{"name": "fake", "cluster": {"server": self.url, **authority}}],
             "users": [{"name": "fake", "user": {"token": token} if token else {}}],
             "contexts": [
                 {"name": "fake", "context": {"cluster": "fake", "user": "fake", "namespace": namespace}}

@@ -41,9 +41,25 @@ def answer(path: str, resources: tuple[Resource, ...], minor: int = 36) -> dict[
         names = list(dict.fromkeys(one.group for one in resources if one.group))
         groups = [_group(name, resources) for name in names]
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
-    if path == "/openapi/v3":
-        return {"paths": {}}
+    if path.startswith("/openapi/v3"):
+        return _openapi(path.removeprefix("/openapi/v3").strip("/"), resources)
     return _below(path, resources)
+
+
+def _openapi(path: str, resources: tuple[Resource, ...]) -> dict[str, Any]:
+    """As much of OpenAPI as kubectl looks at: which resources validate fields on the server."""
+    roots = {f"apis/{one.api_version}" if one.group else "api/v1": one.api_version for one in resources}
+    if not path:
+        return {"paths": {root: {"serverRelativeURL": f"/openapi/v3/{root}"} for root in roots}}
+    paths = {}
+    for one in resources:
+        if one.api_version != roots.get(path):
+            continue
+        kind = {"group": one.group, "version": one.version, "kind": one.kind}
+        parameters = [{"name": "fieldValidation", "in": "query"}]
+        where = f"/{path}/{'namespaces/{namespace}/' if one.namespaced else ''}{one.plural}/{{name}}"
+        paths[where] = {"patch": {"x-kubernetes-group-version-kind": kind, "parameters": parameters}}
+    return {"openapi": "3.0.0", "paths": paths}
 
 
 def _below(path: str, resources: tuple[Resource, ...]) -> dict[str, Any] | None:

@@ -80,7 +80,7 @@ class Logs:
         lives = self._kept.get((uid, container)) or []
         return b"".join(line for _at, line in lives[-1].lines) if lives else b""
 
-    async def answer(self, call: Call, send: Send) -> None:
+    async def answer(self, call: Call, send: Send, hanging_up: asyncio.Future[None]) -> None:
         """Serve ``pods/NAME/log``."""
         pod = self._cluster.api.read(PODS, call.namespace, call.name)
         options = _checked(call)
@@ -94,12 +94,10 @@ class Logs:
         shown = _Reader(log, options, self._cluster.clock.now())
         await _begin(send, 200)
         await send({"type": "http.response.body", "body": shown.next(), "more_body": True})
-        while (
-            options.get("follow") in {"true", "1"} and not log.is_over and not self._cluster.stopped.is_set()
-        ):
-            changed = log.changed
+        follow = options.get("follow") in {"true", "1"}
+        while follow and not (log.is_over or hanging_up.done() or self._cluster.stopped.is_set()):
             try:
-                await asyncio.wait_for(changed.wait(), 0.5)
+                await asyncio.wait_for(log.changed.wait(), 0.5)
             except TimeoutError:
                 continue
             await send({"type": "http.response.body", "body": shown.next(), "more_body": True})

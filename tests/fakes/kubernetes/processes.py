@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-
 from fakes.kubernetes import volumes
 from fakes.kubernetes.environment import expand
 from fakes.kubernetes.objects import Object, quantity

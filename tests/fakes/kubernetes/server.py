@@ -8,10 +8,10 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from fakes.kubernetes import deletion, discovery, errors, watching
 from fakes.kubernetes.access import PUBLIC, Question, User
 from fakes.kubernetes.api import Options
+from fakes.kubernetes.bodies import decoded
 from fakes.kubernetes.errors import ApiError
 from fakes.kubernetes.faults import DroppedError
 from fakes.kubernetes.objects import Object
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-WRITABLE = "application/json, application/yaml, application/vnd.kubernetes.protobuf"
 
 
 class Server:
@@ -66,7 +64,7 @@ class Server:
         self.cluster.access.check(user, call.resource, question)
         body = await _read(receive)
         await self._trouble(call, "before")
-        await self._dispatch(call, user, body, send)
+        await self._dispatch(call, user, body, receive, send)
 
     async def _trouble(self, call: Call, when: Any) -> None:
         fault = self.cluster.faults.take(call.verb, call.what, call.name, when)
@@ -79,12 +77,16 @@ class Server:
         if fault.status:
             raise fault.answer()
 
-    async def _dispatch(self, call: Call, user: User, body: bytes, send: Send) -> None:
+    async def _dispatch(self, call: Call, user: User, body: bytes, receive: Receive, send: Send) -> None:
         if call.verb == "watch":
-            await self._watch(call, send)
+            await self._watch(call, receive, send)
             return
         if call.what == "pods/log":
-            await self.cluster.logs.answer(call, send)
+            hanging_up = asyncio.ensure_future(_hang_up(receive))
+            try:
+                await self.cluster.logs.answer(call, send, hanging_up)
+            finally:
+                hanging_up.cancel()
             return
         handler = _HANDLERS.get(call.verb)
         if handler is None:
@@ -94,7 +96,7 @@ class Server:
         await self._trouble(call, "after")
         await _send(send, code, shaped(answer, call.headers.get("accept", "")), headers)
 
-    async def _watch(self, call: Call, send: Send) -> None:
+    async def _watch(self, call: Call, receive: Receive, send: Send) -> None:
         selection = watching.select(call.resource, call.namespace, call.query, call.name)
         wants_partial = "PartialObjectMetadata" in call.headers.get("accept", "")
         watch = watching.Watch(self.cluster.store, selection, call.query, as_partial=wants_partial)
@@ -108,12 +110,21 @@ class Server:
             }
         )
         self.cluster.watches.append(watch)
+        hanging_up = asyncio.ensure_future(_hang_up(receive))
+        hanging_up.add_done_callback(lambda _task: watch.queue.put_nowait("close"))
         try:
             async for frame in watch.frames(self.cluster.stopped):
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
+            hanging_up.cancel()
             self.cluster.watches.remove(watch)
+
+
+async def _hang_up(receive: Receive) -> None:
+    """Return when the caller has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read(receive: Receive) -> bytes:
@@ -151,25 +162,6 @@ async def _send(send: Send, code: int, body: Any, headers: dict[str, str] | None
 
 
 Answer = tuple[int, Any, dict[str, str]]
-
-
-def decoded(call: Call, body: bytes) -> Any:
-    """The request's object; raises 400 and 415."""
-    kind = call.headers.get("content-type", "application/json").partition(";")[0].strip()
-    if call.verb != "patch" and kind not in {"application/json", "application/yaml", "*/*"}:
-        message = (
-            f"the body of the request was in an unknown format - accepted media types include: {WRITABLE}"
-        )
-        raise ApiError(415, errors.status(415, "UnsupportedMediaType", message))
-    try:
-        return yaml.safe_load(body) if kind.endswith("yaml") else json.loads(body)
-    except (ValueError, yaml.YAMLError) as error:
-        text = body.decode(errors="replace")
-        message = (
-            f"the object provided is unrecognized (must be of type {call.resource.kind}): couldn't get version/kind; "
-            f"json parse error: invalid character '{text[1:2]}' looking for beginning of object key string ({text})"
-        )
-        raise errors.bad_request(message) from error
 
 
 def _options(call: Call) -> Options:

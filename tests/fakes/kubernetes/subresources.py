@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from fakes.kubernetes import deletion, errors
 from fakes.kubernetes.access import User, account_user
+from fakes.kubernetes.bodies import decoded
 from fakes.kubernetes.objects import Object, clone, holds, is_going, is_over, quantity, set_condition, stamp
 from fakes.kubernetes.resources import ACCOUNTS, BUDGETS, PODS
 from fakes.kubernetes.routing import Call
@@ -26,11 +26,11 @@ def special(cluster: Cluster, call: Call, user: User, body: bytes) -> Answer | N
         return None
     handler = _HANDLERS.get(call.what)
     if handler is not None:
-        return handler(cluster, call, json.loads(body or b"{}"))
+        return handler(cluster, call, decoded(call, body or b"{}"))
     if call.resource.kind == "SelfSubjectAccessReview":
-        return 201, cluster.access.review(user, json.loads(body)), {}
+        return 201, cluster.access.review(user, decoded(call, body)), {}
     if call.resource.kind == "SelfSubjectRulesReview":
-        return 201, cluster.access.rules_review(user, json.loads(body)), {}
+        return 201, cluster.access.rules_review(user, decoded(call, body)), {}
     return None
 
 

@@ -151,6 +151,8 @@ class Watch:
         if start < self.store.oldest():
             self.queue.put_nowait("close")
             message = f"too old resource version: {start} ({self.store.oldest()})"
+            if self.selection.resource is EVENTS:
+                message = "The resourceVersion for the provided watch is too old."
             return [{"type": "ERROR", "object": errors.status(410, "Expired", message)}]
         return [event for change in self.store.since(start) if (event := self._translate(change))]
 
