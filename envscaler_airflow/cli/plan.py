@@ -53,6 +53,9 @@ from envscaler_airflow.store.stockouts import stockouts
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
 
+FLEET_TYPES, FLEET_LIMIT = 4, 60
+"""Types that mixed fleets are looked for, and candidates of each. Chosen: the best ones, in a few zones."""
+
 POSITIVE = click.FloatRange(min=0, min_open=True, max=1e18)
 NOT_NEGATIVE = click.FloatRange(min=0, max=1e12)
 START_S = 240.0
@@ -146,11 +149,12 @@ def plan_command(
     made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
     unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
     notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced, *_faults(table.faults)]
+    fleets = _fleets(made, needs, table, work=work, goal=goal, how=how)
     if options["as_json"]:
-        fleets = [fleet.to_dict() for fleet in _fleets(made, needs, work, goal)]
-        click.echo(json.dumps({**plan_body(made, notes), "fleets": fleets}, indent=1))
+        body = {**plan_body(made, notes), "fleets": [fleet.to_dict() for fleet in fleets]}
+        click.echo(json.dumps(body, indent=1))
     else:
-        print_plan(made, [*notes, *_fleet_words(_fleets(made, needs, work, goal))])
+        print_plan(made, [*notes, *_fleet_words(fleets)])
     if made.chosen is None:
         made.pick()
 
@@ -175,13 +179,24 @@ def _data(text: str) -> DataPlace:
     return DataPlace(text, cloud, region, float(gib) if gib else None)
 
 
-def _fleets(made: Plan, needs: Sequence[Requirements], work: Work, goal: Goal) -> list[Fleet]:
-    """Mixed fleets, where the stage may have more nodes than it needs."""
-    least = min(need.min_nodes for need in needs)
-    risky = {item.allocation.offer.name: ANY_RATE_PER_HOUR for item in made.candidates}
+def _fleets(
+    made: Plan, needs: Sequence[Requirements], table: OfferTable, *, work: Work, goal: Goal, how: Search
+) -> list[Fleet]:
+    """Mixed fleets of the best types, where the stage may have more nodes than it needs, on either market."""
+    wide = [need for need in needs if need.max_nodes > need.min_nodes and need.capacity == "auto"]
+    if not wide or not wide[0].can_checkpoint:
+        return []
+    offers = [item.allocation.offer for item in made.candidates]
+    types = list(dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers))
+    some = replace(how, limit=FLEET_LIMIT, explain=False)
+    candidates: list[Candidate] = []
+    for cloud, region, name in types[:FLEET_TYPES]:
+        here = [replace(need, cloud=cloud, region=region, instance_type=name) for need in wide]
+        candidates += search(here, table, goal=goal, work=work, how=some).candidates
+    risky = {item.allocation.offer.name: ANY_RATE_PER_HOUR for item in candidates}
     found = mixed_fleets(
-        made.candidates,
-        min_nodes=least,
+        candidates,
+        min_nodes=min(need.min_nodes for need in wide),
         work=replace(work, interruptions_per_hour=risky),
         goal=goal,
         hour_usd=made.value_of_hour_usd or 0.0,

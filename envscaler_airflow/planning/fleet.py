@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envscaler_airflow.planning.objective import Estimate, estimate
-from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.planning.planner import Candidate, Goal, Work
 from envscaler_airflow.planning.record import Record
 
@@ -42,24 +42,28 @@ def mixed_fleets(
     the same region takes the nodes above it. A lost spot node restarts the stage from its last checkpoint, so
     interruptions are those of the spot nodes together.
     """
-    spot: dict[tuple[str, str, str], Candidate] = {}
+    spot: dict[tuple[object, ...], Candidate] = {}
     for item in candidates:
         offer, usd = item.allocation.offer, item.allocation.offer.usd_per_hour
         if offer.capacity_type != "spot" or usd is None:
             continue
-        key = (offer.cloud, offer.region, offer.instance_type)
+        key = _type_of(offer)
         best = spot.get(key)
         if best is None or usd < (best.allocation.offer.usd_per_hour or usd):
             spot[key] = item
     found = []
     for item in candidates:
         offer = item.allocation.offer
-        partner = spot.get((offer.cloud, offer.region, offer.instance_type))
+        partner = spot.get(_type_of(offer))
         if offer.capacity_type == "on-demand" and partner is not None and item.allocation.nodes > min_nodes:
             fleet = _join(item, partner, min_nodes, work, hour_usd)
             if fleet is not None:
                 found.append(fleet)
     return sorted(found, key=lambda fleet: _rank(fleet, goal))
+
+
+def _type_of(offer: Offer) -> tuple[object, ...]:
+    return offer.cloud, offer.region, offer.instance_type, offer.gpu_name, offer.gpus
 
 
 def _join(whole: Candidate, spot: Candidate, min_nodes: int, work: Work, hour_usd: float) -> Fleet | None:

@@ -16,6 +16,9 @@ from envscaler_airflow.spec.quantities import GPU_MEMORY_USABLE
 USABLE = GPU_MEMORY_USABLE
 """Part of the nominal memory of a GPU that a job can have."""
 
+HOST_GIB_EACH = 4.0
+"""Memory of the host for each GPU's process. Chosen: Python, CUDA libraries and a few batches take 3 to 4."""
+
 GB = 1e9
 _FITTED_STDEV = 0.15
 """Relative stdev of a step on the GPU that it was fitted on. Measured: the 90th percentile of the errors of
@@ -303,9 +306,15 @@ class JobModel:
         return 0.1 + _COUNT_STDEV * away
 
     def misfit(self, kind: Kind, nodes: int) -> Misfit | None:
-        """Why the job cannot run there: too little GPU memory; None when it can, or nothing is known."""
+        """Why the job cannot run there: too little memory; None when it can, or nothing is known."""
         if kind.gpu_name is None or kind.gpus < 1 or kind.gpu_memory_gb is None:
             return None
+        least = HOST_GIB_EACH * kind.gpus
+        if kind.memory_gib < least:
+            text = (
+                f"has {kind.memory_gib:g} GiB for the processes of {kind.gpus:g} GPUs, which take {least:g}"
+            )
+            return Misfit("memory", text, 1 - kind.memory_gib / least)
         together = int(kind.gpus) * nodes
         job = self.job
         if job.footprint.local_batch(kind.gpu_memory_gb, together) >= job.least_local:

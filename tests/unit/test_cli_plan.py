@@ -223,3 +223,17 @@ def test_options_that_say_nothing_sensible_are_errors(shell, command, option, te
 
     assert got.exit_code == 2, got.output
     assert words in got.output
+
+
+def test_a_mixed_fleet_is_told_where_both_markets_will_do(shell, tmp_path):
+    """One node on demand for rank 0, the rest on spot of the same type."""
+    got = shell("plan", gpu="T4:1")
+    spec = (tmp_path / "s.yaml").read_text().replace(", use_spot: false", "") + "num_nodes: 1..3\n"
+    (tmp_path / "wide.yaml").write_text(spec)
+
+    wide = shell("plan", "-f", str(tmp_path / "wide.yaml"))
+
+    assert "mixed fleet" not in got.output
+    assert (
+        "note: mixed fleet: 1 on demand and 1 on spot of g4dn.xlarge in aws/us-east-1/us-east-1a, $0.7260/h"
+    ) in wide.output

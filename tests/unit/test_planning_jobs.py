@@ -178,6 +178,15 @@ def test_a_7b_full_fine_tune_is_not_put_on_a_t4():
     assert job_model(lora, gpu_facts()).misfit(l4, 1) is None
 
 
+def test_a_host_without_memory_for_its_gpus_is_refused():
+    """Four processes do not start in 3.6 GiB."""
+    host = Kind("gcp", "n1-highcpu-4", 4, 3.6, "T4", 4, 16)
+
+    misfit = job_model(job("bert-base-finetune"), gpu_facts()).misfit(host, 1)
+
+    assert misfit.reason == "has 3.6 GiB for the processes of 4 GPUs, which take 16"
+
+
 def test_a_plan_with_a_job_compares_types_and_numbers():
     """The model that does not fit is refused with its reason; nodes x type are alternatives."""
     rows = {
