@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -352,9 +351,9 @@ def _read_number(_: Parameter | None, value: Any) -> float:
             raise ValueError(f"{value!r:.60} is no number; write one such as 0.1") from None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r:.60} is no number; write one such as 0.1")  # noqa: TRY004 (one kind for all)
-    if not abs(value) < MAX_NUMBER:
+    if not abs(value) < MAX_NUMBER:  # NaN too
         raise ValueError("is no finite number below 1e15; write one such as 0.1")
-    return value if math.isfinite(value) else 0.0
+    return value
 
 
 def _read_string(parameter: Parameter | None, value: Any) -> str:

@@ -17,7 +17,7 @@ from jinja2 import StrictUndefined, TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from envscaler_airflow.spec.faults import Faults
-from envscaler_airflow.spec.parameters import BROKEN
+from envscaler_airflow.spec.parameters import BROKEN, MAX_NUMBER
 from envscaler_airflow.spec.yaml import Node
 
 MAX_TEMPLATE = 10_000
@@ -26,8 +26,6 @@ MAX_TEMPLATE = 10_000
 _FILTERS = ("abs", "default", "length", "lower", "round", "string", "trim", "upper")
 MAX_DEPTH = 40
 """Deepest expression. Chosen: people write 5."""
-MAX_NUMBER = 10**15
-"""Larger numbers do not survive JSON as doubles."""
 _ALLOWED: tuple[type[nodes.Node], ...] = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Const,
     nodes.Filter, nodes.Keyword, nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import Manifest, parse_checkpoint_name
@@ -106,32 +105,6 @@ def read_checkpoint(store: Store, name: str) -> Manifest:
             f"attempt {manifest.attempt}"
         )
     return manifest
-
-
-def newest_good(
-    store: Store,
-    *,
-    generation: int,
-    attempt: int,
-    candidates: Iterable[str],
-    scratch: Path | None = None,
-) -> tuple[str | None, tuple[str, ...]]:
-    """Newest checkpoint whose every byte agrees with its manifest, and why each one before was rejected.
-
-    Raises:
-        StoreError: Cannot be told.
-    """
-    complete = complete_checkpoints(store, generation)
-    rejected = []
-    for name in resume_order(complete, generation=generation, attempt=attempt, candidates=candidates):
-        try:
-            read_checkpoint(store, name)
-            folders.verify(store, checkpoint_prefix(name), scratch=scratch)
-        except CheckpointError as err:
-            rejected.append(f"{name}: {err}")
-        else:
-            return name, tuple(rejected)
-    return None, tuple(rejected)
 
 
 def is_superseded(store: Store, generation: int, attempt: int) -> bool:

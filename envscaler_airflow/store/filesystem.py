@@ -198,5 +198,5 @@ class FilesystemStore:
             raise
         except PermissionError as err:
             raise StoreError(f"{self.uri(name)}: {err}") from err
-        except Exception as err:
+        except Exception as err:  # filesystems of many makers, each with errors of its own
             raise StoreError(f"{self.uri(name)}: {type(err).__name__}: {err}", transient=True) from err

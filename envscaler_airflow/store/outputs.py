@@ -84,35 +84,3 @@ def put_output(
     manifest = Manifest(kind=kind, files=files, generation=generation, attempt=attempt)
     folders.write_manifest(store, prefix, manifest)
     return store.uri(prefix)
-
-
-def read_output(uri: str, *, options: Mapping[str, Any] | None = None) -> Manifest:
-    """Manifest of the output at *uri*.
-
-    Raises:
-        CheckpointError: Absent (the stage that writes it did not finish) or torn.
-        StoreError: Cannot be told.
-    """
-    return folders.read_manifest(*open_folder(uri, options))
-
-
-def fetch_output(
-    uri: str,
-    target: Path,
-    *,
-    options: Mapping[str, Any] | None = None,
-    between: Callable[[], None] = lambda: None,
-) -> Manifest:
-    """Lay the output at *uri* out below *target*, every file checked; returns its manifest.
-
-    An output that is one file becomes ``target/<its name>``.
-
-    Raises:
-        CheckpointError: Absent, torn, truncated, or of another hash.
-        StoreError: Cannot be told; the call can be repeated.
-    """
-    store, prefix = open_folder(uri, options)
-    manifest = folders.read_manifest(store, prefix)
-    target.mkdir(parents=True, exist_ok=True)
-    folders.fetch(store, prefix, manifest, target, between=between)
-    return manifest

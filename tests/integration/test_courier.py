@@ -14,6 +14,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+from fakes.store_reader import newest_good
 from moto.server import ThreadedMotoServer
 
 from envscaler_airflow.protocol import (
@@ -27,7 +28,7 @@ from envscaler_airflow.protocol import (
 )
 from envscaler_airflow.store import folders, for_run, open_store
 from envscaler_airflow.store.archive import pack_workdir
-from envscaler_airflow.store.checkpoints import complete_checkpoints, newest_good, read_checkpoint
+from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
 from envscaler_airflow.store.lease import renew_lease
 
 PREFIX = "team/dag/run/task/0"
@@ -363,11 +364,11 @@ def test_a_full_disk_during_a_save_keeps_the_last_good_one(nodes, tmp_path, tiny
     late = node.saves(20, {"model.bin": os.urandom(2 << 20)})
     until(lambda: "No space left" in node.status().message)
     assert node.status().message.startswith(f"checkpoint {late} waits: ")
-    assert newest_good(store, generation=1, attempt=2, candidates=(late, good))[0] == good
+    assert newest_good(store, attempt=2, candidates=[late, good])[0] == good
 
     ballast.unlink()
     until((node.exchange / f"checkpoints/{late}.done").exists)
     until(lambda: node.status().last_checkpoint == late and not node.status().message)
-    assert newest_good(store, generation=1, attempt=2, candidates=(late, good))[0] == late
+    assert newest_good(store, attempt=2, candidates=[late, good])[0] == late
     node.says(exit_code=0, reason="succeeded")
     assert node.process.wait(30) == 0

