@@ -239,7 +239,11 @@ class Buildah:
 
 
 class Docker:
-    """docker with BuildKit; layers go to a registry by buildx, or inside the image where there is none."""
+    """docker with BuildKit; layers go to a registry by buildx, or inside the image where there is none.
+
+    ENVSCALER_DOCKER_NETWORK (such as ``host``) is the network of builds and containers, where the
+    daemon's own is not to be used.
+    """
 
     name = "docker"
 
@@ -270,7 +274,7 @@ class Docker:
     def build(self, order: Order, access: Access, on_line: Callable[[str], None]) -> int:
         """See :class:`Builder`."""
         proxies = {name: os.environ[name] for name in _PROXIES if name in os.environ}
-        words = ["--progress=plain", "--tag", order.name, *order.options()]
+        words = ["--progress=plain", *_network(), "--tag", order.name, *order.options()]
         words += [word for name in proxies for word in ("--build-arg", name)]
         has_buildx = run_program([self._program, "buildx", "version"]).code == 0
         if order.cache is not None and has_buildx:
@@ -321,8 +325,13 @@ class Docker:
         options += [f"--gpus={container.gpus}"] if container.gpus else []
         entry, rest = (list(words[:1]), list(words[1:])) if words else ([], [])
         options += [f"--entrypoint={entry[0]}"] if entry else []
-        command = [self._program, "run", "--rm", "--init", *options, image, *rest]
+        command = [self._program, "run", "--rm", *_network(), *options, image, *rest]
         return stream_program(command, on_line, env=container.env)
+
+
+def _network() -> list[str]:
+    name = os.environ.get("ENVSCALER_DOCKER_NETWORK")
+    return [f"--network={name}"] if name else []
 
 
 def _image(identity: str, digest: Any, config: Mapping[str, Any], layers: Any) -> Image:

@@ -109,7 +109,7 @@ def test_a_container_gets_volumes_and_limits_and_secrets_by_name_alone(program):
     docker.run("x", ["python", "train.py"], container, print)
 
     expected = (
-        "run --rm --init --env=TOKEN --volume=/srv:/data:ro --memory=1073741824 --shm-size=1048576 "
+        "run --rm --env=TOKEN --volume=/srv:/data:ro --memory=1073741824 --shm-size=1048576 "
         "--cpus=1.5 --gpus=2 --entrypoint=python x train.py"
     )
     assert program.words("docker") == [expected]
