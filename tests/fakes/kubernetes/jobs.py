@@ -132,7 +132,7 @@ class JobController:
             for pod in count.active:
                 self._delete(job, pod)
             if outcome.kind == "Failed":
-                count.failed += [pod for pod in count.active if pod not in count.failed]
+                count.failed += count.active
             count.active = []
         else:
             self._manage(job, memory, count)

@@ -262,7 +262,7 @@ def _drop(count: Tally, wanted: int) -> None:
     )
     gone = order[: len(count.active) - wanted]
     count.excess += gone
-    count.active = [pod for pod in count.active if pod not in gone]
+    count.active = order[len(gone) :]
 
 
 def verdict(job: Object, count: Tally, now: float) -> Verdict | None:

@@ -35,6 +35,10 @@ class Scheduler:
         self._store = cluster.store
         self._waiting: dict[str, None] = {}
         self._placed: dict[str, dict[str, Object]] = {}
+        self._asked: dict[str, dict[str, Decimal]] = {}
+        self._used: dict[str, dict[str, Decimal]] = {}
+        self._picky: set[str] = set()
+        self._nominated: dict[str, list[Object]] = {}
         self._said: dict[str, str] = {}
 
     def hear(self, change: Change) -> None:
@@ -55,9 +59,30 @@ class Scheduler:
             self._waiting[uid] = None
             self._cluster.queue.add("schedule", "")
         if node and not gone:
-            self._placed.setdefault(node, {})[uid] = pod
-        elif node and self._placed.get(node, {}).pop(uid, None) is not None and self._waiting:
+            self._put(node, uid, pod)
+        elif node and self._take(node, uid) and self._waiting:
             self._cluster.queue.add("schedule", "")
+
+    def _put(self, node: str, uid: str, pod: Object) -> None:
+        """Count a pod on a node."""
+        self._take(node, uid)
+        asked = pod_requests(pod)
+        self._placed.setdefault(node, {})[uid] = pod
+        self._asked[uid] = asked
+        used = self._used.setdefault(node, {})
+        for name, amount in asked.items():
+            used[name] = used.get(name, Decimal(0)) + amount
+        if (pod["spec"].get("affinity") or {}).get("podAntiAffinity"):
+            self._picky.add(uid)
+
+    def _take(self, node: str, uid: str) -> bool:
+        """Count it no more; False if it was not there."""
+        if self._placed.get(node, {}).pop(uid, None) is None:
+            return False
+        for name, amount in self._asked.pop(uid).items():
+            self._used[node][name] -= amount
+        self._picky.discard(uid)
+        return True
 
     def on_node(self, name: str) -> list[Object]:
         """Pods that take room on a node."""
@@ -70,6 +95,10 @@ class Scheduler:
         pods = [pod for pod in pods if not pod["spec"].get("nodeName") and not is_going(pod)]
         pods.sort(key=lambda pod: (-pod["spec"].get("priority", 0), int(pod["metadata"]["resourceVersion"])))
         nodes = {node["metadata"]["name"]: node for node in self._store.all(NODES)}
+        self._nominated = {}
+        for pod in pods:
+            if pod["status"].get("nominatedNodeName"):
+                self._nominated.setdefault(pod["status"]["nominatedNodeName"], []).append(pod)
         for pod in pods:
             if pod["spec"].get("schedulerName", "default-scheduler") == "default-scheduler":
                 self._place(pod, nodes)
@@ -102,8 +131,11 @@ class Scheduler:
 
     def _look(self, pod: Object, nodes: dict[str, Object]) -> _Look:
         look = _Look([], Counter(), [])
-        others = [other for placed in self._placed.values() for other in placed.values()]
-        for name, node in nodes.items():
+        fussy = (pod["spec"].get("affinity") or {}).keys() & {"podAffinity", "podAntiAffinity"}
+        others = None
+        if fussy or self._picky or pod["spec"].get("topologySpreadConstraints"):
+            others = [other for placed in self._placed.values() for other in placed.values()]
+        for node in nodes.values():
             refusals = self._refusals(pod, node, nodes, others)
             if not refusals:
                 look.fits.append(node)
@@ -114,15 +146,21 @@ class Scheduler:
         return look
 
     def _refusals(
-        self, pod: Object, node: Object, nodes: dict[str, Object], others: list[Object]
+        self, pod: Object, node: Object, nodes: dict[str, Object], others: list[Object] | None
     ) -> list[str]:
         static = fitting.static_refusal(pod, node)
         if static:
             return [static]
-        placed = self._on(node, pod)
-        short = fitting.lacking(pod, node, _sum(placed), len(placed))
+        name = node["metadata"]["name"]
+        used, count = self._used.get(name, {}), len(self._placed.get(name, {}))
+        if self._nominated.get(name):
+            placed = self._on(node, pod)
+            used, count = _sum(placed), len(placed)
+        short = fitting.lacking(pod, node, used, count)
         if short:
-            return ["Too many pods" if name == "pods" else f"Insufficient {name}" for name in short]
+            return ["Too many pods" if one == "pods" else f"Insufficient {one}" for one in short]
+        if others is None:
+            return []
         rule = fitting.neighbours_refuse(pod, node, nodes, others) or fitting.spread_refuses(
             pod, node, nodes, others
         )
@@ -131,13 +169,12 @@ class Scheduler:
     def _on(self, node: Object, pod: Object) -> list[Object]:
         """Pods on *node*, with those of at least the same priority that preempted for a place there."""
         name = node["metadata"]["name"]
+        priority = pod["spec"].get("priority", 0)
         nominated = [
-            found[1]
-            for uid in self._waiting
-            if uid != pod["metadata"]["uid"]
-            and (found := self._store.find(uid)) is not None
-            and found[1]["status"].get("nominatedNodeName") == name
-            and found[1]["spec"].get("priority", 0) >= pod["spec"].get("priority", 0)
+            other
+            for other in self._nominated.get(name, ())
+            if other["metadata"]["uid"] != pod["metadata"]["uid"]
+            and other["spec"].get("priority", 0) >= priority
         ]
         return [*self._placed.get(name, {}).values(), *nominated]
 
@@ -215,6 +252,8 @@ class Scheduler:
                 item["status"]["nominatedNodeName"] = nominated
 
         self._cluster.record(pod, "FailedScheduling", text, warning=True, component="default-scheduler")
+        if nominated:
+            self._nominated.setdefault(nominated, []).append(pod)
         self._store.edit(PODS, pod, write)
 
 
