@@ -12,6 +12,10 @@ NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"
 """``lost``: known to be gone without an end of its own. ``unknown``: cannot be told from here; never dead."""
 
 
+ResizeState = Literal["going", "done", "deferred", "infeasible"]
+"""``deferred``: no room now. ``infeasible``: never here; the next attempt gets it."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptRequest:
     """All that a backend needs to start one attempt. No field holds a secret but ``secret_env``.
@@ -186,3 +190,14 @@ class SharesWatch(Protocol):
 
     def share_watch(self) -> None:
         """From now on look through the one watch that this process keeps."""
+
+
+@runtime_checkable
+class ResizesInPlace(Protocol):
+    """A backend that can change CPU and memory of running nodes."""
+
+    def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
+        """Ask for so much per node; None leaves a resource as it is."""
+
+    def resized(self, handle: Handle) -> ResizeState:
+        """How far that is, the worst of all nodes."""

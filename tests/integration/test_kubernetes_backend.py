@@ -430,3 +430,74 @@ def test_a_view_that_is_too_old_shows_nothing(cluster, connect):
     now[0] = 121.0
     with pytest.raises(BackendError, match="was not heard for 121 s"):
         view.attempt(handle.name)
+
+
+def test_a_thousand_stages_cost_one_list_and_one_watch_of_each_kind(cluster, connect):
+    """However many look, each with a backend of its own, as triggers have; a look takes no call."""
+    maker = connect()
+    handles = []
+    for number in range(1000):
+        job = maker.render(request_for(run_prefix=f"dep/dag/run/train/{number}"))["job"]
+        handles.append(maker.handle(cluster.create(JOBS, job)))
+    backend = connect(watches=True)
+    backend.observe(handles[0])
+    before = len(cluster.requests)
+    began = time.monotonic()
+
+    states = {backend.observe(handle).nodes[0].state for handle in handles}
+
+    assert states == {"pending"}
+    assert len(cluster.requests) - before <= 2
+    assert time.monotonic() - began < 1.0
+    watched = [path for method, path in cluster.requests if "watch=true" in path]
+    assert len(watched) == 2
+
+
+def test_a_watch_backs_off_while_the_server_is_busy(cluster, connect):
+    """No call for as long as it asks; then the view is whole again."""
+    backend = connect(watches=True)
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.next_error("watch", "pods", 429, retry_after=2, times=1)
+    cluster.next_error("list", "pods", 500, times=2)
+
+    cluster.cut_watches()
+    cluster.pod(f"{handle.name}-0-").exit(0)
+
+    assert over(backend, handle) == [("ended", "succeeded")]
+    calls = [path for method, path in cluster.requests if "/pods?" in path]
+    assert len(calls) < 12
+
+
+def cpu_of(cluster, handle):
+    """What the kubelet gives to the training."""
+    [status] = cluster.pod(f"{handle.name}-0-").object["status"]["containerStatuses"]
+    return status["resources"]["requests"]["cpu"]
+
+
+def test_cpu_grows_in_place(cluster, connect):
+    """The same pod, not started again."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+
+    backend.resize(handle, vcpus=2.0, memory_bytes=None)
+
+    assert eventually(lambda: backend.resized(handle), lambda state: state != "going") == "done"
+    assert cpu_of(cluster, handle) in ("2", "2000m")
+
+
+def test_a_resize_without_room_waits_and_one_beyond_the_node_never_comes(cluster, connect):
+    """Deferred while others hold it; infeasible at once for more than the node has."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    other = backend.submit(request_for(attempt=2, spec={"resources": {"requests": {"cpu": "6"}}}))
+    running(backend, handle)
+    running(backend, other)
+
+    assert backend.resize(handle, vcpus=64.0, memory_bytes=None) == "infeasible"
+    backend.resize(handle, vcpus=4.0, memory_bytes=None)
+
+    assert eventually(lambda: backend.resized(handle), lambda state: state != "going") == "deferred"
+    backend.stop(other, grace_s=0)
+    assert eventually(lambda: backend.resized(handle), lambda state: state == "done") == "done"

@@ -13,6 +13,7 @@ from envscaler_airflow.backends.base import (
     AttemptRequest,
     AttemptStatus,
     Handle,
+    ResizeState,
     UsageInterval,
 )
 from envscaler_airflow.backends.kubernetes import failures, names, paths
@@ -21,6 +22,7 @@ from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_e
 from envscaler_airflow.backends.kubernetes.lost import free_lost
 from envscaler_airflow.backends.kubernetes.offers import derived_offers, shortfall
 from envscaler_airflow.backends.kubernetes.render import MAIN, render_attempt, secret_object
+from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
 from envscaler_airflow.backends.kubernetes.watch import View, shared_view
@@ -349,6 +351,25 @@ class KubernetesBackend:
             text = b"".join(lines)[skip:]
             if text:
                 yield node, text
+
+    def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
+        """Ask for so much per node, in place; ``infeasible`` once one node cannot have it.
+
+        Raises:
+            BackendError: The API server does not answer, or the Role does not allow it.
+        """
+        for pod in self._live(handle):
+            if ask(self.cluster, pod, vcpus=vcpus, memory_bytes=memory_bytes) == "infeasible":
+                return "infeasible"
+        return self.resized(handle)
+
+    def resized(self, handle: Handle) -> ResizeState:
+        """How far the last :meth:`resize` is. Raises BackendError."""
+        return state_of(self._live(handle))
+
+    def _live(self, handle: Handle) -> tuple[Json, ...]:
+        pods = self._look(handle).pods
+        return tuple(dict(pod) for pod in pods if (pod.get("status") or {}).get("phase") == "Running")
 
     # -- ending
 

@@ -30,7 +30,11 @@ PAGE = 500
 MAX_ANSWER_BYTES = 64 << 20
 """Largest answer read, bytes. Chosen: 500 pods of the largest kind."""
 
-_CONTENT = {"merge": "application/merge-patch+json", "json": "application/json"}
+_CONTENT = {
+    "json": "application/json",
+    "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
+}
 _VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "GET": "get or list"}
 
 
@@ -139,6 +143,10 @@ class Cluster:
     def patch(self, path: str, body: Mapping[str, Any]) -> Json:
         """Merge *body* into an object; ``metadata.uid`` in it makes sure that it is the one meant."""
         return self._call("PATCH", path, body=body, content="merge").body
+
+    def patch_strategic(self, path: str, body: Mapping[str, Any]) -> Json:
+        """The same, where lists are merged by the names of their items."""
+        return self._call("PATCH", path, body=body, content="strategic").body
 
     def delete(self, path: str, *, uid: str, grace_s: int | None = None) -> None:
         """Delete the object of that uid and what it owns; one that is gone or another is no error."""

@@ -1,0 +1,67 @@
+"""CPU and memory of running pods, changed in place where the cluster can. Pure but for :func:`ask`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envscaler_airflow.backends.base import ResizeState
+from envscaler_airflow.backends.kubernetes import paths
+from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.failures import MAIN, condition
+
+MIB = 1 << 20
+
+
+def patch_of(pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> Json:
+    """What is sent to the pod's resize subresource; a limit that is there moves with the request."""
+    [main] = [one for one in pod["spec"]["containers"] if one["name"] == MAIN]
+    wanted = {}
+    if vcpus is not None:
+        wanted["cpu"] = f"{round(vcpus * 1000)}m"
+    if memory_bytes is not None:
+        wanted["memory"] = f"{memory_bytes // MIB}Mi"
+    limits = (main.get("resources") or {}).get("limits") or {}
+    resources: dict[str, Any] = {"requests": wanted}
+    kept = {name: value for name, value in wanted.items() if name in limits}
+    if kept:
+        resources["limits"] = kept
+    metadata = {"uid": pod["metadata"]["uid"]}
+    return {"metadata": metadata, "spec": {"containers": [{"name": MAIN, "resources": resources}]}}
+
+
+def ask(cluster: Cluster, pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
+    """Ask for other resources; ``infeasible`` when the node or the cluster can never give them.
+
+    Raises:
+        BackendError: The API server does not answer, or the Role does not allow it.
+    """
+    metadata = pod["metadata"]
+    path = paths.pods(metadata["namespace"], metadata["name"], "resize")
+    try:
+        cluster.patch_strategic(path, patch_of(pod, vcpus=vcpus, memory_bytes=memory_bytes))
+    except RefusedError as err:
+        # 403 NodeCapacity: more than the node has; 404: the cluster has no such subresource (before 1.33);
+        # 422: another quality of service, or a resource that cannot be resized.
+        if err.status in (404, 422) or (err.status == 403 and "cannot" not in str(err)):
+            return "infeasible"
+        raise
+    return "going"
+
+
+def state_of(pods: tuple[Json, ...]) -> ResizeState:
+    """How far the pods are: the worst of them. Source: conditions of the pod, Kubernetes 1.33 and newer."""
+    states = [_state(pod) for pod in pods]
+    order: tuple[ResizeState, ...] = ("infeasible", "deferred", "going")
+    return next((state for state in order if state in states), "done")
+
+
+def _state(pod: Json) -> ResizeState:
+    pending = condition(pod, "PodResizePending")
+    if pending is not None:
+        return "infeasible" if pending.get("reason") == "Infeasible" else "deferred"
+    going = condition(pod, "PodResizeInProgress")
+    if going is not None:
+        return "infeasible" if going.get("reason") == "Error" else "going"
+    generation = pod["metadata"].get("generation")
+    seen = (pod.get("status") or {}).get("observedGeneration")
+    return "going" if generation is not None and seen is not None and seen < generation else "done"

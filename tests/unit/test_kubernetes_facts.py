@@ -1,0 +1,180 @@
+"""Unit tests of offers, usage and resizes: what is read from a cluster's objects."""
+
+import pytest
+
+from envscaler_airflow.backends.base import Handle, UsageInterval
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.failures import Seen, timestamp
+from envscaler_airflow.backends.kubernetes.offers import derived_offers, quantity, shortfall
+from envscaler_airflow.backends.kubernetes.resize import patch_of, state_of
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.usage import intervals
+from envscaler_airflow.planning.offers import Allocation
+
+START, BOUND, END = "2026-11-29T17:00:00Z", "2026-11-29T17:01:00Z", "2026-11-29T18:00:00Z"
+HANDLE = Handle("kubernetes", "job", {"uid": "u", "nodes": 1, "created": START})
+
+
+def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, ready="True", labels=None):
+    """A node; 33024Mi are 32 GiB and the courier's 256 MiB."""
+    room = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    return {
+        "metadata": {"name": name, "labels": {"kubernetes.io/arch": "amd64", **(labels or {})}},
+        "spec": {},
+        "status": {"allocatable": room, "conditions": [{"type": "Ready", "status": ready}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3920m", 3.92), ("8", 8), ("16Gi", 2**34), ("1k", 1000), ("129M", 129e6)]
+)
+def test_quantities_of_a_server_are_read(text, value):
+    """Milli, decimal and binary."""
+    assert quantity(text) == pytest.approx(value)
+
+
+def test_a_node_is_offered_in_slices_less_what_the_courier_takes():
+    """Eight CPUs: 1, 2, 4, 8, memory in proportion."""
+    offers = derived_offers([node(labels={"node.kubernetes.io/instance-type": "m5.2xlarge"})], Settings())
+
+    assert [(offer.instance_type, offer.vcpus, offer.memory_gib) for offer in offers] == [
+        ("m5.2xlarge:cpu-1", 1.0, 4.0),
+        ("m5.2xlarge:cpu-2", 2.0, 8.0),
+        ("m5.2xlarge:cpu-4", 4.0, 16.0),
+        ("m5.2xlarge:cpu-8", 8.0, 32.0),
+    ]
+    assert {offer.usd_per_hour for offer in offers} == {None}
+
+
+def test_gpus_are_named_as_in_the_catalog_and_priced_by_their_share():
+    """Two of eight A100 of a node for $32 an hour: $8."""
+    labels = {
+        "node.kubernetes.io/instance-type": "p4de.24xlarge",
+        "nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB",
+        "eks.amazonaws.com/capacityType": "SPOT",
+    }
+    settings = Settings(region="eks", usd_per_hour={"p4de.24xlarge": 32.0})
+
+    offers = derived_offers([node(cpu="96100m", gpus=8, labels=labels)], settings)
+
+    two = next(offer for offer in offers if offer.gpus == 2)
+    assert two.name == "kubernetes/eks/p4de.24xlarge:gpu-2/spot"
+    assert (two.gpu_name, two.gpu_memory_gb, two.vcpus, two.usd_per_hour) == ("A100-80GB", 80, 24.0, 8.0)
+    assert [offer.gpus for offer in offers] == [1, 2, 4, 8]
+
+
+def test_a_node_that_only_names_its_gpu_is_found_by_that():
+    """Bare metal without instance types."""
+    [offer] = derived_offers([node(gpus=1, labels={"nvidia.com/gpu.product": "Tesla-T4"})], Settings())
+
+    assert (offer.instance_type, offer.gpu_name) == ("gpu.Tesla-T4:gpu-1", "T4")
+
+
+def test_nodes_that_take_no_pods_are_no_offers():
+    """Not ready, cordoned, or too small."""
+    cordoned = node()
+    cordoned["spec"]["unschedulable"] = True
+
+    assert derived_offers([node(ready="Unknown"), cordoned, node(cpu="1")], Settings()) == ()
+
+
+def test_the_smallest_of_like_nodes_counts():
+    """A slice fits on each of them."""
+    offers = derived_offers([node(), node(cpu="4100m")], Settings())
+
+    assert max(offer.vcpus for offer in offers) == 4.0
+
+
+def test_more_than_all_nodes_can_never_be_had():
+    """Two nodes of eight CPUs have room for four slices of four."""
+    nodes = [node("a"), node("b")]
+    four = next(offer for offer in derived_offers(nodes, Settings()) if offer.vcpus == 4.0)
+
+    assert shortfall(Allocation(four, nodes=4), nodes) is None
+    assert shortfall(Allocation(four, nodes=5), nodes) == (
+        "cpu: 5 nodes of 4 CPUs and 16 GiB asked; the cluster has room for 4"
+    )
+
+
+def pod(*, phase="Running", index=0, finished=None, conditions=()):
+    """A pod that was bound to a node a minute after its Job began."""
+    bound = {"type": "PodScheduled", "status": "True", "lastTransitionTime": BOUND}
+    state = {"terminated": {"exitCode": 0, "finishedAt": finished}} if finished else {"running": {}}
+    return {
+        "metadata": {
+            "name": f"job-{index}",
+            "uid": f"p{index}",
+            "generation": 2,
+            "labels": {names.INDEX: str(index)},
+        },
+        "spec": {"containers": [{"name": "main", "resources": {"limits": {"memory": "1Gi"}}}]},
+        "status": {
+            "phase": phase,
+            "observedGeneration": 2,
+            "conditions": [bound, *conditions],
+            "containerStatuses": [{"name": "main", "state": state}],
+        },
+    }
+
+
+def job(*, ended=None):
+    """A Job that began at START."""
+    conditions = [{"type": "Failed", "status": "True", "lastTransitionTime": ended}] if ended else []
+    return {"metadata": {"name": "job"}, "spec": {}, "status": {"startTime": START, "conditions": conditions}}
+
+
+def test_a_node_is_billed_from_its_binding_to_its_last_container():
+    """Not while it waits for a node."""
+    assert intervals(Seen(job(), (pod(),)), HANDLE) == (UsageInterval(0, timestamp(BOUND), None),)
+    over = pod(phase="Succeeded", finished=END)
+    assert intervals(Seen(job(ended=END), (over,)), HANDLE) == (
+        UsageInterval(0, timestamp(BOUND), timestamp(END)),
+    )
+
+
+def test_a_node_whose_pod_is_gone_is_billed_by_its_job():
+    """From start to end; one whose Job is gone is billed no more."""
+    assert intervals(Seen(job(ended=END)), HANDLE) == (UsageInterval(0, timestamp(START), timestamp(END)),)
+    assert intervals(Seen(None), HANDLE) == (UsageInterval(0, timestamp(START), timestamp(START)),)
+
+
+def test_pods_that_were_made_again_are_billed_each():
+    """Two intervals of one node."""
+    found = intervals(Seen(job(), (pod(phase="Failed", finished=END), pod())), HANDLE)
+
+    assert [(one.node, one.end) for one in found] == [(0, timestamp(END)), (0, None)]
+
+
+def test_a_resize_moves_the_limits_that_are_there():
+    """Memory has one, CPU has none."""
+    assert patch_of(pod(), vcpus=2.5, memory_bytes=2 << 30)["spec"]["containers"] == [
+        {
+            "name": "main",
+            "resources": {"requests": {"cpu": "2500m", "memory": "2048Mi"}, "limits": {"memory": "2048Mi"}},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "expected"),
+    [
+        ("PodResizePending", "Deferred", "deferred"),
+        ("PodResizePending", "Infeasible", "infeasible"),
+        ("PodResizeInProgress", "", "going"),
+        ("PodResizeInProgress", "Error", "infeasible"),
+        ("Ready", "", "done"),
+    ],
+)
+def test_how_far_a_resize_is(kind, reason, expected):
+    """By the pod's conditions; the worst of all pods counts."""
+    one = pod(conditions=[{"type": kind, "status": "True", "reason": reason}])
+
+    assert state_of((pod(), one)) == expected
+
+
+def test_a_resize_that_the_kubelet_has_not_seen_is_going():
+    """The spec is of a later generation than the status."""
+    one = pod()
+    one["status"]["observedGeneration"] = 1
+
+    assert state_of((one,)) == "going"

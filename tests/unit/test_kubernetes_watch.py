@@ -1,0 +1,109 @@
+"""Unit tests of the shared view: what list and watch say, without a server."""
+
+import json
+
+import pytest
+
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.client import Answer
+from envscaler_airflow.backends.kubernetes.watch import ExpiredError, Table, View
+from envscaler_airflow.errors import BackendError
+
+
+def body(name, version, *, job=None):
+    """An object; *job* makes it a pod of that Job."""
+    return {
+        "metadata": {
+            "name": name,
+            "resourceVersion": str(version),
+            "labels": {names.JOB_NAME: job} if job else {},
+        }
+    }
+
+
+def event(kind, item):
+    """One line of a watch."""
+    return {"type": kind, "object": item}
+
+
+class Server:
+    """Stands in for the cluster: lists and watches from a script."""
+
+    host = "test"
+
+    def __init__(self, lists, watches):
+        """Give these answers, in order."""
+        self.lists, self.watches = list(lists), list(watches)
+        self.asked = []
+
+    def list(self, path, query):
+        """The next list."""
+        self.asked.append(("list", path))
+        return Answer({"metadata": {"resourceVersion": "10"}, "items": self.lists.pop(0)}, 1000.0)
+
+    def stream(self, path, query, *, read_timeout_s):
+        """The next watch, line by line; an exception is raised."""
+        self.asked.append(("watch", query["resourceVersion"]))
+        for line in self.watches.pop(0):
+            if isinstance(line, Exception):
+                raise line
+            yield line if isinstance(line, bytes) else json.dumps(line).encode()
+
+
+def test_a_table_follows_what_the_watch_says():
+    """Added, changed, gone; bookmarks only move the version."""
+    table = Table("/pods")
+    table.fill(
+        {"metadata": {"resourceVersion": "1"}, "items": [body("a", 1, job="j"), body("b", 1, job="j")]}
+    )
+
+    table.take(event("MODIFIED", body("a", 2, job="j")))
+    table.take(event("DELETED", body("b", 3, job="j")))
+    table.take(event("ADDED", body("c", 4, job="k")))
+    table.take(event("BOOKMARK", {"metadata": {"resourceVersion": "9"}, "spec": {"containers": None}}))
+
+    assert set(table.items) == {"a", "c"}
+    assert {job: set(pods) for job, pods in table.by_job.items()} == {"j": {"a"}, "k": {"c"}}
+    assert table.version == "9"
+
+
+def test_an_old_version_is_listed_anew():
+    """HTTP 200 and one ERROR event, as a real server says it."""
+    expired = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}
+    server = Server([[body("a", 1)], [body("b", 2)]], [[expired], []])
+    view = View(server, "ns")
+
+    with pytest.raises(ExpiredError, match="410 Expired"):
+        view.round("jobs")
+    view.round("jobs")
+
+    assert [what for what, _ in server.asked] == ["list", "watch", "list", "watch"]
+    assert set(view._tables["jobs"].items) == {"b"}
+
+
+def test_a_watch_that_breaks_off_goes_on_from_where_it_was():
+    """In the middle of a line, or of the connection: no list is needed."""
+    half = b'{"type": "ADD'
+    server = Server(
+        [[]], [[event("ADDED", body("a", 11)), half], [BackendError("reset", transient=True)], []]
+    )
+    view = View(server, "ns")
+
+    for _ in range(2):
+        with pytest.raises(BackendError):
+            view.round("jobs")
+    view.round("jobs")
+
+    assert server.asked[1:] == [("watch", "10"), ("watch", "11"), ("watch", "11")]
+
+
+def test_the_servers_clock_goes_on_between_two_lists():
+    """By the clock of this process since the list."""
+    now = [5.0]
+    server = Server([[], []], [[], []])
+    view = View(server, "ns", monotonic=lambda: now[0])
+    view.round("jobs")
+    view.round("pods")
+    now[0] = 65.0
+
+    assert view.attempt("j") == (None, [], 1060.0)
