@@ -1,0 +1,48 @@
+"""Unit tests of how an attempt ended, from what the backend and its nodes say."""
+
+import pytest
+
+from envscaler_airflow.lifecycle import NodeFacts, Observed, end_of
+from envscaler_airflow.lifecycle.ends import _SEVERITY, LOST_AFTER_S
+from envscaler_airflow.lifecycle.state import OUTCOMES
+from envscaler_airflow.protocol import END_REASONS, Ended, Status
+
+
+def node(index, reason, **status):
+    """A node that the backend saw end, and that said why."""
+    return NodeFacts(index, "ended", reason=reason, status=Status(ended=Ended(reason=reason), **status))
+
+
+def test_the_cause_stands_before_its_echoes():
+    """Node 1 ran out of memory, which broke node 0's next collective, and then node 2 was killed."""
+    got = end_of(Observed((node(0, "failed"), node(1, "out-of-memory"), node(2, "killed"))))
+
+    assert got.outcome == "out-of-memory"
+
+
+def test_nothing_is_over_while_one_node_runs():
+    """A node that ended well waits for the others."""
+    running = NodeFacts(1, "running", status=Status())
+
+    assert end_of(Observed((node(0, "succeeded"), running))) is None
+
+
+@pytest.mark.parametrize(("reason", "outputs"), [("succeeded", {"model": "file:///m"}), ("failed", None)])
+def test_only_a_success_has_outputs(reason, outputs):
+    """One of two outputs was up when the command failed: the next stage must not get it."""
+    got = end_of(Observed((node(0, reason, outputs={"model": "file:///m"}),)))
+
+    assert got.outputs == outputs
+
+
+@pytest.mark.parametrize(("silent_s", "outcome"), [(LOST_AFTER_S - 1, None), (LOST_AFTER_S, "lost")])
+def test_silence_is_a_loss_only_after_its_time(silent_s, outcome):
+    """Neither the backend nor the node was heard."""
+    got = end_of(Observed((NodeFacts(0, "unknown"),), silent_s=silent_s))
+
+    assert (got and got.outcome) == outcome
+
+
+def test_every_reason_of_a_node_has_its_severity_and_outcome():
+    """A reason that one side learns and the other does not would crash the owner."""
+    assert set(END_REASONS) <= set(_SEVERITY) <= set(OUTCOMES)
