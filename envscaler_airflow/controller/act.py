@@ -32,6 +32,7 @@ from envscaler_airflow.errors import (
     BudgetError,
     CapacityError,
     NoOfferError,
+    ProtocolError,
     RunFailedError,
 )
 from envscaler_airflow.lifecycle import Action, Actor, AttemptState, Facts, RunState, enter, fold, next_action
@@ -85,6 +86,7 @@ class Controller:
             SpecError, NoOfferError: The spec must change; never retry.
             SupersededError: Another try owns the run.
             StoreError, BackendError: No answer; try again when transient.
+            ProtocolError: A newer version has written events that this one does not know.
         """
         if self._stage.spec is None:
             raise RuntimeError("execute needs the spec")
@@ -271,7 +273,8 @@ class Controller:
         if usd is not None:
             body["usd"] = usd
         state = self._append(state, "attempt-ended", body)
-        if state.live is None:  # else another event has that number: the end is told anew from what is there
+        # When another event has that number, the end is told anew from what is there.
+        if state.live is None and not state.unknown:
             self._backend.release(Handle.from_dict(live.handle))
         return state
 
@@ -413,6 +416,9 @@ class Controller:
         self._write_result(after, body)
         return Delivered(dict(after.outputs), body)
 
+    def _mismatch(self, state: RunState, action: Action) -> _Result:
+        raise ProtocolError(f"run {self._prefix}, event {state.number}: {action.reason}")
+
     def _write_result(self, state: RunState, body: Mapping[str, Any]) -> None:
         whole = {
             "schema": protocol.SCHEMA,
@@ -473,6 +479,7 @@ class Controller:
         "fail": _fail,
         "halt": _halt,
         "deliver": _deliver,
+        "mismatch": _mismatch,
     }
 
 

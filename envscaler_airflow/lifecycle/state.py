@@ -130,7 +130,8 @@ class RunState:
         delivered: Actors that the result was delivered to, of the current generation.
         reason: Why the run failed or was stopped.
         failure: Class of the failure.
-        unknown: Numbers of events of types that this version does not know.
+        unknown: Numbers of events of types that this version does not know, since the generation began or
+            while an attempt of an earlier one lives.
     """
 
     number: int = 0
@@ -211,6 +212,7 @@ def _generation(state: RunState, event: Event) -> RunState:
         pending=(),
         reason="",
         failure="",
+        unknown=state.unknown if state.live else (),
     )
 
 

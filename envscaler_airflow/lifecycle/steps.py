@@ -114,7 +114,8 @@ class Action:
     ``start``: intend and start the next attempt, on *target* when given. ``carry-out``: submit the
     intended one. ``end``: record *end*. ``stop``: ask the live attempt to go, for *why*. ``kill``: its
     time is over. ``judge``: answer a move request. ``refuse``: answer it with no. ``wait``: nothing now.
-    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over.
+    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over. ``mismatch``: this
+    version may not go on.
     """
 
     kind: Literal[
@@ -130,6 +131,7 @@ class Action:
         "fail",
         "halt",
         "deliver",
+        "mismatch",
     ]
     reason: str = ""
     why: str = ""
@@ -143,7 +145,30 @@ class Action:
 
 
 def next_action(state: RunState, facts: Facts) -> Action:
-    """The next thing to do; the caller records it and asks again until it is a wait or an end."""
+    """The next thing to do; the caller records it and asks again until it is a wait or an end.
+
+    Where a newer version wrote events that this one does not know, it watches what runs, hands over what
+    succeeded, and neither starts nor stops anything.
+    """
+    action = _known_action(state, facts)
+    return _cautious(state, action) if state.unknown else action
+
+
+def _cautious(state: RunState, action: Action) -> Action:
+    words = f"event {state.unknown[-1]} was written by a newer version of envscaler-airflow"
+    if action.kind == "judge":
+        return Action(
+            "refuse", request=action.request, reason=f"{words}; until that takes over, nothing moves"
+        )
+    if action.kind in ("stop", "kill"):
+        return Action("wait", reason=f"{words}; it is only watched, and not asked to go: {action.reason}")
+    is_new = action.kind in ("start", "carry-out") or (
+        action.kind in ("fail", "halt") and state.status == "active"
+    )
+    return Action("mismatch", reason=f"{words}; install that version to go on") if is_new else action
+
+
+def _known_action(state: RunState, facts: Facts) -> Action:
     if state.status == "succeeded":
         return Action("deliver")
     if state.status == "failed":

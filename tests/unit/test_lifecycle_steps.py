@@ -219,6 +219,33 @@ class TestNext:
         assert first.kind == "end"
         assert (second.kind, second.request.number) == ("refuse", 4)
 
+    @pytest.mark.parametrize(
+        ("rest", "observed", "kind"),
+        [
+            ([], None, "mismatch"),
+            ([intended()], None, "mismatch"),
+            ([intended(), started()], RUNNING, "wait"),
+            ([intended(), started(), ("stop-requested", {"reason": "cancel"})], RUNNING, "wait"),
+            ([intended(), started(), ("move-requested", {"target": {}})], RUNNING, "refuse"),
+            ([intended(), started()], node("ended", ended_as="succeeded"), "end"),
+            (life("lost"), None, "mismatch"),
+            (life("failed"), None, "mismatch"),
+            (life("succeeded"), None, "succeed"),
+            ([*life("succeeded"), SUCCEEDED], None, "deliver"),
+        ],
+    )
+    def test_what_a_newer_version_wrote_is_watched_and_never_started_or_stopped(self, rest, observed, kind):
+        """DESIGN section 4, versions: adopt and watch."""
+        state = run(begun(), ("attempt-resized", {"generation": 1, "attempt": 1}), *rest)
+
+        assert next_action(state, Facts(observed=observed, backoff_is_over=True)).kind == kind
+
+    def test_a_new_generation_forgets_what_it_did_not_understand(self):
+        """Nothing of the earlier one is left that could be harmed."""
+        state = run(begun(), ("attempt-resized", {}), *life("lost"), begun(2))
+
+        assert next_action(state, Facts()).kind == "start"
+
     def test_success_wins_over_a_stop_that_arrives_with_it(self):
         """There is nothing left to stop; the result is handed over."""
         ask = ("stop-requested", {"reason": "cancel", "by": "me"})
