@@ -1,6 +1,7 @@
 """Recordings of a real API server: digests of them, and their replay against the fake.
 
-Run as ``python tests/fakes/recordings.py RECORDINGS FOLDER`` it writes reduced copies of *RECORDINGS* into *FOLDER*:
+Run as ``python tests/fakes/recordings.py RECORDINGS FOLDER`` it writes reduced copies of *RECORDINGS* into
+*FOLDER*:
 requests and answers whole, watch streams as digests.
 """
 
@@ -40,8 +41,8 @@ def stem(name: str) -> str:
 def job_digest(item: Object) -> Object:
     """What matters in a Job's status; `ready` and uids depend on the moment."""
     status = item["status"]
-    kept = {name: status[name] for name in ("active", "failed", "succeeded", "completedIndexes", "failedIndexes")
-            if name in status}  # fmt: skip
+    numbers = ("active", "failed", "succeeded", "completedIndexes", "failedIndexes")
+    kept: Object = {name: status[name] for name in numbers if name in status}
     kept["conditions"] = [
         [one["type"], one["status"], one.get("reason", ""), bare(one.get("message", ""))]
         for one in status.get("conditions") or ()
@@ -82,11 +83,12 @@ def event_digest(item: Object) -> str:
     """Who said what of whom."""
     about = item["involvedObject"]
     who = item.get("reportingComponent", "")
-    return f"{about['kind']} {stem(about['name'])} {item['type']} {item['reason']} [{who}] {bare(item['message'])}"
+    what = f"{about['kind']} {stem(about['name'])} {item['type']} {item['reason']}"
+    return f"{what} [{who}] {bare(item['message'])}"
 
 
 def histories(changes: list[tuple[str, Object]], digest: Any) -> dict[str, list[Object]]:
-    """By name without its random end: one list of digests, without repeats, for each object in order of birth."""
+    """By name without its random end: digests without repeats of each object, in order of birth."""
     by_uid: dict[str, tuple[str, list[Object]]] = {}
     for kind, item in changes:
         meta = item["metadata"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -35,7 +36,10 @@ def pod(name, *containers, volumes=(), init=(), **spec):
     """A pod that ends by itself."""
     whole = {"restartPolicy": "Never", "automountServiceAccountToken": False, "containers": list(containers)}
     more = {"volumes": list(volumes), "initContainers": list(init)}
-    return {"metadata": {"name": name}, "spec": {**whole, **{key: value for key, value in more.items() if value}, **spec}}
+    return {
+        "metadata": {"name": name},
+        "spec": {**whole, **{key: value for key, value in more.items() if value}, **spec},
+    }
 
 
 def container(script, name="main", **more):
@@ -56,7 +60,9 @@ def test_init_container_and_volumes_reach_the_main_container(cluster):
     settings = {"name": "settings", "mountPath": "/etc/envscaler-test", "readOnly": True}
     body = pod(
         "p",
-        container("cat /envscaler-test/shared/made /etc/envscaler-test/lr; pwd", volumeMounts=[shared, settings]),
+        container(
+            "cat /envscaler-test/shared/made /etc/envscaler-test/lr; pwd", volumeMounts=[shared, settings]
+        ),
         init=[container("echo by-init > /envscaler-test/shared/made", "prep", volumeMounts=[shared])],
         volumes=[{"name": "shared", "emptyDir": {}}, {"name": "settings", "configMap": {"name": "settings"}}],
     )
@@ -66,8 +72,8 @@ def test_init_container_and_volumes_reach_the_main_container(cluster):
 
     assert done["status"]["phase"] == "Succeeded"
     assert cluster.log("p") == "by-init\n0.1/\n"
-    assert not os.path.exists("/envscaler-test")
-    assert not os.path.exists("/etc/envscaler-test")
+    assert not Path("/envscaler-test").exists()
+    assert not Path("/etc/envscaler-test").exists()
 
 
 def test_signals_and_exit_codes_are_those_of_a_container(cluster):
@@ -78,7 +84,9 @@ def test_signals_and_exit_codes_are_those_of_a_container(cluster):
     ends = {}
 
     def note(change):
-        for one in change.item["status"].get("containerStatuses") or () if change.resource.plural == "pods" else ():
+        for one in (
+            change.item["status"].get("containerStatuses") or () if change.resource.plural == "pods" else ()
+        ):
             if "terminated" in one["state"]:
                 ends[change.item["metadata"]["name"]] = one["state"]["terminated"]["exitCode"]
 
@@ -108,7 +116,9 @@ def test_memory_beyond_the_limit_is_an_oom_kill(cluster):
 
 def test_a_sidecar_ends_after_the_main_container(cluster):
     """It is told to end when the main one is over, and the pod's phase is the main one's."""
-    side = container("trap 'echo bye; exit 0' TERM; while :; do sleep 0.1; done", "side", restartPolicy="Always")
+    side = container(
+        "trap 'echo bye; exit 0' TERM; while :; do sleep 0.1; done", "side", restartPolicy="Always"
+    )
 
     cluster.create(PODS, pod("p", container("sleep 0.3; exit 3"), init=[side]))
     done = wait_for(lambda: over(cluster, "p"))
@@ -121,7 +131,9 @@ def test_an_indexed_job_knows_its_index_and_address(cluster):
     """Each pod prints its own index, its host name and its own loopback address."""
     address = {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     one = container("echo $JOB_COMPLETION_INDEX $(hostname) $IP", env=[address])
-    template = {"spec": {"restartPolicy": "Never", "automountServiceAccountToken": False, "containers": [one]}}
+    template = {
+        "spec": {"restartPolicy": "Never", "automountServiceAccountToken": False, "containers": [one]}
+    }
     spec = {"completions": 2, "parallelism": 2, "completionMode": "Indexed", "template": template}
 
     cluster.create(JOBS, {"metadata": {"name": "train"}, "spec": spec})
@@ -138,5 +150,7 @@ def test_nothing_runs_on_after_the_cluster(tmp_path):
         cluster.create(PODS, pod("p", container("setsid sleep 987654 & echo up; sleep 987654")))
         wait_for(lambda: cluster.log("p"))
 
-    left = [one for one in psutil.process_iter(["cmdline"]) if "987654" in " ".join(one.info["cmdline"] or [])]
+    left = [
+        one for one in psutil.process_iter(["cmdline"]) if "987654" in " ".join(one.info["cmdline"] or [])
+    ]
     assert left == []

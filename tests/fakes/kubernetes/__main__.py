@@ -1,4 +1,7 @@
-"""A fake cluster to try things in: ``PYTHONPATH=tests python -m fakes.kubernetes --kubeconfig FILE [--execute]``."""
+"""A fake cluster to try things in.
+
+Use: ``PYTHONPATH=tests python -m fakes.kubernetes --kubeconfig FILE [--execute]``.
+"""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ class Api:
         home = self.store.get(NAMESPACES, "", namespace) if resource.namespaced else None
         if home is not None and home["status"].get("phase") == "Terminating":
             why = f"unable to create new content in namespace {namespace} because it is being terminated"
-            causes = [{"reason": "NamespaceTerminating", "message": f"namespace {namespace} is being terminated",
-                       "field": "metadata.namespace"}]  # fmt: skip
+            text = f"namespace {namespace} is being terminated"
+            causes = [{"reason": "NamespaceTerminating", "message": text, "field": "metadata.namespace"}]
             raise errors.forbidden(resource, name, why, causes)
 
     def _check_shape(self, resource: Resource, namespace: str, item: Object, options: Options) -> None:
@@ -146,8 +146,8 @@ class Api:
         return self._replace(resource, old, item, subresource, options or Options())
 
     def patch(
-        self, resource: Resource, namespace: str, name: str, media_type: str, body: Any, subresource: str = "",
-        options: Options | None = None,
+        self, resource: Resource, namespace: str, name: str, media_type: str, body: Any,
+        subresource: str = "", options: Options | None = None,
     ) -> Object:  # fmt: skip
         """PATCH; a resourceVersion in the patch is a precondition."""
         old = self.read(resource, namespace, name)

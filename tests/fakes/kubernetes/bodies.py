@@ -26,7 +26,9 @@ def decoded(call: Call, body: bytes) -> Any:
     except (ValueError, yaml.YAMLError) as error:
         text = body.decode(errors="replace")
         message = (
-            f"the object provided is unrecognized (must be of type {call.resource.kind}): couldn't get version/kind; "
-            f"json parse error: invalid character '{text[1:2]}' looking for beginning of object key string ({text})"
+            f"the object provided is unrecognized (must be of type {call.resource.kind}): couldn't "
+            "get version/kind; "
+            f"json parse error: invalid character '{text[1:2]}' looking for beginning of object key "
+            f"string ({text})"
         )
         raise errors.bad_request(message) from error

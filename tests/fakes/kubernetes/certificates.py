@@ -38,7 +38,7 @@ class Certificate:
         secret = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        self._kept = tempfile.NamedTemporaryFile(suffix=".pem")
+        self._kept = tempfile.NamedTemporaryFile(suffix=".pem")  # noqa: SIM115 - it lives as long as this
         self._kept.write(secret + public)
         self._kept.flush()
         self.file = self._kept.name

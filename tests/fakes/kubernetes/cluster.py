@@ -44,7 +44,8 @@ from fakes.kubernetes.watching import Watch
 T = TypeVar("T")
 
 START_S = 10.0
-"""Patience with threads that begin and end, chosen."""
+WORK_S = 60.0
+"""Patience with threads that begin and end, and with work in them, chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,9 @@ class Cluster:
     """
 
     def __init__(
-        self, *, nodes: int = 1, speed: float = 1.0, pace: Pace | None = None, namespaces: tuple[str, ...] = (),
-        executor: Any = None, minor: int = 36, port: int = 0, tls: bool = False,
+        self, *, nodes: int = 1, speed: float = 1.0, pace: Pace | None = None,
+        namespaces: tuple[str, ...] = (), executor: Any = None, minor: int = 36, port: int = 0,
+        tls: bool = False,
     ) -> None:  # fmt: skip
         """Build all parts; `start` brings them to life."""
         self.clock = Clock(speed)
@@ -168,7 +170,8 @@ class Cluster:
         self.clock.attach(self._loop)
         self.queue.attach(self._loop)
         config = uvicorn.Config(
-            Server(self), log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1,
+            Server(self), log_config=None, access_log=False, lifespan="off", ws="none",
+            timeout_graceful_shutdown=1,
             timeout_keep_alive=600,
         )  # fmt: skip
         if self._certificate:
@@ -177,7 +180,7 @@ class Cluster:
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket] if self._socket else []))
-        while not self._server.started and not serving.done():
+        while not (self._server.started or serving.done()):  # noqa: ASYNC110 - a flag, and no event
             await asyncio.sleep(0.005)
         ready.set()
         await self.stopped.wait()
@@ -219,7 +222,7 @@ class Cluster:
                 future.set_result(result)
 
         self._loop.call_soon_threadsafe(run)
-        return future.result(START_S)
+        return future.result(WORK_S)
 
     # What a test reads
 

@@ -11,7 +11,8 @@ from fakes.kubernetes.store import Store
 
 POLICIES = ("Foreground", "Background", "Orphan")
 WARNING = (
-    '299 - "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove '
+    '299 - "child pods are preserved by default when jobs are deleted; set '
+    "propagationPolicy=Background to remove "
     'them or set propagationPolicy=Orphan to suppress this warning"'
 )
 

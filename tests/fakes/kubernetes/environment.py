@@ -116,5 +116,6 @@ def volumes_missing(store: Store, pod: Object) -> str:
             if source is None or source.get("optional"):
                 continue
             if store.get(resource, namespace, source[key]) is None:
-                return f'MountVolume.SetUp failed for volume "{volume["name"]}" : {word} "{source[key]}" not found'
+                why = f'{word} "{source[key]}" not found'
+                return f'MountVolume.SetUp failed for volume "{volume["name"]}" : {why}'
     return ""

@@ -103,7 +103,8 @@ def precondition(resource: Resource, name: str, what: str, wanted: str, found: s
     """409 Conflict of a delete whose precondition does not hold; *what* is UID or ResourceVersion."""
     hint = "deleted and then recreated" if what == "UID" else "modified"
     message = (
-        f'Operation cannot be fulfilled on {resource.full_kind} "{name}": the {what} in the precondition ({wanted}) '
+        f'Operation cannot be fulfilled on {resource.full_kind} "{name}": the {what} in the '
+        f"precondition ({wanted}) "
         f"does not match the {what} in record ({found}). The object might have been {hint}"
     )
     details = _named(resource, name) | {"kind": resource.kind}

@@ -1,8 +1,8 @@
 """Starts a container's command in a file system of its own: run as a program, standard library only.
 
-The root is a tmpfs into which the host's top-level folders are bound, so that programs of the host work, and into
-which the pod's volumes are mounted where its containers want them. The command is PID 1 of a PID namespace: when
-this program dies, all that the container started dies with it.
+The root is a tmpfs into which the host's top-level folders are bound, so that programs of the host work,
+and into which the pod's volumes are mounted where its containers want them. The command is PID 1 of a PID
+namespace: when this program dies, all that the container started dies with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_COMMAND = 127
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2); raises OSError."""
+    """Call the system; raises OSError."""
     done = LIBC.mount(source.encode(), target.encode(), kind.encode() or None, flags, data.encode() or None)
     if done != 0:
         code = ctypes.get_errno()
@@ -31,7 +31,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def unshare(flags: int) -> None:
-    """unshare(2); raises OSError."""
+    """Leave the namespaces of *flags*; raises OSError."""
     if LIBC.unshare(flags) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"unshare: {os.strerror(code)}")
@@ -77,7 +77,7 @@ class Root:
             mount(source, target, "", BIND)
 
     def place(self, path: str, *, is_file: bool) -> str:
-        """Make sure that *path* exists in the container without touching the host; returns it from outside."""
+        """Make *path* exist in the container, the host untouched; returns it as seen from outside."""
         here, left = self.path, [part for part in path.split("/") if part]
         while left:
             part = left.pop(0)

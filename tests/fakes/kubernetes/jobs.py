@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 BACKOFF_S = 10.0
 MOST_S = 600.0
-"""Delay before a replacement. Source: job_controller.go, DefaultJobPodFailureBackOff and MaxJobPodFailureBackOff."""
+"""Delay before a replacement. Source: job_controller.go, DefaultJobPodFailureBackOff and
+MaxJobPodFailureBackOff."""
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ def index_of(pod: Object) -> int | None:
 
 
 def finished_at(pod: Object, otherwise: float) -> float:
-    """When a pod's containers ended: the latest finishedAt, else when Ready turned False, else *otherwise*."""
+    """When a pod ended: the latest finishedAt, else when Ready turned False, else *otherwise*."""
     ends = [
         seconds_of(one["state"]["terminated"]["finishedAt"])
         for one in pod["status"].get("containerStatuses") or ()
@@ -70,7 +70,7 @@ def finished_at(pod: Object, otherwise: float) -> float:
 
 
 def is_failed(job: Object, pod: Object) -> bool:
-    """Say whether the Job counts *pod* as failed: also a terminating one, unless only failed ones are replaced."""
+    """Say whether *pod* counts as failed: also while it goes, unless only failed ones are replaced."""
     if pod["status"].get("phase") == "Failed":
         return True
     if job["spec"]["podReplacementPolicy"] == "Failed":

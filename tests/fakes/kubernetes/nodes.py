@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from fakes.kubernetes.cluster import Cluster
 
 GRACE_S = 50.0
-"""Silence until Ready turns Unknown. Source: node-monitor-grace-period, default since 1.32; recorded 50 to 56 s."""
+"""Silence until Ready turns Unknown. Source: node-monitor-grace-period, default since 1.32; recorded 50 to
+56 s."""
 QUARANTINE_S = 48.0
-"""Until pods of a deleted node are collected: 40 s, and up to 20 s for the next look. Source: gc_controller.go."""
+"""Until pods of a deleted node are collected: 40 s, and up to 20 s for the next look. Source:
+gc_controller.go."""
 OUT_OF_SERVICE_S = 12.0
 """The same for pods that are being deleted on a node out of service; recorded."""
 UNREACHABLE = "node.kubernetes.io/unreachable"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import re
 from decimal import Decimal
 from typing import Any
@@ -39,12 +39,12 @@ def clone(value: Any) -> Any:
 
 def stamp(now: float) -> str:
     """Say *now* as metav1.Time does: whole seconds, UTC."""
-    return datetime.datetime.fromtimestamp(int(now), tz=datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return dt.datetime.fromtimestamp(int(now), tz=dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def micro_stamp(now: float) -> str:
     """Say *now* as metav1.MicroTime does."""
-    return datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return dt.datetime.fromtimestamp(now, tz=dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def nano_stamp(now: float) -> str:
@@ -54,7 +54,7 @@ def nano_stamp(now: float) -> str:
 
 def seconds_of(text: str) -> float:
     """Epoch seconds of an RFC 3339 time; raises ValueError."""
-    moment = datetime.datetime.fromisoformat(text)
+    moment = dt.datetime.fromisoformat(text)
     if moment.tzinfo is None:
         raise ValueError(f"{text!r} has no zone")
     return moment.timestamp()

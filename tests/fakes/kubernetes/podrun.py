@@ -329,7 +329,8 @@ class PodRun:
             if one.role == "main" and one.exit_code is None and self.stopping and not one.last_state:
                 one.state = {
                     "terminated": {
-                        "exitCode": 137, "reason": "ContainerStatusUnknown", "startedAt": None, "finishedAt": None,
+                        "exitCode": 137, "reason": "ContainerStatusUnknown", "startedAt": None,
+                        "finishedAt": None,
                         "message": "The container could not be located when the pod was terminated",
                     }
                 }  # fmt: skip

@@ -42,7 +42,8 @@ class Processes:
 
     Args:
         state: Folder for volumes and roots; a temporary one by default, removed at the end.
-        images: What images bring, by shell wildcards; the first that fits counts. ``python`` and ``python3`` are
+        images: What images bring, by shell wildcards; the first that fits counts. ``python`` and
+        ``python3`` are
             this interpreter's, unless the image's PATH says otherwise.
     """
 

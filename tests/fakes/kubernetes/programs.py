@@ -51,7 +51,8 @@ class Program:
 
 FOREVER = Program()
 START_ERROR = (
-    "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: "
+    "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc "
+    "create failed: "
     'unable to start container process: exec: "{0}": stat {0}: no such file or directory: unknown'
 )
 """Wording of containerd 1.6."""
@@ -106,7 +107,8 @@ class Scripted:
 def infer(argv: list[str], env: dict[str, str]) -> Program:
     """Guess what a small shell command would do: echo, sleep, exit, true, false, trap ... TERM, test && exit.
 
-    Anything else runs until it is told to end. PID 1 without a handler ignores SIGTERM, as in a real container.
+    Anything else runs until it is told to end. PID 1 without a handler ignores SIGTERM, as in a real
+    container.
     """
     if not argv:
         return FOREVER

@@ -59,7 +59,8 @@ class Recorder:
         if self._cluster.store.get(NAMESPACES, "", namespace) is None:
             namespace = "default"
         involved = {
-            "kind": item["kind"], "namespace": meta.get("namespace", ""), "name": meta["name"], "uid": meta["uid"],
+            "kind": item["kind"], "namespace": meta.get("namespace", ""), "name": meta["name"], "uid":
+            meta["uid"],
             "apiVersion": item["apiVersion"], "resourceVersion": meta["resourceVersion"],
         }  # fmt: skip
         involved = {name: value for name, value in involved.items() if value}

@@ -28,7 +28,7 @@ def _root(resource: Resource) -> Any:
 
 
 def check(resource: Resource, body: Object) -> list[str]:
-    """Take unknown fields out of *body* and name them; raises 400 for a value of the wrong type or a quantity that does not parse."""
+    """Take unknown fields out of *body* and name them; raises 400 for a wrong type or quantity."""
     model = _root(resource)
     if model is None:
         return []

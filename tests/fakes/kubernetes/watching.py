@@ -98,10 +98,13 @@ def _opened(token: str) -> tuple[str, int]:
 
 def _expired_token(start: str) -> errors.ApiError:
     message = (
-        "The provided continue parameter is too old to display a consistent list result. You can start a new list "
-        "without the continue parameter, or use the continue token in this response to retrieve the remainder of "
+        "The provided continue parameter is too old to display a consistent list result. You can "
+        "start a new list "
+        "without the continue parameter, or use the continue token in this response to retrieve the "
+        "remainder of "
         "the results. Continuing with the provided token results in an inconsistent list - objects that were "
-        "created, modified, or deleted between the time the first chunk was returned and now may show up in the list."
+        "created, modified, or deleted between the time the first chunk was returned and now may "
+        "show up in the list."
     )
     answer = errors.expired(message)
     if isinstance(answer.body, dict):
