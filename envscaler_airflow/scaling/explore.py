@@ -49,13 +49,13 @@ class Prior(Record):
     sync_stdev: float = 1.1
     per_doubling: float = 0.15
     per_doubling_stdev: float = 0.2
-    across_nodes: float = 1.8
-    across_nodes_stdev: float = 0.8
+    across_nodes: float = 1.2
+    across_nodes_stdev: float = 0.9
     local_stdev: float = 0.3
     alike: float = 0.5
     type_stdev: float = 0.3
     noise: float = 0.15
-    fixed_share: float = 0.2
+    fixed_share: float = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,15 @@ def foreseen(noise_scale: float | None, share_done: float) -> float | None:
     if noise_scale is None:
         return None
     return max(GROWS * noise_scale, LATER_NOISE * max(0.0, 1 - share_done / EARLY))
+
+
+ROOM = 4.0
+"""Batches of one GPU of another type than the first are believed up to this many times the largest that was
+seen: at first the noise asks for small ones. Chosen."""
+SHORT_RESTARTS = 100.0
+"""With less than so many restarts' time left a job is short, and steps are taken at once. Chosen."""
+UNSURE = 0.05
+"""Part of a step that its noise and the model of compute may explain. Chosen."""
 
 
 @dataclass(slots=True)
@@ -143,8 +152,8 @@ class Learner:
         scale = self._base[2]
         self._sync = {item: self._sync_of(item, found) for item, found in self.seen.items()}
         self._rows = [
-            (item, math.log(max(sync_s, 1e-3 * scale) / scale) - self._mean(item))
-            for item, sync_s in self._sync.items()
+            (item, math.log(max(self._sync_told(item), 1e-3 * scale) / scale) - self._mean(item))
+            for item in self.seen
             if item.gpus > 1
         ]
         self._condition()
@@ -152,6 +161,11 @@ class Learner:
     def _sync_of(self, shape: Shape, measured: Measured) -> float:
         fixed, slope = self._compute[shape.gpu]
         return max(measured.step_s - fixed - slope * measured.batch / shape.gpus, measured.sync_s)
+
+    def _sync_told(self, shape: Shape) -> float:
+        """For other places: what is no more than noise of the step teaches nothing."""
+        found = self.seen[shape]
+        return max(found.sync_s, self._sync[shape] - UNSURE * found.step_s)
 
     def _step_of(self, gpu: str, local: float) -> float:
         fixed, slope = self._compute[gpu]
@@ -219,7 +233,7 @@ class Learner:
         room = self.memory.get(shape.gpu, 1.0) / self.memory.get(base.gpu, 1.0)
         seen = [m.batch / s.gpus for s, m in self.seen.items() if s.gpu == shape.gpu]
         first = [m.batch / s.gpus for s, m in self.seen.items() if s.gpu == base.gpu]
-        largest = max([*seen, max(first) * room])
+        largest = max([*seen, max(first) * room]) * (1.0 if shape.gpu == base.gpu else ROOM)
         best, measured = 0.0, self.seen.get(shape)
         for power in range(-6, 13):
             mine = local * 2 ** (power / 2)
@@ -324,8 +338,11 @@ def probes(learner: Learner, stakes: Stakes, shapes: Sequence[Shape]) -> tuple[f
     )
     found = []
     types = {shape.gpu for shape in learner.seen}
+    left_s = stakes.work_left / learner.rate(stakes.here, stakes.noise_scale)[0]
+    is_short = left_s < SHORT_RESTARTS * stakes.restart_s
     for shape in shapes:
-        if shape == stakes.here or (shape.gpu not in types and shape.gpus not in (1, stakes.here.gpus)):
+        is_new = shape.gpu not in types and shape.gpus not in (1, stakes.here.gpus)
+        if shape == stakes.here or (is_new and not is_short):
             continue  # of a type that is new, one thing at a time: first the type, then the count
         rate, stdev = learner.rate(shape, stakes.noise_scale)
         price = stakes.usd_per_hour(shape) / 3600

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from envscaler_airflow.scaling.explore import Learner, Measured, Prior, Shape, Stakes, foreseen, probes
+from envscaler_airflow.scaling.explore import (
+    SHORT_RESTARTS,
+    Learner,
+    Measured,
+    Prior,
+    Shape,
+    Stakes,
+    foreseen,
+    gain,
+    probes,
+)
 from envscaler_airflow.simulate.elastic import Config
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticView
 
@@ -10,10 +20,12 @@ BANDWIDTH_GBS = {"T4": 320.0, "V100-32GB": 900.0, "A100-40GB": 1555.0}
 """Memory bandwidth, GB/s: how types compare before they are tried. Source: vendor datasheets."""
 MEMORY_GB = {"T4": 16.0, "V100-32GB": 32.0, "A100-40GB": 40.0}
 """Source: vendor datasheets."""
-SETTLE = 3
-"""Decisions on a new configuration before the next move. Chosen: three minutes of steps."""
-TOLERANCE_GROWS = 0.5
-"""Each move makes the next one ask for this much more of the tolerance. Chosen: an end to see-saws."""
+SETTLE = 2
+"""Looks at a new configuration before the next move. Chosen: two minutes of steps."""
+TOLERANCE_GROWS, TOLERANCE_POWER = 0.3, 1.5
+"""After n moves one must save ``1 + grows * n ** power`` times the tolerance. Chosen: an end to see-saws."""
+LOOKED_AT = 5
+"""Moves that are held against the tolerance, best first. Chosen."""
 LOOK_AGAIN_S = 600.0
 """Between looks once settled. Chosen."""
 
@@ -21,9 +33,12 @@ LOOK_AGAIN_S = 600.0
 class CostToFinish:
     """Least expected cost + value of time, learning as it goes."""
 
-    def __init__(self, *, tolerance: float = 0.02, prior: Prior | None = None) -> None:
-        """*tolerance*: part of the objective that a move must save."""
-        self._tolerance = tolerance
+    def __init__(self, *, tolerance: float = 0.02, probing: float = 0.01, prior: Prior | None = None) -> None:
+        """Parts of the objective that a move must save: to a place where it was, and to a new one.
+
+        What a new place may disappoint by is in its expected objective already.
+        """
+        self._tolerance, self._probing = tolerance, probing
         self._prior = prior or Prior()
 
     def begin(self, job: ElasticJob) -> None:
@@ -36,33 +51,45 @@ class CostToFinish:
         self._since: list[ElasticView] = []
         self._looked_s = -LOOK_AGAIN_S
         self._moves = 0
-        self._settle = SETTLE
 
     def choose(self, view: ElasticView) -> Config:
         """Stay, or move where the expected objective is least."""
         if self._since and self._since[-1].config != view.config:
             self._since, self._looked_s = [], -LOOK_AGAIN_S
         self._since = [*self._since[-9:], view]
-        if len(self._since) < self._settle or view.elapsed_s - self._looked_s < LOOK_AGAIN_S:
+        if len(self._since) < self._looks(view) or view.elapsed_s - self._looked_s < LOOK_AGAIN_S:
             return view.config
         self._looked_s = view.elapsed_s
         here = Shape(view.config.gpu, view.config.nodes, view.config.gpus)
+        self._learner.learn(here, self._measured(view))
+        staying, found = probes(self._learner, self._stakes(view, here), list(self._shapes))
+        grown = 1 + TOLERANCE_GROWS * self._moves**TOLERANCE_POWER
+        for probe in found[:LOOKED_AT]:
+            tolerance = self._tolerance if probe.shape in self._learner.seen else self._probing
+            if probe.objective < staying * (1 - tolerance * grown):
+                self._moves += 1
+                return self._shapes[probe.shape]
+        return view.config
+
+    def _looks(self, view: ElasticView) -> int:
+        """Looks before the first move from here; one when the work left is not worth waiting for more."""
+        model = self._job.model
+        left_s = view.work_left * view.step_s / gain(view.batch, model.init_batch, view.noise_scale)
+        return 1 if left_s < SHORT_RESTARTS * model.restart_s else SETTLE
+
+    def _measured(self, view: ElasticView) -> Measured:
         same = [item for item in self._since if item.batch == view.batch]
         mean = sum(item.step_s for item in same) / len(same)
         sync = sum(item.sync_s for item in same) / len(same)
-        self._learner.learn(here, Measured(view.batch, mean, sync, view.noise_scale))
+        return Measured(view.batch, mean, sync, view.noise_scale)
+
+    def _stakes(self, view: ElasticView, here: Shape) -> Stakes:
         job = self._job
-        stakes = Stakes(
+        return Stakes(
             work_left=view.work_left,
             here=here,
             restart_s=job.model.restart_s,
-            probe_s=self._settle * 60.0,
+            probe_s=SETTLE * 60.0,
             noise_scale=foreseen(view.noise_scale, view.work_done / (view.work_done + view.work_left)),
             usd_per_hour=lambda shape: job.usd_per_hour(self._shapes[shape]) + job.value_of_hour,
         )
-        staying, found = probes(self._learner, stakes, list(self._shapes))
-        tolerance = self._tolerance * (1 + TOLERANCE_GROWS * self._moves)
-        if found and found[0].objective < staying * (1 - tolerance):
-            self._moves += 1
-            return self._shapes[found[0].shape]
-        return view.config

@@ -1,0 +1,197 @@
+"""Every figure of the policies against its baselines and the optimum; under ten minutes on two cores.
+
+    python benchmarks/policies/figures.py --spot DIR --elastic DIR [--seeds 5] [--only spot,elastic]
+
+Folders are those of the public traces and measured trainings; see docs/reference/policies.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotView
+from envscaler_airflow.simulate.elastic import gpu_prices, load_models
+from envscaler_airflow.simulate.elastic_run import best_fixed, elastic_optimum
+from envscaler_airflow.simulate.references import UniformProgress
+from envscaler_airflow.simulate.reports import (
+    ELASTIC_POLICIES,
+    LONG,
+    TYPES,
+    VALUES,
+    SpotCell,
+    Track,
+    elastic_jobs,
+    elastic_summary,
+    spot_jobs,
+)
+from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
+
+CELLS = [(deadline, overhead) for deadline in (52.0, 70.0, 92.0) for overhead in (0.02, 0.05, 0.2, 0.4)]
+SETS = ("aws2022_k80v100_600s.csv", "awsV100_2023_195s.csv", "gcpH100_2025_600s_count16.csv")
+GROUPS = {
+    SETS[1]: (
+        "us-east-1a_v100_1,us-east-1c_v100_1,us-east-1d_v100_1",
+        "us-east-2a_v100_1,us-east-2b_v100_1,us-west-2a_v100_1",
+        "us-east-2b_v100_1,us-west-2a_v100_1,us-west-2c_v100_1",
+        "us-east-1a_v100_1,us-east-2a_v100_1,us-west-2a_v100_1",
+        "us-east-1a_v100_1,us-east-1c_v100_1,us-east-1d_v100_1,us-east-2a_v100_1",
+        "us-east-2a_v100_1,us-east-2b_v100_1,us-west-2a_v100_1,us-west-2c_v100_1",
+    ),
+    SETS[2]: (
+        "asia-south2-b,asia-southeast1-b,europe-west1-c",
+        "europe-west3-c,us-central1-a,us-central1-b",
+        "us-east4-a,us-east5-a,us-west1-a",
+        "asia-southeast1-b,europe-west3-c,us-west1-a",
+        "asia-south2-b,asia-southeast1-b,europe-west1-c,europe-west3-c",
+        "us-central1-b,us-east4-a,us-east5-a,us-west1-a",
+    ),
+}
+"""Zones by column, three or four at a time. Chosen before any was run."""
+
+
+def cell(data: Path, name: str, at: tuple[float, float], zones: str = "") -> dict[str, float]:
+    """Means of one file at one deadline and overhead: ours, Uniform Progress and the optimum."""
+    traces = read_traces(data / name)
+    windows = of_dataset(read_windows(data / "windows.csv"), data / name)
+    case = SpotCell(48.0, *at, 3.06, 0.9731)
+    split = zones.split(",") if zones else []
+    ours = spot_jobs(traces, windows, case, DeadlinePolicy(), zones=split, with_optimum=True)
+    theirs = spot_jobs(traces, windows, case, UniformProgress(), zones=split)
+    return {
+        "jobs": len(ours),
+        "ours": sum(job["cost_usd"] for job in ours) / len(ours),
+        "up": sum(job["cost_usd"] for job in theirs) / len(theirs),
+        "optimum": sum(job["optimum_usd"] for job in ours) / len(ours),
+        "late": sum(job["late"] for job in ours) + sum(job["late"] for job in theirs),
+    }
+
+
+def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
+    """Twelve cells of 2022, and the cell of 52 h and 0.2 h of the others."""
+    print("\nspot, one zone: mean $ of all starts; ratios to Uniform Progress of the same run")
+    print(
+        f"{'set':24} {'deadline':>8} {'overhead':>8} {'jobs':>5} {'UP $':>8} {'ours':>7} {'optimum':>8} {'late':>5}"
+    )
+    asked = [(SETS[0], at) for at in CELLS] + [(name, (52.0, 0.2)) for name in SETS[1:]]
+    found = list(pool.map(cell, [data] * len(asked), *zip(*asked, strict=True)))
+    for (name, at), row in zip(asked, found, strict=True):
+        print_cell(name.split("_")[0], at, row)
+    twelve = found[: len(CELLS)]
+    means = {key: sum(row[key] for row in twelve) / len(twelve) for key in ("ours", "up", "optimum")}
+    ratio = sum(row["ours"] / row["up"] for row in twelve) / len(twelve)
+    print(
+        f"mean of the 12 cells of aws2022: UP ${means['up']:.2f}, ours {means['ours'] / means['up']:.4f} (ratio of"
+    )
+    print(f"  means; mean of ratios {ratio:.4f}), optimum {means['optimum'] / means['up']:.4f}")
+
+
+def print_cell(name: str, at: tuple[float, float], row: Mapping[str, float]) -> None:
+    """One line."""
+    ours, optimum = row["ours"] / row["up"], row["optimum"] / row["up"]
+    head = f"{name:14} {at[0]:8g} {at[1]:8g} {row['jobs']:5.0f} {row['up']:8.2f}"
+    print(f"{head} {ours:7.4f} {optimum:8.4f} {row['late']:5.0f}")
+
+
+def print_zones(data: Path, pool: ProcessPoolExecutor) -> None:
+    """Three and four zones at 52 h and 0.2 h."""
+    print("\nspot, three or four zones, 52 h and 0.2 h: ratios to Uniform Progress with failover")
+    asked = [(name, (52.0, 0.2), zones) for name, groups in GROUPS.items() for zones in groups]
+    found = list(pool.map(cell, [data] * len(asked), *zip(*asked, strict=True)))
+    for name in GROUPS:
+        rows = [row for (other, _, _), row in zip(asked, found, strict=True) if other == name]
+        sums = {key: sum(row[key] for row in rows) for key in ("ours", "up", "optimum", "late")}
+        ours, optimum = sums["ours"] / sums["up"], sums["optimum"] / sums["up"]
+        head = f"{name.split('_')[0]:14} UP ${sums['up'] / len(rows):.2f}  ours {ours:.4f}"
+        print(f"{head}  optimum {optimum:.4f}  ours over it {ours / optimum:.4f}  late {sums['late']:.0f}")
+
+
+def elastic_row(folder: Path, track: tuple[bool, bool], name: str, seeds: int) -> tuple[Any, ...]:
+    """One policy on one track."""
+    is_type, is_long = track
+    models = load_models(folder, TYPES)
+    chosen = [models[model] for model in LONG if model in models]
+    asked = Track(is_type, is_long, {})
+    jobs = elastic_jobs(chosen, gpu_prices(None, TYPES), asked, ELASTIC_POLICIES[name](), seeds=seeds)
+    return track, name, elastic_summary(jobs)
+
+
+def print_elastic(folder: Path, seeds: int, pool: ProcessPoolExecutor) -> None:
+    """Every policy on every track, with the best fixed choice in hindsight."""
+    print("\nelastic: regret over the exact optimum")
+    tracks = [(is_type, is_long) for is_long in (True, False) for is_type in (False, True)]
+    names = ["cost-to-finish", "pollux", "hpa", "or-et-al"]
+    asked = [(track, name) for track in tracks for name in names]
+    rows = pool.map(elastic_row, [folder] * len(asked), *zip(*asked, strict=True), [seeds] * len(asked))
+    for track, name, summary in rows:
+        head = f"{Track(*track, {}).name:12} {name:15} mean {summary['mean_regret']:6.1%}"
+        print(f"{head} worst {summary['worst_regret']:6.1%} restarts {summary['mean_restarts']:5.1f}")
+    models = load_models(folder, TYPES)
+    for is_type, is_long in tracks:
+        regrets = []
+        for model in LONG:
+            for at in VALUES:
+                job = Track(is_type, is_long, {}).job(models[model], gpu_prices(None, TYPES), None, at)
+                regrets.append(best_fixed(job) / elastic_optimum(job) - 1)
+        name = Track(is_type, is_long, {}).name
+        print(
+            f"{name:12} {'best fixed':15} mean {sum(regrets) / len(regrets):6.1%} worst {max(regrets):6.1%}"
+        )
+
+
+def print_decision() -> None:
+    """How long one decision takes that has to look into the table."""
+    job = SpotCell(48.0, 52.0, 0.2, 3.06, 0.9731).job(600.0)
+    policy = DeadlinePolicy()
+    policy.begin(job, {"z": [1, 0, 0] * 300})
+    policy.choose(SpotView(0, job.ticks, job.work_s, 0.0, None, {"z": True}))
+
+    def look(tick: int) -> object:
+        left = job.work_s - 590.0 * tick
+        return policy.choose(SpotView(tick, job.ticks - tick, left, 0.0, None, {"z": tick % 3 == 0}))
+
+    took = percentile(look)
+    print(f"\none decision of the deadline policy: p50 {took[0]:.3f} ms, p99 {took[1]:.3f} ms")
+
+
+def percentile(act: Callable[[int], object], times: int = 280) -> tuple[float, float]:
+    """Milliseconds, 50th and 99th percentile."""
+    spent: list[float] = []
+    for tick in range(1, times):
+        begun = time.perf_counter()
+        act(tick)
+        spent.append(1000 * (time.perf_counter() - begun))
+    spent.sort()
+    return spent[len(spent) // 2], spent[int(0.99 * len(spent))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print everything that was asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spot", type=Path, help="folder with the spot traces")
+    parser.add_argument("--elastic", type=Path, help="folder with the measured trainings")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", default="spot,zones,elastic,decision")
+    asked = parser.parse_args(arguments)
+    only, begun = asked.only.split(","), time.monotonic()
+    with ProcessPoolExecutor(asked.workers) as pool:
+        if asked.spot and "spot" in only:
+            print_spot(asked.spot, pool)
+        if asked.spot and "zones" in only:
+            print_zones(asked.spot, pool)
+        if asked.elastic and "elastic" in only:
+            print_elastic(asked.elastic, asked.seeds, pool)
+    if "decision" in only:
+        print_decision()
+    print(f"\n{time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

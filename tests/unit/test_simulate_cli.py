@@ -1,0 +1,74 @@
+"""``envscaler simulate``: reports that tools can read, and faults that name the option."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.cli import main
+
+SPOT = Path(__file__).parents[1] / "data" / "spot"
+ELASTIC = Path(__file__).parents[1] / "data" / "elastic"
+TRACES = ["--traces", str(SPOT / "gcpH100_2025_600s_count16.csv"), "--windows", str(SPOT / "windows.csv")]
+FIELDS = {"dataset", "zone", "start_tick", "deadline_h", "overhead_h", "cost_usd", "finished_h", "late"}
+
+
+def run(*arguments):
+    """One command."""
+    return CliRunner().invoke(main, ["simulate", *arguments])
+
+
+@pytest.mark.timeout(20)
+def test_spot_prints_jobs_and_a_summary():
+    """Every start of the set, with the fields that are promised."""
+    got = run("spot", *TRACES, "--policy", "uniform-progress", "--json")
+
+    report = json.loads(got.output)
+    assert got.exit_code == 0
+    assert len(report["jobs"]) == 72
+    assert set(report["jobs"][0]) >= FIELDS
+    assert report["summary"]["late"] == 0
+    assert report["summary"]["mean_cost_usd"] == pytest.approx(88.56, rel=0.005)
+
+
+@pytest.mark.timeout(20)
+def test_several_zones_make_one_job_for_each_start():
+    """Eight starts over three zones."""
+    got = run("spot", *TRACES, "--zones", "us-central1-a,us-central1-b,us-east4-a", "--json")
+
+    report = json.loads(got.output)
+    assert len(report["jobs"]) == 8
+    assert report["jobs"][0]["zone"] == "us-central1-a+us-central1-b+us-east4-a"
+
+
+def test_elastic_prints_jobs_with_regret():
+    """One model at one value of an hour."""
+    asked = ["--models", "cifar10", "--types", "T4", "--work", "cifar10=4", "--value-of-hour", "1"]
+    got = run("elastic", "--profiles", str(ELASTIC), *asked, "--seeds", "2", "--json")
+
+    report = json.loads(got.output)
+    job = report["jobs"][1]
+    assert (job["model"], job["seed"], job["value_of_hour"]) == ("cifar10", 1, 1.0)
+    assert job["regret"] == pytest.approx(job["objective"] / job["optimum"] - 1, abs=1e-4)
+    assert report["summary"]["jobs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["spot", *TRACES, "--policy", "luck"], "--policy: got 'luck'; known are deadline"),
+        (["spot", *TRACES, "--zones", "mars"], "has no zone mars"),
+        (["elastic", "--profiles", str(ELASTIC), "--models", "gpt9"], "has no model gpt9"),
+        (
+            ["elastic", "--profiles", str(ELASTIC), "--models", "cifar10", "--work", "cifar10"],
+            "write MODEL=K",
+        ),
+    ],
+)
+def test_faults_name_the_option_and_what_there_is(arguments, message):
+    """Exit code 2 and one line."""
+    got = run(*arguments)
+
+    assert got.exit_code == 2
+    assert message in got.output
