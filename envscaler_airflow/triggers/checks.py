@@ -16,11 +16,10 @@ from envscaler_airflow.scaling import Check
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.triggers.sensor_lease import SensorLease
+from envscaler_airflow.triggers.stage import OVER
 
 DEADLINE_MARGIN_S = 3600.0
 """How long after a stage's deadline its sensor gives up, seconds. Source: DESIGN section 7."""
-TERMINAL = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
-"""States that Airflow leaves only by a clear."""
 
 
 @dataclass(slots=True)
@@ -125,7 +124,7 @@ class Checks:
         seen = {name: run.sight for name, run in self._runs.items() if run.sight is not None}
         begun = {name: sight for name, sight in seen.items() if sight.kind != "no-run"}
         over = bool(begun) and all(sight.kind == "over" for sight in begun.values())
-        all_terminal = bool(states) and all(state in TERMINAL for state in states.values())
+        all_terminal = bool(states) and all(state in OVER for state in states.values())
         if all_terminal and not begun:
             return {"kind": "absent", "states": sorted({str(state) for state in states.values()})}
         if not (all_terminal or (over and self.map_index is not None)):

@@ -119,5 +119,5 @@ def kill(prefix: str, *, ti_id: str, compute: str, store_url: str | None, store_
         prefix,
         open_backend(compute),
         ti_id=ti_id,
-        reason="the task was cleared or marked while it was deferred",
+        reason="the task was marked or deleted while it was deferred",
     )

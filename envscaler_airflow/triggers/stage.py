@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk.configuration import conf
+from airflow.sdk.exceptions import AirflowException
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError
@@ -18,8 +20,15 @@ if TYPE_CHECKING:
 
 POLL_S = 5.0
 """Seconds between two looks at the run. Chosen: a small part of any pause between attempts."""
-KILL_S = 25.0
-"""Longest ``on_kill``, seconds. Source: Airflow cuts it after 30 s ([triggerer] on_kill_timeout)."""
+STATE_S = 19.0
+KILL_S = 9.0
+"""Longest parts of ``on_kill``, seconds: asking Airflow for the state, and asking the attempt to go.
+
+Source: Airflow cuts it after 30 s ([triggerer] on_kill_timeout).
+"""
+
+OVER = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
+"""States that Airflow leaves only by a clear."""
 
 
 def settle_s() -> float:
@@ -44,6 +53,8 @@ class StageTrigger(BaseTrigger):
         poll_s: Seconds between two looks.
         settle: Seconds before which nothing is fired; None for :func:`settle_s`.
     """
+
+    _is_warm: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -94,15 +105,37 @@ class StageTrigger(BaseTrigger):
         yield TriggerEvent(wake)  # type: ignore[no-untyped-call]  # Airflow's has no types
 
     async def on_kill(self) -> None:
-        """The user cleared or marked the task: ask the attempt to save and go; wait for nothing."""
+        """The user ended the task: ask the attempt to save and go; wait for nothing.
+
+        Airflow 3.3.2 calls this too when another triggerer has taken the trigger over, or has fired
+        its event; so only a task that is over counts. One that was cleared is left to its new try,
+        which adopts the attempt.
+        """
         if self._fired:
             return
         try:
-            acted = await in_thread(self._kill, timeout_s=KILL_S)
-        except (EnvScalerError, TimeoutError) as err:
-            self.log.warning("run=%s kill: %s; the lease will end the attempt", self.prefix, err)
-        else:
-            self.log.info("run=%s kill: %s", self.prefix, "asked to go" if acted else "not ours any more")
+            state = await in_thread(self._task_state, timeout_s=STATE_S)
+            is_over = state in OVER
+            acted = await in_thread(self._kill, timeout_s=KILL_S) if is_over else False
+        except (EnvScalerError, AirflowException, TimeoutError) as err:
+            told = str(err) or type(err).__name__
+            self.log.warning("run=%s kill: %s; the lease will end the attempt", self.prefix, told)
+            return
+        why = "asked to go" if acted else "not ours any more" if is_over else f"the task is {state}"
+        self.log.info("run=%s kill: %s", self.prefix, why)
+
+    def _task_state(self) -> str | None:
+        """Airflow's state of the task; ``removed`` when it is gone with its DAG run."""
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (in the thread)
+
+        ti = self.task_instance
+        if ti is None:
+            return None
+        found = RuntimeTaskInstance.get_task_states(
+            dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=[ti.task_id], map_index=ti.map_index
+        )
+        states = list(found.get(ti.run_id, {}).values())
+        return states[0] if states else "removed"
 
     async def _watched(self) -> dict[str, Any]:
         look: Look | None = None
@@ -121,7 +154,15 @@ class StageTrigger(BaseTrigger):
                     self.log.warning("run=%s cannot look: %s", self.prefix, fault)
             if wake is not None:
                 return wake
+            await self._warm_up()
             await asyncio.sleep(self.poll_s)
+
+    async def _warm_up(self) -> None:
+        """Ask once in this process for the task's state: a first answer takes seconds, of which a kill has few."""
+        if not StageTrigger._is_warm:
+            StageTrigger._is_warm = True
+            with contextlib.suppress(AirflowException, TimeoutError):
+                await in_thread(self._task_state)
 
     def _open(self) -> Look:
         from envscaler_airflow.triggers.look import Look  # noqa: PLC0415  (in the thread, not in the loop)

@@ -135,15 +135,16 @@ def test_clear_while_a_slice_runs(begin: Callable):
 
 
 @together
-def test_clear_while_deferred_goes_on_from_the_checkpoint(begin: Callable):
-    """The old try asks the attempt to save and go, the new try starts the next one from there."""
+def test_clear_while_deferred_adopts_the_attempt(begin: Callable):
+    """The training is not disturbed: the new try owns it."""
     run = begin("stage", steps=100)
     run.wait_checkpoint()
 
     run.airflow.clear(run.dag_id, run.run_id, ["train"])
 
+    run.until("the new owner", lambda: run.state().owner.try_number == 2)
     assert run.wait_end(timeout_s=150) == "success"
-    assert run.state().generation == 1
+    assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
     assert [step for _, _, step in run.steps()] == list(range(1, 101))
     run.check()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.controller.stage import Watching
@@ -32,6 +34,7 @@ class World:
     def __init__(self, tmp_path):
         """Begin generation 1 and start its first attempt."""
         self.url = f"file://{tmp_path}/store"
+        self.task_state = "failed"
         self.store = FaultyStore(open_store(self.url))
         check_store(self.store)
         self.backend = ScriptedBackend()
@@ -67,6 +70,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(look_module, "open_backend", lambda _name: made.backend)
     place = type("Place", (), {"open": lambda _self: made.store})()
     monkeypatch.setattr(look_module, "store_place", lambda *_: place)
+    monkeypatch.setattr(StageTrigger, "_task_state", lambda _self: made.task_state)
     return made
 
 
@@ -256,6 +260,31 @@ def test_a_kill_asks_the_attempt_to_save_and_go(world):
     assert world.log.read()[-1].type == "stop-requested"
     assert (control["action"], control["align"]) == ("leave", "now")
     assert ("stop", world.handle.name) in world.backend.calls
+
+
+@pytest.mark.parametrize("state", ["deferred", "scheduled", "queued", "running", None])
+def test_a_task_that_goes_on_was_not_killed(world, state):
+    """Another triggerer took the trigger over or fired its event, or the task was cleared: left alone."""
+    world.task_state = state
+    before = world.log.load().number
+
+    asyncio.run(world.trigger().on_kill())
+
+    assert world.log.load().number == before
+    assert not [call for call in world.backend.calls if call[0] == "stop"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [({"run": {"train": "deferred"}}, "deferred"), ({"run": {"train": None}}, None), ({}, "removed")],
+)
+def test_the_state_of_the_task_is_airflows(monkeypatch, answer, state):
+    """None is what a clear leaves; no answer at all means that the DAG run is gone."""
+    monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(lambda **_: answer))
+    trigger = StageTrigger(prefix=KEY.prefix, watching={}, ti_id="ti-1")
+    trigger.task_instance = SimpleNamespace(dag_id="dag", run_id="run", task_id="train", map_index=-1)
+
+    assert trigger._task_state() == state
 
 
 def test_a_late_kill_of_an_old_try_does_nothing(world):
