@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import (
     Actor,
     Event,
@@ -142,6 +143,10 @@ class TestEnter:
         assert enter(state, CLEARED, spec_hash="A").kind == "adopt"
         after = fold([Event(state.number + 1, "owner", {}, actor=CLEARED)], state)
         assert next_action(after, Facts()).kind == "start"
+
+    def test_a_try_that_is_known_is_not_made_again(self):
+        """The first try's own process starts anew: its number is not above the highest, its id is known."""
+        assert enter(run(begun(), intended(), started()), FIRST, spec_hash="A").kind == "adopt"
 
     def test_fresh_begins_once_per_clear(self):
         """restart="fresh" begins anew on a clear, and goes on after a crash of the fresh one."""
@@ -344,6 +349,21 @@ class TestHopeless:
 
         assert (got.kind, got.reason) == ("fail", "failed before its first step was seen, exit code 1")
 
+    def test_a_user_error_before_the_first_step_after_a_resume_fails_at_once(self):
+        """It went on from step 50 and made none."""
+        one = life("lost", 1, step=60, start_step=0, checkpoint_step=50)
+        two = life("failed", 2, exit_code=1, step=50, start_step=50)
+
+        got = next_action(run(begun(), *one, *two), Facts(backoff_is_over=True))
+
+        assert (got.kind, got.failure) == ("fail", "failed")
+
+    def test_the_machines_own_deadline_is_not_tried_again(self):
+        """The next attempt would meet it too."""
+        got = next_action(run(begun(), *life("deadline-exceeded", step=9)), Facts(backoff_is_over=True))
+
+        assert (got.kind, got.reason) == ("fail", "deadline-exceeded at the machine's own deadline")
+
     def test_the_same_user_error_at_the_same_step_fails_the_second_time(self):
         """Once may be chance; twice at step 70 is the code."""
         one = life("failed", 1, exit_code=1, step=70, start_step=0, checkpoint_step=50)
@@ -375,6 +395,15 @@ class TestHopeless:
 
         assert next_action(run(begun(), *steps[:-3]), Facts(backoff_is_over=True)).kind == "start"
         assert next_action(run(begun(), *steps), Facts(backoff_is_over=True)).kind == "fail"
+
+    def test_a_retry_goes_on_counting(self):
+        """A worker died and nobody fixed anything: the fifth fruitless loss in a row still fails."""
+        steps = [s for n in range(1, 6) for s in life("lost", n, step=3)]
+        taken_over = ("owner", {"reason": "taken over"}, RETRY)
+
+        state = run(begun(), *steps[:12], taken_over, *steps[12:])
+
+        assert next_action(state, Facts(backoff_is_over=True)).kind == "fail"
 
     def test_a_clear_starts_the_counting_anew(self):
         """The user fixed something and cleared: five more chances."""
@@ -412,3 +441,19 @@ class TestHopeless:
 
         assert next_action(state, Facts()).backoff_s == 600
         assert next_action(state, Facts(backoff_is_over=True)).target is None
+
+
+class TestFold:
+    """State is the fold of the events, in their order."""
+
+    @pytest.mark.parametrize("number", [1, 3])
+    def test_a_missing_or_repeated_number_is_refused(self, number):
+        """Event 2 is the one that follows."""
+        with pytest.raises(ProtocolError, match=f"event {number} follows 1"):
+            fold([Event(number, "delivered")], run(begun()))
+
+    def test_a_late_word_about_an_attempt_that_ended_changes_nothing(self):
+        """Two owners saw the end: the first to say it is right."""
+        state = run(begun(), *life("lost", step=3), ended("succeeded"))
+
+        assert (state.current.outcome, state.current.ended_number) == ("lost", 4)
