@@ -161,7 +161,7 @@ def request_for(harness, **changes):
         "command": harness.command(),
         "secret_env": {"API_KEY": CANARY},
     }
-    return AttemptRequest(**(fields | changes))
+    return AttemptRequest(**(fields | getattr(harness, "fields", {}) | changes))
 
 
 def eventually(backend, handle, claim, *, patience_s=20.0):

@@ -109,7 +109,7 @@ class KubernetesBackend:
         if self.settings.cluster_prices:
             return tuple(item.offer(self.settings.region) for item in self.settings.cluster_prices)
         try:
-            nodes = self.cluster.list(paths.nodes()).body["items"]
+            nodes = self._nodes()
         except RefusedError as err:
             if err.status != 403:
                 raise
@@ -117,6 +117,12 @@ class KubernetesBackend:
                 f"{err}; grant it, or list what can be had as cluster_prices in the configuration"
             ) from err
         return derived_offers(nodes, self.settings)
+
+    def _nodes(self) -> list[Json]:
+        """The nodes that stages may use."""
+        wanted = ",".join(f"{key}={value}" for key, value in sorted(self.settings.node_selector.items()))
+        query = {"labelSelector": wanted} if wanted else None
+        return list(self.cluster.list(paths.nodes(), query).body["items"])
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
         """What ``submit`` would send, as JSON and without secrets."""
@@ -224,7 +230,7 @@ class KubernetesBackend:
         if self.settings.wait_for_node_s > 0 or self.settings.cluster_prices:
             return
         try:
-            nodes = self.cluster.list(paths.nodes()).body["items"]
+            nodes = self._nodes()
         except RefusedError as err:
             if err.status == 403:
                 return

@@ -170,6 +170,7 @@ class _Attempt:
             **stand,
         }
         spec |= {"affinity": joint} if joint else {}
+        spec |= {"nodeSelector": dict(settings.node_selector)} if settings.node_selector else {}
         spec |= {"serviceAccountName": settings.service_account} if settings.service_account else {}
         spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}
         spec |= {"imagePullSecrets": secrets} if (secrets := self._pull_secrets()) else {}

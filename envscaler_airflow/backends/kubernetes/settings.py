@@ -64,6 +64,7 @@ class Settings(BaseModel):
         region: Name of the cluster in offers.
         cluster_prices: Node classes; () derives offers from the nodes themselves.
         usd_per_hour: Price of a whole node by instance type, for derived offers; None is unknown.
+        node_selector: Labels of the nodes that stages may use, such as those of a pool; {} for all.
         wait_for_node_s: Longest wait for a node; 0 on clusters that add none.
         queue: Kueue queue; the Job is made suspended and Kueue admits it.
         priority_class: Of the pods.
@@ -90,6 +91,7 @@ class Settings(BaseModel):
     region: str = ""
     cluster_prices: tuple[NodeClass, ...] = ()
     usd_per_hour: dict[str, float] = {}
+    node_selector: dict[str, str] = {}
     wait_for_node_s: Annotated[float, Field(ge=0)] = 900.0
     queue: str | None = None
     priority_class: str | None = None

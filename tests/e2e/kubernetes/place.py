@@ -46,6 +46,8 @@ class Place:
             "image": image,
             "wait_for_node_s": 0,
         }
+        if os.environ.get("ENVSCALER_NODE"):
+            settings["node_selector"] = {"kubernetes.io/hostname": os.environ["ENVSCALER_NODE"]}
         if url.startswith("file://"):
             folder = url.removeprefix("file://")
             settings |= {"store_volume": {"hostPath": {"path": folder}}, "store_mount": folder}
