@@ -11,7 +11,7 @@ from fakes.kubernetes import errors
 from fakes.kubernetes.errors import ApiError, bad_request, cause, invalid
 from fakes.kubernetes.objects import Object, nano_stamp, seconds_of
 from fakes.kubernetes.resources import PODS
-from fakes.kubernetes.routing import Call
+from fakes.kubernetes.routing import TRUE, Call
 
 if TYPE_CHECKING:
     from fakes.kubernetes.cluster import Cluster
@@ -90,11 +90,11 @@ class Logs:
             await send({"type": "http.response.body", "body": b""})
             return
         self._check_node(pod, name)
-        log = self._pick(pod, name, previous=options.get("previous") in {"true", "1"})
+        log = self._pick(pod, name, previous=options.get("previous") in TRUE)
         shown = _Reader(log, options, self._cluster.clock.now())
         await _begin(send, 200)
         await send({"type": "http.response.body", "body": shown.next(), "more_body": True})
-        follow = options.get("follow") in {"true", "1"}
+        follow = options.get("follow") in TRUE
         while follow and not (log.is_over or hanging_up.done() or self._cluster.stopped.is_set()):
             try:
                 await asyncio.wait_for(log.changed.wait(), 0.5)
@@ -149,7 +149,7 @@ class _Reader:
         elif "sinceTime" in options:
             since = seconds_of(options["sinceTime"])
         self._log = log
-        self._stamped = options.get("timestamps") in {"true", "1"}
+        self._stamped = options.get("timestamps") in TRUE
         self._room = int(options["limitBytes"]) if "limitBytes" in options else None
         first = next((at for at, line in enumerate(log.lines) if line[0] >= since), len(log.lines))
         if "tailLines" in options:

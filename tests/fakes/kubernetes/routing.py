@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from fakes.kubernetes import errors
 from fakes.kubernetes.resources import Resource
 
+TRUE = {"1", "t", "T", "true", "True", "TRUE"}
+"""What Go's ParseBool takes for true."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -66,7 +69,7 @@ def _verb(resource: Resource, method: str, name: str, subresource: str, query: d
             raise errors.no_such_method()
         return verb
     verb = (_NAMED if name else _UNNAMED).get(method, "")
-    if verb in {"list", "get"} and query.get("watch") in {"true", "1"}:
+    if verb in {"list", "get"} and query.get("watch") in TRUE:
         verb = "watch"
     if verb not in resource.verbs:
         raise errors.no_such_method()

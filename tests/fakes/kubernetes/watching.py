@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fakes.kubernetes import errors
+from fakes.kubernetes.faults import DroppedError
 from fakes.kubernetes.objects import Object, clone
 from fakes.kubernetes.resources import EVENTS, Resource
+from fakes.kubernetes.routing import TRUE
 from fakes.kubernetes.selectors import field_test, label_test
 from fakes.kubernetes.store import Change, Store
 
@@ -143,7 +145,7 @@ class Watch:
         start = _number(wanted) if wanted else 0
         self.store.listeners.append(self._hear)
         self.sent = self.store.revision
-        initial = self.query.get("sendInitialEvents") in {"true", "1"}
+        initial = self.query.get("sendInitialEvents") in TRUE
         if start == 0 or initial:
             items = [one for one in self.store.all(self.selection.resource, self.selection.namespace)
                      if self.selection.has(one)]  # fmt: skip
@@ -199,7 +201,7 @@ class Watch:
         """JSON lines: what is first, then changes, bookmarks if asked for, until timeoutSeconds."""
         loop = asyncio.get_running_loop()
         until = loop.time() + float(self.query.get("timeoutSeconds") or 1800)
-        bookmarks = self.query.get("allowWatchBookmarks") in {"true", "1"}
+        bookmarks = self.query.get("allowWatchBookmarks") in TRUE
         mark_at = min(loop.time() + BOOKMARK_S, max(loop.time() + 0.5, until - 2))
         try:
             for event in self.open():
@@ -215,7 +217,7 @@ class Watch:
                     continue
                 if isinstance(change, str):
                     if change == "cut":
-                        raise ConnectionAbortedError("cut by a test")
+                        raise DroppedError
                     return
                 event = self._translate(change)
                 if event is not None:
