@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from envscaler_airflow.cli.tables import printable
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import StoreError
@@ -116,7 +117,7 @@ class StageStory:
 def describe(event: Event, before: RunState) -> str | None:
     """One line for *event*, which follows *before*; None for what only machines care about."""
     tell = _TELL.get(event.type)
-    return tell(event.body, before) if tell else None
+    return printable(tell(event.body, before)) if tell else None
 
 
 def _target(body: Mapping[str, Any]) -> str:

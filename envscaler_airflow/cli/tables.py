@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import RunState
@@ -36,8 +37,9 @@ def print_runs(rows: Sequence[tuple[str, RunState]]) -> None:
 
 def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> None:
     """One run: its attempts, and what the nodes of the current one last said."""
-    console = Console()
-    console.print(f"{prefix}: [bold]{state.status}[/bold]{': ' + state.reason if state.reason else ''}")
+    console = Console(markup=False)
+    reason = f": {printable(state.reason)}" if state.reason else ""
+    console.print(Text.assemble(f"{prefix}: ", (state.status, "bold"), reason))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
         table.add_column(column, no_wrap=True)
@@ -50,7 +52,7 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> No
             "?" if price is None else f"{price:.4f}",
             why_ended(attempt) or attempt.phase,
             _shown(attempt.step),
-            attempt.reason,
+            printable(attempt.reason),
         )
     console.print(table)
     for node in said:
@@ -58,12 +60,17 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> No
             console.print(_node_line(node))
 
 
+def printable(text: str) -> str:
+    """*text* on one line, without what would steer a terminal: parts of it come from a training's side."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def _node_line(node: Status) -> str:
     progress = node.progress
     step = _shown(progress.step) + (f"/{progress.total_steps}" if progress.total_steps else "")
     speed = f", {progress.steps_per_s:.2f} steps/s" if progress.steps_per_s else ""
     loss = f", loss {progress.loss:.4g}" if progress.loss is not None else ""
-    message = f": {node.message}" if node.message else ""
+    message = f": {printable(node.message)}" if node.message else ""
     return f"node {node.node}: {node.phase}, {node.health}, step {step}{speed}{loss}{message}"
 
 
