@@ -43,6 +43,7 @@ from envscaler_airflow.store.base import Store, for_run
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.stockouts import remember
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,8 @@ class Controller:
         spec, offers, now = self._spec(state), self._backend.offers(), self._clock()
         spent = facts.spent_usd(state, self._backend, now=now)
         goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
-        made = choose.make_plan(state, spec, offers, goal, memory_bytes=memory)
+        sold_out = choose.sold_out_offers(self._store, offers, now=now)
+        made = choose.make_plan(state, spec, offers, goal, memory_bytes=memory, sold_out=sold_out)
         self._check_still_owner(state)
         choose.write_plan(self._store, self._prefix, made, spec, offers, memory_bytes=memory)
         return made.pick()
@@ -243,6 +245,8 @@ class Controller:
         self._store.create(f"{self._prefix}/{name}", control.to_json())
 
     def _not_started(self, state: RunState, live: AttemptState, err: Exception) -> _Result:
+        if isinstance(err, CapacityError):  # for other runs on this store; says nothing of a full machine
+            remember(self._store, live.allocation.offer, str(err), now=self._clock())
         body = {
             "generation": live.generation,
             "attempt": live.number,

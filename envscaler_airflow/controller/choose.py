@@ -19,19 +19,31 @@ from envscaler_airflow.planning import (
     plan,
     requirements_of,
 )
+from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.stockouts import stockouts
 
 GIB = 2**30
 
 
 def make_plan(
-    state: RunState, spec: EnvSpec, offers: Iterable[Offer], goal: Goal, *, memory_bytes: int | None = None
+    state: RunState,
+    spec: EnvSpec,
+    offers: Iterable[Offer],
+    goal: Goal,
+    *,
+    memory_bytes: int | None = None,
+    sold_out: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Where the next attempt may run, best first; offers that were just refused come into play again last."""
+    """Where the next attempt may run, best first.
+
+    Offers that this run was just refused, and those in *sold_out* (names, as other runs met it), come
+    into play again only when nothing else fits.
+    """
     requirements = _with_memory(requirements_of(spec), memory_bytes)
-    refused = refused_offers(state)
+    refused = refused_offers(state) | sold_out
     all_offers = tuple(offers)
     left = [offer for offer in all_offers if offer.name not in refused]
     made = plan(requirements, left, goal=goal, is_ordered=is_ordered(spec))
@@ -64,6 +76,16 @@ def _with_memory(
 ) -> tuple[Requirements, ...]:
     least = (memory_bytes or 0) / GIB
     return tuple(replace(one, memory_gib=max(one.memory_gib, least)) for one in requirements)
+
+
+def sold_out_offers(store: Store, offers: Iterable[Offer], *, now: float) -> frozenset[str]:
+    """Names of *offers* that runs on this store were lately told cannot be had.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    known = stockouts(store, now=now)
+    return frozenset(offer.name for offer in offers if against(offer, known, now) is not None)
 
 
 def refused_offers(state: RunState) -> frozenset[str]:

@@ -17,6 +17,8 @@ from envscaler_airflow.controller.stage import (
 from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.protocol import Ended, Manifest
+from envscaler_airflow.store.stockouts import remember, stockouts
+from envscaler_airflow.testing.backend import cpu_offer
 
 LAST_CALL = 33
 """One more than the writes and calls of an undisturbed run; a test counts them."""
@@ -233,6 +235,25 @@ def test_a_stock_out_goes_to_the_next_offer(world):
 
     assert waiting.watching.backoff_s == 10
     assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
+
+
+def test_a_stock_out_that_another_run_met_is_passed_over(world):
+    """Known on the store for a while: the first start goes to the next cheapest at once."""
+    remember(world.store, cpu_offer(1), "InsufficientInstanceCapacity", now=world.clock.time())
+
+    world.controller().enter()
+
+    assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
+
+
+def test_a_stock_out_is_told_to_other_runs(world):
+    """The cloud's own code is in the error; a machine that is merely full would not be kept."""
+    world.backend.fail_next("submit", CapacityError("InsufficientInstanceCapacity: none left"))
+
+    world.controller().enter()
+
+    kept = stockouts(world.store, now=world.clock.time())
+    assert [item.instance_type for item in kept] == ["cpu-1"]
 
 
 def test_a_superseded_slice_touches_nothing(world):
