@@ -74,7 +74,10 @@ class OwnerWatch:
         body = self._site.store.read(name, max_bytes=MAX_JSON_BYTES)
         if body is None:
             return
-        self._owners = Control.from_json(body, where=name)
+        control = Control.from_json(body, where=name)
+        if self._owners is not None and control.sequence < self._owners.sequence:
+            return  # an owner that slept wrote what it had meant to write before; the later word stands
+        self._owners = control
         if self._site.exchange.control_text() != body:
             self._site.exchange.write(self._site.exchange.control, body)
 

@@ -63,6 +63,17 @@ def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, sto
     assert bench.site.messages.text().startswith("the owner is not heard: ")
 
 
+def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
+    """An owner that slept between its event and its control overwrites the control of its successor."""
+    bench.owner_asks(sequence=7, action="leave")
+    watch = OwnerWatch(bench.site)
+    watch.step()
+    bench.owner_asks(sequence=5, action="checkpoint")
+    run(bench, watch, 10)
+
+    assert (control(bench).sequence, control(bench).action) == (7, "leave")
+
+
 def lease_bench(bench, store):
     """A watch of an attempt with an owner, orphaned after 300 s, grace 30 s."""
     bench.owner_asks(sequence=4, orphan_after_s=300, grace_s=30, candidates=("g1-step-00000100-a1",))
