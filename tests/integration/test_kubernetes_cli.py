@@ -1,0 +1,109 @@
+"""``submit``, ``reap`` and ``kubernetes rbac`` as a person types them, on the fake cluster."""
+
+import os
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from fakes.kubernetes import JOBS, Cluster
+from fakes.kubernetes.processes import Processes
+from kubernetes_validate import validate
+from kubernetes_validate.utils import latest_version
+
+from envscaler_airflow.cli import main
+
+SPEC = """
+version: v1
+name: hello
+base: {image: "python:3"}
+resources: {requests: {cpu: 200m, memory: 128Mi}}
+entrypoint: [python3, -c, "print('hello from the pod', flush=True)"]
+"""
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """A shell with a kubeconfig, a store that the pods reach, and a spec."""
+    if os.geteuid() != 0:
+        pytest.skip("containers need mount namespaces")
+    store = tmp_path / "store"
+    store.mkdir()
+    config = tmp_path / "settings.yaml"
+    settings = {"store_volume": {"hostPath": {"path": str(store)}}, "store_mount": str(store)}
+    config.write_text(yaml.safe_dump({**settings, "agent_image": "agent:1", "wait_for_node_s": 0}))
+    (tmp_path / "hello.yaml").write_text(SPEC)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{store}")
+    with Cluster(nodes=1, executor=Processes(tmp_path / "state")) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig(tmp_path / "config")))
+
+        def run(*words):
+            return CliRunner().invoke(main, [str(word) for word in words], catch_exceptions=False)
+
+        run.cluster = cluster
+        yield run
+
+
+def test_a_stage_is_submitted_shown_and_adopted(shell):
+    """The same name again goes on with what is there; others read it by name."""
+    words = (
+        "submit",
+        "-f",
+        "hello.yaml",
+        "--cluster",
+        "fake",
+        "--name",
+        "first",
+        "--config",
+        "settings.yaml",
+    )
+
+    result = shell(*words)
+
+    assert result.exit_code == 0, result.output
+    assert "hello from the pod" in result.output
+    assert "first/hello" in result.output
+    assert "hello from the pod" in shell("logs", "first").output
+    assert "succeeded" in shell("status", "first").output
+    assert len(shell.cluster.list(JOBS, "default")) == 1
+
+
+def test_a_context_that_does_not_exist_is_named(shell):
+    """And nothing is made."""
+    result = shell("submit", "-f", "hello.yaml", "--cluster", "elsewhere", "--config", "settings.yaml")
+
+    assert result.exit_code == 2
+    assert "elsewhere" in result.output
+    assert shell.cluster.list(JOBS, "default") == []
+
+
+def test_reap_leaves_what_is_young_and_what_is_of_another_store(shell):
+    """Nothing goes of an attempt that ended a moment ago."""
+    shell("submit", "-f", "hello.yaml", "--name", "first", "--config", "settings.yaml")
+
+    result = shell("reap", "--config", "settings.yaml")
+
+    assert result.exit_code == 0, result.output
+    assert result.output == "0 gone\n"
+    assert len(shell.cluster.list(JOBS, "default")) == 1
+
+
+def test_the_rights_are_printed_for_kubectl():
+    """For a namespace and an account; valid, and without nodes when these are not to be read."""
+    words = ["kubernetes", "rbac", "--namespace", "ml", "--account", "runner"]
+
+    whole, less = (CliRunner().invoke(main, [*words, *more]).output for more in ([], ["--no-nodes"]))
+
+    documents = list(yaml.safe_load_all(whole))
+    for document in documents:
+        validate(document, latest_version(), strict=True)
+    assert [one["kind"] for one in documents] == [
+        "ServiceAccount",
+        "Role",
+        "RoleBinding",
+        "ClusterRole",
+        "ClusterRoleBinding",
+    ]
+    subjects = [subject for one in documents for subject in one.get("subjects", ())]
+    assert {(one["name"], one["namespace"]) for one in subjects} == {("runner", "ml")}
+    assert "nodes" not in less
