@@ -6,7 +6,11 @@ import os
 import tempfile
 
 HOME = tempfile.TemporaryDirectory(prefix="envscaler-tests-")
-"""Removed when the interpreter ends."""
 
 os.environ["AIRFLOW_HOME"] = HOME.name
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
+
+
+def pytest_unconfigure() -> None:
+    """Remove the home: at the interpreter's end it would be a warning."""
+    HOME.cleanup()
