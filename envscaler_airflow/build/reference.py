@@ -27,13 +27,8 @@ _HEAD = """\
 Written from the models by `envscaler schema --markdown`; a test holds it current. Short forms, merge
 rules, parameters and references to secrets are explained in [spec.md](spec.md).
 
-Editors complete and check `envscaler.yaml` by the shipped JSON Schema:
-
-```yaml
-# yaml-language-server: $schema=./envspec.schema.json
-```
-
-after `envscaler schema > envspec.schema.json` beside it.
+Editors complete and check `envscaler.yaml` by the shipped JSON Schema: `envscaler schema` prints it. With
+the file beside the spec, its first line is `# yaml-language-server: $schema=./envspec.schema.json`.
 
 Every value may be a template, such as `"{{ parameters.gpu_count }}"`, and `null` removes what a spec
 below says.
