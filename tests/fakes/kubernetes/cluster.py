@@ -104,6 +104,8 @@ class Cluster:
         self.watches: list[Watch] = []
         self.requests: deque[tuple[str, str]] = deque(maxlen=10_000)
         self.write_events = True
+        self.trouble: list[BaseException] = []
+        """What went wrong inside the fake: raised at the end, so that no test passes on a broken one."""
         self.node_controller = NodeController(self)
         self._wire()
         self._port = port
@@ -145,9 +147,11 @@ class Cluster:
         """Start."""
         return self.start()
 
-    def __exit__(self, *_error: object) -> None:
-        """Stop."""
+    def __exit__(self, *error: object) -> None:
+        """Stop; raises what went wrong inside unless something else is being raised."""
         self.stop()
+        if self.trouble and error[0] is None:
+            raise self.trouble[0]
 
     def start(self) -> Self:
         """Listen; returns when requests are answered."""
@@ -166,6 +170,7 @@ class Cluster:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(lambda _loop, context: self._note(context.get("exception")))
         self.stopped = asyncio.Event()
         self.clock.attach(self._loop)
         self.queue.attach(self._loop)
@@ -193,6 +198,10 @@ class Cluster:
             await self.executor.close()
         self._server.should_exit = True
         await serving
+
+    def _note(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, OSError | asyncio.CancelledError):
+            self.trouble.append(error)
 
     def stop(self) -> None:
         """End everything: containers, connections, the thread."""

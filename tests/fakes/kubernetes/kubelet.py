@@ -59,6 +59,8 @@ class Kubelet:
             run.abandon()
         self._room()
         self.cluster.logs.forget(uid)
+        if self.cluster.executor is not None:
+            self.cluster.executor.forget(uid)
 
     def finished(self, run: PodRun) -> None:
         """A pod is over: its resources are free, and its object may go if it is deleted."""

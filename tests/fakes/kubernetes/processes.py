@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -53,6 +54,7 @@ class Processes:
         self.state = state or Path(self._temporary.name if self._temporary else "")
         self.images = images or {}
         self.running: set[Process] = set()
+        self._removing: set[asyncio.Task[None]] = set()
 
     def image(self, name: str) -> Image:
         """What the image *name* brings."""
@@ -83,7 +85,7 @@ class Processes:
             "env": base,
         }
         limit = (one.spec.get("resources", {}).get("limits") or {}).get("memory")
-        return Process(self, order, int(quantity(limit)) if limit else None)
+        return Process(self, run.uid, order, int(quantity(limit)) if limit else None)
 
     def _mounts(self, run: PodRun, one: Container, env: dict[str, str]) -> list[Object]:
         by_name = {volume["name"]: volume for volume in run.pod["spec"].get("volumes") or ()}
@@ -101,12 +103,24 @@ class Processes:
             mounts.append({"source": str(source), "path": mount["mountPath"], "read_only": read_only})
         return mounts
 
+    def forget(self, uid: str) -> None:
+        """Remove the folders of a pod that is gone, once nothing of it runs."""
+        tasks = [one.task for one in self.running if one.uid == uid and one.task is not None]
+
+        async def remove() -> None:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, self.state / "pods" / uid, ignore_errors=True)
+
+        task = asyncio.get_running_loop().create_task(remove())
+        self._removing.add(task)
+        task.add_done_callback(self._removing.discard)
+
     async def close(self) -> None:
         """Kill all that runs and wait for it; remove what was temporary."""
         for process in tuple(self.running):
             process.kill()
         tasks = [process.task for process in self.running if process.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._removing, return_exceptions=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -114,8 +128,9 @@ class Processes:
 class Process:
     """One running container."""
 
-    def __init__(self, owner: Processes, order: Object, memory: int | None) -> None:
+    def __init__(self, owner: Processes, uid: str, order: Object, memory: int | None) -> None:
         """Prepare; `start` begins it."""
+        self.uid = uid
         self._owner = owner
         self._order = order
         self._memory = memory

@@ -51,13 +51,17 @@ class Queue:
         if self._is_busy:
             return
         self._is_busy = True
+        work: dict[tuple[str, str], None] = {}
         try:
             while self._work or self._calls:
                 calls, self._calls = self._calls, []
                 for act in calls:
                     act()
                 work, self._work = self._work, {}
-                for kind, key in work:
+                while work:
+                    kind, key = next(iter(work))
+                    del work[kind, key]
                     self._handlers[kind](key)
         finally:
+            self._work = {**work, **self._work}
             self._is_busy = False

@@ -46,6 +46,11 @@ class Server:
             await _send(send, error.code, error.body, error.headers)
         except DroppedError:
             await _drop(send)
+        except OSError:
+            return  # the caller hung up
+        except Exception as error:  # noqa: BLE001 - a fault of the fake: the cluster raises it at its end
+            self.cluster.trouble.append(error)
+            await _drop(send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.cluster.faults.down:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,3 @@ def _chosen(whole: dict[str, bytes], items: list[Any] | None) -> dict[str, bytes
     if not items:
         return whole
     return {one["path"]: whole[one["key"]] for one in items if one["key"] in whole}
-
-
-def forget(pod_uid: str, state: Path) -> None:
-    """Remove the folders of a pod that is gone."""
-    shutil.rmtree(state / "pods" / pod_uid, ignore_errors=True)
