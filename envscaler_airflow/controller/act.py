@@ -52,6 +52,10 @@ GRACE_S = 30.0
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
 
+MACHINE_MARGIN_S = 3600.0
+"""Longer than its money lasts a machine may live when owner, watcher and courier are all gone, seconds.
+Chosen: queueing, image pulls and the upgrade of a triggerer fit, so that the owner's own stop comes first."""
+
 _Result = RunState | Waiting | Delivered
 
 
@@ -218,6 +222,7 @@ class Controller:
             live,
             spec_hash=state.spec_hash,
             grace_s=GRACE_S,
+            deadline_s=self._machine_deadline_s(state, live),
         )
         self._check_still_owner(state)
         try:
@@ -231,6 +236,13 @@ class Controller:
             handle = found
         body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
         return self._append(state, "attempt-started", body)
+
+    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float | None:
+        """After which the machine ends by itself, whoever is gone; None without a budget or a price."""
+        left, price = self._usd_left(state, live), live.allocation.usd_per_hour
+        if left is None or not price:
+            return None
+        return max(0.0, left) / price * 3600.0 + MACHINE_MARGIN_S
 
     def _first_control(self, state: RunState, live: AttemptState) -> None:
         """Written only when absent: a stop that came first must not be overwritten."""

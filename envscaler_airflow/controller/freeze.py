@@ -140,6 +140,7 @@ def attempt_request(
     *,
     spec_hash: str,
     grace_s: float,
+    deadline_s: float | None = None,
 ) -> AttemptRequest:
     """What the backend is asked to start. Secrets are resolved here and go no further than its call.
 
@@ -165,6 +166,7 @@ def attempt_request(
         spec=document,
         store_options=stage.store_options,
         grace_s=grace_s,
+        deadline_s=deadline_s,
     )
 
 

@@ -90,6 +90,21 @@ def test_an_end_whose_bill_is_unknown_counts_at_most_its_time_and_never_nothing(
     assert "usage" not in ended
 
 
+@pytest.mark.parametrize(("budget_usd", "deadline_s"), [(0.10, 2 * 3600 + 3600), (None, None)])
+def test_a_machine_ends_by_itself_soon_after_its_money(world, monkeypatch, budget_usd, deadline_s):
+    """$0.10 at $0.05 an hour last two hours; an hour later it goes though everybody else is dead."""
+    submit, deadlines = world.backend.submit, []
+
+    def noted(request):
+        deadlines.append(request.deadline_s)
+        return submit(request)
+
+    monkeypatch.setattr(world.backend, "submit", noted)
+    world.controller(budget_usd=budget_usd).enter()
+
+    assert deadlines == [deadline_s]
+
+
 def test_without_a_budget_nobody_asks_for_the_bill(world):
     """One call to the provider less for each look."""
     watch = world.watch(world.controller().enter())
