@@ -2,17 +2,21 @@
 #
 #   buildah build --file docker/agent.Dockerfile --tag envscaler/agent:latest .
 #
-# BASE is what runs: python3 3.11 or newer and certificates, nothing more. BUILD_BASE has pip besides. Both
-# have the same Python; by default they are Debian's image with what is missing added.
+# BASE is what runs: python3 3.11 or newer and certificates, nothing more. It may be made of Debian's
+# packages alone, by mmdebstrap; PIP is then a wheel of pip that the build can read.
 ARG BASE=docker.io/library/python:3.12-slim
-ARG BUILD_BASE=${BASE}
 
-FROM ${BUILD_BASE} AS build
+FROM ${BASE} AS build
+ARG PIP="-m pip"
 ARG REQUIREMENTS="boto3 fsspec nvidia-ml-py pathspec pydantic pyyaml tenacity zstandard"
 # Other stores by fsspec: "gcsfs", "adlfs", "ossfs".
 ARG EXTRA_REQUIREMENTS=""
+# Where packages come from, as pip reads it from its environment.
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_NO_INDEX
 COPY constraints.txt /tmp/constraints.txt
-RUN python3 -m pip install --no-cache-dir --disable-pip-version-check --no-compile \
+RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile \
       --constraint /tmp/constraints.txt --target /opt/envscaler ${REQUIREMENTS} ${EXTRA_REQUIREMENTS} \
     && rm -rf /opt/envscaler/bin
 COPY envscaler_airflow /opt/envscaler/envscaler_airflow

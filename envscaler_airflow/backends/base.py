@@ -91,7 +91,9 @@ class NodeStatus:
         node: Index, 0 to nodes - 1.
         state: See :data:`NodeState`.
         exit_code, signal: How it ended, when it did and the backend saw it.
-        reason: One of protocol.END_REASONS or the provider's own word; ``""`` while it runs.
+        reason: One of protocol.END_REASONS or the provider's own word; ``""`` while it runs. ``capacity``
+            of a pending node: it did not come within its time, and the owner gives the attempt up; of an
+            ended one: it never came.
         detail: One line for people.
     """
 

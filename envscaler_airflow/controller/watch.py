@@ -104,6 +104,8 @@ class Watch:
             is_known = all(node.state != "unknown" for node in observed.nodes)
             if observed.is_over:
                 return Wake("status", detail="the attempt ended")
+            if any(node.state == "pending" and node.reason == "capacity" for node in observed.nodes):
+                return Wake("status", detail="none to be had")
         except BackendError:
             is_known = False
         if is_known:

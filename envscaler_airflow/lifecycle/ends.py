@@ -25,6 +25,7 @@ _SEVERITY = (
     "setup-failed",
     "failed",
     "deadline-exceeded",
+    "not-started",
     "lost",
     "killed",
     "orphaned",
@@ -138,6 +139,8 @@ def _told_end(node: NodeFacts, said: Ended | None) -> tuple[str, str]:
     An exit code of 0 alone is no success: outputs that could not be stored are told by the node.
     """
     reason = node.reason or "failed"
+    if reason == "capacity":
+        return ("not-started", node.detail)
     if said is not None and reason in _NODE_KNOWS_BETTER:
         return (said.reason, said.detail or node.detail)
     if said is None and reason == "succeeded":

@@ -194,7 +194,16 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
+    missing = _cannot_be_had(facts)
+    if missing is not None:
+        return Action("kill", reason=f"none to be had: {missing}")
     return _asked_of(state, live, facts) or Action("wait", reason="runs")
+
+
+def _cannot_be_had(facts: Facts) -> str | None:
+    """What the backend says of a node that did not come within its time; None when nothing is missing."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    return next((one.detail for one in nodes if one.state == "pending" and one.reason == "capacity"), None)
 
 
 def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:

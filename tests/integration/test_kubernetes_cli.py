@@ -68,6 +68,24 @@ def test_a_stage_is_submitted_shown_and_adopted(shell):
     assert len(shell.cluster.list(JOBS, "default")) == 1
 
 
+def test_an_offer_whose_node_does_not_come_is_followed_by_the_next(shell, tmp_path):
+    """The cheapest first; after its time the attempt is given up as not started."""
+    settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
+    settings["wait_for_node_s"] = 8
+    settings["cluster_prices"] = [
+        {"name": "ghost", "vcpus": 64, "memory_gib": 64, "usd_per_hour": 0.01},
+        {"name": "small", "vcpus": 1, "memory_gib": 1, "usd_per_hour": 1.0},
+    ]
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "hello.yaml").write_text(SPEC.replace("cpu: 200m, ", "").replace("memory: 128Mi", ""))
+
+    result = shell("submit", "-f", "hello.yaml", "--name", "first", "--config", "settings.yaml")
+
+    assert result.exit_code == 0, result.output
+    assert "none to be had: 0/1 nodes are available" in result.output
+    assert "hello from the pod" in result.output
+
+
 def test_a_context_that_does_not_exist_is_named(shell):
     """And nothing is made."""
     result = shell("submit", "-f", "hello.yaml", "--cluster", "elsewhere", "--config", "settings.yaml")

@@ -338,3 +338,17 @@ def test_a_termination_message_is_data():
 def test_completed_indexes_are_read(text, expected):
     """Ranges and single ones."""
     assert failures.indexes(text) == expected
+
+
+def test_a_node_that_never_came_is_told_as_that_after_the_stop():
+    """What was missing is written down with the stop; a node that ran was merely killed."""
+    waits, _ = WAITS["unschedulable"]
+    late = Seen(job(), (waits,), server_time=NOW + 60, wait_for_node_s=60)
+    words = "0/5 nodes are available"
+    over = when("Failed", "DeadlineExceeded")
+
+    assert failures.unmet(read_attempt(late, 1)) == words
+    assert nodes_of(Seen(job(over, stop={"grace_s": 0, "unmet": words}))) == [("ended", "capacity", words)]
+    given_up = Seen(job(stop={"grace_s": 0}), (waits,), server_time=NOW + 60, wait_for_node_s=60)
+    assert nodes_of(given_up)[0][:2] == ("pending", "scheduling")
+    assert failures.unmet(read_attempt(Seen(job(), (pod(main={"running": {}}),)), 1)) is None

@@ -390,9 +390,12 @@ class KubernetesBackend:
             return
         asked = failures.stop_asked(job)
         if asked is None or (grace_s <= 0 < float(asked.get("grace_s") or 0)):
-            note = json.dumps({"grace_s": grace_s, "at": seen.server_time})
+            never_came = failures.unmet(read_attempt(seen, _handle_nodes(handle)))
+            note = {"grace_s": grace_s, "at": seen.server_time} | (
+                {"unmet": never_came} if never_came else {}
+            )
             patch = {
-                "metadata": {"uid": job["metadata"]["uid"], "annotations": {names.STOP: note}},
+                "metadata": {"uid": job["metadata"]["uid"], "annotations": {names.STOP: json.dumps(note)}},
                 "spec": {"activeDeadlineSeconds": STOP_DEADLINE_S},
             }
             try:

@@ -290,6 +290,13 @@ def _is_about(event: Json, body: Json) -> bool:
 # -- the whole attempt
 
 
+def unmet(status: AttemptStatus) -> str | None:
+    """Why an attempt that never began could not be had; None when any node of it ran."""
+    if any(node.state not in ("pending", "starting") for node in status.nodes):
+        return None
+    return next((node.detail for node in status.nodes if node.reason == "capacity"), None)
+
+
 def read_attempt(seen: Seen, nodes: int) -> AttemptStatus:
     """State of every node of the attempt."""
     if seen.job is None:
@@ -339,6 +346,8 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
     if _state(main, "running") is not None or _state(main, "terminated") is not None:
         return NodeStatus(node, "running", detail=_leaving(pod, job))
     kind, detail = waiting_for(pod, seen)
+    if kind == "capacity" and stop_asked(job) is not None:
+        kind = "scheduling"  # given up already
     state: NodeState = "pending" if kind in ("scheduling", "capacity", "gated") else "starting"
     return NodeStatus(node, state, reason="" if kind == "starting" else kind, detail=detail)
 
@@ -422,6 +431,8 @@ def _told(job: Json, node: int, failure: Failure) -> NodeStatus:
     if failure.reason in ("killed", "stopped") and ended.get("reason") == "DeadlineExceeded":
         failure = _JOB_DEADLINE
     if asked is not None and failure.reason in ("deadline-exceeded", "killed", "stopped"):
+        if asked.get("unmet"):
+            return NodeStatus(node, "ended", reason="capacity", detail=str(asked["unmet"]))
         grace_s = float(asked.get("grace_s") or 0.0)
         reason = "stopped" if grace_s > 0 else "killed"
         return NodeStatus(node, "ended", failure.exit_code, failure.signal, reason, "it was asked to stop")
