@@ -101,7 +101,18 @@ class Controller:
             state = self._entered(state, frozen)
         finally:
             frozen.discard()
+        self._release_ended(state)
         return self._run(state, Wake("entry"))
+
+    def _release_ended(self, state: RunState) -> None:
+        """Give back once more what the last slice recorded as ended: it may have died right after."""
+        last = state.attempts[-1] if state.attempts else None
+        if last is None or last.is_live or last.handle is None or state.unknown:
+            return
+        try:
+            self._backend.release(Handle.from_dict(last.handle))
+        except BackendError as err:  # it only takes room
+            log.warning("run=%s attempt=%d not released: %s", self._prefix, last.number, err)
 
     def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         """State in which this try is the owner; what others append meanwhile is looked at anew."""

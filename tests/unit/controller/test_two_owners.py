@@ -129,6 +129,21 @@ def test_a_request_that_takes_the_number_of_the_end_costs_no_result(world, monke
     assert got.outputs == {"model": world.output}
 
 
+def test_a_machine_whose_end_was_recorded_is_given_back_by_the_next_owner(world):
+    """The worker died between the two; its folder would lie there for ever."""
+    first = world.controller()
+    first.enter()
+    world.succeed()
+    world.backend.fail_next("release", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        first.resume(Wake("status"))
+    world.backend.calls.clear()
+
+    world.controller().enter()
+
+    assert [method for method, _ in world.backend.calls].count("release") == 1
+
+
 def test_a_start_that_went_through_before_the_refusal_is_adopted(world):
     """The worker died after the submit; the next one is told that nothing is free, and what runs is found."""
     world.backend.fail_next("submit", KeyboardInterrupt(), after=True)
