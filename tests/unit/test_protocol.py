@@ -1,0 +1,112 @@
+"""Unit tests of what the two sides write to each other: whole, bounded, and checked when it is read."""
+
+import json
+
+import pytest
+
+from envscaler_airflow import protocol
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import Control, Ended, Manifest, ManifestFile, Progress, Status
+
+SHA = "0" * 64
+A_FILE = {"path": "a/b.bin", "size": 1, "sha256": SHA}
+MESSAGES = [
+    Control(
+        sequence=3, action="leave", align="epoch", candidates=("g1-step-00000100-a1",), orphan_after_s=60
+    ),
+    Status(progress=Progress(step=5, loss=-0.5), usage={"cpu_percent": 80.0}, ended=Ended(exit_code=1)),
+    Manifest(files=(ManifestFile(**A_FILE),), step=100, epoch=1),
+]
+
+
+def wire(**body):
+    """A message of this version."""
+    return json.dumps({"schema": protocol.SCHEMA, **body})
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_read_is_what_was_written(message):
+    """Every field, tuples and messages inside included."""
+    assert type(message).from_json(message.to_json(), where="x") == message
+
+
+def test_what_is_unknown_is_left_out():
+    """None is no zero on the wire either."""
+    assert json.loads(Progress(step=0).to_json()) == {"schema": protocol.SCHEMA, "step": 0}
+
+
+@pytest.mark.parametrize("schema", ["1.0", "1.7"])
+def test_fields_of_a_newer_minor_version_are_ignored(schema):
+    """The newer side may say more."""
+    body = json.dumps({"schema": schema, "step": 5, "mood": "good", "phase": None})
+
+    assert Progress.from_json(body, where="x") == Progress(step=5)
+
+
+@pytest.mark.parametrize("schema", ["2.0", "0.9", 1, None])
+def test_another_major_version_is_refused_by_name(schema):
+    """The message names both."""
+    with pytest.raises(ProtocolError, match=rf"x: schema {schema!r}, this side speaks {protocol.SCHEMA}"):
+        Progress.from_json(json.dumps({"schema": schema}), where="x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (Progress, b"{", "not JSON"),
+        (Progress, b"[]", "got list, expected an object"),
+        (Progress, "[" * 100_000, "not JSON"),
+        (Progress, b" " * (protocol.MAX_JSON_BYTES + 1), "at most 1048576 are read"),
+        (Progress, wire(step="5"), "step: got '5', expected int"),
+        (Progress, wire(step=True), "step: got True, expected int"),
+        (Progress, wire(step=2**63), "step: got 9223372036854775808, expected int"),
+        (Progress, '{"schema":"1.0","loss":NaN}', "NaN is no number"),
+        (Progress, '{"schema":"1.0","loss":1e999}', "loss: inf is no number"),
+        (Status, wire(progress=5), "progress: got int, expected an object"),
+        (Status, wire(usage=[1]), "usage: got list, expected an object"),
+        (Status, wire(rejected="x"), "rejected: got str, expected a list"),
+        (Status, wire(phase="asleep"), "phase must be one of setup"),
+        (Control, wire(action="dance"), "action must be one of run"),
+        (Control, wire(grace_s=-1), "grace_s must be finite and >= 0, got -1.0"),
+        (Control, wire(candidates=["../g1"]), "is no checkpoint name"),
+        (Ended, wire(reason="boredom"), "reason must be one of succeeded"),
+        (Manifest, wire(kind="zip"), "kind must be one of checkpoint"),
+        (Manifest, wire(files=[{**A_FILE, "path": "../../etc/passwd"}]), "is not a plain relative path"),
+        (Manifest, wire(files=[{**A_FILE, "sha256": SHA[:-1]}]), "sha256 must be 64 hex digits"),
+        (Manifest, wire(files=[{**A_FILE, "size": -1}]), "size must be >= 0, got -1"),
+        (Manifest, wire(files=[A_FILE, A_FILE]), "a path is named twice"),
+    ],
+)
+def test_nonsense_is_a_protocol_error_that_says_where(kind, text, said):
+    """Whatever the other side wrote, it is one error with the file's name in front."""
+    with pytest.raises(ProtocolError, match="x: ") as caught:
+        kind.from_json(text, where="x")
+
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", "/a", "a//b", "a/../b", "..", "./a", "a/", "a\\b", "a\0b", "a" * 1025])
+def test_a_path_that_leaves_its_folder_is_not_safe(path):
+    """Neither by its parts nor by what some system makes of a character."""
+    assert not protocol.is_safe_relative_path(path)
+
+
+def test_a_plain_path_is_safe():
+    """Also a hidden file, and a name with two dots."""
+    assert all(protocol.is_safe_relative_path(path) for path in ("a", "a/b.bin", ".hidden", "a..b/c"))
+
+
+def test_names_of_checkpoints_sort_by_step_and_read_back():
+    """Step 99 comes before step 100."""
+    names = [protocol.checkpoint_name(1, step, 2) for step in (99, 100)]
+
+    assert names == sorted(names)
+    assert protocol.parse_checkpoint_name(names[0]) == (1, 99, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["g1-step-5-a1", "g1-step-00000005-a1/..", "g1-step-00000005-a1\n", "latest"]
+)
+def test_other_names_are_no_checkpoints(name):
+    """They come from a listing that others can write to."""
+    assert protocol.parse_checkpoint_name(name) is None
