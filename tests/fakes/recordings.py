@@ -87,16 +87,19 @@ def event_digest(item: Object) -> str:
     return f"{what} [{who}] {bare(item['message'])}"
 
 
-def histories(changes: list[tuple[str, Object]], digest: Any) -> dict[str, list[Object]]:
-    """By name without its random end: digests without repeats of each object, in order of birth."""
+def histories(changes: list[tuple[float, str, Object]], digest: Any) -> dict[str, list[list[Object]]]:
+    """By name without its random end: digests without repeats of each object, in order of birth.
+
+    `at` says when a digest was first true, in seconds since the start.
+    """
     by_uid: dict[str, tuple[str, list[Object]]] = {}
-    for kind, item in changes:
+    for at, kind, item in changes:
         meta = item["metadata"]
         _name, seen = by_uid.setdefault(meta["uid"], (stem(meta["name"]), []))
         fresh = digest(item) if kind != "DELETED" else {"gone": True}
-        if not seen or seen[-1] != fresh:
-            seen.append(fresh)
-    found: dict[str, list[Any]] = {}
+        if not seen or {**seen[-1], "at": 0} != {**fresh, "at": 0}:
+            seen.append({**fresh, "at": round(at, 1)})
+    found: dict[str, list[list[Object]]] = {}
     for name, seen in by_uid.values():
         found.setdefault(name, []).append(seen)
     return found
@@ -106,8 +109,8 @@ def reduced(recording: Object) -> Object:
     """A recording with its watch streams as digests."""
     streams = recording.get("watch") or {}
 
-    def changes(kind: str) -> list[tuple[str, Object]]:
-        return [(one["type"], one["object"]) for one in streams.get(kind) or ()]
+    def changes(kind: str) -> list[tuple[float, str, Object]]:
+        return [(one["t_s"], one["type"], one["object"]) for one in streams.get(kind) or ()]
 
     last = max([one["t_s"] for stream in streams.values() for one in stream] or [0.0])
     return {
@@ -118,7 +121,7 @@ def reduced(recording: Object) -> Object:
         "last_s": last,
         "jobs": histories(changes("jobs"), job_digest),
         "pods": histories(changes("pods"), pod_digest),
-        "events": sorted({event_digest(item) for _kind, item in changes("events")}),
+        "events": sorted({event_digest(item) for _at, _kind, item in changes("events")}),
     }
 
 

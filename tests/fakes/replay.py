@@ -34,7 +34,7 @@ class Replay:
     recording: Object
     cluster: Cluster
     answers: list[Answer] = field(default_factory=list)
-    changes: list[tuple[str, str, Object]] = field(default_factory=list)
+    changes: list[tuple[str, float, str, Object]] = field(default_factory=list)
     tokens: dict[str, str] = field(default_factory=dict)
     uids: dict[str, str] = field(default_factory=dict)
     pages: dict[str, str] = field(default_factory=dict)
@@ -71,16 +71,17 @@ class Replay:
 
     def _hear(self, change: Change) -> None:
         item = json.loads(json.dumps(change.item))
-        self.changes.append((change.resource.plural, change.kind, item))
+        at = self.cluster.clock.now() - self.began
+        self.changes.append((change.resource.plural, at, change.kind, item))
 
     def histories(self, kind: str) -> dict[str, list[Object]]:
         """Histories of the namespace's objects, as `recordings.reduced` has them."""
         digest = {"jobs": job_digest, "pods": pod_digest}[kind]
-        return histories([(how, item) for what, how, item in self.changes if what == kind], digest)
+        return histories([one[1:] for one in self.changes if one[0] == kind], digest)
 
     def events(self) -> set[str]:
         """Digests of all events."""
-        return {event_digest(item) for what, _how, item in self.changes if what == "events"}
+        return {event_digest(item) for what, _at, _how, item in self.changes if what == "events"}
 
     def _act(self, action: str) -> None:
         if found := re.match(r"node (\S+) goes silent", action):
