@@ -501,3 +501,18 @@ def test_a_resize_without_room_waits_and_one_beyond_the_node_never_comes(cluster
     assert eventually(lambda: backend.resized(handle), lambda state: state != "going") == "deferred"
     backend.stop(other, grace_s=0)
     assert eventually(lambda: backend.resized(handle), lambda state: state == "done") == "done"
+
+
+def test_a_job_that_the_view_has_not_seen_is_not_lost(cluster, connect):
+    """The watch lags: the server itself is asked before anything counts as gone."""
+    backend = connect(watches=True)
+    first = backend.submit(request_for())
+    running(backend, first)
+    cluster.next_error("watch", "*", 503, times=100)
+    cluster.next_error("list", "jobs", 503, times=100)
+    cluster.cut_watches()
+
+    second = connect().submit(request_for(attempt=2))
+
+    assert backend.observe(second).nodes[0].state != "lost"
+    cluster.do(cluster.faults.clear)

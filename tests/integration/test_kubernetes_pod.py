@@ -196,3 +196,14 @@ def test_nodes_meet_at_the_address_of_node_0(pods):
     (zero.home / "go").touch()
     assert ends(head) == 0
     assert "node 1 of 2\nmeet at 10.0.0.1:29400 ['--rdzv-endpoint=10.0.0.1:29400']" in output(pods.store, 1)
+
+
+def test_a_pod_that_is_stopped_before_it_is_ready_goes_at_once(pods):
+    """The sidecar has not spoken yet; PID 1 must not wait for SIGKILL."""
+    pod = pods("a")
+    main = pod.training()
+    time.sleep(0.5)
+
+    main.send_signal(signal.SIGTERM)
+
+    assert ends(main, seconds=10) == 87

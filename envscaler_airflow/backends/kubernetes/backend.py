@@ -282,9 +282,9 @@ class KubernetesBackend:
             raise BackendError(f"{handle.name}: this handle names no Job of a cluster")
         namespace = str(handle.details.get("namespace") or self.namespace)
         view = self._view(namespace)
-        job, pods, server_time = (
-            view.attempt(handle.name) if view is not None else self._fetch(namespace, handle.name)
-        )
+        job, pods, server_time = view.attempt(handle.name) if view is not None else (None, [], None)
+        if job is None:  # a view may be older than the Job: nothing is gone before the server says so
+            job, pods, server_time = self._fetch(namespace, handle.name)
         uid = handle.details["uid"]
         if job is not None and job["metadata"]["uid"] != uid:
             job = None

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+EXIT_STOPPED = 87
+"""Source: envscaler_airflow.protocol, which is not on the path yet."""
 POLL_S = 0.5
 NODE_S = 960.0
 """Longest wait for the sidecar, seconds. Chosen: a minute more than it waits for its store."""
@@ -38,6 +40,7 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["ENVSCALER_NODE"] = os.environ.get("JOB_COMPLETION_INDEX", "0")
     command = argv[split + 1 :]
+    signal.signal(signal.SIGTERM, _stopped)  # as PID 1 it would be ignored
     address = await_node(exchange / "node.json", sleep=sleep).get("address")
     if address:
         os.environ["ENVSCALER_RENDEZVOUS"] = str(address)
@@ -52,6 +55,10 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     await_courier(exchange, float(options.get("--drain", "3600")), sleep=sleep)
     say_end(exchange)
     return code
+
+
+def _stopped(_number: int, _frame: object) -> None:
+    sys.exit(EXIT_STOPPED)
 
 
 def await_node(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> Dict[str, Any]:
