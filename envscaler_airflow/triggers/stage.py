@@ -158,7 +158,7 @@ class StageTrigger(BaseTrigger):
             await asyncio.sleep(self.poll_s)
 
     async def _warm_up(self) -> None:
-        """Ask once in this process for the task's state: a first answer takes seconds, of which a kill has few."""
+        """Ask once in this process for the task's state: the first answer takes long, and a kill is short."""
         if not StageTrigger._is_warm:
             StageTrigger._is_warm = True
             with contextlib.suppress(AirflowException, TimeoutError):

@@ -65,6 +65,7 @@ class Tail:
                 cursor=(start[0], start[1]),
                 budget=max(0, budget),
             )
+            data, offset = _whole_lines(data, offset)
             if data:
                 budget -= len(data)
                 after[str(node)] = [chunk, offset]
@@ -85,9 +86,19 @@ class Tail:
         return self._renewed is None or self._monotonic() - self._renewed >= RENEW_EVERY_S
 
 
+def _whole_lines(data: bytes, offset: int) -> tuple[bytes, int]:
+    """*data* without a last line that the budget cut, and the offset in its chunk where that begins."""
+    end = data.rfind(b"\n") + 1
+    cut = len(data) - end
+    if offset == 0 or end == 0 or cut > offset:
+        return data, offset  # the chunk's own end, or one line larger than the budget
+    return data[:end], offset - cut
+
+
 def _lines(data: bytes) -> list[str]:
-    text = data.decode("utf-8", errors="replace")
-    return [line[:LINE_BYTES] for line in text.splitlines()]
+    """Lines as a terminal would show them: of what a progress bar wrote over itself, the last."""
+    rows = data.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
+    return [row.rstrip("\r").rpartition("\r")[2][:LINE_BYTES] for row in rows]
 
 
 def labelled(shown: Shown, *, nodes: int) -> list[str]:

@@ -308,6 +308,28 @@ def test_what_airflow_masks_is_refused_in_any_field(world, field):
     assert world.log.read() == []
 
 
+def test_what_airflow_masks_is_refused_in_the_spec_file_too(world):
+    """A template may have put it there, or the author."""
+    mask_secret("hunter2-hunter2")
+    text = SPEC.replace("train.py", "train-hunter2-hunter2.py")
+    (world.dag_file.parent / "train.yaml").write_text(text)
+
+    with pytest.raises(AirflowFailException, match=r"entrypoint\[1\]: holds a secret") as caught:
+        world.execute(world.operator())
+
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_masked_value_of_the_wrong_type_is_not_repeated(world):
+    """The loader's message would name it."""
+    mask_secret("hunter2-hunter2")
+
+    with pytest.raises(AirflowFailException) as caught:
+        world.execute(world.operator(parameters={"rate": "hunter2-hunter2"}))
+
+    assert "hunter2" not in str(caught.value)
+
+
 def test_an_input_that_is_no_uri_is_refused(world):
     """The upstream stage was skipped or pushed nothing."""
     with pytest.raises(AirflowFailException, match=r"inputs\['data'\]: got None"):

@@ -280,6 +280,15 @@ def test_all_map_indexes_of_a_mapped_stage_are_looked_at(world):
     assert (event["kind"], sorted(event["runs"])) == ("ended", ["0", "1"])
 
 
+def test_a_mapped_stage_is_not_over_while_an_index_has_not_begun(world):
+    """The runs that there are have ended, but Airflow has one more to start."""
+    world.begin(0)
+    log = world.log(0)
+    log.append(log.load().number, "succeeded", {"generation": 1}, actor=Actor("ti-1", 1, 3))
+
+    assert world.checks(None).once({"train_0": "success", "train_1": "scheduled"}) is None
+
+
 def test_timeout_is_an_hour_after_the_deadline_by_default(world):
     """Deadline 100 s after the start; then an hour more."""
     world.begin(deadline_s=100.0)

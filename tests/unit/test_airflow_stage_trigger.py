@@ -22,6 +22,7 @@ from envscaler_airflow.triggers import look as look_module
 from envscaler_airflow.triggers import stage as stage_module
 from envscaler_airflow.triggers.sensor_lease import SensorLease, SensorWatch
 from envscaler_airflow.triggers.stage import StageTrigger, settle_s
+from envscaler_airflow.triggers.tail import Tail
 
 KEY = RunKey("deployment", "dag", "run", "train")
 OWNER = Actor("ti-1", 1, 3)
@@ -148,6 +149,34 @@ def test_advances_the_cursor_before_it_shows_a_line(world):
 
     assert lines == ["step 1"]
     assert read_lease(world.store, KEY.prefix).log_cursor == {"0": [2, 0]}
+
+
+def test_cuts_no_line_at_the_budget(world):
+    """The first look ends after a whole line, the next one begins there, across chunks."""
+    world.print(1, "aaaa\nbbbb\ncccc\n")
+    world.print(2, "dddd\n")
+    tail = Tail(world.store, KEY.prefix, attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
+
+    looks = [[line for shown in tail.read(budget=8) for line in shown.lines] for _ in range(5)]
+
+    assert looks == [["aaaa"], ["bbbb"], ["cccc"], ["dddd"], []]
+
+
+def test_shows_a_line_larger_than_the_budget_in_parts(world):
+    """It would hold up all that follows."""
+    world.print(1, "a" * 20 + "\nb\n")
+    tail = Tail(world.store, KEY.prefix, attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
+
+    looks = [[line for shown in tail.read(budget=8) for line in shown.lines] for _ in range(3)]
+
+    assert looks == [["a" * 8], ["a" * 8], ["a" * 4, "b"]]
+
+
+def test_shows_a_progress_bar_as_it_stands(world):
+    """Not every state that it wrote over."""
+    world.print(1, "10%\r20%\r30%\ndone\r\n")
+
+    assert said(world.trigger()._open()) == ["30%", "done"]
 
 
 def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
