@@ -49,7 +49,7 @@ FAKE_NODES = {"08", "08b", "09", "13", "14"}
 """Their nodes have no kubelet: pods are Running at once, without events."""
 
 TOLERANCE_S = 4.0
-"""Between recorded and played times: the recorded machine was no faster, and its controllers look every second."""
+"""Between recorded and played times: real controllers look every second or two."""
 
 SLOWER_S = {"06": 12, "08b": 20, "10": 18, "21": 12, "22": 12, "23": 5, "26": 16}
 """More where the recorded kubelet looked every 10 s only, or a controller freed a pod with its next write."""

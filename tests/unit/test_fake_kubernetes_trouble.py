@@ -309,3 +309,19 @@ def test_a_spot_node_that_vanishes_costs_the_job_one_pod(cluster):
     assert [one["status"]["phase"] for one in waiting] == ["Pending"]
     assert (fresh["spec"]["nodeName"], fresh["status"]["phase"]) == ("spot-1", "Running")
     assert "failed" not in cluster.get(JOBS, "train")["status"]
+
+
+def test_the_last_finalizer_takes_a_deleted_pod_with_it(cluster):
+    """No write shows it without: DELETED carries the finalizer still, as recorded."""
+    held = pod()
+    held["metadata"]["finalizers"] = ["example.com/hold"]
+    cluster.create(PODS, held)
+    cluster.pod("p").delete(0)
+    seen = []
+    cluster.do(lambda: cluster.store.listeners.append(lambda change: seen.append((change.kind, change.item))))
+    kind = "application/merge-patch+json"
+
+    ask(cluster, "PATCH", "/api/v1/namespaces/default/pods/p", {"metadata": {"finalizers": None}}, kind)
+
+    kinds = [(kind, item["metadata"].get("finalizers")) for kind, item in seen if item["kind"] == "Pod"]
+    assert kinds == [("DELETED", ["example.com/hold"])]
