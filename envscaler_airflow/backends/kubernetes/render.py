@@ -117,8 +117,8 @@ class _Attempt:
             "template": self._template(labels),
         }
         spec |= {"backoffLimit": 0} if nodes == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": nodes}
-        if request.deadline_s is not None:
-            spec["activeDeadlineSeconds"] = max(1, math.ceil(request.deadline_s))
+        deadline_s = settings.longest_s if request.deadline_s is None else request.deadline_s
+        spec["activeDeadlineSeconds"] = max(1, math.ceil(deadline_s))
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",

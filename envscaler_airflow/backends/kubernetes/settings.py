@@ -78,6 +78,8 @@ class Settings(BaseModel):
         store_secret: Secret whose keys become environment variables of the courier alone.
         keep: ``never``, ``on-failure``, or seconds: how long a failed pod stays for people to look at.
         ttl_s: Seconds that an ended Job nobody released stays.
+        longest_s: Deadline of an attempt that has none of its own, seconds: its Job ends then although
+            nobody asks.
         drain_s: Longest that uploads may take after the command ended, seconds.
         cluster_spread: ``zone`` keeps all nodes of an attempt in one zone, ``host`` spreads over hosts.
     """
@@ -103,6 +105,7 @@ class Settings(BaseModel):
     store_secret: str | None = None
     keep: Literal["never", "on-failure"] | Annotated[int, Field(ge=0)] = "never"
     ttl_s: Annotated[int, Field(ge=60)] = 86400
+    longest_s: Annotated[float, Field(gt=0)] = 30 * 86400.0
     drain_s: Annotated[float, Field(ge=0)] = 3600.0
     cluster_spread: Literal["none", "zone", "host"] = "none"
 

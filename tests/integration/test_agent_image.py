@@ -1,0 +1,119 @@
+"""The agent image: built by buildah on a base of Debian's packages, and run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("boto3", "fsspec", "nvidia-ml-py", "pathspec", "pydantic", "pyyaml", "tenacity", "zstandard")
+FREE_FROM = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
+MOST_BYTES = 400 << 20
+"""Chosen: Debian's essential packages with Python are 200 MiB of it."""
+
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("CI") and not os.environ.get("ENVSCALER_TEST_IMAGES"),
+        reason="takes three minutes; set ENVSCALER_TEST_IMAGES=1, and have buildah and mmdebstrap",
+    ),
+    pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the base has Python 3.11"),
+    pytest.mark.timeout(400),
+]
+
+
+def buildah(*words, **options):
+    """Run it; what it prints."""
+    done = subprocess.run(["buildah", *words], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """The image, in a storage of this module alone, isolated by chroot."""
+    folder = tmp_path_factory.mktemp("agent-image")
+    config = folder / "storage.conf"
+    config.write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_STORAGE_CONF", str(config))
+        patch.setenv("BUILDAH_ISOLATION", "chroot")
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        make_base(folder)
+        make_wheels(folder / "wheels")
+        words = ["build", "--quiet", "--file", str(ROOT / "docker/agent.Dockerfile"), "--tag", "agent:test"]
+        [pip] = (folder / "wheels").glob("pip-*.whl")
+        values = {
+            "BASE": "localhost/base:1",
+            "PIP": f"/wheels/{pip.name}/pip",
+            "PIP_FIND_LINKS": "/wheels",
+            "PIP_NO_INDEX": "1",
+        }
+        words += [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
+        buildah(*words, "--volume", f"{folder}/wheels:/wheels:ro", str(ROOT))
+        yield "agent:test"
+        buildah("rm", "--all")
+        buildah("rmi", "--all", "--force")
+
+
+def make_base(folder):
+    """Python and certificates."""
+    options = ["--variant=essential", "--dpkgopt=force-unsafe-io"]
+    options += [f"--dpkgopt=path-exclude={pattern}" for pattern in FREE_FROM]
+    options += ['--aptopt=Acquire::Languages "none"', "--include=python3,ca-certificates"]
+    subprocess.run(
+        ["mmdebstrap", "--quiet", *options, "bookworm", "base.tar"], cwd=folder, check=True, timeout=240
+    )
+    (folder / "Base").write_text("FROM scratch\nADD base.tar /\n")
+    buildah("build", "--quiet", "-f", "Base", "-t", "localhost/base:1", ".", cwd=folder)
+    (folder / "base.tar").unlink()
+
+
+def make_wheels(folder):
+    """What the image installs, for its Python, which is this one's."""
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
+    subprocess.run(
+        [*words, "--constraint", str(ROOT / "constraints.txt"), "pip", *NEEDED], check=True, timeout=240
+    )
+
+
+def run(image, *command):
+    """What a command prints in a container of it."""
+    container = buildah("from", image)
+    try:
+        return buildah("run", "--user", "65532:65532", container, "--", *command)
+    finally:
+        buildah("rm", container)
+
+
+def test_courier_and_sidecar_start_in_it(image):
+    """As nobody in particular."""
+    modules = ("envscaler_airflow.courier", "envscaler_airflow.backends.kubernetes.sidecar")
+
+    for module in modules:
+        assert "--exchange" in run(image, "python3", "-m", module, "--help")
+
+
+def test_it_installs_the_agent_and_speaks_to_s3(image):
+    """What the init container does, and the store's client."""
+    script = (
+        "import boto3, envscaler_airflow.store.s3; from pathlib import Path;"
+        "from envscaler_airflow.backends.kubernetes.install import install;"
+        "print(sorted(p.name for p in install(Path('/tmp/x')).iterdir()))"
+    )
+
+    got = run(image, "python3", "-c", script)
+
+    assert got == "['envscaler_airflow', 'launch.py', 'pynvml.py']"
+
+
+def test_it_is_small_and_nobodys(image):
+    """No compiler, no Airflow; not root."""
+    text = buildah("inspect", "--type", "image", "--format", "{{.OCIv1.Config.User}}", image)
+    size = run(image, "sh", "-c", "du -sbx / 2>/dev/null || true").split()[0]
+
+    assert text == "65532:65532"
+    assert int(size) < MOST_BYTES
