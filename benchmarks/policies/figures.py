@@ -74,9 +74,8 @@ def cell(data: Path, name: str, at: tuple[float, float], zones: str = "") -> dic
 def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
     """Twelve cells of 2022, and the cell of 52 h and 0.2 h of the others."""
     print("\nspot, one zone: mean $ of all starts; ratios to Uniform Progress of the same run")
-    print(
-        f"{'set':24} {'deadline':>8} {'overhead':>8} {'jobs':>5} {'UP $':>8} {'ours':>7} {'optimum':>8} {'late':>5}"
-    )
+    columns = ("set", "deadline", "overhead", "jobs", "UP $", "ours", "optimum", "late")
+    print("{:14} {:>8} {:>8} {:>5} {:>8} {:>7} {:>8} {:>5}".format(*columns))
     asked = [(SETS[0], at) for at in CELLS] + [(name, (52.0, 0.2)) for name in SETS[1:]]
     found = list(pool.map(cell, [data] * len(asked), *zip(*asked, strict=True)))
     for (name, at), row in zip(asked, found, strict=True):
@@ -84,10 +83,8 @@ def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
     twelve = found[: len(CELLS)]
     means = {key: sum(row[key] for row in twelve) / len(twelve) for key in ("ours", "up", "optimum")}
     ratio = sum(row["ours"] / row["up"] for row in twelve) / len(twelve)
-    print(
-        f"mean of the 12 cells of aws2022: UP ${means['up']:.2f}, ours {means['ours'] / means['up']:.4f} (ratio of"
-    )
-    print(f"  means; mean of ratios {ratio:.4f}), optimum {means['optimum'] / means['up']:.4f}")
+    print(f"mean of the 12 cells of aws2022: UP ${means['up']:.2f}, ours {means['ours'] / means['up']:.4f},")
+    print(f"  optimum {means['optimum'] / means['up']:.4f}; as a mean of ratios ours is {ratio:.4f}")
 
 
 def print_cell(name: str, at: tuple[float, float], row: Mapping[str, float]) -> None:

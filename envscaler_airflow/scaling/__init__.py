@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.cost_to_finish import cost_to_finish
-from envscaler_airflow.scaling.deadline.live import deadline
+from envscaler_airflow.scaling.deadline.live import meet_deadline
 from envscaler_airflow.scaling.decision import (
     Check,
     Decision,
@@ -45,7 +45,7 @@ Propose = Callable[[Observation, Policy], Proposal]
 
 POLICIES: Mapping[str, Propose] = {
     "cost-to-finish": cost_to_finish,
-    "deadline": deadline,
+    "deadline": meet_deadline,
     "phase": phase,
     "threshold": threshold,
     "vertical": vertical,
@@ -177,10 +177,10 @@ __all__ = [
     "ThresholdRule",
     "Want",
     "cost_to_finish",
-    "deadline",
     "decide",
     "explain",
     "is_asked",
+    "meet_deadline",
     "outlook",
     "phase",
     "policy_of",

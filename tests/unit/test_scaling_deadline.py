@@ -1,5 +1,6 @@
 """The deadline policy: what it does on traces, and how soon."""
 
+import math
 import time
 from pathlib import Path
 
@@ -120,3 +121,26 @@ def test_more_slack_never_costs_more():
     costs = [table.look_up(40, 600.0 * step, 2, 2, belief)[1] for step in range(8)]
 
     assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("overhead_s", [0.0, 180.0, 600.0, 720.0, 1440.0])
+def test_a_launch_owes_its_whole_overhead_in_the_table(overhead_s):
+    """Spot that is never lost: work and overhead in whole ticks at the price of spot, whatever the tick."""
+    job = SpotJob(60, 600.0, 40 * 600.0, overhead_s, 3.0, 1.0)
+    steady = Hazard(up=(0.0,) * 9, down=(0.0,) * 9, up_factors=(1.0,), down_factors=(1.0,), regimes=(1.0,))
+
+    spot, _, _ = build_table(job, steady, every=1).look_up(
+        60, 60 * 600.0 - job.work_s - overhead_s, 8, 0, (1.0,)
+    )
+
+    assert spot == pytest.approx(math.ceil((job.work_s + overhead_s) / 600) / 3, rel=0.03)
+
+
+def test_spot_is_not_launched_when_the_guard_would_end_it_at_once():
+    """Ten minutes of slack, an overhead of twelve: the launch would be thrown away in the next tick."""
+    policy = DeadlinePolicy()
+    policy.begin(JOB, {"z": [1] * 300})
+
+    view = SpotView(200, 112, 112 * 600.0 - 720.0 - 600.0, 0.0, ON_DEMAND, {"z": True})
+
+    assert policy.choose(view) == ON_DEMAND

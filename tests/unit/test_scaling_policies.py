@@ -20,7 +20,7 @@ from envscaler_airflow.scaling import (
     replay,
 )
 from envscaler_airflow.scaling.deadline import SpotJob, build_table
-from envscaler_airflow.scaling.deadline.live import deadline
+from envscaler_airflow.scaling.deadline.live import meet_deadline
 from envscaler_airflow.scaling.interval import checkpoint_interval_s, price_aware_interval_s, price_risk
 from envscaler_airflow.scaling.vertical import time_to_limit
 
@@ -103,7 +103,7 @@ def test_a_table_says_whether_spot_pays():
     """With a table the numbers of both answers are in the decision."""
     table = build_table(SpotJob(72, 600.0, 8 * 3600.0, 600.0, 3.0, 1.0))
 
-    proposal = deadline(seen(OD, SPOT, left_h=12), DEADLINE, table=table)
+    proposal = meet_deadline(seen(OD, SPOT, left_h=12), DEADLINE, table=table)
 
     costs = proposal.numbers["ticks_of_on_demand"]
     assert [want.target for want in proposal.wants] == ([SPOT] if costs["spot"] < costs["on_demand"] else [])

@@ -17,7 +17,7 @@ TICK_S = 600.0
 """Seconds of a tick of the tables. Chosen: that of the traces they were fitted on."""
 
 
-def deadline(observation: Observation, policy: Policy, *, table: Table | None = None) -> Proposal:
+def meet_deadline(observation: Observation, policy: Policy, *, table: Table | None = None) -> Proposal:
     """Propose on-demand before spot could make the stage late, and spot while that is safe.
 
     Safe: after another tick and a start on on-demand the work left (90th percentile) still fits.

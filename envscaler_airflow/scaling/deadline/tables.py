@@ -31,10 +31,7 @@ UP_IDLE, UP_ON_DEMAND, DOWN_IDLE, DOWN_ON_DEMAND = range(4)
 """What is asked: spot is up or not, and nothing runs (a loss is that too) or on-demand does."""
 SPOT, BUY, WAIT = range(3)
 """Answers: launch spot, run on-demand, run nothing."""
-PLANNED_UP, PLANNED_DOWN = 1.6, 1.3
-"""Tables take losses and returns as this much faster than they are believed to be. A table knows the regime,
-a check does not, so plain rates wait too long and trust a zone too much. Chosen by ``tune.py`` on the fitted
-sets; with other zones to go to, plain rates are the better ones there."""
+FASTER = 1.0
 _ROW = BINS * 4 * 3
 _AGAIN = 4
 """Bin of age of another zone when it is launched after a loss. Chosen: an hour."""
@@ -170,15 +167,14 @@ class _Solver:
         rest = [min(gap, overhead - start) for start in np.arange(0.0, overhead, gap)] or [0.0]
         self.pays = [0.0, *reversed(rest)]
         self.price = job.spot_usd / job.on_demand_usd
-        planned = (PLANNED_UP, PLANNED_DOWN) if others.zones == 1 else (1.0, 1.0)
         self.drawn = np.array(hazard.regimes, dtype=np.float32)
         self.fresh = np.float32(hazard.redrawn(gap))
         self.lose, self.gain = (
             np.array(
-                [hazard.chances(is_up=is_up, bin_=b, gap_s=gap * faster) for b in range(BINS)],
+                [hazard.chances(is_up=is_up, bin_=b, gap_s=gap * FASTER) for b in range(BINS)],
                 dtype=np.float32,
             ).T
-            for is_up, faster in ((True, planned[0]), (False, planned[1]))
+            for is_up in (True, False)
         )
         self.others = np.float32(others.up)
         self.gain = 1 - (1 - self.gain) ** others.zones
@@ -187,7 +183,7 @@ class _Solver:
         shape = (len(self.knots), len(self.drawn), 2 * BINS)
         self.idle = np.zeros(shape, dtype=np.float32)
         self.bought = np.zeros(shape, dtype=np.float32)
-        self.spot = [np.zeros(shape, dtype=np.float32) for _ in self.pays]
+        self.spot = [np.zeros(shape, dtype=np.float32) for _ in self.pays[:-1]]
         self.shifts = {pay: self._shift(pay) for pay in {*self.pays, gap, overhead, 0.0}}
 
     def _shift(self, pay: float) -> tuple[Any, Any, Any]:
@@ -237,7 +233,7 @@ class _Solver:
         is_last = (self.slack - overhead < -1e-6)[:, None, None]
         buy = np.where(is_last, alone, 1 + self._less(bought, overhead))
         keep = 1 + bought
-        launch = self.price + self._less(spot[-2 if len(spot) > 1 else 0], self.pays[-1])
+        launch = self.price + self._less(spot[-1], self.pays[-1])
         answers = np.full((len(self.slack), len(self.drawn), BINS, 4, 3), np.float32(1e9))
         for at, first, wait_at in ((UP_IDLE, launch, 0), (UP_ON_DEMAND, launch, 0)):
             answers[..., at, SPOT] = first[..., :BINS]
