@@ -29,6 +29,11 @@ def test_memory_is_bytes_with_a_unit(text, size):
     assert memory_bytes(text) == size
 
 
+def test_a_part_of_a_byte_is_a_whole_one():
+    """Kubernetes rounds up: 1.0000001 x 1,048,576 is 1,048,576.1."""
+    assert memory_bytes("1.0000001Mi") == (1 << 20) + 1
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
