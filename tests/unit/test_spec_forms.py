@@ -225,6 +225,8 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
          "3: env[1]: A stands here twice; write it once"),
         ("env: [{name: A}]",
          '3: env[0].value: has no value; write value: "4" or value_from: secret:NAME/key'),
+        ("env: [{name: ENVSCALER_NODE, value: 1}]",
+         "3: env[0].name: ENVSCALER_NODE is set by envscaler; write another name"),
         ("env: [{name: A-B, value: 1}]",
          "3: env[0].name: 'A-B' is no variable name; write letters, digits and '_', such as HF_HOME"),
         ("outputs: {../m: /output/m}",

@@ -39,6 +39,19 @@ def test_a_frozen_spec_is_read_back_equal_and_hashes_alike(name):
     assert len(spec_hash(spec)) == 64
 
 
+def test_the_hash_is_of_what_runs_and_not_of_where_it_lies(tmp_path):
+    """Another folder or description is the same stage; another argument or input is not."""
+    text = HEAD + "workdir: .\nvolumes: [{name: d, source: '{{ inputs.d }}', mount_path: /d}]\nentrypoint: "
+    inputs = {"d": "s3://b/1"}
+    spec = load_spec(write(tmp_path / "a", text + "[python, a.py]"), inputs=inputs)
+    moved = write(tmp_path / "b", text + "[python, a.py]\ndescription: The same.")
+    changed = write(tmp_path / "c", text + "[python, b.py]")
+
+    assert spec_hash(load_spec(moved, inputs=inputs)) == spec_hash(spec)
+    assert spec_hash(load_spec(changed, inputs=inputs)) != spec_hash(spec)
+    assert spec_hash(load_spec(moved, inputs={"d": "s3://b/2"})) != spec_hash(spec)
+
+
 def test_the_short_layout_keeps_its_meaning():
     """Bare numbers in env are text, nvidia-a100 is either size, volumes keep their modes."""
     spec = load_spec(DATA / "short.yaml")
