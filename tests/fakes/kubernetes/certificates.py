@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Certificate:
-    """Key and certificate in one file, which goes with this object."""
+    """Key and certificate in one file, until `close`."""
 
     def __init__(self) -> None:
         """Make a fresh one, good for a day."""
@@ -43,3 +43,7 @@ class Certificate:
         self._kept.flush()
         self.file = self._kept.name
         self.encoded = base64.b64encode(public).decode()
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._kept.close()

@@ -212,6 +212,8 @@ class Cluster:
         if self._thread.is_alive():
             raise TimeoutError("the fake API server did not stop")
         self._loop = None
+        if self._certificate:
+            self._certificate.close()
 
     def do(self, act: Callable[[], T]) -> T:
         """Run *act* in the cluster's thread, and all that follows from it at once; returns its result."""
