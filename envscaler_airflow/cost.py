@@ -82,8 +82,8 @@ class Pause(Record):
         before, after: Attempts around it.
         why: ``move``, ``loss``, ...
         total_s: From the last step to the next one; None: unknown.
-        parts: Seconds by part, e.g. ``checkpoint``, ``stop``, ``worker_slot``, ``start``,
-            ``setup``, ``restore``; absent is unknown.
+        parts: Seconds by part, e.g. ``checkpoint``, ``noticed``, ``waited``, ``start``,
+            ``setup``, ``first_step``; absent is unknown.
     """
 
     before: int

@@ -148,34 +148,36 @@ def _idle_s(attempt: AttemptState, held: tuple[Held, ...] | None, provisioning: 
     elapsed, first = _number(attempt.ended, "elapsed_s"), _number(attempt.ended, "first_step_s")
     if not held or held[0].end is None or provisioning is None or elapsed is None or first is None:
         return None
-    trained = elapsed - first - (_number(attempt.ended, "save_s") or 0.0)
+    saving = _number(attempt.ended, "save_s")
+    if saving is None and attempt.checkpoint_step is not None:
+        return None  # it saved, and nobody said for how long
+    trained = elapsed - first - (saving or 0.0)
     return max(0.0, held[0].end - held[0].start - provisioning - max(0.0, trained))
 
 
 def _pause(before: AttemptState, after: AttemptState) -> Pause:
     left, came = _held(before), _held(after)
-    parts: dict[str, float] = {}
-    left_at = left[0].end if left else None
     came_at = came[0].start if came else None
-    if left_at is not None:
-        parts["worker_slot"] = after.intended_at - left_at
-    if came_at is not None:
-        parts["start"] = came_at - after.intended_at
-    for part, source, name in [
-        ("checkpoint", before, "checkpoint_s"),
-        ("setup", after, "setup_s"),
-        ("first_step", after, "first_step_s"),
-    ]:
-        value = _number(source.ended, name)
-        if value is not None:
-            parts[part] = value
+    parts = {
+        "checkpoint": _number(before.ended, "checkpoint_s") if before.outcome == "left" else None,
+        "noticed": _between(left[0].end if left else None, before.ended_at),
+        "waited": _between(before.ended_at, after.intended_at),
+        "start": _between(after.intended_at, came_at),
+        "setup": _number(after.ended, "setup_s"),
+        "first_step": _number(after.ended, "first_step_s"),
+    }
     return Pause(
         before=before.number,
         after=after.number,
         why=why_ended(before),
         total_s=_pause_s(before, after, left, came_at),
-        parts={name: max(0.0, value) for name, value in parts.items()},
+        parts={name: value for name, value in parts.items() if value is not None},
     )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    """Seconds, >= 0; ``noticed`` is the trigger's look and a worker slot, ``waited`` the back-off."""
+    return None if start is None or end is None else max(0.0, end - start)
 
 
 def _pause_s(

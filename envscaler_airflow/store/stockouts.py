@@ -68,10 +68,10 @@ def _name(offer: Offer) -> str:
 
 
 def _read(store: Store, name: str) -> StockOut | None:
-    text = store.read(name, max_bytes=MAX_BYTES)
-    if text is None:
-        return None
     try:
+        text = store.read(name, max_bytes=MAX_BYTES)
+        if text is None:
+            return None
         body = json.loads(text)
         if not isinstance(body, Mapping):
             return None
