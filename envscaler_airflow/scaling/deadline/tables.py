@@ -32,6 +32,7 @@ UP_IDLE, UP_ON_DEMAND, DOWN_IDLE, DOWN_ON_DEMAND = range(4)
 SPOT, BUY, WAIT = range(3)
 """Answers: launch spot, run on-demand, run nothing."""
 FASTER = 1.0
+"""How much faster than fitted the tables take losses and returns. Made by ``benchmarks/policies/tune.py``."""
 _ROW = BINS * 4 * 3
 _AGAIN = 4
 """Bin of age of another zone when it is launched after a loss. Chosen: an hour."""
