@@ -195,6 +195,14 @@ class SharesWatch(Protocol):
 
 
 @runtime_checkable
+class MendsNodes(Protocol):
+    """A backend that can have lost nodes of a live attempt made again."""
+
+    def mend(self, handle: Handle) -> tuple[str, ...]:
+        """Give up what is lost, so that it is made again; names of what was. For the owner alone."""
+
+
+@runtime_checkable
 class ResizesInPlace(Protocol):
     """A backend that can change CPU and memory of running nodes."""
 

@@ -27,9 +27,6 @@ from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.logs import read_logs
 
-MEND_S = 30.0
-"""Between two looks for pods on silent nodes. Chosen: a tenth of the time until one counts as lost."""
-
 
 @click.command()
 @spec_options
@@ -98,7 +95,6 @@ class _Submission:
         self._waiting: Waiting | None = None
         self._cursors: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._shown: dict[int, str] = {}
-        self._mended = time.monotonic()
 
     def hold(self) -> Delivered:
         """Until the run is delivered."""
@@ -130,10 +126,6 @@ class _Submission:
             return
         try:
             self._print_states(Handle.from_dict(handle))
-            if time.monotonic() - self._mended >= MEND_S:
-                self._mended = time.monotonic()
-                for pod in self._backend.mend(Handle.from_dict(handle)):
-                    click.echo(f"-- {pod}: its node does not answer; it is made again", err=True)
         except BackendError as err:
             self._say(-1, f"the cluster does not answer: {err}")
 

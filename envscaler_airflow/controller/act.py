@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.backends.base import Backend, Handle, MendsNodes
 from envscaler_airflow.controller import choose, facts, freeze, judge, report
 from envscaler_airflow.controller.heard import shortened
 from envscaler_airflow.controller.stage import (
@@ -35,7 +35,17 @@ from envscaler_airflow.errors import (
     ProtocolError,
     RunFailedError,
 )
-from envscaler_airflow.lifecycle import Action, Actor, AttemptState, Facts, RunState, enter, fold, next_action
+from envscaler_airflow.lifecycle import (
+    Action,
+    Actor,
+    AttemptState,
+    Facts,
+    Observed,
+    RunState,
+    enter,
+    fold,
+    next_action,
+)
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.spec import EnvSpec
@@ -169,6 +179,10 @@ class Controller:
         observed = None
         if live is not None and live.handle is not None:
             observed = facts.observe(self._store, self._prefix, self._backend, live, silent_s=wake.silent_s)
+            if observed is not None and self._mend(live, observed):
+                observed = facts.observe(
+                    self._store, self._prefix, self._backend, live, silent_s=wake.silent_s
+                )
         spec = self._spec(state)
         return Facts(
             observed=observed,
@@ -181,6 +195,20 @@ class Controller:
             oom_memory_factor=spec.failure.oom_memory_factor,
             max_fruitless_attempts=spec.failure.max_fruitless_attempts,
         )
+
+    def _mend(self, live: AttemptState, observed: Observed) -> bool:
+        """True when lost nodes of a live attempt are being made again; where nobody can, nothing is done."""
+        is_lost = any(node.state == "lost" for node in observed.nodes)
+        if not is_lost or live.handle is None or not isinstance(self._backend, MendsNodes):
+            return False
+        try:
+            mended = self._backend.mend(Handle.from_dict(live.handle))
+        except BackendError as err:
+            log.warning("run=%s lost nodes stay lost: %s", self._prefix, err)
+            return False
+        if mended:
+            log.info("run=%s made again: %s", self._prefix, ", ".join(mended))
+        return bool(mended)
 
     def _spec(self, state: RunState) -> EnvSpec:
         """The frozen spec of the run."""

@@ -197,7 +197,16 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
     missing = _cannot_be_had(facts)
     if missing is not None:
         return Action("kill", reason=f"none to be had: {missing}")
+    lost = _lost_node(facts)
+    if lost is not None:
+        return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
     return _asked_of(state, live, facts) or Action("wait", reason="runs")
+
+
+def _lost_node(facts: Facts) -> int | None:
+    """A node that is gone for good while others still run; None when all are there."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    return next((one.node for one in nodes if one.state == "lost"), None)
 
 
 def _cannot_be_had(facts: Facts) -> str | None:

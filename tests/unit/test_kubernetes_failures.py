@@ -352,3 +352,13 @@ def test_a_node_that_never_came_is_told_as_that_after_the_stop():
     given_up = Seen(job(stop={"grace_s": 0}), (waits,), server_time=NOW + 60, wait_for_node_s=60)
     assert nodes_of(given_up)[0][:2] == ("pending", "scheduling")
     assert failures.unmet(read_attempt(Seen(job(), (pod(main={"running": {}}),)), 1)) is None
+
+
+def test_a_node_without_a_pod_has_ended_once_its_job_makes_none_any_more():
+    """One pod is held by a silent node, so that the Job cannot end: the others are over all the same."""
+    target = when("FailureTarget", "DeadlineExceeded")
+    held = overdue(600).pods[0]
+
+    got = nodes_of(Seen(job(target, nodes=2, stop={"grace_s": 0}), (held,), server_time=NOW + 600), 2)
+
+    assert [(state, reason) for state, reason, _ in got] == [("lost", "lost"), ("ended", "killed")]

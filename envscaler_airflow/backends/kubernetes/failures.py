@@ -393,8 +393,9 @@ def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStat
     status = job.get("status") or {}
     if node in indexes(status.get("completedIndexes")):
         return NodeStatus(node, "ended", exit_code=0, reason="succeeded")
-    if end is not None:
-        return _told(job, node, _by_job(job, node, end))
+    ending = end or condition(job, "FailureTarget")  # from then on no pod is made any more
+    if ending is not None:
+        return _told(job, node, _by_job(job, node, ending))
     if node in indexes(status.get("failedIndexes")):
         return NodeStatus(node, "ended", reason="failed", detail="its pod failed and is gone")
     if (job.get("spec") or {}).get("suspend"):
