@@ -81,14 +81,8 @@ def spot_jobs(
     Raises:
         SpecError: No window fits the traces.
     """
-    starts: dict[tuple[str, ...], dict[int, Window]] = {}
-    for window in windows:
-        if window.zone in (zones or traces.zones) and window.zone in traces.zones:
-            starts.setdefault(tuple(zones) or (window.zone,), {})[window.start_tick] = window
-    if not starts:
-        raise SpecError(f"no window is of a zone of the traces: {', '.join(zones or traces.zones)}")
     jobs = []
-    for names, by_tick in starts.items():
+    for names, by_tick in _starts(traces, windows, zones).items():
         for start, window in sorted(by_tick.items()):
             job = cell.job(window.gap_s)
             rows = {name: traces.since(start, name)[: job.ticks] for name in names}
@@ -107,6 +101,19 @@ def spot_jobs(
                 row["optimum_usd"] = round(spot_optimum(job, rows, prices), 6)
             jobs.append(row)
     return jobs
+
+
+def _starts(
+    traces: Traces, windows: Iterable[Window], zones: Sequence[str]
+) -> dict[tuple[str, ...], dict[int, Window]]:
+    """Windows by the zones of their job and by start."""
+    starts: dict[tuple[str, ...], dict[int, Window]] = {}
+    for window in windows:
+        if window.zone in (zones or traces.zones) and window.zone in traces.zones:
+            starts.setdefault(tuple(zones) or (window.zone,), {})[window.start_tick] = window
+    if not starts:
+        raise SpecError(f"no window is of a zone of the traces: {', '.join(zones or traces.zones)}")
+    return starts
 
 
 def _spot_row(window: Window, names: Sequence[str], cell: SpotCell, run: SpotRun) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe
@@ -62,35 +62,49 @@ def simulate_spot(
         prices: Spot $/h by zone and tick; the job's own where absent.
     """
     policy.begin(job, history or {})
-    work, owed, cost, last_s = job.work_s, 0.0, 0.0, 0.0
-    running: str | None = None
-    answers: list[str | None] = []
-    tick = launches = 0
-    while work > 1e-6:
+    state = _State(job.work_s)
+    while state.work_s > 1e-6:
+        tick = len(state.answers)
         up = {name: tick < len(row) and row[tick] > 0 for name, row in zones.items()}
         usd = {name: row[min(tick, len(row) - 1)] for name, row in (prices or {}).items()}
-        if running is not None and running != ON_DEMAND and not up[running]:
-            running, owed = None, 0.0
-        view = SpotView(tick, job.ticks - tick, work, owed, running, up, usd)
-        answer = _allowed(job, view, policy.choose(view))
-        if answer is None:
-            running, owed = None, 0.0
-        else:
-            if answer != running:
-                owed, launches = job.overhead_s, launches + 1
-            running = answer
-            price = job.on_demand_usd if answer == ON_DEMAND else usd.get(answer, job.spot_usd)
-            cost += price * job.gap_s / SECONDS_PER_HOUR
-            paid = min(job.gap_s, owed)
-            owed -= paid
-            done = min(work, job.gap_s - paid)
-            work -= done
-            last_s = paid + done
-        answers.append(answer)
-        tick += 1
-    finished_s = max(0, tick - 1) * job.gap_s + last_s
+        if state.running not in (None, ON_DEMAND) and not up[str(state.running)]:
+            state.running, state.owed_s = None, 0.0
+        view = SpotView(tick, job.ticks - tick, state.work_s, state.owed_s, state.running, up, usd)
+        state.run(job, _allowed(job, view, policy.choose(view)), usd)
+    finished_s = max(0, len(state.answers) - 1) * job.gap_s + state.last_s
     is_late = finished_s > job.ticks * job.gap_s + 1e-6
-    return SpotRun(cost, finished_s / SECONDS_PER_HOUR, is_late, launches, tuple(answers))
+    hours = finished_s / SECONDS_PER_HOUR
+    return SpotRun(state.cost_usd, hours, is_late, state.launches, tuple(state.answers))
+
+
+@dataclass(slots=True)
+class _State:
+    """A job under way; *last_s* is how much of the last tick it took."""
+
+    work_s: float
+    owed_s: float = 0.0
+    running: str | None = None
+    cost_usd: float = 0.0
+    launches: int = 0
+    last_s: float = 0.0
+    answers: list[str | None] = field(default_factory=list)
+
+    def run(self, job: SpotJob, answer: str | None, usd: Mapping[str, float]) -> None:
+        """One tick."""
+        self.answers.append(answer)
+        if answer is None:
+            self.running, self.owed_s = None, 0.0
+            return
+        if answer != self.running:
+            self.owed_s, self.launches = job.overhead_s, self.launches + 1
+        self.running = answer
+        price = job.on_demand_usd if answer == ON_DEMAND else usd.get(answer, job.spot_usd)
+        self.cost_usd += price * job.gap_s / SECONDS_PER_HOUR
+        paid = min(job.gap_s, self.owed_s)
+        done = min(self.work_s, job.gap_s - paid)
+        self.owed_s -= paid
+        self.work_s -= done
+        self.last_s = paid + done
 
 
 def _allowed(job: SpotJob, view: SpotView, answer: str | None) -> str | None:
