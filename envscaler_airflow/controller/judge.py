@@ -13,6 +13,7 @@ from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.lifecycle import AttemptState, Request, RunState
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Observation, validate
+from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
 
@@ -78,7 +79,7 @@ def _validate(
         pending=None if not others and live.phase != "stopping" else now.pending,
     )
     is_forced = bool(request.body.get("forced"))
-    decision = validate(now, observer.policy(state), target, is_forced=is_forced)
+    decision = validate(now, observer.policy(state), target, is_forced=is_forced, policies=all_policies())
     numbers = {**json.loads(json.dumps(dict(decision.numbers))), "units_left": now.units_left}
     if decision.action != "move":
         return Verdict(None, decision.reason, numbers)

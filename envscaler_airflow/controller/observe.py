@@ -30,6 +30,7 @@ from envscaler_airflow.scaling import (
     work_of,
 )
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
+from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -139,7 +140,7 @@ class Observer:
             return Sight("no-attempt", state)
         observation = self.observation(state, live)
         policy = self.policy(state)
-        check = Check(observation, policy, decide(observation, policy))
+        check = Check(observation, policy, decide(observation, policy, policies=all_policies()))
         self._memory = self._memory.after(check)
         self._last = check
         return Sight("seen", state, check)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk._shared.secrets_masker import redact
 
+from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
@@ -41,10 +42,11 @@ def stage_of(
     spec = None
     if is_entry:
         path = spec_path(operator.spec, context["dag"].fileloc)
-        parameters = chosen_parameters(spec_params(path), context["params"], parameters)
+        registry = SpecRegistry(store_place(operator.store_url, operator.store_conn_id).open)
+        parameters = chosen_parameters(spec_params(path, registry=registry), context["params"], parameters)
         target = operator.target or operator.compute
         _refuse_masked({"parameters": parameters, "inputs": inputs})
-        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs)
+        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=registry)
         _refuse_masked(spec.to_dict())
     return Stage(
         spec=spec,
