@@ -29,6 +29,13 @@ LOOK_S = 0.5
 """Between looks at a container's memory, chosen: cheap, and soon enough for a test."""
 
 
+def _kept(mounts: list[Object]) -> list[Object]:
+    """The image's own files, where a volume such as ``/tmp`` would hide them: interpreter and sources."""
+    own = {Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[3]}
+    hidden = [path for path in own if any(path.is_relative_to(mount["path"]) for mount in mounts)]
+    return [{"source": str(path), "path": str(path), "read_only": True} for path in sorted(hidden)]
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """What an image brings: how it starts, and its environment. Its files are this machine's."""
@@ -101,7 +108,7 @@ class Processes:
                 {"configMap", "secret"} & set(by_name[mount["name"]])
             )
             mounts.append({"source": str(source), "path": mount["mountPath"], "read_only": read_only})
-        return mounts
+        return [*mounts, *_kept(mounts)]
 
     def forget(self, uid: str) -> None:
         """Remove the folders of a pod that is gone, once nothing of it runs."""
