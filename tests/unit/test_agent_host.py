@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -110,12 +111,13 @@ def test_this_process_can_be_sampled():
     """Plausible numbers for a Python process that burns CPU between two samples."""
     sampler = Host(os.getpid())
     before = sampler.sample(0.0)
-    while os.times().user + os.times().system < before["cpu_seconds"] + 0.05:
+    began = time.process_time()
+    while time.process_time() < began + 0.05:
         sum(range(10_000))
     after = sampler.sample(1.0)
 
     assert before["cpu_percent"] is None
-    assert 4 <= after["cpu_percent"] <= 200
+    assert after["cpu_percent"] >= 4  # others of its process group count too
     assert after["processes"] >= 1
     assert after["memory_rss_bytes"] > 1 << 20
     assert after["disk_free_bytes"] > 0
