@@ -22,7 +22,7 @@ test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cor
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/contract tests/integration tests/compat $(ARGS)
 
 e2e: venv  ## Run the rest against one real Airflow (12 minutes on 2 cores at most).
-	$(BIN)/python -m pytest tests/e2e $(ARGS)
+	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
 	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)
