@@ -99,6 +99,10 @@ def get_provider_info() -> Dict[str, Any]:
                         "Folder for attempts of the local backend; /var/tmp/envscaler-<uid> when empty.",
                         "/scratch/envscaler",
                     ),
+                    "kubernetes": _option(
+                        "Settings of the Kubernetes backend, JSON; those of a connection go over them.",
+                        '{"namespace": "training"}',
+                    ),
                 },
             }
         },
