@@ -433,6 +433,7 @@ class Controller:
             overdue_after_s=overdue,
             usd_left=None if stopping else self._usd_left(state, live),
             usd_per_hour=live.allocation.offer.usd_per_hour,
+            started_at=live.started_at,
         )
         return Waiting(watching, reason)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
-from envscaler_airflow.controller.watch import held_s, read_status
+from envscaler_airflow.controller.watch import by_owner, held_s, read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
 from envscaler_airflow.protocol import parse_checkpoint_name
@@ -66,12 +66,13 @@ def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, 
     Args:
         attempt: Whose allocation sets the price.
         intervals: One or more for each node.
-        now: Clock of the machine that is billed, for intervals that are still open.
+        now: Owner's clock, seconds since the epoch.
     """
     price = attempt.allocation.offer.usd_per_hour
     if price is None or intervals is None:
         return None
-    return held_s(intervals, now=now) * price / SECONDS_PER_HOUR
+    ours = by_owner(intervals, started_at=attempt.started_at)
+    return held_s(ours, now=now) * price / SECONDS_PER_HOUR
 
 
 def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:

@@ -97,6 +97,7 @@ class Watching:
         overdue_after_s: Seconds from now after which it is overdue; None when it was not asked.
         usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
         usd_per_hour: Of each of its nodes; None when unknown.
+        started_at: When the attempt was started, by the owner's clock; None when unknown.
     """
 
     number: int
@@ -109,6 +110,7 @@ class Watching:
     overdue_after_s: float | None = None
     usd_left: float | None = None
     usd_per_hour: float | None = None
+    started_at: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

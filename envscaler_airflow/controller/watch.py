@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Backend, Handle, UsageInterval
@@ -151,8 +152,21 @@ class Watch:
         except BackendError:
             seconds = self._watching.nodes * (now - self._began)  # at least that
         else:
-            seconds = held_s(intervals, now=self._clock())
+            ours = by_owner(intervals, started_at=self._watching.started_at)
+            seconds = held_s(ours, now=self._clock())
         return Wake("status", detail="the budget is spent") if seconds * price / 3600.0 >= left else None
+
+
+def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) -> tuple[UsageInterval, ...]:
+    """*intervals*, those still open from the start that the owner recorded.
+
+    A closed one is by the provider's clock at both ends. An open one would be the difference of two
+    machines' clocks, and one of them may be an hour off.
+    """
+    return tuple(
+        replace(item, start=started_at) if item.end is None and started_at is not None else item
+        for item in intervals
+    )
 
 
 def held_s(intervals: Iterable[UsageInterval], *, now: float) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from envscaler_airflow.controller import facts
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, BudgetError, RunFailedError
+from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer
 
 
@@ -143,3 +145,28 @@ def test_many_looks_at_a_running_attempt_add_no_event(world):
         owner.resume(Wake("status"))
 
     assert world.state.number == before
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(world, off_s):
+    """Half an hour at $0.05 is $0.025 while it runs and after its end, and the budget of $0.03 holds."""
+    theirs = ManualClock(time=world.clock.time() + off_s)
+    world.backend.clock = theirs
+    owner = world.controller(budget_usd=0.03)
+    waiting = owner.enter()
+    watch = world.watch(waiting)
+    world.say()
+    early = watch.poll()
+    for clock in (world.clock, theirs):
+        clock.advance(1800)
+    world.say()
+
+    late = watch.poll()
+    owner.resume(Wake("status"))
+    spent = facts.spent_usd(world.state, world.backend, now=world.clock.time())
+    world.succeed()
+    report = owner.resume(Wake("status")).report
+
+    assert (early, late) == (None, None)
+    assert spent == pytest.approx(0.025)
+    assert report["bill"]["usd"] == pytest.approx(0.025)
