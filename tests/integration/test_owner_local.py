@@ -304,3 +304,52 @@ def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
     assert "from step 30" in output
     assert torn_code == 2
     assert "step has 4 bytes, the manifest says 2" in torn
+
+
+ELSEWHERE = """
+import json, sys
+from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.controller.stage import Watching
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.store.base import open_store
+url, prefix, root, handle, number = sys.argv[1:]
+handle = json.loads(handle)
+backend = create_backend("local", {"root": root})
+watching = Watching(int(number), 1, attempt=1, handle=handle)
+wake = Watch(store=open_store(url), prefix=prefix, backend=backend, watching=watching).poll()
+states = [node.state for node in backend.observe(Handle.from_dict(handle)).nodes]
+print(json.dumps([states, wake.kind if wake else None]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace of its own needs root")
+def test_a_trigger_in_another_pid_namespace_tells_no_loss(shell):
+    """What cannot be seen from there is unknown; what the node left when it ended is believed."""
+    owner = shell.start("run", "-f", shell.spec(total=100), "--name", "one")
+    shell.await_step(5)
+    state = shell.state()
+    elsewhere = [
+        *("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ELSEWHERE),
+        *(f"file://{shell.folder}/store", shell.prefix(), str(shell.folder / "attempts")),
+        *(json.dumps(dict(state.live.handle)), str(state.number)),
+    ]
+
+    def look():
+        return json.loads(subprocess.run(elsewhere, capture_output=True, check=True, timeout=60).stdout)
+
+    while_it_runs = look()
+    os.killpg(owner.pid, signal.SIGKILL)  # so that nobody records the end
+    owner.communicate()
+    for _ in range(600):
+        if json.loads(shell.store.read(f"{shell.prefix()}/status/g1-a1-n0.json"))["phase"] == "ended":
+            break
+        time.sleep(0.1)
+    after_its_end = look()
+
+    assert while_it_runs == [["unknown"], None]
+    assert after_its_end == [["ended"], "status"]  # its last words lie beside it
+    assert [attempt.outcome for attempt in shell.state().attempts] == [""]
+    code, output = shell.run("run", "-f", shell.spec(total=100), "--name", "one")
+    assert code == 0, output
+    assert [attempt.outcome for attempt in shell.state().attempts] == ["succeeded"]
