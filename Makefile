@@ -1,8 +1,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# Most integration tests wait for processes of their own, so twice the cores are kept busy.
-JOBS ?= 4
+# Most integration tests wait for processes of their own, so a little more than the cores are kept busy.
+JOBS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test e2e test-kubernetes demo lint types contracts format bench wheel clean

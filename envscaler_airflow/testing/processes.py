@@ -12,6 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Container
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def note_session(home: Path, pid: int) -> None:
     """Record that session *pid* belongs to *home*."""
     with (home / _SESSIONS).open("a") as file:
         file.write(f"{pid}\n")
+
+
+EMPTY_LOOKS = 2
+"""Looks in a row that find nothing. Chosen: a process in the middle of an exec shows no environment."""
 
 
 def belonging_to(home: Path) -> list[psutil.Process]:
@@ -57,10 +62,15 @@ def end_all(home: Path) -> list[str]:
         RuntimeError: Some are still there after 5 s; names them.
     """
     killed: list[str] = []
+    empty = 0
     for _ in range(_ROUNDS):
         found = belonging_to(home)
-        if not found:
+        empty = 0 if found else empty + 1
+        if empty == EMPTY_LOOKS:
             return killed
+        if not found:
+            time.sleep(0.05)
+            continue
         killed += [_describe(process) for process in found]
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -171,6 +171,10 @@ class LocalBackend:
         """Kill *nodes* (None: all) without a word, as the loss of a spot machine would."""
         for view in self._views(handle):
             if view.is_here and (nodes is None or view.node in nodes):
+                if (
+                    view.main is not None and view.main.is_alive()
+                ):  # first: it would tell an end of the others
+                    os.kill(view.main.pid, signal.SIGKILL)
                 kill_all(view.survivors(), spare={os.getpid()})
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
