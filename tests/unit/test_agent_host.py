@@ -117,7 +117,9 @@ def test_this_process_can_be_sampled():
     after = sampler.sample(1.0)
 
     assert before["cpu_percent"] is None
-    assert after["cpu_percent"] >= 4  # others of its process group count too
+    used_s = after["cpu_seconds"] - before["cpu_seconds"]  # of its whole process group, in the one second
+    assert after["cpu_percent"] >= 4
+    assert after["cpu_percent"] == pytest.approx(100 * used_s, abs=0.5)
     assert after["processes"] >= 1
     assert after["memory_rss_bytes"] > 1 << 20
     assert after["disk_free_bytes"] > 0
