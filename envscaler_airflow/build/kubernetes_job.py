@@ -65,26 +65,26 @@ def kubernetes_documents(
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "envscaler"}
     metadata |= {"labels": labels, "annotations": {"envscaler.io/spec-hash": spec_hash(spec)}}
     pod = {"metadata": {"labels": labels}, "spec": _pod(spec, image, name, nodes=nodes, is_built=is_built)}
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            "backoffLimit": 0,
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-                ]
-            },
-            "template": pod,
-        },
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job_spec(nodes, pod)}
+    return [job] if nodes == 1 else [_service(metadata, name), job]
+
+
+def _job_spec(nodes: int, pod: dict[str, Any]) -> dict[str, Any]:
+    """Disruptions do not count: only the lost pod is made again."""
+    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+    return {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": disrupted}]},
+        "template": pod,
     }
-    if nodes == 1:
-        return [job]
-    service = {
+
+
+def _service(metadata: dict[str, Any], name: str) -> dict[str, Any]:
+    """Headless, so that nodes find each other by name."""
+    return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata,
@@ -95,7 +95,6 @@ def kubernetes_documents(
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
-    return [service, job]
 
 
 def resource_name(name: str) -> str:
