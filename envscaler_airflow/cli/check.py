@@ -8,7 +8,7 @@ import click
 
 from envscaler_airflow.build.check import TARGETS, missing_on
 from envscaler_airflow.cli.specs import spec_options, spec_registry
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.spec import EnvSpec, load_spec
 
 
 @click.command("dry-run")
@@ -22,6 +22,11 @@ def dry_run(
 ) -> None:
     """Say what this machine, or the cluster of kubectl's context, lacks for a stage. Exit 0 or 1."""
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    tell_missing(spec, target, as_json=as_json)
+
+
+def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
+    """Print what *target* lacks for *spec*; the command ends with 1 when it lacks anything."""
     missing = missing_on(target, spec)
     if as_json:
         click.echo(json.dumps({"name": spec.name, "target": target, "missing": missing}, indent=2))

@@ -11,8 +11,10 @@ from typing import Any
 
 import click
 
+from envscaler_airflow.build.check import TARGETS, missing_on
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
 from envscaler_airflow.cli.catalog import FEEDS
+from envscaler_airflow.cli.check import tell_missing
 from envscaler_airflow.cli.market import (
     ARCHES,
     accelerators,
@@ -91,7 +93,7 @@ COLUMNS = (
 
 @click.command("plan")
 @spec_options
-@click.option("--target", help="Variant of the spec.")
+@click.option("--target", help=f"What this place lacks ({', '.join(TARGETS)}), or another variant's plan.")
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
@@ -125,11 +127,19 @@ def plan_command(
     scope: Scope,
     **options: Any,
 ) -> None:
-    """Print the plan of a spec: what it would run on, at which price, and why not on others."""
+    """Print the plan of a spec: what it would run on, at which price, and why not on others.
+
+    With --target local, docker or kubernetes, as `dry-run`: what is missing there. Exit 0 or 1. With
+    --target vm what is missing comes first, and what there is to rent after it.
+    """
     if options["job_name"] == "list":
         print_jobs()
         return
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    if target in TARGETS and target != "vm":
+        tell_missing(spec, target, as_json=options["as_json"])
+        return
+    missing = missing_on(target, spec) if target == "vm" else []
     goal = _goal(options)
     needs = tuple(
         replace(need, exact_gpus=options["exact"])
@@ -148,7 +158,8 @@ def plan_command(
     work = Work(options["units"], model.job.unit if model else "units", overheads=overheads_of(spec))
     made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
     unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
-    notes = [*made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced, *_faults(table.faults)]
+    notes = [*missing, *made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced]
+    notes += _faults(table.faults)
     fleets = _fleets(made, needs, table, work=work, goal=goal, how=how)
     if options["as_json"]:
         body = {**plan_body(made, notes), "fleets": [fleet.to_dict() for fleet in fleets]}

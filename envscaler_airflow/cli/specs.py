@@ -17,9 +17,6 @@ from envscaler_airflow.store.base import open_store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-TARGETS = ("local", "docker", "kubernetes", "vm")
-"""Variants of a spec that need no overlay."""
-
 
 def spec_options(command: _F) -> _F:
     """Add ``-f``, ``--set`` and ``--input``; the command gets ``path``, ``parameters`` and ``inputs``."""

@@ -241,3 +241,38 @@ def test_the_shell_ends_with_one_when_something_is_missing(tmp_path, monkeypatch
     got = CliRunner().invoke(main, ["dry-run", "-f", "big.yaml", "--json"])
     assert got.exit_code == 1
     assert json.loads(got.stdout)["missing"][0].startswith("cpu: 5000 asked for")
+
+
+@pytest.mark.parametrize("target", ["local", "kubernetes"])
+def test_a_plan_for_a_place_is_its_dry_run(target, tmp_path, monkeypatch):
+    """Word for word, as text and for tools, with the same exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text("""#!/bin/sh\necho '{"items": []}'\n""")
+    kubectl.chmod(0o755)
+    (tmp_path / "envscaler.yaml").write_text(
+        "version: v1\nname: s\nbase: {image: b}\nresources: {requests: {cpu: 5000}}\n"
+    )
+
+    for words in ([], ["--json"]):
+        dry, plan = (
+            CliRunner().invoke(main, [command, "--target", target, *words]) for command in ("dry-run", "plan")
+        )
+        assert (plan.output, plan.exit_code) == (dry.output, dry.exit_code)
+        assert dry.exit_code == 1
+        assert "5000" in dry.output
+
+
+def test_a_plan_for_rented_machines_says_first_what_they_cannot_have(tmp_path, monkeypatch):
+    """Then what there is to rent."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envscaler.yaml").write_text(
+        "version: v1\nname: s\nbase: {image: b}\nresources: {requests: {cpu: 2}}\n"
+        "volumes: [{name: v, source: 'pvc://data', mount_path: /d}]\n"
+    )
+
+    got = json.loads(CliRunner().invoke(main, ["plan", "--target", "vm", "--json"]).stdout)
+
+    assert got["notes"][0].startswith("volumes: v: pvc://data is a claim of Kubernetes")
+    assert got["chosen"] is not None
