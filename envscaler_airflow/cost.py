@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
-from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.planning.record import Record, check_finite
 
 SECONDS_PER_HOUR = 3600.0
@@ -39,7 +40,7 @@ class Use(Record):
     Attributes:
         generation, attempt: Which.
         allocation: What it was on, with its price.
-        held: Billed intervals of its nodes; None: the provider did not tell; empty: never held.
+        held: Intervals of its nodes; None: the provider did not tell; empty: never held.
         why_ended: ``moved``, ``lost``, ``succeeded``, ...; ``""`` while it runs.
         provisioning_s: Seconds from held to the first step: start, setup, restore. None: unknown.
         idle_s: Seconds held with no training after that: stalls, saves, the way out. None: unknown.
@@ -122,8 +123,8 @@ class Line(Record):
         use: Its facts.
         node_hours: Billed, all nodes together; None: unknown.
         wall_s: From the first node held to the last one given back; None: unknown or never held.
-        usd_per_node_hour: Price; None: unknown.
-        usd: ``node_hours * usd_per_node_hour``; None: one of them is unknown.
+        usd_per_node_hour: Price, the mean of its parts where it is of two offers; None: unknown.
+        usd: Billed hours of each node at the price of its offer; None: one of them is unknown.
         steps: Steps done; None: unknown.
         lost_steps: Of these, done again; None: unknown.
         hours: Node-hours by what they went to.
@@ -238,15 +239,19 @@ def spent_usd(uses: Iterable[Use], *, now: float) -> float | None:
 
 
 def _line(use: Use, now: float) -> Line:
-    node_hours, price = _node_hours(use, now), use.allocation.offer.usd_per_hour
+    node_hours, usd = _node_hours(use, now), _usd(use, now)
+    price = use.allocation.offer.usd_per_hour
+    if use.allocation.is_mixed:
+        price = usd / node_hours if usd is not None and node_hours else _mean_price(use.allocation)
+    held_s = sum(_seconds(held, now) for held in use.held or ())
     steps, lost_steps = _steps(use)
-    hours = _split_hours(use, node_hours, steps, lost_steps)
+    hours = _split_hours(use, node_hours, steps, lost_steps, held_s=held_s)
     return Line(
         use=use,
         node_hours=node_hours,
         wall_s=_wall_s(use.held or (), now),
         usd_per_node_hour=price,
-        usd=None if price is None or node_hours is None else node_hours * price,
+        usd=usd,
         steps=steps,
         lost_steps=lost_steps,
         hours=hours,
@@ -267,11 +272,50 @@ def _steps(use: Use) -> tuple[int | None, int | None]:
 def _node_hours(use: Use, now: float) -> float | None:
     if use.held is None:
         return None
-    return sum(_seconds(held, now) for held in use.held) / SECONDS_PER_HOUR
+    offers = [_offer_of(use.allocation, held.node) for held in use.held]
+    billed = [_billed_s(offer, held, now) for offer, held in zip(offers, use.held, strict=True)]
+    return sum(billed) / SECONDS_PER_HOUR
 
 
-def _split_hours(use: Use, node_hours: float | None, steps: int | None, lost_steps: int | None) -> Split:
-    """Provisioning and idle as stated, within what is billed; the rest by steps kept and lost."""
+def _usd(use: Use, now: float) -> float | None:
+    """Of each node by the offer that it is on."""
+    if use.held is None:
+        return None
+    return _sum([_usd_of(use.allocation, held, now) for held in use.held])
+
+
+def _usd_of(allocation: Allocation, held: Held, now: float) -> float | None:
+    offer = _offer_of(allocation, held.node)
+    price = None if offer is None else offer.usd_per_hour
+    return None if price is None or offer is None else _billed_s(offer, held, now) * price / SECONDS_PER_HOUR
+
+
+def _offer_of(allocation: Allocation, node: int) -> Offer | None:
+    """What *node* is billed as; None for one that a mixed allocation does not tell."""
+    if allocation.is_mixed and not 0 <= node < allocation.nodes:
+        return None
+    return allocation.offer_of(node) if allocation.is_mixed else allocation.offer
+
+
+def _billed_s(offer: Offer | None, held: Held, now: float) -> float:
+    """Seconds that are paid for: held, up to the unit and at least the minimum of the cloud."""
+    seconds = _seconds(held, now)
+    billing = None if offer is None else BILLING.get(offer.cloud)
+    return seconds if billing is None or seconds == 0 else billing.billed_s(seconds)
+
+
+def _mean_price(allocation: Allocation) -> float | None:
+    price = allocation.usd_per_hour
+    return None if price is None else price / allocation.nodes
+
+
+def _split_hours(
+    use: Use, node_hours: float | None, steps: int | None, lost_steps: int | None, *, held_s: float
+) -> Split:
+    """Provisioning and idle as stated, within what is billed; the rest by steps kept and lost.
+
+    What is billed beyond the time held, up to the cloud's unit, is idle.
+    """
     nodes = use.allocation.nodes
     if node_hours == 0:
         return Split(0.0, 0.0, 0.0, 0.0)
@@ -280,7 +324,8 @@ def _split_hours(use: Use, node_hours: float | None, steps: int | None, lost_ste
     provisioning = min(use.provisioning_s * nodes / SECONDS_PER_HOUR, node_hours)
     if use.idle_s is None:
         return Split(provisioning=provisioning)
-    idle = min(use.idle_s * nodes / SECONDS_PER_HOUR, node_hours - provisioning)
+    rounding = node_hours - held_s / SECONDS_PER_HOUR
+    idle = min(use.idle_s * nodes / SECONDS_PER_HOUR + rounding, node_hours - provisioning)
     training = max(0.0, node_hours - provisioning - idle)
     if steps == 0:
         return Split(0.0, 0.0, provisioning, idle + training)
@@ -304,7 +349,7 @@ def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | N
     start = first.hours.provisioning / allocation.nodes
     hours = start + trained / first.steps * steps
     price = on_demand
-    if price is None and allocation.offer.capacity_type == "on-demand":
+    if price is None and allocation.offer.capacity_type == "on-demand" and _is_of_one_type(allocation):
         price = allocation.offer.usd_per_hour
     return StaticPlan(
         allocation,
@@ -312,6 +357,10 @@ def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | N
         usd=None if price is None else hours * price * allocation.nodes,
         assumption=f"{steps} steps at the speed that {first.use.name} had, started once",
     )
+
+
+def _is_of_one_type(allocation: Allocation) -> bool:
+    return len({part.offer.instance_type for part in allocation.parts}) == 1
 
 
 def _steps_kept(lines: Sequence[Line]) -> int | None:
@@ -329,7 +378,7 @@ def _notes(lines: Sequence[Line], static: StaticPlan | None) -> list[str]:
         if line.node_hours is None:
             notes.append(f"{line.use.name}: the provider did not say how long it was held")
         elif line.usd is None:
-            notes.append(f"{line.use.name}: the price of {line.use.allocation.offer.name} is unknown")
+            notes.append(f"{line.use.name}: the price of {_unpriced(line.use.allocation)} is unknown")
         if line.node_hours == 0:
             continue
         if line.use.provisioning_s is None or line.use.idle_s is None:
@@ -341,6 +390,11 @@ def _notes(lines: Sequence[Line], static: StaticPlan | None) -> list[str]:
     elif static is not None and static.usd is None:
         notes.append(f"static plan: the on-demand price of {static.allocation.name} is unknown")
     return notes
+
+
+def _unpriced(allocation: Allocation) -> str:
+    names = [part.offer.name for part in allocation.parts if part.offer.usd_per_hour is None]
+    return ", ".join(names) or f"a node beyond {allocation.name}"
 
 
 def _seconds(held: Held, now: float) -> float:

@@ -90,36 +90,89 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class AllocationPart:
+    """Nodes of one offer within an allocation: ranks *first_rank* to *first_rank + nodes - 1*."""
+
+    offer: Offer
+    nodes: int
+    first_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Allocation:
-    """An offer times a number of nodes: what one attempt lives on.
+    """Nodes of one offer, or of two that take the same GPUs: what one attempt lives on.
 
     Attributes:
-        offer: One node of it.
-        nodes: Number of nodes, >= 1.
+        offer: One node of it; of a mixed one, what rank 0 lives on.
+        nodes: Number of nodes in all, >= 1.
+        rest: What the last ``rest_nodes`` ranks live on, usually spot; None: all live on ``offer``.
+        rest_nodes: Of ``nodes``, those on ``rest``; at least rank 0 is on ``offer``.
     """
 
     offer: Offer
     nodes: int = 1
+    rest: Offer | None = None
+    rest_nodes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse an allocation of nothing."""
+        """Refuse an allocation of nothing, and parts that one job cannot run across."""
         if self.nodes < 1:
             raise ValueError(f"nodes must be >= 1, got {self.nodes!r}")
+        if not 0 <= self.rest_nodes < self.nodes:
+            raise ValueError(f"rest_nodes must be >= 0 and < nodes={self.nodes}, got {self.rest_nodes!r}")
+        if (self.rest is not None) != (self.rest_nodes > 0):
+            raise ValueError(f"rest_nodes={self.rest_nodes!r} does not go with rest={self.rest!r}")
+        if self.rest is not None and _joins(self.rest) != _joins(self.offer):
+            raise ValueError(
+                f"{self.offer.name} and {self.rest.name} are not of one cloud and region with the same GPUs"
+            )
+
+    @property
+    def is_mixed(self) -> bool:
+        """True when its nodes are of two offers."""
+        return self.rest is not None
+
+    @property
+    def parts(self) -> tuple[AllocationPart, ...]:
+        """Its nodes by offer, in the order of ranks; one part unless it is mixed."""
+        if self.rest is None:
+            return (AllocationPart(self.offer, self.nodes),)
+        first = self.nodes - self.rest_nodes
+        return AllocationPart(self.offer, first), AllocationPart(self.rest, self.rest_nodes, first)
 
     @property
     def name(self) -> str:
-        """``2 x local/cpu-1``; the offer's name alone for one node."""
+        """``2 x local/cpu-1``; the offer's name alone for one node; ``1 x A + 3 x B`` for a mixed one."""
+        if self.rest is not None:
+            return " + ".join(f"{part.nodes} x {part.offer.name}" for part in self.parts)
         return self.offer.name if self.nodes == 1 else f"{self.nodes} x {self.offer.name}"
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Price of all nodes; None when unknown."""
+        """Price of all nodes; None when that of any is unknown."""
         price = self.offer.usd_per_hour
-        return None if price is None else price * self.nodes
+        if self.rest is None or price is None:
+            return None if price is None else price * self.nodes
+        other = self.rest.usd_per_hour
+        return None if other is None else price * (self.nodes - self.rest_nodes) + other * self.rest_nodes
+
+    def offer_of(self, rank: int) -> Offer:
+        """What node *rank* lives on.
+
+        Raises:
+            ValueError: There is no such node.
+        """
+        for part in self.parts:
+            if part.first_rank <= rank < part.first_rank + part.nodes:
+                return part.offer
+        raise ValueError(f"rank must be >= 0 and < nodes={self.nodes}, got {rank!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in events and in plan.json."""
-        return {"offer": self.offer.to_dict(), "nodes": self.nodes}
+        """JSON form, as it stands in events and in plan.json; two keys more when it is mixed."""
+        body = {"offer": self.offer.to_dict(), "nodes": self.nodes}
+        if self.rest is not None:
+            body |= {"rest": self.rest.to_dict(), "rest_nodes": self.rest_nodes}
+        return body
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Allocation:
@@ -129,6 +182,17 @@ class Allocation:
             ValueError: A field is missing or out of range.
         """
         try:
-            return cls(Offer.from_dict(body["offer"]), nodes=int(body.get("nodes", 1)))
-        except (KeyError, TypeError) as err:
+            rest = body.get("rest")
+            return cls(
+                Offer.from_dict(body["offer"]),
+                nodes=int(body.get("nodes", 1)),
+                rest=None if rest is None else Offer.from_dict(rest),
+                rest_nodes=int(body.get("rest_nodes", 0)),
+            )
+        except (AttributeError, KeyError, TypeError) as err:
             raise ValueError(f"allocation: {err!r}") from err
+
+
+def _joins(offer: Offer) -> tuple[object, ...]:
+    """What the parts of one allocation have in common."""
+    return offer.cloud, offer.region, offer.gpu_name, offer.gpus

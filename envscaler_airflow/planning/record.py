@@ -47,7 +47,15 @@ def check_finite(**values: float | None) -> None:
             raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
 
 
+class _HasForm(typing.Protocol):
+    """Knows its own JSON form, which may be shorter than its fields."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, Record) and hasattr(value, "to_dict"):
+        return typing.cast("_HasForm", value).to_dict()
     if dataclasses.is_dataclass(value):
         pairs = ((item, getattr(value, item.name)) for item in dataclasses.fields(value))
         # None is left out only where reading back puts it in again.
