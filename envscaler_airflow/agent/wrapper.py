@@ -27,6 +27,7 @@ from envscaler_airflow.agent.host import oom_kills
 from envscaler_airflow.agent.leaving import Ask, Facts, due_signal
 from envscaler_airflow.agent.logs import LOG_CHUNK_BYTES, LOG_CHUNK_S, Chunks
 from envscaler_airflow.agent.masking import Masker, secret_values
+from envscaler_airflow.agent.meeting import ADDRESS, expand
 from envscaler_airflow.agent.patterns import LogPatterns
 from envscaler_airflow.agent.pump import READ_BYTES, Pump
 from envscaler_airflow.agent.rates import Rate
@@ -128,6 +129,9 @@ class Wrapper:
                 "setup-failed", f"working directory {cwd} does not exist", EXIT_SETUP_FAILED
             )
         self._forget_earlier_life()
+        self._argv = expand(self._argv, environ)
+        if self._start.node == 0:
+            self._reporter.set(address=environ.get(ADDRESS))
         process.become_subreaper()  # before the command can leave anything behind
         reading, writing = os.pipe()
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.build.distributed import batch_env, batches, launch_command
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.lifecycle import AttemptState
@@ -24,6 +25,10 @@ SPEC = "spec.yaml"
 """The spec of the attempt that runs, for its courier and for people: a copy of :func:`pinned`."""
 ARCHIVE_FIELD = "workdir_archive"
 """Field beside the spec's own that names the archive of its workdir."""
+MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
+"""Where the processes of several nodes find each other. Only the nodes know; the wrapper puts it in."""
+NODE_RANK = "$ENVSCALER_NODE"
+"""Number of a node, in the same way."""
 MAX_SPEC_BYTES = 1 << 22
 """Largest frozen spec read, bytes. Chosen: far above what the loader accepts."""
 
@@ -54,10 +59,12 @@ def freeze(spec: EnvSpec) -> Frozen:
     """Pack the workdir and hash everything that decides what runs.
 
     Raises:
-        SpecError: It runs nothing, or its workdir cannot be packed: absent, too large, links out of it.
+        SpecError: It runs nothing, its global batch cannot be kept on every number of nodes that it allows,
+            or its workdir cannot be packed: absent, too large, links out of it.
     """
     if not spec.entrypoint:
         raise SpecError(f"{spec.name}: entrypoint: is empty; write entrypoint: [python, train.py]")
+    batches(spec)
     document = spec.to_dict()
     digest = spec_hash(spec)
     folder = spec.resolve_path("workdir")
@@ -144,8 +151,10 @@ def attempt_request(
 ) -> AttemptRequest:
     """What the backend is asked to start. Secrets are resolved here and go no further than its call.
 
+    A stage of several processes is started below its launcher, for as many nodes as this attempt has.
+
     Raises:
-        SpecError: A secret cannot be resolved.
+        SpecError: A secret cannot be resolved, or so many nodes cannot keep the global batch.
     """
     document = read_document(store, key.prefix, spec_hash)
     if live.memory_bytes is not None:
@@ -153,6 +162,7 @@ def attempt_request(
         limits = {**(resources.get("limits") or {}), "memory": str(live.memory_bytes // 2**20) + "Mi"}
         document["resources"] = {**resources, "limits": limits}
     plain = {item.name: item.value for item in spec.env if item.value is not None}
+    nodes = live.allocation.nodes
     return AttemptRequest(
         store_url=store.url,
         run_prefix=key.prefix,
@@ -160,14 +170,22 @@ def attempt_request(
         generation=live.generation,
         attempt=live.number,
         allocation=live.allocation,
-        command=spec.entrypoint,
-        env=plain,
+        command=_command(spec, nodes),
+        env=plain | batch_env(spec, nodes),
         secret_env=_secrets(stage, spec),
         spec=document,
         store_options=stage.store_options,
         grace_s=grace_s,
         deadline_s=deadline_s,
     )
+
+
+def _command(spec: EnvSpec, nodes: int) -> tuple[str, ...]:
+    """The entrypoint below its launcher; torchrun's nodes number themselves when they meet."""
+    if nodes == 1:
+        return launch_command(spec, 1)
+    is_torchrun = spec.distributed is not None and spec.distributed.launcher == "torchrun"
+    return launch_command(spec, nodes, endpoint=MEETING, node_rank=None if is_torchrun else NODE_RANK)
 
 
 def _secrets(stage: Stage, spec: EnvSpec) -> dict[str, str]:

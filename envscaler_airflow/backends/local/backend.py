@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ RELEASE_PATIENCE_S = 5.0
 """Longest wait for the guard of an ended node. Chosen likewise."""
 
 _POLL_S = 0.02
+MEETING = "ENVSCALER_RENDEZVOUS"
+"""Variable with ``host:port`` of the rendezvous, for every node."""
 _SUBMIT_LOCK = "submit.lock"
 _RELEASED = ".released"
 _TOMBSTONE_S = 30 * 86400.0
@@ -291,6 +294,7 @@ class _Start:
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
         pythonpath = training_pythonpath(request.command, request.python, self._backend.root)
+        meeting = self._meeting()
         for node, claim in claims.items():
             folder = files.node_folder(self._folder, node)
             moment = {
@@ -299,8 +303,23 @@ class _Start:
                 "gpus": claim.gpus,
                 "pythonpath": pythonpath,
             }
+            body = self._rendered[node]["request"]
             files.write_json(folder / files.LAYOUT, self._rendered[node]["layout"])
-            files.write_json(folder / files.REQUEST, {**self._rendered[node]["request"], **moment})
+            files.write_json(folder / files.REQUEST, {**body, "env": {**body["env"], **meeting}, **moment})
+
+    def _meeting(self) -> dict[str, str]:
+        """Where the processes of several nodes find each other: a free port of this attempt alone.
+
+        A submit that was cut off has told some nodes already; the others are told the same.
+        """
+        nodes = self._request.allocation.nodes
+        if nodes == 1:
+            return {}
+        for node in range(nodes):
+            told = files.read_json(files.node_folder(self._folder, node) / files.REQUEST) or {}
+            if MEETING in told.get("env", {}):
+                return {MEETING: told["env"][MEETING]}
+        return {MEETING: f"127.0.0.1:{_free_port()}"}
 
     def _spawn(self, node: int) -> None:
         folder = files.node_folder(self._folder, node)
@@ -342,6 +361,13 @@ class _Start:
                     end = NodeEnd(None, None, "setup-failed", reason)
                     files.write_json(folder / files.END, {"id": None, **end.to_dict()})
         return BackendError(f"{self._folder.name} n{failed}: {reason}", transient=True)
+
+
+def _free_port() -> int:
+    """One that nobody listens on now. Another program may take it first; then the attempt fails to meet."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def _last_line(path: Path) -> str:

@@ -20,7 +20,7 @@ SECRET_PREFIX = "ENVSCALER_SECRET_"  # noqa: S105  # a prefix of names
 """Secrets of the training reach node main under this prefix, and nobody else."""
 
 _OURS = re.compile(
-    r"_*AIRFLOW_|ENVSCALER_(EXCHANGE|RUN|GENERATION|ATTEMPT|NODES?|CPUS|RESTORE|CHECKPOINT_DIR)\Z"
+    r"_*AIRFLOW_|ENVSCALER_(EXCHANGE|RUN|GENERATION|ATTEMPT|NODES?|CPUS|RENDEZVOUS|RESTORE|CHECKPOINT_DIR)\Z"
     r"|ENVSCALER_(INPUT|OUTPUT|VOLUME|SECRET)_"
 )
 """Airflow's settings and connections, and what tells another run's training who it is."""

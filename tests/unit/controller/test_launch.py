@@ -1,0 +1,91 @@
+"""The command and the batch of an attempt, for as many nodes as it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.controller import freeze
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing.backend import cpu_offer
+
+KEY = RunKey("deployment", "dag", "run", "train")
+
+
+def stage(*, nodes="1..2", **distributed):
+    """A stage of one process a node."""
+    body = {
+        "version": "v1",
+        "name": "s",
+        "num_nodes": nodes,
+        "distributed": distributed,
+        "entrypoint": ["python", "train.py"],
+    }
+    return EnvSpec.from_dict(body)
+
+
+def asked(tmp_path, spec, nodes):
+    """The request of an attempt on *nodes* nodes."""
+    store = open_store(f"file://{tmp_path}")
+    frozen = freeze.freeze(spec)
+    freeze.write(store, KEY, frozen)
+    live = AttemptState(1, 1, Allocation(cpu_offer(), nodes))
+    return freeze.attempt_request(
+        store, KEY, Stage(spec, "s.yaml"), spec, live, spec_hash=frozen.spec_hash, grace_s=30
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "command", "accumulation"),
+    [
+        (1, ("torchrun", "--standalone", "--nproc_per_node=1", "train.py"), "2"),
+        (
+            2,
+            (
+                "torchrun", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+                "--rdzv_endpoint=$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT",
+                "--rdzv_id=envscaler", "train.py",
+            ),
+            "1",
+        ),
+    ],
+)  # fmt: skip
+def test_an_attempt_is_launched_for_its_nodes_and_keeps_the_global_batch(
+    tmp_path, nodes, command, accumulation
+):
+    """64 samples a step: 32 x 2 passes on one node, 32 x 1 on each of two."""
+    got = asked(tmp_path, stage(global_batch=64), nodes)
+
+    assert got.command == command
+    assert got.env == {
+        "ENVSCALER_GLOBAL_BATCH": "64",
+        "ENVSCALER_MICRO_BATCH": "32",
+        "ENVSCALER_GRADIENT_ACCUMULATION": accumulation,
+    }
+
+
+def test_a_launcher_that_numbers_no_nodes_is_told_the_number_by_the_node(tmp_path):
+    """Accelerate takes host, port and rank apart."""
+    got = asked(tmp_path, stage(launcher="accelerate"), 2)
+
+    assert got.command == (
+        "accelerate", "launch", "--num_machines=2", "--num_processes=2", "--machine_rank=$ENVSCALER_NODE",
+        "--main_process_ip=$ENVSCALER_RENDEZVOUS_HOST", "--main_process_port=$ENVSCALER_RENDEZVOUS_PORT",
+        "train.py",
+    )  # fmt: skip
+
+
+def test_a_stage_that_launches_itself_is_left_alone(tmp_path):
+    """No launcher: the entrypoint as it is written."""
+    assert asked(tmp_path, stage(launcher="none"), 2).command == ("python", "train.py")
+
+
+def test_a_batch_that_no_size_could_keep_is_refused_before_anything_starts():
+    """65 samples do not divide over two nodes."""
+    with pytest.raises(SpecError, match=r"65 cannot be kept with 2 nodes \(2 copies\); write 130"):
+        freeze.freeze(stage(global_batch=65))
