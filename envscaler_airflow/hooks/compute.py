@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from airflow.sdk.exceptions import AirflowException
 
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.settings import setting
 
+_IN_CLUSTER = ("in_cluster", "extra__kubernetes__in_cluster")
+"""Extra by which a connection asks for the pod's own identity; the second as Airflow 2.2 wrote it."""
+
 
 def compute_place(compute: str, conn_id: str | None) -> str:
-    """``kubernetes:ID`` for a backend reached by a connection; the backend's name alone otherwise."""
-    return f"{compute}:{conn_id}" if conn_id else compute
+    """``kubernetes:ID`` for a cluster reached by a connection; the backend's name alone otherwise.
+
+    A ``kubernetes_conn_id`` in ``default_args`` reaches stages of other backends too, and says nothing there.
+    """
+    return f"{compute}:{conn_id}" if conn_id and compute == "kubernetes" else compute
 
 
 def open_backend(compute: str) -> Backend:
@@ -58,7 +67,26 @@ def kubernetes_config(conn_id: str | None) -> dict[str, Any]:
     extra = hook.conn_extras.get("envscaler") or {}
     config |= _object(extra, f"connection {conn_id}: envscaler") if isinstance(extra, str) else extra
     namespace = hook.get_namespace()
-    return config | {"api_client": hook.get_conn()} | ({"namespace": namespace} if namespace else {})
+    return config | {"api_client": _client(hook)} | ({"namespace": namespace} if namespace else {})
+
+
+def _client(hook: Any) -> Any:
+    """The ``ApiClient`` of *hook*, a KubernetesHook, with a configuration of its own.
+
+    Left alone the hook goes through the package's default, which a process has once: two threads of a
+    triggerer that open two connections would get each other's cluster. Only a pod's own identity, which is
+    the same for all, cannot be given apart (provider 10.25).
+
+    Raises:
+        SpecError: What the connection says makes no way to a cluster.
+    """
+    client, config = import_module("kubernetes.client"), import_module("kubernetes.config")
+    in_cluster = any(hook.conn_extras.get(name) for name in _IN_CLUSTER)
+    hook.client_configuration = None if in_cluster else client.Configuration()
+    try:
+        return hook.get_conn()
+    except (config.ConfigException, AirflowException) as err:
+        raise SpecError(f"connection {hook.conn_id!r}: {err}") from err
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

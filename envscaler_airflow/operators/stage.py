@@ -27,7 +27,19 @@ MAX_TRIGGER_FAILURES = 3
 """Trigger failures that one try survives. Chosen: a deployment of a broken triggerer is noticed."""
 
 
-class EnvStageOperator(BaseOperator):
+class _OnCluster(BaseOperator):
+    """Takes what only stages on a cluster need, so that the arguments of a stage stay those of all backends.
+
+    A class of its own and no ``kwargs.pop``: Airflow fills in ``default_args`` and checks ``partial`` by
+    signatures.
+    """
+
+    def __init__(self, *, kubernetes_conn_id: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kubernetes_conn_id = kubernetes_conn_id
+
+
+class EnvStageOperator(_OnCluster):
     """Runs one stage from its spec, on the machine that finishes it at the least expected cost.
 
     The task is deferred while the stage runs. A retry, a worker that dies and a restarted triggerer
@@ -39,7 +51,7 @@ class EnvStageOperator(BaseOperator):
         inputs: Name to URI of what earlier stages made, usually ``other.output["name"]``.
         compute: Backend: ``local`` or ``kubernetes``.
         kubernetes_conn_id: Connection of the cncf.kubernetes provider, for ``compute="kubernetes"``; if
-            not given, the kubeconfig. Not taken from ``default_args``.
+            not given, the kubeconfig.
         target: Variant of the spec; the backend's name if not given.
         strategy: ``balanced``, ``cost``, ``performance`` or ``deadline``.
         value_of_hour: USD that an hour of waiting costs; if not given, the strategy's.
@@ -95,8 +107,6 @@ class EnvStageOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         """Keep the arguments; nothing is read or checked while the DAG file is parsed."""
-        # Of one backend only, so that the signature stays that of all.
-        self.kubernetes_conn_id: str | None = kwargs.pop("kubernetes_conn_id", None)
         super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.spec = spec
         self.parameters = parameters

@@ -27,7 +27,8 @@ class ScalingSensor(BaseSensorOperator):
     Args:
         stage: Task id of the stage (looked up in the sensor's own TaskGroup first), or its operator.
         check_interval: Seconds between two checks.
-        compute: Backend of the stage, when it cannot be read off its operator.
+        compute: Backend of the stage, when it cannot be read off its operator; ``kubernetes:ID`` for
+            that of a connection.
         timeout: Seconds from the first start of this task; by default an hour more than the stage's
             deadline, else no limit.
         store_url, store_conn_id: As the stage has them, when they cannot be read off its operator.
@@ -100,7 +101,7 @@ class ScalingSensor(BaseSensorOperator):
                 raise AirflowSensorTimeout(str(event["reason"]))
             if kind != "move":
                 raise ProtocolError(f"event {kind!r} is not known to this version")
-            self._ask(event)
+            self._ask(context, event)
         return self._defer(context, event.get("until") if event else None)
 
     def _task(self) -> Any:
@@ -121,22 +122,41 @@ class ScalingSensor(BaseSensorOperator):
         index = context["ti"].map_index
         return index if index is not None and index >= 0 else None
 
-    def _place(self) -> StorePlace:
+    def _of_stage(self, name: str, context: Context) -> Any:
+        """Argument *name* as the stage itself gets it, mapped or templated; None when it has none."""
+        task = self._task()
+        if task.is_mapped:  # Airflow makes each index of these three
+            group = task.task_group.default_args if task.task_group else {}
+            places = (task.partial_kwargs, group, self.dag.default_args)
+            given = next((place[name] for place in places if name in place), None)
+        else:
+            given = getattr(task, name, None)
+        return self.render_template(given, context) if given else None
+
+    def _store(self, context: Context) -> tuple[str | None, str | None]:
+        """``store_url`` and ``store_conn_id``: this sensor's own, else the stage's."""
+        url = self.store_url or self._of_stage("store_url", context)
+        return url, self.store_conn_id or self._of_stage("store_conn_id", context)
+
+    def _place(self, context: Context) -> StorePlace:
         from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (DAG files do without)
 
-        task = self._task()
-        return store_place(
-            self.store_url or getattr(task, "store_url", None),
-            self.store_conn_id or getattr(task, "store_conn_id", None),
-        )
+        return store_place(*self._store(context))
 
-    def _ask(self, event: Mapping[str, Any]) -> None:
+    def _compute(self, context: Context) -> str:
+        """Backend and connection of the stage, in one."""
+        from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
+
+        compute = self._of_stage("compute", context) or "local"
+        return self.compute or compute_place(compute, self._of_stage("kubernetes_conn_id", context))
+
+    def _ask(self, context: Context, event: Mapping[str, Any]) -> None:
         """Append the request, unless one is under way or the attempt has changed since."""
         from envscaler_airflow.controller.request import request_move  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.planning import Allocation  # noqa: PLC0415
         from envscaler_airflow.store import EventLog  # noqa: PLC0415
 
-        store = self._place().open()
+        store = self._place(context).open()
         state = EventLog(store, event["prefix"]).load()
         live = state.live
         generation, attempt = event["from_attempt"]
@@ -159,23 +179,24 @@ class ScalingSensor(BaseSensorOperator):
         from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415
 
-        ti, place, task = context["ti"], self._place(), self._task()
+        ti, place, task = context["ti"], self._place(context), self._task()
         store = place.open()
         key = run_key(context, place.deployment(store), task_id=task.task_id)
         if until is None and self.gives_up_after_s is not None:
             until = ti.start_date.timestamp() + self.gives_up_after_s
+        store_url, store_conn_id = self._store(context)
         trigger = ScalingTrigger(
             folder=key.prefix.rsplit("/", 1)[0],
             dag_id=ti.dag_id,
             run_id=ti.run_id,
             task_id=task.task_id,
             map_index=self._map_index(context, task),
-            compute=self.compute or getattr(task, "compute_place", None) or "local",
+            compute=self._compute(context),
             check_s=self.check_interval,
             until=until,
             writer=f"{self.task_id}-{ti.map_index}-{ti.try_number}".replace("/", "_"),
-            store_url=self.store_url or getattr(task, "store_url", None),
-            store_conn_id=self.store_conn_id or getattr(task, "store_conn_id", None),
+            store_url=store_url,
+            store_conn_id=store_conn_id,
         )
         self.log.info("stage=%s is checked every %g s", task.task_id, self.check_interval)
         self.defer(trigger=trigger, method_name="resume")

@@ -1,9 +1,12 @@
 """Which cluster a stage runs on, by settings and connections. No network."""
 
+import json
 import sys
-import types
 
 import pytest
+from airflow.sdk import DAG
+from kubernetes.client import Configuration
+from kubernetes.config import incluster_config
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.errors import SpecError
@@ -14,42 +17,100 @@ from envscaler_airflow.operators.stage import EnvStageOperator
 HOOK = "airflow.providers.cncf.kubernetes.hooks.kubernetes"
 
 
+def kubeconfig(*servers):
+    """A kubeconfig with a context for each server, the first one current."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c0",
+        "clusters": [{"name": f"k{n}", "cluster": {"server": url}} for n, url in enumerate(servers)],
+        "users": [{"name": f"u{n}", "user": {"token": f"token-{n}"}} for n in range(len(servers))],
+        "contexts": [
+            {"name": f"c{n}", "context": {"cluster": f"k{n}", "user": f"u{n}"}} for n in range(len(servers))
+        ],
+    }
+
+
 @pytest.fixture
-def provider(monkeypatch):
-    """Stands in for the provider's hook; what its connection holds can be changed."""
+def connect(monkeypatch):
+    """Give Airflow a connection of the provider's type: ``connect("team", namespace="ml")``."""
 
-    class Hook:
-        extras = types.MappingProxyType({})
+    def connection(conn_id, **extra):
+        text = json.dumps({"conn_type": "kubernetes", "extra": extra})
+        monkeypatch.setenv(f"AIRFLOW_CONN_{conn_id.upper()}", text)
 
-        def __init__(self, conn_id):
-            self.conn_id = conn_id
-
-        @property
-        def conn_extras(self):
-            return self.extras
-
-        def get_namespace(self):
-            return self.extras.get("namespace")
-
-        def get_conn(self):
-            return f"client of {self.conn_id}"
-
-    module = types.ModuleType(HOOK)
-    module.KubernetesHook = Hook
-    monkeypatch.setitem(sys.modules, HOOK, module)
-    return Hook
+    return connection
 
 
-def test_a_connection_gives_client_namespace_and_settings(provider, monkeypatch):
+def way(backend):
+    """Server and token that calls of *backend* go with."""
+    cluster = backend.cluster
+    return cluster.host, cluster._credentials()["authorization"]
+
+
+def test_a_connection_gives_client_namespace_and_settings(connect, monkeypatch):
     """The deployment's setting first, then what the connection says."""
     monkeypatch.setenv("AIRFLOW__ENVSCALER__KUBERNETES", '{"agent_image": "a:1", "queue": "slow"}')
-    provider.extras = {"namespace": "ml", "envscaler": '{"queue": "fast"}'}
+    config = json.dumps(kubeconfig("https://one:6443"))
+    connect("team", kube_config=config, namespace="ml", envscaler='{"queue": "fast"}')
 
     backend = open_backend("kubernetes:team")
 
     assert isinstance(backend, KubernetesBackend)
     assert (backend.namespace, backend.settings.agent_image, backend.settings.queue) == ("ml", "a:1", "fast")
-    assert backend._api == "client of team"
+    assert way(backend) == ("https://one:6443", "Bearer token-0")
+
+
+def test_two_connections_of_one_process_are_two_clusters(connect):
+    """The second one that is opened changes nothing of the first, nor of the package's default."""
+    default = Configuration.get_default_copy().host
+    connect("one", kube_config=kubeconfig("https://one:6443"))
+    connect("other", kube_config=kubeconfig("https://other:6443"), disable_verify_ssl=True)
+
+    one, other = open_backend("kubernetes:one"), open_backend("kubernetes:other")
+
+    assert way(other) == ("https://other:6443", "Bearer token-0")
+    assert way(one) == ("https://one:6443", "Bearer token-0")
+    assert one.cluster._api.configuration.verify_ssl is True
+    assert other.cluster._api.configuration.verify_ssl is False
+    assert Configuration.get_default_copy().host == default
+
+
+def test_a_connection_names_a_file_and_a_context(connect, tmp_path):
+    """Instead of the kubeconfig itself."""
+    path = tmp_path / "config"
+    path.write_text(json.dumps(kubeconfig("https://one:6443", "https://two:6443")))
+    connect("team", kube_config_path=str(path), cluster_context="c1")
+
+    assert way(open_backend("kubernetes:team")) == ("https://two:6443", "Bearer token-1")
+
+
+def test_a_connection_uses_the_identity_of_the_pod(connect, monkeypatch, tmp_path):
+    """In the cluster itself: the account's token, and the cluster's own certificate."""
+    for name in ("TOKEN", "CERT"):
+        (tmp_path / name).write_text(f"pod-{name}")
+        monkeypatch.setattr(incluster_config, f"SERVICE_{name}_FILENAME", str(tmp_path / name))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    connect("team", in_cluster=True)
+
+    assert way(open_backend("kubernetes:team")) == ("https://10.0.0.1:443", "bearer pod-TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"kube_config_path": "/nowhere/config"}, "No configuration found"),
+        ({"in_cluster": True, "kube_config_path": "/nowhere/config"}, "mutually exclusive"),
+        ({"envscaler": "[]"}, "is no object"),
+    ],
+)
+def test_a_connection_that_leads_nowhere_is_named(connect, extra, words):
+    """By its id, with the provider's own words."""
+    connect("team", **extra)
+
+    with pytest.raises(SpecError, match=rf"team.*{words}"):
+        open_backend("kubernetes:team")
 
 
 def test_without_a_connection_the_settings_count(monkeypatch):
@@ -83,6 +144,27 @@ def test_the_operator_hands_backend_and_connection_on():
 
     assert (one.compute_place, other.compute_place) == ("kubernetes:team", "local")
     assert compute_place("kubernetes", None) == "kubernetes"
+
+
+def test_default_args_name_the_cluster_of_all_stages():
+    """As for KubernetesPodOperator; a stage on this machine is left as it is."""
+    with DAG("d", schedule=None, default_args={"kubernetes_conn_id": "team"}):
+        one = EnvStageOperator(task_id="a", spec="s.yaml", compute="kubernetes")
+        own = EnvStageOperator(task_id="b", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="mine")
+        other = EnvStageOperator(task_id="c", spec="s.yaml")
+
+    assert (one.compute_place, own.compute_place) == ("kubernetes:team", "kubernetes:mine")
+    assert other.compute_place == "local"
+
+
+def test_mapped_stages_take_the_connection_too():
+    """Airflow checks the arguments of ``partial`` by name."""
+    with DAG("d", schedule=None):
+        mapped = EnvStageOperator.partial(
+            task_id="a", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="team"
+        ).expand(parameters=[{"rate": 1}, {"rate": 2}])
+
+    assert mapped.partial_kwargs["kubernetes_conn_id"] == "team"
 
 
 def test_a_secret_of_the_cluster_is_left_to_the_pod(monkeypatch):

@@ -384,6 +384,23 @@ def test_a_mapped_stage_is_seen_whole_or_at_the_same_index(world, own, seen):
     assert deferred(lambda: sensor.execute(context_of(map_index=own)))["map_index"] == seen
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_cluster_and_store_are_those_of_the_stage(world, mapped):
+    """As the stage itself gets them: rendered, by default_args, and of each index when it is mapped."""
+    with DAG("dag", schedule=None, default_args={"kubernetes_conn_id": "{{ params.team }}"}):
+        given = {"task_id": "train", "spec": "s.yaml", "compute": "kubernetes", "store_url": world.url}
+        if mapped:
+            EnvStageOperator.partial(**given).expand(parameters=[{}, {}])
+        else:
+            EnvStageOperator(**given)
+        sensor = ScalingSensor(task_id="autoscale", stage="train")
+
+    context = {**context_of(), "params": {"team": "ml"}}
+    arguments = deferred(lambda: sensor.execute(context))
+
+    assert (arguments["compute"], arguments["store_url"]) == ("kubernetes:ml", world.url)
+
+
 def test_the_trigger_comes_back_from_its_serialized_arguments(world):
     """All state is in them."""
     arguments = deferred(lambda: sensor_of(world).execute(context_of()))
