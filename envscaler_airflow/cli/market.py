@@ -82,9 +82,11 @@ def offer_body(offer: Offer) -> dict[str, Any]:
 
 def candidate_body(item: Candidate) -> dict[str, Any]:
     """What tools read of a candidate."""
-    expected = item.estimate
+    expected, rest = item.estimate, item.allocation.rest
+    mixed = {"rest": offer_body(rest), "rest_nodes": item.allocation.rest_nodes} if rest else {}
     return {
         **offer_body(item.allocation.offer),
+        **mixed,
         "name": item.allocation.name,
         "nodes": item.allocation.nodes,
         "usd_per_hour": item.usd_per_hour,
@@ -124,6 +126,7 @@ def places(items: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
             offer.capacity_type,
             offer.gpus,
             item.allocation.nodes,
+            item.allocation.rest_nodes,
             item.usd_per_hour,
             item.estimate,
         )

@@ -42,11 +42,10 @@ from envscaler_airflow.planning import (
 )
 from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
-from envscaler_airflow.planning.fleet import Fleet, mixed_fleets
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.stockouts import against
-from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, OfferTable
+from envscaler_airflow.planning.table import OfferTable
 from envscaler_airflow.spec import EnvSpec, load_spec
 from envscaler_airflow.spec.quantities import duration_s
 from envscaler_airflow.store import open_store
@@ -54,9 +53,6 @@ from envscaler_airflow.store.stockouts import stockouts
 
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
-
-FLEET_TYPES, FLEET_LIMIT = 4, 60
-"""Types that mixed fleets are looked for, and candidates of each. Chosen: the best ones, in a few zones."""
 
 POSITIVE = click.FloatRange(min=0, min_open=True, max=1e18)
 NOT_NEGATIVE = click.FloatRange(min=0, max=1e12)
@@ -154,18 +150,17 @@ def plan_command(
         data=tuple(_data(text) for text in options["data"]),
         limit=options["limit"],
         explain=True,
+        is_mixed=True,
     )
     work = Work(options["units"], model.job.unit if model else "units", overheads=overheads_of(spec))
     made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
     unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
     notes = [*missing, *made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced]
     notes += _faults(table.faults)
-    fleets = _fleets(made, needs, table, work=work, goal=goal, how=how)
     if options["as_json"]:
-        body = {**plan_body(made, notes), "fleets": [fleet.to_dict() for fleet in fleets]}
-        click.echo(json.dumps(body, indent=1))
+        click.echo(json.dumps(plan_body(made, notes), indent=1))
     else:
-        print_plan(made, [*notes, *_fleet_words(fleets)])
+        print_plan(made, [*notes, *_fleet_words(made.fleets)])
     if made.chosen is None:
         made.pick()
 
@@ -190,41 +185,19 @@ def _data(text: str) -> DataPlace:
     return DataPlace(text, cloud, region, float(gib) if gib else None)
 
 
-def _fleets(
-    made: Plan, needs: Sequence[Requirements], table: OfferTable, *, work: Work, goal: Goal, how: Search
-) -> list[Fleet]:
-    """Mixed fleets of the best types, where the stage may have more nodes than it needs, on either market."""
-    wide = [need for need in needs if need.max_nodes > need.min_nodes and need.capacity == "auto"]
-    if not wide or not wide[0].can_checkpoint:
-        return []
-    offers = [item.allocation.offer for item in made.candidates]
-    types = list(dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers))
-    some = replace(how, limit=FLEET_LIMIT, explain=False)
-    candidates: list[Candidate] = []
-    for cloud, region, name in types[:FLEET_TYPES]:
-        here = [replace(need, cloud=cloud, region=region, instance_type=name) for need in wide]
-        candidates += search(here, table, goal=goal, work=work, how=some).candidates
-    risky = {item.allocation.offer.name: ANY_RATE_PER_HOUR for item in candidates}
-    found = mixed_fleets(
-        candidates,
-        min_nodes=min(need.min_nodes for need in wide),
-        work=replace(work, interruptions_per_hour=risky),
-        goal=goal,
-        hour_usd=made.value_of_hour_usd or 0.0,
-    )
-    return found[:SHOWN]
-
-
-def _fleet_words(fleets: Sequence[Fleet]) -> list[str]:
+def _fleet_words(fleets: Sequence[Candidate]) -> list[str]:
     """The best mixed fleet in a line."""
     words = []
-    for fleet in fleets[:1]:
-        cost = "" if fleet.estimate is None else f", ${number(fleet.estimate.usd, '.2f')} in all"
-        core, rest = f"{fleet.core.nodes} on demand", f"{fleet.rest.nodes} on spot"
-        where = infra(fleet.core.offer)
+    for item in fleets[:1]:
+        cost = "" if item.estimate is None else f", ${number(item.estimate.usd, '.2f')} in all"
+        parts = " and ".join(
+            f"{part.nodes} {'on spot' if part.offer.capacity_type == 'spot' else 'on demand'}"
+            for part in item.allocation.parts
+        )
+        offer = item.allocation.offer
         words.append(
-            f"mixed fleet: {core} and {rest} of {fleet.core.offer.instance_type} in {where}, "
-            f"${fleet.usd_per_hour:.4f}/h{cost}"
+            f"mixed fleet: {parts} of {offer.instance_type} in {infra(offer)}, "
+            f"${number(item.usd_per_hour, '.4f')}/h{cost}"
         )
     return words
 
@@ -301,6 +274,7 @@ def plan_body(made: Plan, notes: list[str]) -> dict[str, Any]:
         "chosen": candidate_body(made.chosen) if made.chosen else None,
         "candidates": [candidate_body(item) for item in made.candidates],
         "rejected": [rejected_body(item) for item in made.rejected],
+        "fleets": [candidate_body(item) for item in made.fleets],
         "value_of_hour_usd": made.value_of_hour_usd,
         "notes": notes,
     }
@@ -309,13 +283,14 @@ def plan_body(made: Plan, notes: list[str]) -> dict[str, Any]:
 def print_plan(made: Plan, notes: list[str]) -> None:
     """The table that users of SkyPilot and dstack know, and what is to be said of it."""
     lines = []
-    for at, (item, count) in enumerate(places(made.candidates)[:SHOWN]):
+    first = (made.chosen,) if made.chosen is not None and made.chosen.allocation.is_mixed else ()
+    for at, (item, count) in enumerate(places((*first, *made.candidates))[:SHOWN]):
         why = "" if made.chosen is None or at == 0 else _why_not(item, made.chosen)
         nodes = "" if item.allocation.nodes == 1 else f"{item.allocation.nodes} x "
         expected = item.estimate
         lines.append(
             [
-                *_offer_cells(item.allocation.offer, count - 1, nodes),
+                *_offer_cells(item.allocation.offer, count - 1, nodes, item.allocation.rest_nodes),
                 number(item.usd_per_hour, ".4f"),
                 "-" if expected is None else f"{expected.hours:.2f} h",
                 "-" if expected is None else f"${number(expected.usd, '.2f')}",
@@ -332,14 +307,15 @@ def print_plan(made: Plan, notes: list[str]) -> None:
         click.echo(f"note: {note}")
 
 
-def _offer_cells(offer: Offer, others: int, nodes: str) -> list[str]:
+def _offer_cells(offer: Offer, others: int, nodes: str, rest_nodes: int = 0) -> list[str]:
+    spot = "yes" if offer.capacity_type == "spot" else "-"
     return [
         infra(offer, others),
         nodes + offer.instance_type,
         f"{offer.vcpus:g}",
         f"{offer.memory_gib:g}",
         accelerators(offer),
-        "yes" if offer.capacity_type == "spot" else "-",
+        f"{rest_nodes} of them" if rest_nodes else spot,
     ]
 
 

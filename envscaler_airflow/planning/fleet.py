@@ -1,95 +1,45 @@
-"""Mixed fleets: a core that stays, on demand, and the rest on spot of the same GPU."""
+"""Mixed fleets: a core that stays, on demand, and the rest on spot of the same type."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
-from envscaler_airflow.planning.objective import Estimate, estimate
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.planning.planner import Candidate, Goal, Work
-from envscaler_airflow.planning.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet(Record):
-    """Nodes of one instance type and region, of two capacity types.
+def mixed_allocations(allocations: Iterable[Allocation], *, min_nodes: int) -> Iterator[Allocation]:
+    """*allocations* that are on demand, with the nodes above *min_nodes* on the cheapest spot of the type.
 
-    Attributes:
-        core: On demand: rank 0 and the stage's least number of nodes.
-        rest: Spot, as many more.
-        usd_per_hour: Of all.
-        estimate: None when speed or work is unknown.
+    Rank 0 and the least number of nodes stay on demand, so that the loss of any spot node leaves a
+    stage that can go on. An on-demand one of no more nodes than that, or without spot of the same
+    instance type in the same region at a known price, gives none.
     """
+    known = tuple(allocations)
+    spot = _cheapest_spot(item.offer for item in known)
+    for item in known:
+        partner = spot.get(_type_of(item.offer))
+        if item.offer.capacity_type == "on-demand" and partner is not None and item.nodes > min_nodes:
+            yield Allocation(item.offer, item.nodes, rest=partner, rest_nodes=item.nodes - min_nodes)
 
-    core: Allocation
-    rest: Allocation
-    usd_per_hour: float
-    estimate: Estimate | None = None
+
+def losses_per_hour(allocation: Allocation, rates: Mapping[str, float]) -> float:
+    """Losses an hour of any node of *allocation*; *rates* are of one node, by offer name, absent is none."""
+    return sum(rates.get(part.offer.name, 0.0) * part.nodes for part in allocation.parts)
 
 
-def mixed_fleets(
-    candidates: Sequence[Candidate],
-    *,
-    min_nodes: int,
-    work: Work,
-    goal: Goal,
-    hour_usd: float,
-) -> list[Fleet]:
-    """Fleets that the candidates of one plan can be joined to, the best first.
+def has_spot(allocation: Allocation) -> bool:
+    """True when any node of it may be taken away."""
+    return any(part.offer.capacity_type == "spot" for part in allocation.parts)
 
-    For each on-demand candidate of more nodes than *min_nodes*, the cheapest spot offer of the same type in
-    the same region takes the nodes above it. A lost spot node restarts the stage from its last checkpoint, so
-    interruptions are those of the spot nodes together.
-    """
-    spot: dict[tuple[object, ...], Candidate] = {}
-    for item in candidates:
-        offer, usd = item.allocation.offer, item.allocation.offer.usd_per_hour
-        if offer.capacity_type != "spot" or usd is None:
-            continue
-        key = _type_of(offer)
-        best = spot.get(key)
-        if best is None or usd < (best.allocation.offer.usd_per_hour or usd):
-            spot[key] = item
-    found = []
-    for item in candidates:
-        offer = item.allocation.offer
-        partner = spot.get(_type_of(offer))
-        if offer.capacity_type == "on-demand" and partner is not None and item.allocation.nodes > min_nodes:
-            fleet = _join(item, partner, min_nodes, work, hour_usd)
-            if fleet is not None:
-                found.append(fleet)
-    return sorted(found, key=lambda fleet: _rank(fleet, goal))
+
+def _cheapest_spot(offers: Iterable[Offer]) -> dict[tuple[object, ...], Offer]:
+    found: dict[tuple[object, ...], tuple[float, str, Offer]] = {}
+    for offer in offers:
+        if offer.capacity_type == "spot" and offer.usd_per_hour is not None:
+            worth = (offer.usd_per_hour, offer.name, offer)
+            found[_type_of(offer)] = min(worth, found.get(_type_of(offer), worth), key=lambda item: item[:2])
+    return {key: offer for key, (_, _, offer) in found.items()}
 
 
 def _type_of(offer: Offer) -> tuple[object, ...]:
     return offer.cloud, offer.region, offer.instance_type, offer.gpu_name, offer.gpus
-
-
-def _join(whole: Candidate, spot: Candidate, min_nodes: int, work: Work, hour_usd: float) -> Fleet | None:
-    core = Allocation(whole.allocation.offer, min_nodes)
-    rest = Allocation(spot.allocation.offer, whole.allocation.nodes - min_nodes)
-    if core.usd_per_hour is None or rest.usd_per_hour is None:
-        return None
-    usd = core.usd_per_hour + rest.usd_per_hour
-    if whole.speed is None or work.units is None:
-        return Fleet(core, rest, usd)
-    rate = work.interruptions_per_hour.get(rest.offer.name, 0.0) * rest.nodes
-    expected = estimate(
-        work.units,
-        whole.speed,
-        usd_per_hour=usd,
-        value_of_hour=hour_usd,
-        overheads=work.overheads,
-        interruptions_per_hour=rate,
-    )
-    return Fleet(core, rest, usd, expected)
-
-
-def _rank(fleet: Fleet, goal: Goal) -> tuple[bool, bool, float, str]:
-    expected = fleet.estimate
-    late = (
-        expected is not None and goal.deadline_s is not None and expected.hours_high * 3600 > goal.deadline_s
-    )
-    worth = fleet.usd_per_hour if expected is None else expected.objective or 0.0
-    return expected is None, late, worth, f"{fleet.core.name} + {fleet.rest.name}"

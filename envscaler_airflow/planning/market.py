@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.explain import nearest_misses
+from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import estimate, value_of_hour
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 from envscaler_airflow.planning.performance import Speed
@@ -29,6 +30,7 @@ from envscaler_airflow.planning.planner import (
     is_safe,
     notes_of,
     rank_of,
+    with_fleets,
 )
 from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_node, fits_place, node_counts
 from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKNOWN, Kind, OfferTable
@@ -38,6 +40,9 @@ SpeedOf = Callable[[Kind, int], Speed | None]
 
 MisfitOf = Callable[[Kind, int], Misfit | None]
 """Why a stage cannot run on so many nodes of a kind; None when it can."""
+
+FLEET_TYPES, FLEET_LIMIT = 4, 60
+"""Types that mixed fleets are looked for, and candidates of each. Chosen: the best ones, in a few zones."""
 
 Rank = tuple[Any, ...]
 _Found = tuple[Rank, int, Candidate]
@@ -76,6 +81,7 @@ class Search:
         data: Where the stage's data lie.
         limit: Candidates kept, and misses named, each.
         explain: Name the nearest misses even when something was found.
+        is_mixed: Also look at fleets on demand and on spot together, of the best types.
     """
 
     scope: Scope = field(default_factory=Scope)
@@ -85,11 +91,19 @@ class Search:
     data: tuple[DataPlace, ...] = ()
     limit: int = 20
     explain: bool = False
+    is_mixed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a search that keeps nothing."""
         if self.limit < 1:
             raise ValueError(f"limit must be >= 1, got {self.limit!r}")
+
+    def data_charges(self, cloud: str, region: str) -> dict[str, float]:
+        """What bringing the data there costs, as :func:`candidate_of` takes it."""
+        return {
+            "data_usd": sum(item.usd_to(cloud, region) or 0.0 for item in self.data),
+            "data_s": sum(item.seconds_to(cloud, region) for item in self.data),
+        }
 
 
 def search(
@@ -129,11 +143,18 @@ def search(
 def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: Goal, work: Work) -> Plan:
     """One search; where data are bound to a place, it is named what that excluded."""
     got = _Looker(table, how, goal, work).look(needs)
+    if how.is_mixed:
+        found = _fleets(got, needs, table, how=how, goal=goal, work=work)
+        got = with_fleets(got, found, goal, limit=how.limit)
     bound = [item for item in how.data if item.is_bound]
     if not bound:
         return got
     free = replace(
-        how, data=tuple(replace(item, is_bound=False) for item in how.data), limit=1, explain=False
+        how,
+        data=tuple(replace(item, is_bound=False) for item in how.data),
+        limit=1,
+        explain=False,
+        is_mixed=False,
     )
     other = _Looker(table, free, goal, work).look(needs).chosen
     if other is None or (got.chosen is not None and other.allocation == got.chosen.allocation):
@@ -144,6 +165,35 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
     price = "?" if other.usd_per_hour is None else f"{other.usd_per_hour:.4f}"
     note = f"data that can be used in one place alone exclude {other.allocation.name} at ${price}/h: {names}"
     return replace(got, notes=(*got.notes, note))
+
+
+def _fleets(
+    made: Plan, needs: Sequence[Requirements], table: OfferTable, *, how: Search, goal: Goal, work: Work
+) -> Iterator[tuple[Requirements, Candidate]]:
+    """Mixed fleets of the best types, where a stage that can lose a node may have more than it needs."""
+    offers = [item.allocation.offer for item in made.candidates]
+    types = list(dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers))
+    # Limits are held against the fleet: what is too dear on demand alone may do with spot.
+    free = replace(goal, budget_usd=None, deadline_s=None)
+    some = replace(how, limit=FLEET_LIMIT, explain=False, is_mixed=False)
+    hour = made.value_of_hour_usd or 0.0
+    for need in needs:
+        if need.capacity != "auto" or not need.can_checkpoint or need.max_nodes == need.min_nodes:
+            continue
+        for cloud, region, name in types[:FLEET_TYPES]:
+            here = replace(need, cloud=cloud, region=region, instance_type=name, max_usd_per_hour=None)
+            found = _Looker(table, some, free, work).look((here,)).candidates
+            speeds = {item.allocation: item.speed for item in found}
+            for allocation in mixed_allocations(speeds, min_nodes=need.min_nodes):
+                speed = speeds[Allocation(allocation.offer, allocation.nodes)]
+                losses = losses_per_hour(allocation, table.rates_of(allocation))
+                data = how.data_charges(cloud, region)
+                yield (
+                    need,
+                    candidate_of(
+                        allocation, speed, work, goal, hour_usd=hour, losses_per_hour=losses, **data
+                    ),
+                )
 
 
 class _Group(NamedTuple):
@@ -341,7 +391,7 @@ class _Looker:
     def _judge(self, group: _Group, row: int, nodes: int, speed: Speed | None, rate: float) -> bool:
         """False when it breaks a limit; else it is among the candidates, if it is good enough."""
         allocation = Allocation(self.table.offer(group.kind, row, group.capacity), nodes)
-        name, place = allocation.name, (allocation.offer.cloud, allocation.offer.region)
+        name = allocation.name
         if name in self.names:
             return True
         avoided = self.how.avoid(allocation.offer) if self.how.avoid is not None else None
@@ -354,9 +404,8 @@ class _Looker:
             self.work,
             self.goal,
             hour_usd=self.hour or 0.0,
-            interruptions_per_hour=rate,
-            data_usd=sum(item.usd_to(*place) or 0.0 for item in self.how.data),
-            data_s=sum(item.seconds_to(*place) for item in self.how.data),
+            losses_per_hour=rate * nodes,
+            **self.how.data_charges(allocation.offer.cloud, allocation.offer.region),
         )
         found = goal_misfits(group.need, candidate, self.goal)
         if found:

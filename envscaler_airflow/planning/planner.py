@@ -8,6 +8,7 @@ from typing import Any
 
 from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning.billing import BILLING, Charges
+from envscaler_airflow.planning.fleet import has_spot, losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import (
     SECONDS_PER_HOUR,
     Estimate,
@@ -114,11 +115,12 @@ class Plan(Record):
     """What to start on.
 
     Attributes:
-        chosen: The best candidate; None when nothing fits.
-        candidates: All that fit, best first.
+        chosen: The best of candidates and fleets; None when nothing fits.
+        candidates: All of one offer that fit, best first.
         rejected: All that do not, the nearest miss first.
         value_of_hour_usd: What an hour was worth in the objective; None: could not be told.
         notes: What is unknown or was assumed, for people.
+        fleets: Candidates of two offers, on demand and spot, best first, where they were asked for.
     """
 
     chosen: Candidate | None
@@ -126,6 +128,7 @@ class Plan(Record):
     rejected: tuple[Rejected, ...] = ()
     value_of_hour_usd: float | None = None
     notes: tuple[str, ...] = ()
+    fleets: tuple[Candidate, ...] = ()
 
     def pick(self) -> Allocation:
         """The chosen allocation.
@@ -159,6 +162,7 @@ def plan(
     goal: Goal | None = None,
     work: Work | None = None,
     is_ordered: bool = False,
+    is_mixed: bool = False,
 ) -> Plan:
     """Choose an allocation by expected cost + value_of_hour x expected time.
 
@@ -173,55 +177,84 @@ def plan(
         goal: By default least cost.
         work: By default unknown.
         is_ordered: The first alternative that any offer meets is taken, whatever it costs.
+        is_mixed: Also look at nodes on demand and on spot together, where the stage may be on either.
     """
     goal, work = goal or Goal(), work or Work()
     needs = (requirements,) if isinstance(requirements, Requirements) else tuple(requirements)
     if not needs:
         raise ValueError("requirements: none given")
     if not is_ordered:
-        return _plan(needs, offers, goal, work)
+        return _plan(needs, offers, goal, work, is_mixed=is_mixed)
     offers, first = tuple(offers), None
     for alternative in needs:
-        got = _plan((alternative,), offers, goal, work)
+        got = _plan((alternative,), offers, goal, work, is_mixed=is_mixed)
         if got.chosen is not None:
             return got
         first = first or got
     return first or Plan(None)
 
 
-def feasible(requirements: Sequence[Requirements], offers: Iterable[Offer]) -> tuple[Allocation, ...]:
-    """Every allocation that meets any of the alternatives, in the order of the offers."""
+def feasible(
+    requirements: Sequence[Requirements], offers: Iterable[Offer], *, is_mixed: bool = False
+) -> tuple[Allocation, ...]:
+    """Every allocation that meets any of the alternatives, in the order of the offers, mixed ones last."""
     fitting, _ = _split(requirements, offers)
+    if is_mixed:
+        fitting += _mixed(fitting)
     return tuple(allocation for allocation, _ in fitting)
 
 
-def _plan(needs: Sequence[Requirements], offers: Iterable[Offer], goal: Goal, work: Work) -> Plan:
+def _plan(
+    needs: Sequence[Requirements], offers: Iterable[Offer], goal: Goal, work: Work, *, is_mixed: bool
+) -> Plan:
     fitting, rejected = _split(needs, offers)
     hour = value_of_hour(
         goal.strategy, [allocation for allocation, _ in fitting], stated_usd=goal.value_of_hour_usd
     )
-    candidates = []
-    for allocation, need in fitting:
-        candidate = candidate_of(
-            allocation,
-            work.speeds.get(allocation.name),
-            work,
-            goal,
-            hour_usd=hour or 0.0,
-            interruptions_per_hour=work.interruptions_per_hour.get(allocation.offer.name, 0.0),
-        )
-        found = goal_misfits(need, candidate, goal)
-        if found:
-            rejected.append(Rejected(allocation, found))
-        else:
-            candidates.append(candidate)
-    candidates.sort(key=lambda item: rank_of(item, goal))
-    return Plan(
+    judged = [(need, _candidate(allocation, work, goal, hour)) for allocation, need in fitting]
+    for need, candidate in judged:
+        if found := goal_misfits(need, candidate, goal):
+            rejected.append(Rejected(candidate.allocation, found))
+    candidates = _kept(judged, goal)
+    mixed = _mixed(fitting) if is_mixed else []
+    made = Plan(
         chosen=candidates[0] if candidates else None,
         candidates=tuple(candidates),
         rejected=tuple(sorted(rejected, key=lambda item: item.distance)),
         value_of_hour_usd=hour,
         notes=tuple(notes_of(candidates, work, goal, hour)),
+    )
+    return with_fleets(
+        made, [(need, _candidate(allocation, work, goal, hour)) for allocation, need in mixed], goal
+    )
+
+
+def with_fleets(
+    made: Plan, fleets: Iterable[tuple[Requirements, Candidate]], goal: Goal, *, limit: int | None = None
+) -> Plan:
+    """*made* with those of *fleets* that keep the limits; the best one is chosen where it is better."""
+    kept = _kept(fleets, goal)[:limit]
+    if not kept:
+        return made
+    first = made.chosen
+    best = kept[0] if first is None or rank_of(kept[0], goal) < rank_of(first, goal) else first
+    return replace(made, chosen=best, fleets=tuple(kept))
+
+
+def _kept(judged: Iterable[tuple[Requirements, Candidate]], goal: Goal) -> list[Candidate]:
+    """Those that break no limit, best first."""
+    kept = [candidate for need, candidate in judged if not goal_misfits(need, candidate, goal)]
+    return sorted(kept, key=lambda item: rank_of(item, goal))
+
+
+def _candidate(allocation: Allocation, work: Work, goal: Goal, hour: float | None) -> Candidate:
+    return candidate_of(
+        allocation,
+        _speed_of(allocation, work),
+        work,
+        goal,
+        hour_usd=hour or 0.0,
+        losses_per_hour=losses_per_hour(allocation, work.interruptions_per_hour),
     )
 
 
@@ -251,6 +284,26 @@ def _split(
     return fitting, rejected
 
 
+def _mixed(fitting: Iterable[tuple[Allocation, Requirements]]) -> list[tuple[Allocation, Requirements]]:
+    """Mixed fleets of what meets an alternative that may be on either market and can lose a node."""
+    by_need: dict[Requirements, list[Allocation]] = {}
+    for allocation, need in fitting:
+        if need.capacity == "auto" and need.can_checkpoint:
+            by_need.setdefault(need, []).append(allocation)
+    return [
+        (allocation, need)
+        for need, allocations in by_need.items()
+        for allocation in mixed_allocations(allocations, min_nodes=need.min_nodes)
+    ]
+
+
+def _speed_of(allocation: Allocation, work: Work) -> Speed | None:
+    """Nodes of one type are as fast on either market: a mixed one goes as all of its first offer."""
+    if not allocation.is_mixed or allocation.name in work.speeds:
+        return work.speeds.get(allocation.name)
+    return work.speeds.get(Allocation(allocation.offer, allocation.nodes).name)
+
+
 def candidate_of(
     allocation: Allocation,
     speed: Speed | None,
@@ -258,13 +311,13 @@ def candidate_of(
     goal: Goal,
     *,
     hour_usd: float,
-    interruptions_per_hour: float = 0.0,
+    losses_per_hour: float = 0.0,
     data_usd: float = 0.0,
     data_s: float = 0.0,
 ) -> Candidate:
     """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known.
 
-    *interruptions_per_hour* are those of one node; *data_usd* and *data_s* bring the data there.
+    *losses_per_hour* are those of any of its nodes; *data_usd* and *data_s* bring the data there.
     """
     price = allocation.usd_per_hour
     if speed is None or work.units is None:
@@ -277,7 +330,7 @@ def candidate_of(
         overheads=replace(work.overheads, start_s=work.overheads.start_s + data_s)
         if data_s
         else work.overheads,
-        interruptions_per_hour=interruptions_per_hour * allocation.nodes,
+        interruptions_per_hour=losses_per_hour,
         charges=Charges(data_usd, BILLING.get(allocation.offer.cloud)),
     )
     return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
@@ -305,7 +358,7 @@ def goal_misfits(requirements: Requirements, candidate: Candidate, goal: Goal) -
     if goal.deadline_s is not None and expected is not None:
         hours = goal.deadline_s / SECONDS_PER_HOUR
         found.append(_over("deadline", expected.hours_low, hours, "hours to finish"))
-    if candidate.allocation.offer.capacity_type == "spot" and not requirements.can_checkpoint:
+    if has_spot(candidate.allocation) and not requirements.can_checkpoint:
         tolerated = requirements.tolerated_loss_h
         if expected is None or expected.hours > tolerated:
             reason = (
@@ -362,5 +415,7 @@ def notes_of(candidates: Sequence[Candidate], work: Work, goal: Goal, hour: floa
 
 
 def _has_unknown_risk(candidate: Candidate, work: Work) -> bool:
-    offer = candidate.allocation.offer
-    return offer.capacity_type == "spot" and offer.name not in work.interruptions_per_hour
+    return any(
+        part.offer.capacity_type == "spot" and part.offer.name not in work.interruptions_per_hour
+        for part in candidate.allocation.parts
+    )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from envscaler_airflow.planning.offers import CapacityType, Offer
+from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 
 UNKNOWN = math.inf
 """A price that is not known, in the columns: it sorts last and is never chosen for being low."""
@@ -174,6 +174,24 @@ class OfferTable:
     def rate_per_hour(self, row: int) -> float | None:
         """Interruptions an hour of the row as spot; None when unknown."""
         return RATES_PER_HOUR[self.risk[row]]
+
+    def rates_of(self, allocation: Allocation) -> dict[str, float]:
+        """Interruptions an hour of one node of each spot part, by offer name; a chosen one where unknown."""
+        found = {}
+        for part in allocation.parts:
+            if part.offer.capacity_type == "spot":
+                known = self._rate_of(part.offer)
+                found[part.offer.name] = ANY_RATE_PER_HOUR if known is None else known
+        return found
+
+    def _rate_of(self, offer: Offer) -> float | None:
+        place = (offer.cloud, offer.region, offer.zone or "")
+        for number, kind in enumerate(self.kinds):
+            if (kind.cloud, kind.instance_type) == (offer.cloud, offer.instance_type):
+                for row in self.rows_of(number, "spot"):
+                    if self.places[self.place[row]] == place:
+                        return self.rate_per_hour(row)
+        return None
 
     def offers(self) -> Iterator[Offer]:
         """Every offer, slowly."""

@@ -6,13 +6,29 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work
+from envscaler_airflow.planning import (
+    Allocation,
+    Goal,
+    Offer,
+    Overheads,
+    Requirements,
+    Speed,
+    Work,
+    feasible,
+    plan,
+)
 from envscaler_airflow.planning.billing import BILLING, Billing
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace
-from envscaler_airflow.planning.fleet import mixed_fleets
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.stockouts import FIRST_S, LONGEST_S, QUOTA_S, StockOut, against, classify, met
-from envscaler_airflow.planning.table import table_of
+from envscaler_airflow.planning.table import (
+    ANY_RATE_PER_HOUR,
+    RATES_PER_HOUR,
+    Kind,
+    Row,
+    build_table,
+    table_of,
+)
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import FOLDER, forget, remember, stockouts
 
@@ -176,28 +192,114 @@ def test_a_bound_claim_restricts_and_is_named():
 
 def test_a_mixed_fleet_has_its_core_on_demand():
     """One of three nodes at $1, two at $0.4: $1.80; losing any of the two costs a restart."""
-    work = Work(30, "units", overheads=Overheads(360, 0, 0, 3600), interruptions_per_hour={SPOT.name: 0.01})
-    how = Search(speed_of=speed_of)
+    work = Work(30, "units", overheads=Overheads(360, 0, 0, 3600))
+    how = Search(speed_of=speed_of, is_mixed=True)
+
     made = search(replace(GPU, max_nodes=3), table_of([SPOT, OTHER_ZONE, ON_DEMAND]), work=work, how=how)
 
-    fleets = mixed_fleets(made.candidates, min_nodes=1, work=work, goal=Goal(), hour_usd=0.0)
-
-    by_size = {fleet.rest.nodes: fleet for fleet in fleets}
+    by_size = {item.allocation.rest_nodes: item for item in made.fleets}
     assert set(by_size) == {1, 2}
-    assert by_size[2].core.name == ON_DEMAND.name
-    assert by_size[2].rest.name == f"2 x {SPOT.name}"
+    assert by_size[2].allocation == Allocation(ON_DEMAND, 3, rest=SPOT, rest_nodes=2)
     assert by_size[2].usd_per_hour == pytest.approx(1.8)
-    # 10 h at 0.02 losses an hour: each costs the half hour since the last checkpoint and 360 s of start.
-    assert by_size[2].estimate.interruption_s == pytest.approx(10 * 0.02 * (1800 + 360), rel=0.03)
-    assert by_size[2].estimate.usd == pytest.approx(1.8 * by_size[2].estimate.hours)
+    # 10 h at twice the rate of an unknown risk: each costs half an hour of work and 360 s of start.
+    expected = by_size[2].estimate
+    assert expected.interruption_s == pytest.approx(10 * 2 * ANY_RATE_PER_HOUR * (1800 + 360), rel=0.1)
+    assert expected.usd == pytest.approx(1.8 * expected.hours, rel=1e-3)
 
 
 def test_a_fleet_needs_both_kinds_of_the_same_type():
     """No spot of another type, and none without a price."""
     unpriced = replace(SPOT, usd_per_hour=None)
-    made = search(replace(GPU, max_nodes=2), table_of([LARGER, ON_DEMAND, unpriced]))
+    how = Search(is_mixed=True)
+    wide = replace(GPU, max_nodes=2)
 
-    assert mixed_fleets(made.candidates, min_nodes=1, work=Work(), goal=Goal(), hour_usd=0.0) == []
+    assert search(wide, table_of([LARGER, ON_DEMAND, unpriced]), how=how).fleets == ()
+    assert search(wide, table_of([SPOT, ON_DEMAND]), how=how).fleets != ()
+    assert search(wide, table_of([SPOT, ON_DEMAND])).fleets == ()  # nobody asked
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"capacity": "spot"}, {"capacity": "on-demand"}, {"can_checkpoint": False}, {"min_nodes": 2}],
+    ids=["spot alone", "on demand alone", "nothing to go on from", "no node to spare"],
+)
+def test_a_stage_that_may_not_be_on_both_gets_no_fleet(change):
+    """Both planners agree."""
+    need = replace(GPU, max_nodes=2, **change)
+    offers = [SPOT, ON_DEMAND]
+
+    assert plan(need, offers, is_mixed=True).fleets == ()
+    assert search(need, table_of(offers), how=Search(is_mixed=True)).fleets == ()
+
+
+def test_a_fleet_is_chosen_where_it_alone_keeps_the_limits():
+    """Two on spot are lost too often for the deadline, two on demand too dear for the budget."""
+    need = replace(GPU, min_nodes=1, max_nodes=2)
+    offers = [SPOT, ON_DEMAND]
+    fast = {
+        Allocation(offer, nodes).name: Speed(nodes / 3600, 0.0, "measured")
+        for offer in offers
+        for nodes in (1, 2)
+    }
+    # 20 units in 10 h. A loss costs about half an hour of work and an hour of start.
+    work = Work(20, "units", fast, Overheads(3600, 0, 0, 3600), {SPOT.name: 0.1})
+    goal = Goal("deadline", budget_usd=19.0, deadline_s=14 * 3600)
+
+    got = plan(need, offers, goal=goal, work=work, is_mixed=True)
+
+    assert got.chosen.allocation == Allocation(ON_DEMAND, 2, rest=SPOT, rest_nodes=1)
+    assert got.chosen.is_safe
+    assert plan(need, offers, goal=goal, work=work).chosen is None
+    assert got.chosen == got.fleets[0]
+
+
+def test_both_planners_make_the_same_fleets():
+    """The one over columns looks at few offers, and finds the same."""
+    need = replace(GPU, min_nodes=1, max_nodes=3)
+    offers = [SPOT, OTHER_ZONE, ON_DEMAND]
+    rates = {offer.name: ANY_RATE_PER_HOUR for offer in (SPOT, OTHER_ZONE)}
+    overheads = Overheads(360, 30, 5, 3600)
+    speeds = {
+        Allocation(offer, nodes).name: speed_of(offer, nodes) for offer in offers for nodes in (1, 2, 3)
+    }
+
+    whole = plan(need, offers, work=Work(30, "units", speeds, overheads, rates), is_mixed=True)
+    columns = search(
+        need,
+        table_of(offers),
+        work=Work(30, "units", overheads=overheads),
+        how=Search(speed_of=speed_of, is_mixed=True),
+    )
+
+    assert columns.fleets == whole.fleets
+    assert columns.chosen == whole.chosen
+
+
+def test_what_may_be_moved_to_has_fleets_where_they_are_asked_for():
+    """After the others, which keep their order."""
+    need = replace(GPU, max_nodes=2)
+    plain = feasible([need], [SPOT, ON_DEMAND])
+
+    assert feasible([need], [SPOT, ON_DEMAND], is_mixed=True) == (
+        *plain,
+        Allocation(ON_DEMAND, 2, rest=SPOT, rest_nodes=1),
+    )
+
+
+def test_the_risk_of_a_spot_part_is_that_of_its_place():
+    """A row's own range where it is known."""
+    rows = {
+        Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24): [
+            Row("r", "a", 1.0, 0.4, risk=5),
+            Row("r", "b", 1.0, 0.4),
+        ]
+    }
+    table = build_table(rows)
+    by_zone = {offer.zone: offer for offer in table.offers() if offer.capacity_type == "spot"}
+
+    assert table.rates_of(Allocation(by_zone["a"], 2)) == {by_zone["a"].name: RATES_PER_HOUR[5]}
+    assert table.rates_of(Allocation(by_zone["b"])) == {by_zone["b"].name: ANY_RATE_PER_HOUR}
+    assert table.rates_of(Allocation(ON_DEMAND)) == {}
 
 
 def test_time_is_billed_as_the_cloud_does():
