@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -211,3 +211,30 @@ class ResizesInPlace(Protocol):
 
     def resized(self, handle: Handle) -> ResizeState:
         """How far that is, the worst of all nodes."""
+
+
+@runtime_checkable
+class RescalesInPlace(Protocol):
+    """A backend that can add and remove nodes of a running attempt whose launcher takes that."""
+
+    def rescale(self, handle: Handle, nodes: int) -> Handle:
+        """Let it have *nodes* nodes, of which the first stay what they are; its handle from now on.
+
+        A repeat changes nothing. Nodes that come show as pending under the new handle.
+
+        Raises:
+            CapacityError: None to be had now; nothing was changed.
+            BackendError: No answer when ``.transient``; else this attempt can never be changed so.
+        """
+
+
+@runtime_checkable
+class CountsFree(Protocol):
+    """A backend that can tell how much more can be had right now."""
+
+    def free_nodes(self, offers: Iterable[Offer]) -> Mapping[str, int]:
+        """Nodes of each offer that would be had at once beside what is held, by its name; absent: unknown.
+
+        Raises:
+            BackendError: No answer.
+        """
