@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ TRANSFER_S = 3600.0
 """Longest pull, push or save, seconds. Chosen: 20 GB at 6 MB/s."""
 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+_ENV_FILE_LINE = 60_000
+"""Longest value in an env file, bytes: docker reads its lines by Go's bufio.Scanner, which ends at 64 KiB."""
 _ENTER = 'set -a; . /run/secrets/variables; set +a; exec "$@"'
 
 
@@ -150,12 +153,11 @@ def find_builder(name: str | None) -> Builder:
     name = name or os.environ.get("ENVSCALER_BUILDER") or None
     if name in (None, "docker") and (program := find_program("docker")):
         docker = Docker(program)
-        if docker.is_alive():
+        fault = docker.fault()
+        if fault is None:
             return docker
         if name == "docker":
-            raise SpecError(
-                "--builder docker: the daemon does not answer; start it, or use --builder buildah"
-            )
+            raise SpecError(f"--builder docker: {fault}, or use --builder buildah")
     if name in (None, "buildah") and (program := find_program("buildah")):
         return Buildah(program)
     wanted = name or "docker or buildah"
@@ -214,7 +216,13 @@ class Buildah:
     def run(
         self, image: str, words: Sequence[str], container: Container, on_line: Callable[[str], None]
     ) -> int:
-        """See :class:`Builder`. Limits hold with an OCI isolation only; chroot has none."""
+        """See :class:`Builder`. Limits hold with an OCI isolation only; chroot has none.
+
+        Raises:
+            SpecError: GPUs are asked for, or a path that buildah would take apart.
+        """
+        if container.gpus:
+            raise SpecError("buildah hands no GPU to a container; use docker, or ask for none under targets")
         options = [] if container.memory_bytes is None else [f"--memory={container.memory_bytes}"]
         options += [] if container.shm_bytes is None else [f"--shm-size={container.shm_bytes}"]
         if container.cpus is not None:
@@ -227,15 +235,17 @@ class Buildah:
                 variables = Path(folder, "variables")
                 text = "".join(f"{key}={shlex.quote(value)}\n" for key, value in container.env.items())
                 variables.write_text(text, encoding="utf-8")
-                mounts = [
-                    f"{source}:{path}:{'ro' if is_ro else 'rw'}" for source, path, is_ro in container.mounts
-                ]
-                mounts.append(f"{variables}:/run/secrets/variables:ro")
-                volumes = [word for mount in mounts for word in ("--volume", mount)]
+                mounts = (*container.mounts, (str(variables), "/run/secrets/variables", True))
+                volumes = [word for mount in mounts for word in ("--volume", _volume(mount))]
                 inside = ["sh", "-c", _ENTER, "sh", *words]
                 return stream_program([self._program, "run", *volumes, name, "--", *inside], on_line)
         finally:
             run_program([self._program, "rm", name])
+
+
+_VERSIONS = "{{.Client.Version}} {{.Server.Version}}"
+_OWN_BUILDKIT = 23
+"""Major version from which the client builds by its plugin buildx alone. Source: Docker Engine 23.0 notes."""
 
 
 class Docker:
@@ -251,15 +261,26 @@ class Docker:
         """Use *program*."""
         self._program = program
 
-    def is_alive(self) -> bool:
-        """True when the daemon answers."""
+    def fault(self) -> str | None:
+        """Why it cannot build, and what to do; None when it can."""
         try:
-            return (
-                run_program([self._program, "version", "--format", "{{.Server.Version}}"], timeout_s=20).code
-                == 0
-            )
+            told = run_program([self._program, "version", "--format", _VERSIONS], timeout_s=20)
         except BackendError:
-            return False
+            return "the daemon does not answer; start it"
+        if told.code != 0:
+            return "the daemon does not answer; start it"
+        client = told.out.partition(".")[0].strip()
+        if client.isdigit() and int(client) >= _OWN_BUILDKIT and not self._has_buildx():
+            return "its BuildKit is missing; install buildx (Debian: docker-buildx)"
+        return None
+
+    def _has_buildx(self) -> bool:
+        return run_program([self._program, "buildx", "version"]).code == 0
+
+    def _has_init(self) -> bool:
+        """True unless the daemon says that its init is not there (Debian: package tini)."""
+        told = run_program([self._program, "info", "--format", "{{.InitCommit.ID}}"])
+        return told.code == 0 and told.out.strip() != "N/A"
 
     def inspect(self, image: str) -> Image | None:
         """See :class:`Builder`."""
@@ -267,16 +288,16 @@ class Docker:
         if done.code != 0:
             return None
         body = json.loads(done.out)[0]
-        digests = [text.rpartition("@")[2] for text in body.get("RepoDigests") or ()]
         layers = (body.get("RootFS") or {}).get("Layers")
-        return _image(body["Id"], digests[0] if digests else None, body.get("Config") or {}, layers)
+        digest = _digest_in(body.get("RepoDigests") or (), image)
+        return _image(body["Id"], digest, body.get("Config") or {}, layers)
 
     def build(self, order: Order, access: Access, on_line: Callable[[str], None]) -> int:
         """See :class:`Builder`."""
         proxies = {name: os.environ[name] for name in _PROXIES if name in os.environ}
         words = ["--progress=plain", *_network(), "--tag", order.name, *order.options()]
         words += [word for name in proxies for word in ("--build-arg", name)]
-        has_buildx = run_program([self._program, "buildx", "version"]).code == 0
+        has_buildx = self._has_buildx()
         if order.cache is not None and has_buildx:
             words += ["--cache-from", f"type=registry,ref={order.cache}"]
             words += ["--cache-to", f"type=registry,ref={order.cache},mode=max"]
@@ -315,18 +336,64 @@ class Docker:
     def run(
         self, image: str, words: Sequence[str], container: Container, on_line: Callable[[str], None]
     ) -> int:
-        """See :class:`Builder`."""
-        options = [f"--env={name}" for name in container.env]
-        for source, path, is_read_only in container.mounts:
-            options.append(f"--volume={source}:{path}{':ro' if is_read_only else ''}")
-        options += [] if container.memory_bytes is None else [f"--memory={container.memory_bytes}"]
-        options += [] if container.shm_bytes is None else [f"--shm-size={container.shm_bytes}"]
-        options += [] if container.cpus is None else [f"--cpus={container.cpus:g}"]
-        options += [f"--gpus={container.gpus}"] if container.gpus else []
-        entry, rest = (list(words[:1]), list(words[1:])) if words else ([], [])
-        options += [f"--entrypoint={entry[0]}"] if entry else []
-        command = [self._program, "run", "--rm", *_network(), *options, image, *rest]
-        return stream_program(command, on_line, env=container.env)
+        """See :class:`Builder`. An interrupted run asks the command to end, and leaves no container."""
+        name = f"envscaler-{uuid.uuid4().hex[:12]}"
+        with tempfile.TemporaryDirectory() as folder:
+            options, env = _docker_options(container, Path(folder))
+            options += ["--init"] if self._has_init() else []
+            entry, rest = (list(words[:1]), list(words[1:])) if words else ([], [])
+            options += [f"--entrypoint={entry[0]}"] if entry else []
+            command = [self._program, "run", "--rm", "--name", name, *_network(), *options, image, *rest]
+            try:
+                return stream_program(command, on_line, env=env)
+            except BaseException:
+                run_program([self._program, "rm", "--force", name])
+                raise
+
+
+def _docker_options(container: Container, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Words of ``docker run``, and the variables that only its own environment can hand on.
+
+    The others go by a file in *folder*, since PATH and DOCKER_HOST of a stage are not docker's own.
+    """
+    told = {
+        name: value
+        for name, value in container.env.items()
+        if "\n" in value or "\r" in value or len(value.encode()) > _ENV_FILE_LINE
+    }
+    variables = folder / "variables"
+    variables.touch(mode=0o600)
+    lines = [f"{name}={value}\n" for name, value in container.env.items() if name not in told]
+    variables.write_text("".join(lines), encoding="utf-8")
+    options = [f"--env-file={variables}", *(f"--env={name}" for name in told)]
+    for source, path, is_read_only in container.mounts:
+        fields = ["type=bind", f"source={source}", f"target={path}", *(["readonly"] if is_read_only else [])]
+        options.append(f"--mount={','.join(_csv(field) for field in fields)}")
+    options += [] if container.memory_bytes is None else [f"--memory={container.memory_bytes}"]
+    options += [] if container.shm_bytes is None else [f"--shm-size={container.shm_bytes}"]
+    options += [] if container.cpus is None else [f"--cpus={container.cpus:g}"]
+    options += [f"--gpus={container.gpus}"] if container.gpus else []
+    return options, told
+
+
+def _csv(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if any(mark in text for mark in ',"') else text
+
+
+def _volume(mount: tuple[str, str, bool]) -> str:
+    source, path, is_read_only = mount
+    if ":" in source + path:
+        raise SpecError(f"volumes: {source}: buildah takes ':' in a path for a separator; use docker")
+    return f"{source}:{path}:{'ro' if is_read_only else 'rw'}"
+
+
+def _digest_in(known: Sequence[str], image: str) -> str | None:
+    """Digest of *image* in its own repository; else in any that it is in."""
+    plain = image.partition("@")[0]
+    head, colon, tag = plain.rpartition(":")
+    repository = head if colon and "/" not in tag else plain
+    found = {name: digest for name, _, digest in (text.rpartition("@") for text in known)}
+    return found.get(repository) or next(iter(found.values()), None)
 
 
 def _network() -> list[str]:

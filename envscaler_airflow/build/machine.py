@@ -62,9 +62,9 @@ def driver_version() -> str | None:
 
 
 def has_docker() -> bool:
-    """True when a docker daemon answers."""
+    """True when a docker daemon answers that can build."""
     program = find_program("docker")
-    return program is not None and Docker(program).is_alive()
+    return program is not None and Docker(program).fault() is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 
 import pytest
@@ -100,19 +101,98 @@ def test_docker_tells_what_an_image_is(program):
 
 def test_a_container_gets_volumes_and_limits_and_secrets_by_name_alone(program):
     """No value of a variable is among the words, which everybody on the machine can read."""
-    docker = Docker(program("docker"))
+    docker = Docker(program("docker", "info*) echo N/A;;"))
     container = Container(
-        env={"TOKEN": "canary"}, mounts=(("/srv", "/data", True),), cpus=1.5, memory_bytes=1 << 30,
-        shm_bytes=1 << 20, gpus=2,
+        env={"TOKEN": "canary", "KEY": "canary\nof two lines"}, mounts=(("/srv/a,b", "/data", True),),
+        cpus=1.5, memory_bytes=1 << 30, shm_bytes=1 << 20, gpus=2,
     )  # fmt: skip
 
     docker.run("x", ["python", "train.py"], container, print)
 
-    expected = (
-        "run --rm --env=TOKEN --volume=/srv:/data:ro --memory=1073741824 --shm-size=1048576 "
+    words = re.sub(r"envscaler-[0-9a-f]{12}|(?<=env-file=)\S+", "X", program.words("docker")[-1])
+    assert words == (
+        "run --rm --name X --env-file=X --env=KEY "
+        '--mount=type=bind,"source=/srv/a,b",target=/data,readonly --memory=1073741824 --shm-size=1048576 '
         "--cpus=1.5 --gpus=2 --entrypoint=python x train.py"
     )
-    assert program.words("docker") == [expected]
+
+
+def test_variables_of_a_stage_are_not_those_of_docker_itself(program, tmp_path):
+    """A stage's DOCKER_HOST and PATH are in the file that the container reads, which only its owner can."""
+    docker = Docker(
+        program(
+            "docker", f'run*) env > {tmp_path}/own; ls -l "${{5#*=}}" > {tmp_path}/mode; cat "${{5#*=}}";;'
+        )
+    )
+    lines: list[str] = []
+
+    docker.run("x", [], Container(env={"DOCKER_HOST": "tcp://canary", "PATH": "/canary"}), lines.append)
+
+    assert lines == ["DOCKER_HOST=tcp://canary", "PATH=/canary"]
+    assert "canary" not in (tmp_path / "own").read_text()
+    assert (tmp_path / "mode").read_text().startswith("-rw------- ")
+
+
+def test_an_interrupted_run_leaves_no_container(program):
+    """The container of that very run is removed, whatever ended us."""
+    docker = Docker(program("docker", "run*) echo line; sleep 0.1;;"))
+
+    def stop(_line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        docker.run("x", [], Container(), stop)
+
+    words = program.words("docker")
+    name = re.search(r"--name (\S+)", words[-2])
+    assert name is not None
+    assert words[-1] == f"rm --force {name[1]}"
+
+
+def test_a_daemon_without_an_init_runs_commands_without_one(program):
+    """Debian's docker.io has it in another package."""
+    for told, has_init in [("N/A", False), ("", True), ("de40ad0", True)]:
+        docker = Docker(program("docker", f"info*) echo '{told}';;"))
+        docker.run("x", [], Container(), print)
+        assert ("--init" in program.words("docker")[-1].split()) == has_init, told
+
+
+def test_docker_that_cannot_build_is_not_taken(program):
+    """From version 23 on the client builds by buildx alone; the message names what to install."""
+    program("buildah")
+    for version, has_buildx, name in [
+        ("28.2.2", 0, "docker"),
+        ("28.2.2", 1, "buildah"),
+        ("20.10", 1, "docker"),
+    ]:
+        program("docker", f"version*) echo {version};;\n'buildx version') exit {has_buildx};;")
+        assert find_builder(None).name == name, version
+
+    program("docker", "version*) echo 28.2.2;;\n'buildx version') exit 1;;")
+    with pytest.raises(SpecError, match="install buildx"):
+        find_builder("docker")
+
+
+def test_the_digest_is_that_of_the_images_own_registry(program):
+    """One image in two registries has two: pushing to one is not having been pushed to the other."""
+    body = [{**INSPECTED[0], "RepoDigests": ["a.example.com/x@sha256:1", "b.example.com:5000/x@sha256:2"]}]
+    docker = Docker(program("docker", f"'image inspect'*) echo '{json.dumps(body)}';;"))
+
+    got = [docker.inspect(name).digest for name in ("a.example.com/x:1", "b.example.com:5000/x", "x")]
+
+    assert got == ["sha256:1", "sha256:2", "sha256:1"]
+
+
+def test_buildah_says_what_it_cannot_do(program):
+    """No GPU, and no path that it would take apart; nothing is started."""
+    buildah = Buildah(program("buildah", "from*) echo c-1;;"))
+
+    with pytest.raises(SpecError, match="hands no GPU"):
+        buildah.run("x", ["true"], Container(gpus=1), print)
+    with pytest.raises(SpecError, match="':' in a path"):
+        buildah.run("x", ["true"], Container(mounts=(("/srv/a:b", "/d", True),)), print)
+
+    assert not any(line.startswith("run") for line in program.words("buildah"))
 
 
 def test_buildah_removes_its_container_whatever_the_command_did(program):
