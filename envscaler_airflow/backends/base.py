@@ -33,7 +33,8 @@ class AttemptRequest:
         store_options: Connection options of the store that hold no secret.
         deadline_s: The machine ends itself after so many seconds; None: no deadline.
         grace_s: Seconds between a graceful stop and the kill.
-        python: Interpreter for the courier and the wrapper on the local backend; None: this one.
+        python: Interpreter of the command's own environment on this machine, for the local backend; its
+            folder is first on the command's PATH. None: that of this process. Never the courier's.
     """
 
     store_url: str

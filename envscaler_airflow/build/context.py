@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envscaler_airflow.backends.local.environment import copy_agent
+from envscaler_airflow.agent.package import copy_agent
 from envscaler_airflow.build.dockerfile import ImageOptions
 from envscaler_airflow.build.render import render
 from envscaler_airflow.build.requirements import Requirements

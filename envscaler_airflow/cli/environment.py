@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import click
@@ -24,12 +23,27 @@ from envscaler_airflow.build.resolve import resolve
 from envscaler_airflow.build.venv import install_command, python_version
 from envscaler_airflow.cli.common import find_run
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec.models import EnvSpec, EnvVar
+from envscaler_airflow.spec.models import EnvSpec
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 
 Say = Callable[[str], None]
 Resolve = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEnvironment:
+    """Where a stage runs on this machine.
+
+    Attributes:
+        spec: The stage as it runs here.
+        lock: What the environment is, exactly.
+        python: Interpreter of its virtual environment; None for that of this process.
+    """
+
+    spec: EnvSpec
+    lock: Lock
+    python: Path | None = None
 
 
 def local_environment(
@@ -40,8 +54,8 @@ def local_environment(
     say: Say,
     resolve_secret: Resolve,
     cache: Path | None = None,
-) -> tuple[EnvSpec, Lock]:
-    """*spec* as it runs in its virtual environment here, which is made or used again, and its lock.
+) -> LocalEnvironment:
+    """Where *spec* runs here: its virtual environment is made, or used again.
 
     A stage without runtimes runs in this interpreter's environment.
 
@@ -59,28 +73,12 @@ def local_environment(
     gpus = tuple(gpu.name for gpu in here.gpus)
     known = Lock(name=spec.name, python=python_version(spec), driver=here.driver, gpus=gpus)
     if requirements.runtime is None:
-        return spec, known
+        return LocalEnvironment(spec, known)
     with index_access(requirements, resolve_secret=resolve_secret) as env:
         python = venvs.ensure(spec, cache, requirements=requirements, env=env, say=say)
     text = venvs.locked_requirements(python)
     exact = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("--"))
-    made = Lock(
-        name=spec.name, python=python_version(spec), requirements=exact, driver=here.driver, gpus=gpus,
-    )  # fmt: skip
-    return in_venv(spec, python), made
-
-
-def in_venv(spec: EnvSpec, python: Path) -> EnvSpec:
-    """*spec* with the environment of *python* first on its PATH, and its ``python`` by its whole path."""
-    folder = python.parent
-    written = next((item.value for item in spec.env if item.name == "PATH" and item.value), None)
-    path = f"{folder}:{written or os.environ.get('PATH', os.defpath)}"
-    kept = [item for item in spec.env if item.name not in ("PATH", "VIRTUAL_ENV")]
-    env = (*kept, EnvVar(name="PATH", value=path), EnvVar(name="VIRTUAL_ENV", value=str(folder.parent)))
-    words = spec.entrypoint
-    if words and (folder / words[0]).is_file() and "/" not in words[0]:
-        words = (str(folder / words[0]), *words[1:])
-    return spec.model_copy(update={"env": env, "entrypoint": words})
+    return LocalEnvironment(spec, replace(known, requirements=exact), python)
 
 
 def without_gpus(spec: EnvSpec, here: Here, say: Say) -> EnvSpec:

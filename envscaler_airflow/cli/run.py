@@ -64,16 +64,16 @@ def run(path: Path, *, store: Store, command: tuple[str, ...], **options: object
         run_docker(spec, store, key, lock, command=command, resolve_secret=environment_secret)
         return
     spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
-    spec, made = local_environment(
+    made = local_environment(
         spec,
         lock=lock,
         install_system=bool(options["install_system"]),
         say=_say,
         resolve_secret=environment_secret,
     )
-    store.write(f"{key.prefix}/{LOCK}", made.to_text().encode())
+    store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
     stage = Stage(
-        spec=spec,
+        spec=made.spec,
         spec_source=str(path),
         parameters=parameters,
         inputs=inputs,
@@ -83,6 +83,7 @@ def run(path: Path, *, store: Store, command: tuple[str, ...], **options: object
         restart="fresh" if options["fresh"] else "resume",
         restore_from=options["restore_from"],  # type: ignore[arg-type]  # click checked it
         resolve_secret=environment_secret,
+        python=None if made.python is None else str(made.python),
     )
     click.echo(f"run: {key.prefix}")
     result = _hold(store, key, stage)

@@ -177,6 +177,7 @@ def attempt_request(
         store_options=stage.store_options,
         grace_s=grace_s,
         deadline_s=deadline_s,
+        python=stage.python,
     )
 
 

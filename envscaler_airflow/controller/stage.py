@@ -36,6 +36,7 @@ class Stage:
         restore_from: URI of another run's checkpoint that a fresh generation begins from.
         resolve_secret: Turns a reference (``secret:NAME/key``) into its value; called at a start only.
         store_options: Connection options of the store that the courier needs; no secrets.
+        python: Interpreter of the stage's own environment on this machine; None for that of this process.
     """
 
     spec: EnvSpec | None
@@ -50,6 +51,7 @@ class Stage:
     restore_from: str | None = None
     resolve_secret: Callable[[str], str] | None = None
     store_options: Mapping[str, Any] = field(default_factory=dict)
+    python: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Watching:
         stopping: True when the attempt was asked to go.
         overdue_after_s: Seconds from now after which it is overdue; None when it was not asked.
         usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
-        usd_per_hour: Of each of its nodes; None when unknown.
+        allocation: What it is on, with its prices; None when only a wait is to be sat out.
         started_at: When the attempt was started, by the owner's clock; None when unknown.
     """
 
@@ -109,7 +111,7 @@ class Watching:
     stopping: bool = False
     overdue_after_s: float | None = None
     usd_left: float | None = None
-    usd_per_hour: float | None = None
+    allocation: Mapping[str, Any] | None = None
     started_at: float | None = None
 
     def to_dict(self) -> dict[str, Any]:

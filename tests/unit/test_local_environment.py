@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
+from envscaler_airflow.agent.package import copy_agent
 from envscaler_airflow.backends.local.environment import (
-    copy_agent,
     courier_env,
     node_env,
     training_env,
@@ -59,6 +59,7 @@ def test_the_training_gets_a_short_list_its_own_and_its_secrets():
     assert env == {
         "PATH": f"/venv/bin{os.pathsep}/usr/bin",
         "HOME": "/home/u",
+        "VIRTUAL_ENV": "/venv",
         "ENVSCALER_SERVICES": "/home/services",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "",
@@ -66,6 +67,20 @@ def test_the_training_gets_a_short_list_its_own_and_its_secrets():
         "API_KEY": "s",
         "PYTHONPATH": f"/agent{os.pathsep}/mine",
     }
+
+
+def test_the_programs_of_the_command_s_own_environment_come_first():
+    """The spec's PATH comes after them; without such an environment it is the spec's own."""
+    request = {**REQUEST, "env": {"PATH": "/spec"}}
+
+    assert training_env({"PATH": "/usr/bin", "ENVSCALER_SECRET_API_KEY": "s"}, request)["PATH"] == (
+        f"/venv/bin{os.pathsep}/spec"
+    )
+    ours = training_env({"ENVSCALER_SECRET_API_KEY": "s"}, {**request, "python": None})
+    assert ours["PATH"] == "/spec"
+    assert "VIRTUAL_ENV" not in ours
+    plain = training_env({"PATH": "/usr/bin", "ENVSCALER_SECRET_API_KEY": "s"}, {**REQUEST, "python": None})
+    assert plain["PATH"] == f"{os.path.dirname(sys.executable)}{os.pathsep}/usr/bin"  # noqa: PTH120 (as the product joins texts)
 
 
 def test_this_interpreter_needs_no_copy_of_the_agent(tmp_path):
@@ -79,7 +94,7 @@ def test_this_interpreter_needs_no_copy_of_the_agent(tmp_path):
 def _package_parent():
     import envscaler_airflow
 
-    return os.path.dirname(os.path.dirname(envscaler_airflow.__file__))  # noqa: PTH120
+    return os.path.dirname(os.path.dirname(envscaler_airflow.__file__))  # noqa: PTH120 (as the product joins texts)
 
 
 def test_the_copy_is_made_once_and_imports_alone(tmp_path):

@@ -96,7 +96,7 @@ def test_the_request_of_a_node_as_it_is_written():
         "attempt": "a",
         "node": 0,
         "nodes": 1,
-        "python": sys.executable,
+        "python": None,
         "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
         "wrapper": [
             *(sys.executable, "-P", "-m", "envscaler_airflow.agent", "run"),
@@ -167,11 +167,13 @@ def test_a_limit_above_the_slice_is_the_slice():
     assert first_node(request_for(spec=spec))["request"]["limits"]["memory_bytes"] == 4 << 30
 
 
-def test_another_interpreter_runs_courier_and_wrapper_without_our_flags():
-    """``-P`` is of Python 3.11; another interpreter may be older."""
+def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_courier():
+    """It may be older, and has none of what they import; it is for the command's PATH alone."""
     body = first_node(request_for(python="/opt/py38/bin/python"))["request"]
 
-    assert body["wrapper"][:3] == ["/opt/py38/bin/python", "-m", "envscaler_airflow.agent"]
+    assert body["python"] == "/opt/py38/bin/python"
+    assert body["wrapper"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.agent"]
+    assert body["courier"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.courier"]
 
 
 def test_every_node_has_a_folder_of_its_own():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -13,8 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import envscaler_airflow
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.agent.package import copy_agent, package_folder
 
 SECRET_PREFIX = "ENVSCALER_SECRET_"  # noqa: S105  # a prefix of names
 """Secrets of the training reach node main under this prefix, and nobody else."""
@@ -31,10 +28,6 @@ _TRAINING = re.compile(
 )
 """What a training inherits from the machine. Chosen: what programs need to run, no credentials."""
 
-_AGENT_FILES = ("__init__.py", "errors.py", "protocol.py", "agent")
-_MERGE = '\n__path__ = __import__("pkgutil").extend_path(__path__, __name__)\n'
-"""Appended to the copy: where the interpreter has the whole package, the rest is found there."""
-
 
 def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], exchange: str) -> dict[str, str]:
     """Environment of node main: all but Airflow's own settings and connections, and the secrets apart."""
@@ -42,7 +35,7 @@ def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], exchange: s
     env |= {SECRET_PREFIX + name: value for name, value in secrets.items()}
     env["ENVSCALER_EXCHANGE"] = exchange
     if not _is_installed():
-        env["PYTHONPATH"] = _joined([str(_package().parent)], env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = _joined([str(package_folder().parent)], env.get("PYTHONPATH"))
     return env
 
 
@@ -52,15 +45,24 @@ def courier_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def training_env(environ: Mapping[str, str], request: Mapping[str, Any]) -> dict[str, str]:
-    """Environment of wrapper and command: a short list from the machine, the spec's own, the secrets."""
+    """Environment of wrapper and command: a short list from the machine, the spec's own, the secrets.
+
+    Programs of the command's own environment come first on its PATH, then the spec's PATH, else the
+    machine's. Without such an environment the spec's PATH stands alone.
+    """
     env = {name: value for name, value in environ.items() if _TRAINING.match(name)}
-    env["PATH"] = _joined([str(Path(request["python"]).parent)], env.get("PATH", os.defpath))
+    path = env.get("PATH", os.defpath)
+    env["PATH"] = _joined([str(Path(sys.executable).parent)], path)
     gpus = request.get("gpus")
     if gpus is not None:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML counts so
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
     env |= {str(name): str(value) for name, value in request["env"].items()}
     env |= {name: environ[SECRET_PREFIX + name] for name in request["secret_names"]}
+    if request.get("python") is not None:
+        folder = Path(request["python"]).parent
+        env["PATH"] = _joined([str(folder)], request["env"].get("PATH", path))
+        env["VIRTUAL_ENV"] = str(folder.parent)
     if request.get("pythonpath"):
         env["PYTHONPATH"] = _joined([request["pythonpath"]], env.get("PYTHONPATH"))
     return env
@@ -74,7 +76,7 @@ def training_pythonpath(command: Sequence[str], python: str | None, root: Path) 
     package where there is one.
     """
     if python in (None, sys.executable) and command and _is_this_interpreter(command[0]):
-        return None if _is_installed() else str(_package().parent)
+        return None if _is_installed() else str(package_folder().parent)
     return str(copy_agent(root))
 
 
@@ -83,49 +85,6 @@ def _is_this_interpreter(program: str) -> bool:
         return True  # its folder is first on PATH
     found = shutil.which(program)
     return found is not None and Path(found).parent == Path(sys.executable).parent
-
-
-def copy_agent(root: Path) -> Path:
-    """A folder with the parts that run in any training, made once for each content."""
-    package = _package()
-    sources = {path: path.relative_to(package.parent) for path in sorted(_agent_files(package))}
-    sources[Path(_pynvml_path())] = Path("pynvml.py")
-    digest = hashlib.sha256()
-    for path in sources:
-        digest.update(path.read_bytes())
-    folder = root / f"agent-{digest.hexdigest()[:16]}"
-    if folder.exists():
-        return folder
-    draft = root / f".{folder.name}.{os.getpid()}"
-    for path, name in sources.items():
-        target = draft / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    with (draft / "envscaler_airflow" / "__init__.py").open("a", encoding="utf-8") as file:
-        file.write(_MERGE)
-    try:
-        draft.rename(folder)
-    except OSError:  # another one was first
-        shutil.rmtree(draft)
-    return folder
-
-
-def _pynvml_path() -> str:
-    """The one file of nvidia-ml-py, which samplers need where there is a driver."""
-    spec = importlib.util.find_spec("pynvml")
-    if spec is None or spec.origin is None:
-        raise BackendError("nvidia-ml-py is not installed: its module pynvml goes with the agent")
-    return spec.origin
-
-
-def _agent_files(package: Path) -> Iterable[Path]:
-    for name in _AGENT_FILES:
-        path = package / name
-        yield from path.rglob("*.py") if path.is_dir() else [path]
-
-
-def _package() -> Path:
-    return Path(envscaler_airflow.__file__).parent
 
 
 def _is_installed() -> bool:

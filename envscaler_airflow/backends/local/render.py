@@ -120,14 +120,14 @@ class _Node:
     def _request(self, command: list[str]) -> dict[str, Any]:
         request = self.request
         exchange = str(self.folder / files.EXCHANGE)
-        python = [request.python or sys.executable, *([] if request.python else ["-P"])]
+        python = [sys.executable, "-P"]
         wrapper = list(self.launch.wrapper) or [*python, "-m", "envscaler_airflow.agent"]
         courier = list(self.launch.courier) or [*python, "-m", "envscaler_airflow.courier"]
         return {
             "attempt": self.folder.parent.name,
             "node": self.node,
             "nodes": request.allocation.nodes,
-            "python": request.python or sys.executable,
+            "python": request.python,
             "command": command,
             "wrapper": [*wrapper, "run", "--exchange", exchange, "--grace", self._grace(), "--", *command],
             "courier": [*courier, *self._courier_options(exchange)],
