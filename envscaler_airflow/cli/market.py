@@ -97,6 +97,7 @@ def candidate_body(item: Candidate) -> dict[str, Any]:
         "expected_cost_usd_low": expected and expected.usd_low,
         "expected_cost_usd_high": expected and expected.usd_high,
         "data_usd": expected and expected.data_usd,
+        "disk_usd": expected and expected.disk_usd,
         "speed": item.speed and item.speed.mean,
         "speed_source": item.speed and item.speed.source,
         "is_safe": item.is_safe,

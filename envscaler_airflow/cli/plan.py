@@ -40,7 +40,7 @@ from envscaler_airflow.planning import (
     is_ordered,
     requirements_of,
 )
-from envscaler_airflow.planning.data import DataPlace
+from envscaler_airflow.planning.data import DataPlace, data_places
 from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import Scope, Search, search
@@ -147,12 +147,16 @@ def plan_command(
         speed_of=model,
         misfit_of=None if model is None else model.misfit,
         avoid=_sold_out(options["store_url"]),
-        data=tuple(_data(text) for text in options["data"]),
         limit=options["limit"],
         explain=True,
         is_mixed=True,
     )
-    work = Work(options["units"], model.job.unit if model else "units", overheads=overheads_of(spec))
+    work = Work(
+        options["units"],
+        model.job.unit if model else "units",
+        overheads=overheads_of(spec),
+        data=(*data_places(spec), *(_data(text) for text in options["data"])),
+    )
     made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
     unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
     notes = [*missing, *made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced]

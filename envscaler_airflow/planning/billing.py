@@ -44,20 +44,26 @@ class Charges(Record):
 
     Attributes:
         once_usd: Once, such as for bringing data there.
+        disk_usd_per_hour: For the disks of all nodes, as long as they are held.
         billing: What the time is rounded up to; nothing when None.
     """
 
     once_usd: float = 0.0
     billing: Billing | None = None
+    disk_usd_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse NaN."""
-        check_finite(once_usd=self.once_usd)
+        check_finite(once_usd=self.once_usd, disk_usd_per_hour=self.disk_usd_per_hour)
 
     def usd(self, held_s: float, usd_per_hour: float) -> float:
         """Of machines held for *held_s* at *usd_per_hour* together."""
         paid_s = held_s if self.billing is None else self.billing.billed_s(held_s)
-        return paid_s * usd_per_hour / 3600.0 + self.once_usd
+        return paid_s * usd_per_hour / 3600.0 + self.once_usd + self.disk_usd(held_s)
+
+    def disk_usd(self, held_s: float) -> float:
+        """Of the disks of machines held for *held_s*."""
+        return held_s * self.disk_usd_per_hour / 3600.0
 
 
 BILLING: Mapping[str, Billing] = {

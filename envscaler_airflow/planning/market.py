@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from envscaler_airflow.planning.data import DataPlace
+from envscaler_airflow.planning.data import USD_PER_GIB_MONTH, extras_at
 from envscaler_airflow.planning.explain import nearest_misses
 from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import estimate, value_of_hour
@@ -78,7 +78,6 @@ class Search:
         misfit_of: Why it cannot run on so many nodes of a kind, such as a model that is larger than
             the memory of its GPUs; None: nothing is known against any.
         avoid: Reason against an offer, such as a stock-out that was just met; None: none.
-        data: Where the stage's data lie.
         limit: Candidates kept, and misses named, each.
         explain: Name the nearest misses even when something was found.
         is_mixed: Also look at fleets on demand and on spot together, of the best types.
@@ -88,7 +87,6 @@ class Search:
     speed_of: SpeedOf | None = None
     misfit_of: MisfitOf | None = None
     avoid: Callable[[Offer], str | None] | None = None
-    data: tuple[DataPlace, ...] = ()
     limit: int = 20
     explain: bool = False
     is_mixed: bool = False
@@ -97,13 +95,6 @@ class Search:
         """Refuse a search that keeps nothing."""
         if self.limit < 1:
             raise ValueError(f"limit must be >= 1, got {self.limit!r}")
-
-    def data_charges(self, cloud: str, region: str) -> dict[str, float]:
-        """What bringing the data there costs, as :func:`candidate_of` takes it."""
-        return {
-            "data_usd": sum(item.usd_to(cloud, region) or 0.0 for item in self.data),
-            "data_s": sum(item.seconds_to(cloud, region) for item in self.data),
-        }
 
 
 def search(
@@ -146,22 +137,15 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
     if how.is_mixed:
         found = _fleets(got, needs, table, how=how, goal=goal, work=work)
         got = with_fleets(got, found, goal, limit=how.limit)
-    bound = [item for item in how.data if item.is_bound]
+    bound = [item for item in work.data if item.is_bound]
     if not bound:
         return got
-    free = replace(
-        how,
-        data=tuple(replace(item, is_bound=False) for item in how.data),
-        limit=1,
-        explain=False,
-        is_mixed=False,
-    )
-    other = _Looker(table, free, goal, work).look(needs).chosen
+    free = replace(work, data=tuple(replace(item, is_bound=False) for item in work.data))
+    one = replace(how, limit=1, explain=False, is_mixed=False)
+    other = _Looker(table, one, goal, free).look(needs).chosen
     if other is None or (got.chosen is not None and other.allocation == got.chosen.allocation):
         return got
-    names = ", ".join(
-        f"{item.name} ({'/'.join(filter(None, (item.cloud, item.region, item.zone)))})" for item in bound
-    )
+    names = ", ".join(f"{item.name} ({item.place})" for item in bound)
     price = "?" if other.usd_per_hour is None else f"{other.usd_per_hour:.4f}"
     note = f"data that can be used in one place alone exclude {other.allocation.name} at ${price}/h: {names}"
     return replace(got, notes=(*got.notes, note))
@@ -187,13 +171,16 @@ def _fleets(
             for allocation in mixed_allocations(speeds, min_nodes=need.min_nodes):
                 speed = speeds[Allocation(allocation.offer, allocation.nodes)]
                 losses = losses_per_hour(allocation, table.rates_of(allocation))
-                data = how.data_charges(cloud, region)
-                yield (
-                    need,
-                    candidate_of(
-                        allocation, speed, work, goal, hour_usd=hour, losses_per_hour=losses, **data
-                    ),
+                candidate = candidate_of(
+                    allocation,
+                    speed,
+                    work,
+                    goal,
+                    hour_usd=hour,
+                    losses_per_hour=losses,
+                    extras=extras_at(cloud, region, data=work.data, disk_gib=need.disk_gib),
                 )
+                yield need, candidate
 
 
 class _Group(NamedTuple):
@@ -235,7 +222,7 @@ class _Looker:
         is_allowed = [
             is_in
             and fits_place(need, *place)
-            and (not self.how.data or all(item.allows(*place) for item in self.how.data))
+            and (not self.work.data or all(item.allows(*place) for item in self.work.data))
             for is_in, place in zip(self.is_in, table.places, strict=True)
         ]
         fits = [False] * len(table.kinds)
@@ -391,10 +378,10 @@ class _Looker:
     def _judge(self, group: _Group, row: int, nodes: int, speed: Speed | None, rate: float) -> bool:
         """False when it breaks a limit; else it is among the candidates, if it is good enough."""
         allocation = Allocation(self.table.offer(group.kind, row, group.capacity), nodes)
-        name = allocation.name
+        name, offer = allocation.name, allocation.offer
         if name in self.names:
             return True
-        avoided = self.how.avoid(allocation.offer) if self.how.avoid is not None else None
+        avoided = self.how.avoid(offer) if self.how.avoid is not None else None
         if avoided is not None:
             self._refuse(Rejected(allocation, (Misfit("capacity", avoided),)))
             return True
@@ -405,7 +392,7 @@ class _Looker:
             self.goal,
             hour_usd=self.hour or 0.0,
             losses_per_hour=rate * nodes,
-            **self.how.data_charges(allocation.offer.cloud, allocation.offer.region),
+            extras=extras_at(offer.cloud, offer.region, data=self.work.data, disk_gib=group.need.disk_gib),
         )
         found = goal_misfits(group.need, candidate, self.goal)
         if found:
@@ -427,7 +414,7 @@ class _Looker:
         if self.how.explain or not candidates:
             rejected += nearest_misses(needs, self.table, self.is_in, limit=self.how.limit)
         rejected.sort(key=lambda item: item.distance)
-        notes = self._notes(candidates)
+        notes = self._notes(candidates, needs)
         return Plan(
             chosen=candidates[0] if candidates else None,
             candidates=tuple(candidates),
@@ -436,7 +423,7 @@ class _Looker:
             notes=tuple(notes),
         )
 
-    def _notes(self, candidates: Sequence[Candidate]) -> list[str]:
+    def _notes(self, candidates: Sequence[Candidate], needs: Sequence[Requirements]) -> list[str]:
         spot = {
             item.allocation.offer.name for item in candidates if item.allocation.offer.capacity_type == "spot"
         }
@@ -444,9 +431,12 @@ class _Looker:
         notes = notes_of(candidates, work, self.goal, self.hour)
         notes += [
             f"what {item.name} costs to leave {item.cloud} is unknown and counted as nothing"
-            for item in self.how.data
+            for item in self.work.data
             if item.gib and any(item.usd_to(*_place(found)) is None for found in candidates)
         ]
+        clouds = {item.allocation.offer.cloud for item in candidates} - set(USD_PER_GIB_MONTH)
+        if any(need.disk_gib for need in needs) and clouds and self.is_timed:
+            notes.append(f"what disks cost on {', '.join(sorted(clouds))} is unknown and counted as nothing")
         if self.table.label:
             notes.append(f"prices: {self.table.label}")
         return notes

@@ -62,6 +62,7 @@ class Estimate(Record):
         usd, usd_low, usd_high: Money for the same; None when the price is unknown.
         objective: ``usd + value_of_hour * hours``; None when the price is unknown.
         data_usd: Of *usd*: bringing the data where the machines are.
+        disk_usd: Of *usd*: the disks that the stage asks for, where their price is known.
     """
 
     hours: float
@@ -76,6 +77,7 @@ class Estimate(Record):
     usd_high: float | None = None
     objective: float | None = None
     data_usd: float = 0.0
+    disk_usd: float = 0.0
 
 
 def estimate(
@@ -114,37 +116,36 @@ def estimate(
         value_of_hour=value_of_hour,
         interruptions_per_hour=interruptions_per_hour,
     )
-    extra = overheads or Overheads()
+    extra, also = overheads or Overheads(), charges or Charges()
     start_s = extra.start_s if is_start else 0.0
-    start_spread = Z_80 * extra.start_stdev_s if is_start else 0.0
-    train_s, low_s, high_s = speed.seconds_for(units), *speed.seconds_range(units)
-    held_s = start_s + _seconds_with_interruptions(train_s, extra, interruptions_per_hour)
-    checkpoints_s = _checkpoint_seconds(train_s, extra)
-    low_h, high_h = (
-        (start + _seconds_with_interruptions(took, extra, interruptions_per_hour)) / SECONDS_PER_HOUR
-        for start, took in ((max(0.0, start_s - start_spread), low_s), (start_s + start_spread, high_s))
-    )
-    hours = held_s / SECONDS_PER_HOUR
+    spread_s = Z_80 * extra.start_stdev_s if is_start else 0.0
 
-    also = charges or Charges()
+    def hours_of(start: float, train: float) -> float:
+        held = start + _seconds_with_interruptions(train, extra, interruptions_per_hour)
+        return held / SECONDS_PER_HOUR
 
     def paid(held_h: float) -> float | None:
         return None if usd_per_hour is None else also.usd(held_h * SECONDS_PER_HOUR, usd_per_hour)
 
-    usd = paid(hours)
+    train_s, (low_s, high_s) = speed.seconds_for(units), speed.seconds_range(units)
+    hours = hours_of(start_s, train_s)
+    low = min(hours, hours_of(max(0.0, start_s - spread_s), low_s))
+    high = max(hours, hours_of(start_s + spread_s, high_s))
+    checkpoints_s, usd = _checkpoint_seconds(train_s, extra), paid(hours)
     return Estimate(
         hours=hours,
-        hours_low=min(low_h, hours),
-        hours_high=max(high_h, hours),
+        hours_low=low,
+        hours_high=high,
         start_s=start_s,
         train_s=train_s,
         checkpoint_s=checkpoints_s,
-        interruption_s=max(0.0, held_s - start_s - train_s - checkpoints_s),
+        interruption_s=max(0.0, hours * SECONDS_PER_HOUR - start_s - train_s - checkpoints_s),
         usd=usd,
-        usd_low=paid(min(low_h, hours)),
-        usd_high=paid(max(high_h, hours)),
+        usd_low=paid(low),
+        usd_high=paid(high),
         objective=None if usd is None else usd + value_of_hour * hours,
         data_usd=also.once_usd,
+        disk_usd=also.disk_usd(hours * SECONDS_PER_HOUR),
     )
 
 

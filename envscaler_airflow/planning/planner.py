@@ -8,6 +8,7 @@ from typing import Any
 
 from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning.billing import BILLING, Charges
+from envscaler_airflow.planning.data import DataPlace, Extras, disk_usd_per_hour, extras_at
 from envscaler_airflow.planning.fleet import has_spot, losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import (
     SECONDS_PER_HOUR,
@@ -60,6 +61,7 @@ class Work(Record):
         speeds: By allocation name, units a second.
         overheads: Start-up and checkpoint seconds.
         interruptions_per_hour: Losses of one node an hour, by offer name; absent is unknown.
+        data: Where the stage's data lie.
     """
 
     units: float | None = None
@@ -67,6 +69,7 @@ class Work(Record):
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     overheads: Overheads = field(default_factory=Overheads)
     interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
+    data: tuple[DataPlace, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse NaN."""
@@ -195,10 +198,14 @@ def plan(
 
 
 def feasible(
-    requirements: Sequence[Requirements], offers: Iterable[Offer], *, is_mixed: bool = False
+    requirements: Sequence[Requirements],
+    offers: Iterable[Offer],
+    *,
+    data: Sequence[DataPlace] = (),
+    is_mixed: bool = False,
 ) -> tuple[Allocation, ...]:
     """Every allocation that meets any of the alternatives, in the order of the offers, mixed ones last."""
-    fitting, _ = _split(requirements, offers)
+    fitting, _ = _split(requirements, offers, data)
     if is_mixed:
         fitting += _mixed(fitting)
     return tuple(allocation for allocation, _ in fitting)
@@ -207,11 +214,11 @@ def feasible(
 def _plan(
     needs: Sequence[Requirements], offers: Iterable[Offer], goal: Goal, work: Work, *, is_mixed: bool
 ) -> Plan:
-    fitting, rejected = _split(needs, offers)
+    fitting, rejected = _split(needs, offers, work.data)
     hour = value_of_hour(
         goal.strategy, [allocation for allocation, _ in fitting], stated_usd=goal.value_of_hour_usd
     )
-    judged = [(need, _candidate(allocation, work, goal, hour)) for allocation, need in fitting]
+    judged = _judged(fitting, work, goal, hour)
     for need, candidate in judged:
         if found := goal_misfits(need, candidate, goal):
             rejected.append(Rejected(candidate.allocation, found))
@@ -224,9 +231,7 @@ def _plan(
         value_of_hour_usd=hour,
         notes=tuple(notes_of(candidates, work, goal, hour)),
     )
-    return with_fleets(
-        made, [(need, _candidate(allocation, work, goal, hour)) for allocation, need in mixed], goal
-    )
+    return with_fleets(made, _judged(mixed, work, goal, hour), goal)
 
 
 def with_fleets(
@@ -247,19 +252,28 @@ def _kept(judged: Iterable[tuple[Requirements, Candidate]], goal: Goal) -> list[
     return sorted(kept, key=lambda item: rank_of(item, goal))
 
 
-def _candidate(allocation: Allocation, work: Work, goal: Goal, hour: float | None) -> Candidate:
-    return candidate_of(
-        allocation,
-        _speed_of(allocation, work),
-        work,
-        goal,
-        hour_usd=hour or 0.0,
-        losses_per_hour=losses_per_hour(allocation, work.interruptions_per_hour),
-    )
+def _judged(
+    fitting: Iterable[tuple[Allocation, Requirements]], work: Work, goal: Goal, hour: float | None
+) -> list[tuple[Requirements, Candidate]]:
+    """What finishing *work* takes on each."""
+    found = []
+    for allocation, need in fitting:
+        offer = allocation.offer
+        candidate = candidate_of(
+            allocation,
+            _speed_of(allocation, work),
+            work,
+            goal,
+            hour_usd=hour or 0.0,
+            losses_per_hour=losses_per_hour(allocation, work.interruptions_per_hour),
+            extras=extras_at(offer.cloud, offer.region, data=work.data, disk_gib=need.disk_gib),
+        )
+        found.append((need, candidate))
+    return found
 
 
 def _split(
-    needs: Sequence[Requirements], offers: Iterable[Offer]
+    needs: Sequence[Requirements], offers: Iterable[Offer], data: Sequence[DataPlace]
 ) -> tuple[list[tuple[Allocation, Requirements]], list[Rejected]]:
     """Allocations with the alternative that they meet, and offers with the nearest one that they miss."""
     fitting, rejected = [], []
@@ -267,21 +281,30 @@ def _split(
         met: dict[int, Requirements] = {}
         missed = []
         for need in needs:
-            found = misfits(need, offer)
-            if found:
-                missed.append(Rejected(Allocation(offer, need.min_nodes), found))
-            elif counts := node_counts(need, offer.gpus):
-                met |= {nodes: need for nodes in counts if nodes not in met}
-            else:
-                reason = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
-                missed.append(
-                    Rejected(Allocation(offer, need.min_nodes), (Misfit("model_parallel", reason),))
-                )
+            found = (*misfits(need, offer), *_data_misfits(data, offer))
+            counts = () if found else node_counts(need, offer.gpus)
+            met |= {nodes: need for nodes in counts if nodes not in met}
+            if not counts:
+                missed.append(Rejected(Allocation(offer, need.min_nodes), found or (_no_count(need),)))
         if met:
             fitting += [(Allocation(offer, nodes), need) for nodes, need in met.items()]
         else:
             rejected.append(min(missed, key=lambda item: item.distance))
     return fitting, rejected
+
+
+def _data_misfits(data: Sequence[DataPlace], offer: Offer) -> tuple[Misfit, ...]:
+    place = (offer.cloud, offer.region, offer.zone or "")
+    return tuple(
+        Misfit("data", f"{item.name} can be used in {item.place} alone")
+        for item in data
+        if not item.allows(*place)
+    )
+
+
+def _no_count(need: Requirements) -> Misfit:
+    text = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
+    return Misfit("model_parallel", text)
 
 
 def _mixed(fitting: Iterable[tuple[Allocation, Requirements]]) -> list[tuple[Allocation, Requirements]]:
@@ -312,26 +335,28 @@ def candidate_of(
     *,
     hour_usd: float,
     losses_per_hour: float = 0.0,
-    data_usd: float = 0.0,
-    data_s: float = 0.0,
+    extras: Extras | None = None,
 ) -> Candidate:
     """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known.
 
-    *losses_per_hour* are those of any of its nodes; *data_usd* and *data_s* bring the data there.
+    *losses_per_hour* are those of any of its nodes; *extras* are data and disks there.
     """
     price = allocation.usd_per_hour
     if speed is None or work.units is None:
         return Candidate(allocation, price, speed)
+    also, cloud = extras or Extras(), allocation.offer.cloud
+    overheads = work.overheads
+    if also.data_s:
+        overheads = replace(overheads, start_s=overheads.start_s + also.data_s)
+    disks = disk_usd_per_hour(cloud, also.disk_gib) * allocation.nodes
     expected = estimate(
         work.units,
         speed,
         usd_per_hour=price,
         value_of_hour=hour_usd,
-        overheads=replace(work.overheads, start_s=work.overheads.start_s + data_s)
-        if data_s
-        else work.overheads,
+        overheads=overheads,
         interruptions_per_hour=losses_per_hour,
-        charges=Charges(data_usd, BILLING.get(allocation.offer.cloud)),
+        charges=Charges(also.data_usd, BILLING.get(cloud), disks),
     )
     return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
 

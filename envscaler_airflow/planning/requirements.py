@@ -35,6 +35,7 @@ class Requirements(Record):
         gpu_vendor: ``nvidia`` or ``amd``; None: any.
         model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups count.
         max_usd_per_hour: Highest price of all nodes together; None: no limit.
+        disk_gib: Disk per node, GiB, which is paid for and excludes no offer; 0: what comes with the machine.
     """
 
     vcpus: float = 0.0
@@ -57,6 +58,7 @@ class Requirements(Record):
     arch: str | None = None
     gpu_vendor: str | None = None
     exact_gpus: bool = False
+    disk_gib: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse NaN, negative needs and a range of nodes that is empty."""
@@ -68,6 +70,7 @@ class Requirements(Record):
             gpu_memory_max_gb=self.gpu_memory_max_gb,
             tolerated_loss_h=self.tolerated_loss_h,
             max_usd_per_hour=self.max_usd_per_hour,
+            disk_gib=self.disk_gib,
         )
         if self.model_parallel < 1:
             raise ValueError(f"model_parallel must be >= 1, got {self.model_parallel!r}")
@@ -290,6 +293,7 @@ def _of_resources(spec: EnvSpec, resources: Resources, nodes: NodeRange) -> Requ
         min_nodes=nodes.min,
         max_nodes=nodes.max,
         capacity=resources.capacity or spec.capacity,
+        disk_gib=(resources.disk_bytes or 0) / 2**30,
         can_checkpoint=spec.checkpoint is not None,
         model_parallel=1 if spec.distributed is None else spec.distributed.model_parallel,
     )

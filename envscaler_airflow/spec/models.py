@@ -16,6 +16,7 @@ from envscaler_airflow.spec.fields import (
     ImageName,
     Line,
     LocalPath,
+    Memory,
     PackageName,
     PythonVersion,
     RequirementText,
@@ -26,6 +27,7 @@ from envscaler_airflow.spec.fields import (
     Word,
     fault,
 )
+from envscaler_airflow.spec.quantities import memory_bytes
 from envscaler_airflow.spec.resources import Model, NodeRange, Resources
 from envscaler_airflow.spec.running import Checkpoint, Failure, Metrics, Scaling, Stall
 from envscaler_airflow.spec.secrets import Reference, parse_reference
@@ -96,13 +98,17 @@ class Volume(Model):
     """Data under a path: an object store, a claim, NFS, a folder of the host, or a stage's output.
 
     Object stores and outputs are copied in before the start, so they are read-only; what a stage makes
-    goes out by ``outputs``.
+    goes out by ``outputs``. ``region`` (of a claim also ``zone``) says where the data lie and ``size`` how
+    much is read, so that plans count what it costs elsewhere, or pass over where a claim cannot be used.
     """
 
     name: SafeName
     source: Line
     mount_path: AbsolutePath
     access_mode: AccessMode | None = None
+    region: Word | None = None
+    zone: Word | None = None
+    size: Memory | None = None
 
     @property
     def kind(self) -> str:
@@ -120,6 +126,11 @@ class Volume(Model):
     def is_read_only(self) -> bool:
         """True when the stage cannot write it."""
         return self.access_mode in ("ReadOnly", "ReadOnlyMany")
+
+    @property
+    def gib(self) -> float | None:
+        """``size`` in GiB."""
+        return None if self.size is None else memory_bytes(self.size) / 2**30
 
     @property
     def is_copied(self) -> bool:
@@ -155,6 +166,8 @@ class Volume(Model):
             raise fault(
                 f"{self.access_mode}, but the source is copied in before the start; {fix}", at="access_mode"
             )
+        if self.zone is not None and self.is_copied:
+            raise fault("is of a claim; what is copied in has a region", at="zone")
         if self.access_mode is None:
             object.__setattr__(self, "access_mode", "ReadOnly" if self.is_copied else "ReadWriteOnce")
         return self

@@ -157,7 +157,7 @@ def test_data_elsewhere_cost_egress_and_time():
     table, work = table_of([ON_DEMAND, FAR]), Work(10, "units")
 
     near = search(GPU, table, work=work, how=Search(speed_of=speed_of))
-    tied = search(GPU, table, work=work, how=Search(speed_of=speed_of, data=(data,)))
+    tied = search(GPU, table, work=replace(work, data=(data,)), how=Search(speed_of=speed_of))
 
     assert near.pick().offer == FAR
     assert tied.pick().offer == ON_DEMAND
@@ -181,7 +181,7 @@ def test_a_bound_claim_restricts_and_is_named():
     """It can be used in its zone alone; the cheaper offer that this excludes is named."""
     claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
 
-    got = search(GPU, table_of([SPOT, OTHER_ZONE, FAR]), how=Search(data=(claim,)))
+    got = search(GPU, table_of([SPOT, OTHER_ZONE, FAR]), work=Work(data=(claim,)))
 
     assert [item.allocation.offer for item in got.candidates] == [OTHER_ZONE]
     assert (

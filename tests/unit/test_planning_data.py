@@ -1,0 +1,182 @@
+"""Data and disks: where the spec says they lie, what that excludes, and what it costs elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.cli import main
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning import Allocation, Offer, Overheads, Requirements, Speed, Work, feasible, plan
+from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, Extras, data_places, extras_at
+from envscaler_airflow.planning.market import Search, search
+from envscaler_airflow.planning.table import table_of
+from envscaler_airflow.spec import load_spec
+
+HERE = Offer("aws", "us-east-1", "g5.xlarge", "on-demand", 4, 16, "us-east-1a", "A10G", 1, 24, 1.0)
+NEXT = replace(HERE, zone="us-east-1b", usd_per_hour=1.1)
+AWAY = replace(HERE, region="us-west-2", zone="us-west-2a", usd_per_hour=0.9)
+GPU = Requirements(gpus=1)
+SPEC = """
+version: v1
+name: train
+base: {image: "python:3.11"}
+resources: {requests: {cpu: 2, gpu: {count: 1, type: A10G}}, disk_size: 730Gi}
+volumes: VOLUMES
+checkpoint: {path: /ckpt}
+entrypoint: [python, train.py]
+"""
+
+
+@pytest.fixture
+def spec_of(tmp_path):
+    """Write and read a spec with these volumes."""
+
+    def make(volumes):
+        path = tmp_path / "spec.yaml"
+        path.write_text(SPEC.replace("VOLUMES", volumes))
+        return load_spec(path)
+
+    return make
+
+
+def test_volumes_say_where_they_lie(spec_of):
+    """An object store may be read from elsewhere, a claim is used where it is; others tell nothing."""
+    spec = spec_of(
+        "[{name: data, source: s3://b/x, mount_path: /d, region: us-east-1, size: 200Gi},"
+        " {name: claim, source: pvc://c, mount_path: /c, zone: us-east-1b},"
+        " {name: model, source: gs://m/x, mount_path: /m, region: us-central1},"
+        " {name: other, source: s3://o/x, mount_path: /o}]"
+    )
+
+    assert data_places(spec) == (
+        DataPlace("data", "aws", "us-east-1", gib=200.0),
+        DataPlace("claim", "", "", zone="us-east-1b", is_bound=True),
+        DataPlace("model", "gcp", "us-central1"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("volume", "words"),
+    [
+        ("source: s3://b/x, zone: us-east-1a", "zone"),
+        ("source: s3://b/x, size: 200", "no unit"),
+        ("source: s3://b/x, region: 'us east'", "plain word"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(spec_of, volume, words):
+    """A zone of what is copied, a size without unit, a region that is no word."""
+    with pytest.raises(SpecError, match=words):
+        spec_of(f"[{{name: data, {volume}, mount_path: /d}}]")
+
+
+def test_a_claim_with_a_zone_alone_is_in_the_zone_of_any_cloud():
+    """Zones are told apart by name; a cluster's nodes carry the cloud's."""
+    claim = DataPlace("claim", "", "", gib=50.0, zone="us-east-1b", is_bound=True)
+
+    assert claim.allows("aws", "us-east-1", "us-east-1b")
+    assert claim.allows("kubernetes", "us-east-1", "us-east-1b")
+    assert claim.allows("kubernetes", "", "")  # a cluster whose nodes name no zone
+    assert not claim.allows("aws", "us-east-1", "us-east-1a")
+    assert (claim.usd_to("aws", "us-east-1"), claim.seconds_to("aws", "us-east-1")) == (0.0, 0.0)
+
+
+def test_a_cluster_in_the_region_reads_at_home():
+    """Elsewhere the price is unknown: which cloud it is in is not told."""
+    data = DataPlace("data", "aws", "us-east-1", gib=100.0)
+
+    assert data.usd_to("kubernetes", "us-east-1") == 0.0
+    assert data.seconds_to("kubernetes", "us-east-1") == 0.0
+    assert data.usd_to("kubernetes", "eu-west-1") is None
+    assert data.seconds_to("kubernetes", "eu-west-1") == 100 / GIB_PER_S
+
+
+def test_both_planners_pass_over_where_a_claim_cannot_be_used():
+    """The one rejects with the reason, the other names what it excluded."""
+    claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
+    work = Work(data=(claim,))
+
+    small, large = (
+        plan(GPU, [HERE, NEXT, AWAY], work=work),
+        search(GPU, table_of([HERE, NEXT, AWAY]), work=work),
+    )
+
+    assert small.chosen.allocation.offer == large.chosen.allocation.offer == NEXT
+    assert {item.reason for item in small.rejected} == {"claim can be used in aws/us-east-1/us-east-1b alone"}
+    assert any(f"exclude {AWAY.name} at $0.9000/h: claim" in note for note in large.notes)
+    assert feasible([GPU], [HERE, NEXT, AWAY], data=[claim]) == (Allocation(NEXT),)
+
+
+def test_both_planners_count_the_copy_and_the_disk():
+    """90 GiB from the east to the west: $1.80 and 360 s; 73 GiB of disk at $0.08 for a tenth of a month."""
+    work = Work(
+        10, "units", {item.name: Speed(1 / 3600, 0, "user") for item in (HERE, AWAY)}, Overheads(),
+        data=(DataPlace("data", "aws", "us-east-1", gib=90.0),),
+    )  # fmt: skip
+    need = replace(GPU, disk_gib=73.0)
+    how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
+
+    small = plan(need, [HERE, AWAY], work=work)
+    large = search(need, table_of([HERE, AWAY]), work=work, how=how)
+
+    assert small.candidates == large.candidates
+    here, away = small.candidates
+    assert (here.estimate.data_usd, here.estimate.hours) == (0.0, 10.0)
+    assert here.estimate.disk_usd == pytest.approx(73 * 0.08 / 730 * 10)
+    assert here.estimate.usd == pytest.approx(10 + here.estimate.disk_usd)
+    assert (away.estimate.data_usd, away.estimate.hours) == (pytest.approx(1.8), pytest.approx(10.1))
+    assert away.estimate.usd == pytest.approx(0.9 * 10.1 + 1.8 + away.estimate.disk_usd)
+
+
+def test_each_node_has_a_disk_of_its_own():
+    """Two nodes pay twice."""
+    work = Work(10, "units", {f"2 x {HERE.name}": Speed(1 / 3600, 0, "user")}, Overheads())
+    need = replace(GPU, disk_gib=73.0, min_nodes=2, max_nodes=2)
+
+    got = plan(need, [HERE], work=work).chosen.estimate
+
+    assert got.disk_usd == pytest.approx(2 * 73 * 0.08 / 730 * 10)
+
+
+def test_a_disk_without_a_known_price_is_said():
+    """It counts as nothing, aloud."""
+    far = replace(HERE, cloud="nebius", region="eu-north1", zone=None)
+    how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
+
+    got = search(replace(GPU, disk_gib=10.0), table_of([far]), work=Work(1, "units"), how=how)
+
+    assert "what disks cost on nebius is unknown and counted as nothing" in got.notes
+    assert got.chosen.estimate.disk_usd == 0.0
+
+
+def test_extras_are_finite():
+    """What is unknown of a price is left out; NaN is refused."""
+    data = DataPlace("data", "tencent", "ap-tokyo", gib=10.0)
+
+    assert extras_at("aws", "us-east-1", data=[data]) == Extras(0.0, 10 / GIB_PER_S)
+    with pytest.raises(ValueError, match="finite"):
+        Extras(float("nan"))
+
+
+def test_the_shell_plans_by_the_volumes_of_the_spec(spec_of, tmp_path):
+    """The claim's region leaves one place, and the plan says what else would have been cheaper."""
+    spec_of("[{name: claim, source: pvc://c, mount_path: /c, region: us-east-1}]")
+    table = tmp_path / "offers.csv"
+    table.write_text(
+        "cloud,region,zone,instance_type,vcpus,memory_gib,accelerator_name,accelerator_count,"
+        "accelerator_memory_gib,price_usd_per_hour,spot_price_usd_per_hour,arch\n"
+        "aws,us-east-1,us-east-1a,g5.xlarge,4,16,A10G,1,24,1.0,,x86_64\n"
+        "aws,us-west-2,us-west-2a,g5.xlarge,4,16,A10G,1,24,0.9,,x86_64\n"
+    )
+
+    got = CliRunner().invoke(
+        main, ["plan", "-f", str(tmp_path / "spec.yaml"), "--offers", str(table), "--json"]
+    )
+
+    assert got.exit_code == 0, got.output
+    body = json.loads(got.output)
+    assert [item["region"] for item in body["candidates"]] == ["us-east-1"]
+    assert any("exclude aws/us-west-2/us-west-2a/g5.xlarge/on-demand" in note for note in body["notes"])
