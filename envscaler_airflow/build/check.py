@@ -60,7 +60,7 @@ def missing_on(
     machine = here or look_here()
     wanted = read_requirements(spec) if requirements is None else requirements
     found = [
-        *_hardware(spec, machine),
+        *lacks(best_fit(spec, machine), machine),
         *_chain(spec, wanted, machine),
         *_volumes(spec, machine),
         *_variables(spec, machine),
@@ -87,13 +87,13 @@ def missing_packages(spec: EnvSpec, machine: Here) -> list[str]:
     return [f"system_packages: {', '.join(absent)} not installed; run `{command}`, or --install-system"]
 
 
-def _hardware(spec: EnvSpec, machine: Here) -> list[str]:
-    """Of several alternatives the one that lacks least."""
-    lacks = [_lacks(need, machine) for need in spec.resources.alternatives]
-    return min(lacks, key=len)
+def best_fit(spec: EnvSpec, machine: Here) -> Resources:
+    """Of several alternatives the one of which *machine* lacks least; the first of equals."""
+    return min(spec.resources.alternatives, key=lambda need: len(lacks(need, machine)))
 
 
-def _lacks(need: Resources, machine: Here) -> list[str]:
+def lacks(need: Resources, machine: Here) -> list[str]:
+    """Cores, memory, disk and GPUs of *need* that *machine* lacks, one sentence each."""
     found = []
     asked = need.requests
     if asked.cpu_cores is not None and asked.cpu_cores > machine.cpus:

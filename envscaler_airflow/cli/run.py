@@ -13,7 +13,8 @@ from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
 from envscaler_airflow.cli.common import shell_key, store_option
-from envscaler_airflow.cli.environment import find_lock, local_environment, run_docker
+from envscaler_airflow.cli.containers import run_docker
+from envscaler_airflow.cli.environment import find_lock, local_environment
 from envscaler_airflow.cli.specs import spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller

@@ -1,0 +1,174 @@
+"""``run --target docker``: a stage in a container of its image on this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+import click
+
+from envscaler_airflow.build.access import index_access
+from envscaler_airflow.build.builders import Container, find_builder
+from envscaler_airflow.build.check import best_fit, lacks
+from envscaler_airflow.build.distributed import batch_env, launch_command
+from envscaler_airflow.build.images import BuildOptions, build_image
+from envscaler_airflow.build.locks import LOCK, Lock, apply_lock
+from envscaler_airflow.build.machine import look_here
+from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.build.resolve import resolve
+from envscaler_airflow.cli.environment import Resolve, lock_of, without_gpus
+from envscaler_airflow.courier.bring import bring
+from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Mount, Who
+from envscaler_airflow.courier.site import Site
+from envscaler_airflow.errors import NoOfferError, SpecError
+from envscaler_airflow.spec.models import EnvSpec, Volume
+from envscaler_airflow.spec.resources import Resources
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.keys import RunKey
+
+SCRATCH = Path("/var/tmp")  # noqa: S108 (a new folder below it, of this user alone)
+"""Where volumes are copied to for as long as the container runs: survives, and is seldom in memory."""
+OUTPUTS = "envscaler-outputs"
+"""Folder of the working directory that keeps what runs in containers made."""
+
+
+def run_docker(
+    spec: EnvSpec,
+    store: Store,
+    key: RunKey,
+    lock: Lock | None,
+    *,
+    command: tuple[str, ...],
+    resolve_secret: Resolve,
+) -> None:
+    """Run *spec*, or *command* in its place, in a container; its exit code ends this process.
+
+    The image is built when its content is new.
+
+    Raises:
+        SpecError: The image cannot be built, or the stage cannot run in a container here.
+        NoOfferError: The machine does not have what it asks for.
+    """
+    builder, say = find_builder(None), functools.partial(click.echo, err=True)
+    here = look_here()
+    stage = without_gpus(spec, here, say)
+    need = best_fit(stage, here)
+    if missing := lacks(need, here):
+        raise NoOfferError(f"{spec.name}: {'; '.join(missing)}")
+    check_volumes(spec)
+    requirements, options = read_requirements(spec), BuildOptions()
+    if lock is not None:
+        spec, requirements = apply_lock(spec, requirements, lock)
+        options = replace(options, base_digest=lock.base_digest)
+    elif not requirements.is_empty:
+        with index_access(requirements, resolve_secret=resolve_secret) as env:
+            requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
+    made = build_image(spec, requirements, builder, options, say=say, resolve_secret=resolve_secret)
+    seen = lock_of(spec, requirements, builder, made)
+    seen = replace(seen, driver=here.driver, gpus=tuple(gpu.name for gpu in here.gpus))
+    store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
+    folder = Path(OUTPUTS, key.run_id).resolve()
+    words = command or launch_command(stage, 1)
+    with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as container:
+        code = builder.run(made.name, words, container, click.echo)
+    if folder.is_dir():
+        say(f"outputs: {folder}")
+    if code != 0:
+        raise SystemExit(code)
+
+
+def check_volumes(spec: EnvSpec) -> None:
+    """Refuse what no container of this machine can have, every fault at once.
+
+    Raises:
+        SpecError: A claim of Kubernetes, an export that is not mounted, a folder that is not there.
+    """
+    faults = [f"volumes: {item.name}: {fault}" for item in spec.volumes if (fault := _fault(item))]
+    if spec.num_nodes.min > 1:
+        faults.append(f"num_nodes: {spec.num_nodes.min}: one container is one node; use --target local")
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
+
+
+def _fault(volume: Volume) -> str | None:
+    other = "write another source under targets.docker"
+    if volume.kind == "pvc":
+        return f"{volume.source} is a claim of Kubernetes; {other}, such as hostPath:/srv/data"
+    if volume.kind == "nfs" and not os.path.ismount(volume.mount_path):
+        return f"{volume.source} is not mounted at {volume.mount_path} here; mount it first, or {other}"
+    if volume.kind == "hostPath" and not Path(volume.location).exists():
+        return f"{volume.location} does not exist here; make it, or {other}"
+    return None
+
+
+@contextmanager
+def container_of(
+    spec: EnvSpec, need: Resources, folder: Path, store: Store, *, resolve_secret: Resolve
+) -> Iterator[Container]:
+    """A container for *spec*: its volumes, variables, and the limits of *need*.
+
+    What is written below the folders of outputs and checkpoints stays in *folder*; what is copied in goes.
+
+    Raises:
+        SpecError: A source that does not exist, or a secret that cannot be resolved here.
+    """
+    env = {item.name: item.value for item in spec.env if item.value is not None} | batch_env(spec, 1)
+    env |= {item.name: resolve_secret(item.value_from) for item in spec.env if item.value_from is not None}
+    with _volume_mounts(spec, store) as volumes:
+        yield Container(
+            env=env,
+            mounts=(*volumes, *_kept_folders(spec, folder)),
+            cpus=need.limits.cpu_cores,
+            memory_bytes=need.limits.memory_bytes,
+            shm_bytes=need.shm_bytes,
+            gpus=need.requests.gpu_count,
+        )
+
+
+@contextmanager
+def _volume_mounts(spec: EnvSpec, store: Store) -> Iterator[list[tuple[str, str, bool]]]:
+    """Mounts of the volumes; what a courier would copy in lies in a folder that goes afterwards."""
+    with tempfile.TemporaryDirectory(prefix="envscaler-volumes-", dir=SCRATCH) as name:
+        found = []
+        for index, volume in enumerate(spec.volumes):
+            source = volume.location
+            if volume.kind == "nfs":
+                source = volume.mount_path
+            elif volume.is_copied:
+                source = str(_copied(volume, Path(name), index, store))
+            found.append((source, volume.mount_path, volume.is_read_only or volume.is_copied))
+        yield found
+
+
+def _copied(volume: Volume, scratch: Path, index: int, store: Store) -> Path:
+    """Where the courier's own code laid *volume* out."""
+    path = scratch / str(index) / PurePosixPath(volume.mount_path).name
+    exchange = Exchange(scratch / f"{index}.exchange")
+    site = Site(exchange, store, Who(1, 1, 0, 1), Layout(), Memory(exchange))
+    bring(site, Mount(name=volume.name, source=volume.source, path=str(path)))
+    for item in (path, *path.rglob("*")):  # the image's user is another than ours
+        if not item.is_symlink():
+            item.chmod(item.stat().st_mode | (0o555 if item.is_dir() else 0o444))
+    return path
+
+
+def _kept_folders(spec: EnvSpec, folder: Path) -> list[tuple[str, str, bool]]:
+    """A folder here for each folder that outputs or checkpoints are written to."""
+    mounted = {volume.mount_path for volume in spec.volumes}
+    paths = [str(PurePosixPath(path).parent) for path in spec.outputs.values()]
+    if spec.checkpoint is not None and spec.checkpoint.path is not None:
+        paths.append(str(PurePosixPath(spec.checkpoint.path).parent))
+    found = []
+    for path in dict.fromkeys(paths):
+        if path == "/" or any(PurePosixPath(path).is_relative_to(mount) for mount in mounted):
+            continue
+        place = folder / path.strip("/").replace("/", "_")
+        place.mkdir(parents=True, exist_ok=True)
+        place.chmod(0o777)  # the image's user is another than ours
+        found.append((str(place), path, False))
+    return found

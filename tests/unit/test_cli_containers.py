@@ -1,0 +1,161 @@
+"""What a container of ``run --target docker`` is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.build.machine import Here
+from envscaler_airflow.cli import containers, main
+from envscaler_airflow.cli.containers import check_volumes, container_of
+from envscaler_airflow.errors import NoOfferError, SpecError
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.keys import RunKey
+
+
+def stage(**body) -> EnvSpec:
+    """A stage with *body*."""
+    return EnvSpec.from_dict({"version": "v1", "name": "s", "base": {"image": "b"}, **body})
+
+
+def volume(source: str, path: str = "/data", **more) -> dict:
+    """One volume."""
+    return {"name": path.strip("/").replace("/", "-"), "source": source, "mount_path": path, **more}
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Enter the container of a stage, with copies below the test's own folder."""
+    monkeypatch.setattr(containers, "SCRATCH", tmp_path)
+    store = open_store(f"file://{tmp_path}/store")
+
+    def enter(spec: EnvSpec, **secrets: str):
+        return container_of(
+            spec, spec.resources, tmp_path / "kept", store, resolve_secret=lambda ref: secrets[ref[4:]]
+        )
+
+    return enter
+
+
+def test_a_folder_of_the_host_is_the_folder_itself(made, tmp_path):
+    """Written through, unless it is said to be read-only."""
+    with made(
+        stage(
+            volumes=[
+                volume(f"hostPath:{tmp_path}", "/a"),
+                volume(f"hostPath:{tmp_path}", "/b", access_mode="ReadOnly"),
+            ]
+        )
+    ) as container:
+        assert container.mounts == ((str(tmp_path), "/a", False), (str(tmp_path), "/b", True))
+
+
+def test_what_a_courier_copies_in_is_copied_and_goes_afterwards(made, tmp_path):
+    """A folder, and one file under the mount's own name; both for any user to read, none to write."""
+    source = tmp_path / "corpus"
+    (source / "deep").mkdir(parents=True, mode=0o700)
+    (source / "deep" / "x.txt").write_text("x")
+    (source / "deep" / "x.txt").chmod(0o600)
+    spec = stage(
+        volumes=[volume(f"file://{source}"), volume(f"file://{source}/deep/x.txt", "/one/vocabulary.txt")]
+    )
+
+    with made(spec) as container:
+        (folder, at, is_read_only), (file, file_at, _) = container.mounts
+        assert (at, file_at, is_read_only) == ("/data", "/one/vocabulary.txt", True)
+        assert Path(folder, "deep", "x.txt").read_text() == Path(file).read_text() == "x"
+        assert Path(folder, "deep", "x.txt").stat().st_mode & 0o777 == 0o644
+        assert Path(folder, "deep").stat().st_mode & 0o005 == 0o005
+
+    assert not Path(folder).exists()
+    assert (source / "deep" / "x.txt").exists()
+
+
+def test_variables_secrets_and_limits_are_those_of_the_spec(made):
+    """The limits, not the requests: a request is what must be there."""
+    spec = stage(
+        env=[{"name": "A", "value": "1"}, {"name": "KEY", "value_from": "env:TOKEN"}],
+        resources={
+            "requests": {"cpu": 1, "memory": "1Gi", "gpu": {"count": 2}},
+            "limits": {"cpu": "1500m", "memory": "2Gi"},
+            "shm_size": "64Mi",
+        },
+        outputs={"model": "/output/model"},
+    )
+
+    with made(spec, TOKEN="canary") as container:
+        assert container.env == {"A": "1", "KEY": "canary"}
+        assert (container.cpus, container.memory_bytes, container.shm_bytes) == (1.5, 2 << 30, 64 << 20)
+        assert container.gpus == 2
+        ((kept, path, is_read_only),) = container.mounts
+        assert (path, is_read_only) == ("/output", False)
+        assert Path(kept).is_dir()
+
+
+def test_what_no_container_here_can_have_is_told_at_once(tmp_path):
+    """A claim, an export that is not mounted, an absent folder, several nodes: each with what to do."""
+    spec = stage(
+        num_nodes=2,
+        volumes=[
+            volume("pvc://claim", "/a"),
+            volume("nfs://host/path", "/no-such-mount"),
+            volume(f"hostPath:{tmp_path}/absent", "/c"),
+            volume(f"hostPath:{tmp_path}", "/d"),
+        ],
+    )
+
+    with pytest.raises(SpecError) as caught:
+        check_volumes(spec)
+
+    assert [fault.partition(" ")[0] for fault in caught.value.faults] == ["volumes:"] * 3 + ["num_nodes:"]
+    assert all("targets.docker" in fault for fault in caught.value.faults[:3])
+
+
+def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made, monkeypatch):
+    """The machine's own mount; nobody mounts anything."""
+    spec = stage(volumes=[volume("nfs://host/path", "/mnt/data")])
+    monkeypatch.setattr(containers.os.path, "ismount", lambda path: path == "/mnt/data")
+
+    check_volumes(spec)
+    with made(spec) as container:
+        assert container.mounts == (("/mnt/data", "/mnt/data", False),)
+
+
+def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch, tmp_path):
+    """Told before anything is built."""
+    monkeypatch.setattr(
+        containers, "look_here", lambda: Here(cpus=2, memory_bytes=1 << 33, disk_bytes=1 << 33)
+    )
+    monkeypatch.setattr(containers, "find_builder", lambda _name: None)
+    store = open_store(f"file://{tmp_path}/store")
+    need = {"requests": {"gpu": {"count": 1, "type": "A100"}}}
+
+    def run(resources):
+        key = RunKey("d", "dag", "run", "task")
+        spec = stage(resources=resources, volumes=[volume("pvc://claim")])
+        containers.run_docker(spec, store, key, None, command=(), resolve_secret=str)
+
+    with pytest.raises(NoOfferError, match=r"1 x A100 asked for, here: none; .*cpu_fallback: true"):
+        run(need)
+    with pytest.raises(SpecError, match="claim of Kubernetes"):  # which is looked at next
+        run({**need, "cpu_fallback": True})
+
+
+def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
+    """Exit code 2, and no image is built."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(containers, "find_builder", lambda _name: None)
+    (tmp_path / "e.yaml").write_text(
+        "version: v1\nname: s\nbase: {image: b}\nentrypoint: ['true']\n"
+        "volumes: [{name: d, source: 'pvc://claim', mount_path: /d}]\n"
+    )
+
+    got = CliRunner().invoke(
+        main, ["run", "-f", "e.yaml", "--target", "docker", "--store", f"file://{tmp_path}/s"]
+    )
+
+    assert got.exit_code == 2
+    assert got.stderr.startswith("Error: volumes: d: pvc://claim is a claim of Kubernetes; write another")
