@@ -11,7 +11,7 @@ from typing import Iterator
 
 from envscaler_airflow.errors import BackendError
 
-_FILES = ("__init__.py", "errors.py", "protocol.py", "agent")
+_FILES = ("__init__.py", "errors.py", "protocol.py", "agent", "frameworks")
 _MERGE = '\n__path__ = __import__("pkgutil").extend_path(__path__, __name__)\n'
 """Appended to the copy: where the interpreter has the whole package, the rest is found there."""
 

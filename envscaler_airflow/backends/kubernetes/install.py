@@ -14,8 +14,8 @@ from pathlib import Path
 
 import envscaler_airflow
 
-PARTS = ("__init__.py", "errors.py", "protocol.py", "agent")
-"""What runs in any training: standard library only."""
+PARTS = ("__init__.py", "errors.py", "protocol.py", "agent", "frameworks")
+"""What runs in any training: standard library only, but for what a training imports by itself."""
 _LAUNCHER = "launch.py"
 
 
