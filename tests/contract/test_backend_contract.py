@@ -122,8 +122,8 @@ class KubernetesHarness:
 
     def end(self, handle, exit_code):
         """Let the training of every pod end."""
-        for node in range(handle.details["nodes"]):
-            self._cluster.pod(f"{handle.name}-{node}-").exit(exit_code)
+        for _, pod in self.backend.pods(handle):
+            self._cluster.pod(pod["metadata"]["name"]).exit(exit_code)
 
     def vanish(self, handle):
         """Somebody deletes the Job; a node that goes away only has its pod made again."""
@@ -425,6 +425,29 @@ def test_every_node_is_watched(harness):
     status = eventually(harness.backend, handle, lambda status: status.is_over)
     assert [(n.node, n.state, n.exit_code) for n in status.nodes] == [(0, "ended", 0), (1, "ended", 0)]
     assert [interval.node for interval in harness.backend.usage(handle)] == [0, 1]
+
+
+def test_nodes_of_two_offers_are_one_attempt(harness):
+    """A mixed allocation: ranks go on from one offer to the other, and one stop ends all."""
+    if harness.full < 2:
+        pytest.skip("this machine has one CPU")
+    offer = harness.backend.offers()[0]
+    request, handle = started(harness, allocation=Allocation(offer, nodes=2, rest=offer, rest_nodes=1))
+
+    assert harness.backend.find(request) == harness.backend.submit(request) == handle
+    assert [node.node for node in harness.backend.observe(handle).nodes] == [0, 1]
+    assert [interval.node for interval in harness.backend.usage(handle)] == [0, 1]
+    harness.backend.stop(handle, grace_s=10)
+
+    status = eventually(harness.backend, handle, lambda status: status.is_over)
+    assert [(n.node, n.state, n.reason) for n in status.nodes] == [
+        (0, "ended", "stopped"),
+        (1, "ended", "stopped"),
+    ]
+    harness.backend.release(handle)
+    assert harness.backend.find(request) is None
+    with pytest.raises(BackendError, match="released"):
+        harness.backend.submit(request)
 
 
 def test_an_unknown_handle_is_an_error_not_a_death(harness):

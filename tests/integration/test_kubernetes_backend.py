@@ -1,12 +1,14 @@
 """The Kubernetes backend against an API server that has every kind of trouble."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS, Cluster, Program
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, client, names, paths
+from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.rbac import rbac
 from envscaler_airflow.backends.kubernetes.reap import orphans
 from envscaler_airflow.backends.kubernetes.watch import close_views
@@ -267,6 +269,104 @@ def test_one_node_that_went_leaves_the_others(cluster, connect):
     assert reasons[0] in ("killed", "stopped")
 
 
+MIXED = Allocation(OFFER, nodes=3, rest=OFFER, rest_nodes=2)
+
+
+def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
+    """Ranks go on, each Job owns what is its own, and all of it goes."""
+    backend = connect()
+    request = request_for(allocation=MIXED)
+
+    handle = backend.submit(request)
+
+    running(backend, handle)
+    assert sorted(
+        (job["metadata"]["name"], job["spec"]["completions"]) for job in cluster.list(JOBS, "default")
+    ) == [(handle.name, 1), (f"{handle.name}-p1", 2)]
+    assert [node for node, _ in backend.pods(handle)] == [0, 1, 2]
+    assert list(backend.attempts()) == [handle]
+    for part in backend.jobs():
+        uid = part["metadata"]["uid"]
+        backend.cluster.delete(paths.jobs("default", part["metadata"]["name"]), uid=uid)
+    kinds = (JOBS, PODS, CONFIG_MAPS, SECRETS)
+    eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("verb", "what", "nth"),
+    [("create", "jobs", 2), ("create", "configmaps", 2), ("create", "secrets", 1), ("patch", "jobs", 2)],
+)
+def test_a_mixed_start_that_was_cut_off_is_finished(cluster, connect, verb, what, nth):
+    """Between any two calls: nothing is started twice, and both Jobs run in the end."""
+    backend, request = connect(), request_for(allocation=MIXED)
+    calls = []
+    real = getattr(backend.cluster, verb)
+
+    def cut(path, body):
+        if f"/{what}" in path:
+            calls.append(path)
+            if len(calls) == nth:
+                raise KeyboardInterrupt
+        return real(path, body)
+
+    setattr(backend.cluster, verb, cut)
+    with pytest.raises(KeyboardInterrupt):
+        backend.submit(request)
+
+    again = connect()
+    handle = again.submit(request)
+
+    running(again, handle)
+    assert again.find(request) == handle
+    assert len(cluster.list(JOBS, "default")) == 2
+    assert len(cluster.list(PODS, "default")) == 3
+
+
+def test_a_mixed_attempt_of_which_one_job_cannot_be_leaves_none(cluster, connect):
+    """The second name is another's: the first Job goes again, and nothing ran."""
+    backend, request = connect(), request_for(allocation=MIXED)
+    [_, second] = backend.render(request)["parts"]
+    second["job"]["metadata"]["labels"] = {"app": "other"}
+    cluster.create(JOBS, second["job"])
+
+    with pytest.raises(BackendError, match="is not of this run"):
+        backend.submit(request)
+
+    assert [job["metadata"]["name"] for job in cluster.list(JOBS, "default")] == [second["name"]]
+    assert cluster.list(PODS, "default") == []
+
+
+def test_a_quota_for_jobs_that_has_room_for_one_part_leaves_none(cluster, connect):
+    """The API server refuses the second Job itself."""
+    cluster.create(QUOTAS, {"metadata": {"name": "jobs"}, "spec": {"hard": {"count/jobs.batch": "1"}}})
+    backend = connect()
+
+    with pytest.raises(BackendError, match="exceeded quota"):
+        backend.submit(request_for(allocation=MIXED))
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
+
+
+def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster, connect):
+    """A Job ends its own pods; the other's would wait for ever. Who went as asked ends nobody."""
+    backend = connect()
+    handle = backend.submit(request_for(allocation=MIXED))
+    running(backend, handle)
+    cluster.pod(f"{handle.name}-0-").exit(85)
+    eventually(lambda: backend.observe(handle).nodes[0].state, lambda state: state == "ended")
+    backend.mend(handle)
+    assert [node.state for node in backend.observe(handle).nodes] == ["ended", "running", "running"]
+
+    other = backend.submit(request_for(allocation=MIXED, attempt=2))
+    running(backend, other)
+    cluster.pod(f"{other.name}-p1-1-").exit(1)
+    eventually(lambda: backend.observe(other).nodes[2].state, lambda state: state == "ended")
+    eventually(lambda: backend.mend(other) or backend.observe(other), lambda status: status.is_over)
+
+    reasons = [node.reason for node in backend.observe(other).nodes]
+    assert (reasons[0], reasons[2]) == ("stopped", "failed")
+
+
 def test_a_quota_is_waited_for(cluster, connect):
     """Shown with its own words."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
@@ -341,13 +441,16 @@ def life(backend):
     assert over(backend, handle) == [("ended", "stopped")]
     backend.release(handle)
     list(backend.attempts())
+    running(backend, backend.submit(request_for(attempt=2, **MOST)))
     with pytest.raises(CapacityError):
-        backend.submit(
-            request_for(attempt=2, allocation=Allocation(backend.offers()[-1], nodes=1), **TOO_MUCH)
-        )
+        backend.submit(request_for(attempt=3, **MOST))
 
 
-TOO_MUCH = {"spec": {"resources": {"requests": {"cpu": "99"}}}}
+MOST = {
+    "spec": {"resources": {"requests": {"cpu": "5"}}},
+    "allocation": Allocation(replace(OFFER, vcpus=8.0)),
+}
+"""More than half of the node."""
 
 
 def test_the_rights_that_are_shipped_are_enough(cluster, connect):
@@ -438,7 +541,7 @@ def test_a_thousand_stages_cost_one_list_and_one_watch_of_each_kind(cluster, con
     handles = []
     for number in range(1000):
         job = maker.render(request_for(run_prefix=f"dep/dag/run/train/{number}"))["job"]
-        handles.append(maker.handle(cluster.create(JOBS, job)))
+        handles.append(handle_of([cluster.create(JOBS, job)]))
     backend = connect(watches=True)
     backend.observe(handles[0])
     before = len(cluster.requests)

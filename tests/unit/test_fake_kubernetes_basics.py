@@ -58,6 +58,26 @@ def test_a_job_runs_to_its_end(cluster):
     assert list(conditions({"status": status})) == ["SuccessCriteriaMet", "Complete"]
 
 
+def test_a_job_has_its_own_labels_or_else_those_of_its_template(cluster):
+    """Recorded: scenario 06 (none of its own) and 29 (one of its own)."""
+    one, other = job("bare"), job("named")
+    for each in (one, other):
+        each["spec"]["template"]["metadata"] = {"labels": {"app": "train"}}
+    bare = cluster.create(JOBS, one)
+    named = {**other, "metadata": {"name": "named", "labels": {"dag": "d1"}}}
+
+    labels = cluster.create(JOBS, named)["metadata"]["labels"]
+
+    assert labels == {"dag": "d1"}
+    assert bare["metadata"]["labels"].keys() == {
+        "app",
+        "batch.kubernetes.io/controller-uid",
+        "batch.kubernetes.io/job-name",
+        "controller-uid",
+        "job-name",
+    }
+
+
 def test_a_failed_pod_fails_a_job_without_retries(cluster):
     """Exit code 3 and backoffLimit 0: BackoffLimitExceeded, and the other pod is stopped."""
     cluster.script(Program(seconds=5, exit_code=3), pod="train-1-*")

@@ -1,7 +1,9 @@
 """Unit tests of what an attempt is rendered to: golden files, and the schemas of three versions."""
 
-import dataclasses
 import json
+import os
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
 from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.mounts import mounts_of
 from envscaler_airflow.backends.kubernetes.override import merge_pod
 from envscaler_airflow.backends.kubernetes.render import escaped, render_attempt, secret_object
@@ -51,11 +54,20 @@ GPU_SPEC = {
     "base": {"image": "nvidia/cuda:12.4.1-runtime-ubuntu22.04"},
     "resources": {"requests": {"gpu": {"count": 2, "type": ["A100"]}}, "disk_size": "50Gi"},
 }
+MIXED = Allocation(replace(GPU, capacity_type="on-demand"), nodes=4, rest=GPU, rest_nodes=3)
 CASES = {
     "plain": ({"spec": SPEC, "deadline_s": 3600.5}, {}),
     "gpus": (
         {"spec": GPU_SPEC, "allocation": Allocation(GPU, nodes=4), "secret_env": {}, "grace_s": 90.0},
         {"provider": "karpenter", "cluster_spread": "zone", "priority_class": "training"},
+    ),
+    "mixed": (
+        {
+            "spec": GPU_SPEC,
+            "allocation": MIXED,
+            "secret_env": {},
+        },
+        {"provider": "eks"},
     ),
     "bound": (
         {"spec": {**GPU_SPEC, "base": {"image": "x:1"}}, "allocation": Allocation(GPU)},
@@ -103,10 +115,12 @@ def rendered_case(name):
 
 
 def documents(rendered):
-    """Every object, with the owner and the values that are added when it is sent."""
-    values = dict.fromkeys(rendered["secret_keys"], "value")
-    secret = secret_object(rendered, values)
-    return [rendered["job"], rendered["config_map"], *([secret] if secret else [])]
+    """Every object, with the values that are added when it is sent."""
+    found = []
+    for part in rendered.get("parts", [rendered]):
+        secret = secret_object(part, dict.fromkeys(part["secret_keys"], "value"))
+        found += [part["job"], part["config_map"], *([secret] if secret else [])]
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,6 +128,8 @@ def test_an_attempt_as_it_is_sent(name):
     """Golden: Job and ConfigMap."""
     path = GOLDEN / f"{name}.yaml"
     rendered = rendered_case(name)
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(yaml.safe_dump(rendered, sort_keys=False, width=110))
 
     assert yaml.safe_load(path.read_text()) == rendered, f"rewrite {path} when the change is meant"
 
@@ -124,6 +140,37 @@ def test_every_object_is_valid_and_has_no_unknown_field(name, version):
     """The strict schemas, which refuse misspelt fields."""
     for document in documents(rendered_case(name)):
         validate(document, version, strict=True)
+
+
+def test_the_parts_of_a_mixed_attempt_count_their_nodes_on():
+    """One node on demand, then three on spot: two Jobs of one attempt, which number its nodes 0 to 3."""
+    parts = rendered_case("mixed")["parts"]
+
+    jobs = [part["job"] for part in parts]
+    pods = [job["spec"]["template"]["spec"] for job in jobs]
+    assert [(job["spec"]["completions"], job["metadata"]["labels"].get(names.FIRST)) for job in jobs] == [
+        (1, None),
+        (3, "1"),
+    ]
+    assert jobs[1]["metadata"]["name"] == jobs[0]["metadata"]["name"] + "-p1"
+    assert [pod["volumes"][-2]["configMap"]["name"] for pod in pods] == [
+        job["metadata"]["name"] for job in jobs
+    ]
+    told = [{one["name"]: one.get("value") for one in pod["containers"][0]["env"]} for pod in pods]
+    assert [env["ENVSCALER_NODES"] for env in told] == ["4", "4"]
+    assert [("--first-node", "1") in pairwise(pod["containers"][0]["args"]) for pod in pods] == [False, True]
+    couriers = [pod["initContainers"][1]["command"] for pod in pods]
+    assert [("--nodes", "4") in pairwise(words) for words in couriers] == [True, True]
+    assert [("--first-node", "1") in pairwise(words) for words in couriers] == [False, True]
+
+
+def test_the_name_of_a_part_leaves_room_for_the_number_of_its_pods():
+    """A host name is a DNS label of at most 63 characters, and its pods are numbered."""
+    request = request_for(run_label="a" * 300, allocation=MIXED)
+
+    longest = max(len(part["name"]) for part in render_attempt(request, Settings())["parts"])
+
+    assert longest + len("-9999999") <= 63
 
 
 def test_the_schemas_do_refuse_what_is_wrong():
@@ -293,5 +340,5 @@ def test_spot_is_read_from_any_convention_unless_one_is_named():
     assert {"key": "cloud.google.com/gke-spot", "operator": "In", "values": ["true"]} in named[
         "matchExpressions"
     ]
-    [on_demand] = terms(dataclasses.replace(GPU, capacity_type="on-demand"))
+    [on_demand] = terms(replace(GPU, capacity_type="on-demand"))
     assert sum(one["operator"] == "NotIn" for one in on_demand["matchExpressions"]) == 5

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import (
@@ -19,9 +18,17 @@ from envscaler_airflow.backends.base import (
 from envscaler_airflow.backends.kubernetes import failures, names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect
 from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_end, read_attempt
-from envscaler_airflow.backends.kubernetes.lost import free_lost
-from envscaler_airflow.backends.kubernetes.offers import derived_offers, shortfall
-from envscaler_airflow.backends.kubernetes.render import MAIN, render_attempt, secret_object
+from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
+from envscaler_airflow.backends.kubernetes.look import look_at
+from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
+from envscaler_airflow.backends.kubernetes.offers import Need, derived_offers, shortfall
+from envscaler_airflow.backends.kubernetes.render import (
+    LEAST_GRACE_S,
+    MAIN,
+    render_attempt,
+    render_parts,
+    secret_object,
+)
 from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
@@ -141,30 +148,35 @@ class KubernetesBackend:
         """
         if request.allocation.offer.cloud != "kubernetes":
             raise BackendError(f"{request.allocation.offer.name}: is no offer of a cluster")
-        rendered = self.render(request)
-        job = self._existing(request, rendered["name"])
-        if job is None:
-            self._check_room(request)
-            job = self._create(request, rendered)
-        if not _is_started(job) and job_end(job) is None and failures.stop_asked(job) is None:
-            self._equip(job, rendered, request)
-            job = self._unsuspend(job)
-        handle = self.handle(job)
-        self._settle(handle, job)
+        jobs = self._make(request, render_parts(request, self.settings))
+        handle = handle_of(jobs)
+        self._settle(handle)
         return handle
+
+    def _make(self, request: AttemptRequest, parts: Sequence[Json]) -> list[Json]:
+        """Every Job of the attempt, and then what their pods need; no pod is made before all is there."""
+        jobs = [self._existing(request, part["name"]) for part in parts]
+        if not any(jobs):
+            self._check_room(request, parts)
+        made = self._create_all(request, parts, jobs)
+        waiting = [_may_start(job) for job in made]
+        for part, job, waits in zip(parts, made, waiting, strict=True):
+            if waits:
+                self._equip(job, part, request)
+        return [self._unsuspend(job) if waits else job for job, waits in zip(made, waiting, strict=True)]
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle when the attempt was started and is not released, else None."""
-        job = self._read(names.attempt_name(request))
-        if job is None or not _is_of(job, request) or not _is_started(job) or _is_released(job):
+        found = [self._read(part["name"]) for part in render_parts(request, self.settings)]
+        jobs = [job for job in found if job is not None and _is_of(job, request)]
+        if not any(_is_started(job) for job in jobs) or all(_is_released(job) for job in jobs):
             return None
-        return self.handle(job)
+        return handle_of(jobs)
 
     def attempts(self) -> Iterator[Handle]:
-        """Every attempt of this namespace that is not released, for a check of orphans."""
-        for job in self.jobs():
-            if not _is_released(job):
-                yield self.handle(job)
+        """Every attempt of this namespace that is not released."""
+        for jobs in attempts_of(job for job in self.jobs() if not _is_released(job)):
+            yield handle_of(jobs)
 
     def jobs(self) -> list[Json]:
         """Every Job of ours in this namespace, as the API server shows it."""
@@ -182,6 +194,23 @@ class KubernetesBackend:
         if _is_released(job):
             raise BackendError(f"{name}: this attempt has ended and was released")
         return job
+
+    def _create_all(
+        self, request: AttemptRequest, parts: Sequence[Json], jobs: Sequence[Json | None]
+    ) -> list[Json]:
+        """The Jobs that are there, and those that are missing; where one cannot be, none is left behind."""
+        made: list[Json] = []
+        new: list[Json] = []
+        for part, job in zip(parts, jobs, strict=True):
+            try:
+                made.append(job or self._create(request, part))
+            except (SpecError, BackendError) as err:
+                if new and not (isinstance(err, BackendError) and err.transient):
+                    self._take_back(handle_of(new))
+                raise
+            if job is None:
+                new.append(made[-1])
+        return made
 
     def _create(self, request: AttemptRequest, rendered: Mapping[str, Any]) -> Json:
         try:
@@ -225,7 +254,7 @@ class KubernetesBackend:
             patch["spec"] = {"suspend": False}
         return self.cluster.patch(paths.jobs(self.namespace, metadata["name"]), patch)
 
-    def _check_room(self, request: AttemptRequest) -> None:
+    def _check_room(self, request: AttemptRequest, parts: Sequence[Json]) -> None:
         """Refuse what the whole cluster has no room for, where no nodes are added and they may be read."""
         if self.settings.wait_for_node_s > 0 or self.settings.cluster_prices:
             return
@@ -235,21 +264,19 @@ class KubernetesBackend:
             if err.status == 403:
                 return
             raise
-        missing = shortfall(request.allocation, nodes)
-        if missing is not None:
-            raise NoOfferError(f"{request.run_label}: {missing}")
+        for part, rendered in zip(request.allocation.parts, parts, strict=True):
+            missing = shortfall(Need.of(rendered["job"]["spec"]["template"]), part, nodes)
+            if missing is not None:
+                raise NoOfferError(f"{request.run_label}: {missing}")
 
-    def _settle(self, handle: Handle, job: Json) -> None:
+    def _settle(self, handle: Handle) -> None:
         """Wait a little for the scheduler's and the kubelet's first word, and take back what cannot run.
 
         Raises:
             CapacityError, SpecError: With the scheduler's or the kubelet's own message.
         """
-        nodes = _nodes(job)
-        turns = math.ceil(SETTLE_S / _POLL_S)
-        for _ in range(turns):
-            seen = self._look(handle)
-            status = read_attempt(seen, nodes)
+        for _ in range(math.ceil(SETTLE_S / _POLL_S)):
+            status = self.observe(handle)
             for node in status.nodes:
                 if node.reason == "capacity":
                     self._take_back(handle)
@@ -264,7 +291,8 @@ class KubernetesBackend:
             self._sleep(_POLL_S)
 
     def _take_back(self, handle: Handle) -> None:
-        self.cluster.delete(paths.jobs(self.namespace, handle.name), uid=str(handle.details["uid"]))
+        for part in self._parts(handle):
+            self.cluster.delete(paths.jobs(part.namespace, part.name), uid=part.uid)
 
     # -- watching
 
@@ -274,79 +302,51 @@ class KubernetesBackend:
         Raises:
             BackendError: The API server does not answer, or the handle is none of this backend's.
         """
-        return read_attempt(self._look(handle), _handle_nodes(handle))
+        return _status(self._look(handle))
 
-    def _look(self, handle: Handle) -> Seen:
-        """What the API server, or the shared view of the namespace, shows of the attempt."""
-        if not handle.details.get("uid"):
-            raise BackendError(f"{handle.name}: this handle names no Job of a cluster")
-        namespace = str(handle.details.get("namespace") or self.namespace)
-        view = self._view(namespace)
-        job, pods, server_time = view.attempt(handle.name) if view is not None else (None, [], None)
-        if job is None:  # a view may be older than the Job: nothing is gone before the server says so
-            job, pods, server_time = self._fetch(namespace, handle.name)
-        uid = handle.details["uid"]
-        if job is not None and job["metadata"]["uid"] != uid:
-            job = None
-        ours = tuple(pod for pod in pods if _is_owned(pod, uid))
-        seen = Seen(job, ours, server_time=server_time, wait_for_node_s=self.settings.wait_for_node_s)
-        return self._look_closer(namespace, seen, events=view is None)
+    def _parts(self, handle: Handle) -> tuple[Part, ...]:
+        return parts_of(handle, self.namespace)
+
+    def _look(self, handle: Handle) -> list[tuple[Part, Seen]]:
+        """Each Job of the attempt, and what is to be seen of it."""
+        wait_s = self.settings.wait_for_node_s
+        return [
+            (part, look_at(part, self.cluster, self._view(part.namespace), wait_for_node_s=wait_s))
+            for part in self._parts(handle)
+        ]
 
     def _view(self, namespace: str) -> View | None:
         return shared_view(self.cluster, namespace) if self._watches else None
 
-    def _fetch(self, namespace: str, name: str) -> tuple[Json | None, list[Json], float | None]:
-        found = self.cluster.find(paths.jobs(namespace, name))
-        if found is None:
-            return None, [], None
-        query = {"labelSelector": f"{names.JOB_NAME}={name}"}
-        pods = self.cluster.list(paths.pods(namespace), query)
-        return found.body, pods.body["items"], pods.server_time
-
-    def _look_closer(self, namespace: str, seen: Seen, *, events: bool) -> Seen:
-        """Nodes of overdue pods, and warnings about what waits; neither has to be readable."""
-        overdue = {
-            str(pod["spec"]["nodeName"])
+    def pods(self, handle: Handle) -> list[tuple[int, Json]]:
+        """``(node, pod)`` of every pod, by node; a node whose pod was made again stands there twice."""
+        found = [
+            (part.first + index, dict(pod))
+            for part, seen in self._look(handle)
             for pod in seen.pods
-            if (failures.silent_for(pod, seen) or 0) >= failures.LOST_AFTER_S and pod["spec"].get("nodeName")
-        }
-        nodes = {}
-        for name in sorted(overdue):
-            with suppress(RefusedError):
-                nodes[name] = self.cluster.get(paths.nodes(name)).body
-        warnings = self._warnings(namespace, seen) if events else ()
-        if not nodes and not warnings:
-            return seen
-        return Seen(seen.job, seen.pods, nodes, warnings, seen.server_time, seen.wait_for_node_s)
-
-    def _warnings(self, namespace: str, seen: Seen) -> tuple[Json, ...]:
-        """Warnings about pods that wait without a word, and about a Job that lacks pods."""
-        waiting = [pod for pod in seen.pods if failures.is_waiting_silently(pod)]
-        without_pods = [seen.job] if seen.job is not None and failures.lacks_pods(seen) else []
-        found: list[Json] = []
-        for body in [*waiting, *without_pods]:
-            query = {"fieldSelector": f"involvedObject.uid={body['metadata']['uid']},type=Warning"}
-            with suppress(RefusedError):
-                found += self.cluster.list(paths.events(namespace), query).body["items"]
-        return tuple(found)
+            if (index := index_of(pod)) is not None
+        ]
+        return sorted(found, key=lambda one: one[0])
 
     def mend(self, handle: Handle) -> tuple[str, ...]:
         """Give up pods on nodes that do not answer, so that their Job makes them again; names of the pods.
 
+        Where one Job of a mixed attempt has failed, its others are ended, as a Job ends its own pods.
         For the owner alone. Where the Role does not allow it, nothing is done: the node counts as lost.
         """
-        return free_lost(self.cluster, self._look(handle))
+        found = self._look(handle)
+        rest = unneeded(found)
+        for part, seen in rest:
+            self._stop(part, seen, grace_s=LEAST_GRACE_S)
+        return tuple(name for _, seen in found for name in free_lost(self.cluster, seen))
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
-        """Intervals of every node by the times in Job and pods. Raises BackendError."""
-        return intervals(self._look(handle), handle)
+        """Intervals of every node by the times in Jobs and pods. Raises BackendError."""
+        return tuple(one for part, seen in self._look(handle) for one in intervals(seen, part))
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """What the kubelet keeps of each node's output, from byte *since* on."""
-        for pod in self._look(handle).pods:
-            node = index_of(pod)
-            if node is None:
-                continue
+        for node, pod in self.pods(handle):
             path = paths.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
             skip, lines = (since or {}).get(node, 0), []
             try:
@@ -374,8 +374,8 @@ class KubernetesBackend:
         return state_of(self._live(handle))
 
     def _live(self, handle: Handle) -> tuple[Json, ...]:
-        pods = self._look(handle).pods
-        return tuple(dict(pod) for pod in pods if (pod.get("status") or {}).get("phase") == "Running")
+        pods = self.pods(handle)
+        return tuple(pod for _, pod in pods if (pod.get("status") or {}).get("phase") == "Running")
 
     # -- ending
 
@@ -384,22 +384,25 @@ class KubernetesBackend:
 
         The Job's record stays, so that any process can still tell how it ended.
         """
-        seen = self._look(handle)
+        for part, seen in self._look(handle):
+            self._stop(part, seen, grace_s=grace_s)
+
+    def _stop(self, part: Part, seen: Seen, *, grace_s: float) -> None:
         job = seen.job
         if job is None or job_end(job) is not None:
             return
         asked = failures.stop_asked(job)
         if asked is None or (grace_s <= 0 < float(asked.get("grace_s") or 0)):
-            never_came = failures.unmet(read_attempt(seen, _handle_nodes(handle)))
+            never_came = failures.unmet(read_attempt(seen, part.nodes))
             note = {"grace_s": grace_s, "at": seen.server_time} | (
                 {"unmet": never_came} if never_came else {}
             )
             patch = {
-                "metadata": {"uid": job["metadata"]["uid"], "annotations": {names.STOP: json.dumps(note)}},
+                "metadata": {"uid": part.uid, "annotations": {names.STOP: json.dumps(note)}},
                 "spec": {"activeDeadlineSeconds": STOP_DEADLINE_S},
             }
             try:
-                self.cluster.patch(paths.jobs(job["metadata"]["namespace"], handle.name), patch)
+                self.cluster.patch(paths.jobs(part.namespace, part.name), patch)
             except RefusedError as err:
                 if err.status not in (404, 409):
                     raise
@@ -414,19 +417,22 @@ class KubernetesBackend:
             self.cluster.delete(path, uid=metadata["uid"], grace_s=grace)
 
     def release(self, handle: Handle) -> None:
-        """Remove the pods of an ended attempt; its Job stays for an hour as the mark that it was."""
-        seen = self._look(handle)
-        job = seen.job
-        if job is None or not read_attempt(seen, _handle_nodes(handle)).is_over:
+        """Remove the pods of an ended attempt; its Jobs stay for an hour as the mark that it was."""
+        found = self._look(handle)
+        if _status(found).is_over:
+            for part, seen in found:
+                self._release(part, seen)
+
+    def _release(self, part: Part, seen: Seen) -> None:
+        job, path = seen.job, paths.jobs(part.namespace, part.name)
+        if job is None:
             return
-        metadata = job["metadata"]
-        path = paths.jobs(metadata["namespace"], metadata["name"])
         if job_end(job) is None and (job["spec"].get("suspend") or not seen.pods):
-            self.cluster.delete(path, uid=metadata["uid"])
+            self.cluster.delete(path, uid=part.uid)
             return
         kept = self._keeps(job)
         patch: Json = {
-            "metadata": {"uid": metadata["uid"], "labels": {names.RELEASED: "true"}},
+            "metadata": {"uid": part.uid, "labels": {names.RELEASED: "true"}},
             "spec": {"ttlSecondsAfterFinished": max(RELEASED_TTL_S, kept)},
         }
         if job_end(job) is None:
@@ -435,7 +441,7 @@ class KubernetesBackend:
         if kept:
             return
         for pod in seen.pods:
-            where = paths.pods(metadata["namespace"], pod["metadata"]["name"])
+            where = paths.pods(part.namespace, pod["metadata"]["name"])
             self.cluster.delete(where, uid=pod["metadata"]["uid"])
 
     def _keeps(self, job: Mapping[str, Any]) -> int:
@@ -449,24 +455,16 @@ class KubernetesBackend:
         found = self.cluster.find(paths.jobs(self.namespace, name))
         return None if found is None else found.body
 
-    def handle(self, job: Json) -> Handle:
-        """The handle of the attempt that *job* is."""
-        metadata = job["metadata"]
-        details = {
-            "namespace": metadata["namespace"],
-            "uid": metadata["uid"],
-            "created": metadata["creationTimestamp"],
-            "nodes": _nodes(job),
-        }
-        return Handle(self.name, metadata["name"], details)
+
+def _status(found: Sequence[tuple[Part, Seen]]) -> AttemptStatus:
+    """All nodes of an attempt, by what is to be seen of its Jobs."""
+    parts = (read_attempt(seen, part.nodes, first=part.first) for part, seen in found)
+    return AttemptStatus(tuple(node for part in parts for node in part.nodes))
 
 
-def _nodes(job: Json) -> int:
-    return int((job["metadata"].get("labels") or {}).get(names.NODES) or job["spec"]["completions"])
-
-
-def _handle_nodes(handle: Handle) -> int:
-    return int(handle.details.get("nodes") or 1)
+def _may_start(job: Json) -> bool:
+    """True for a Job whose start was cut off, or that was just made."""
+    return not _is_started(job) and job_end(job) is None and failures.stop_asked(job) is None
 
 
 def _is_of(job: Json, request: AttemptRequest) -> bool:
@@ -485,10 +483,6 @@ def _is_started(job: Json) -> bool:
 
 def _is_released(job: Json) -> bool:
     return (job["metadata"].get("labels") or {}).get(names.RELEASED) == "true"
-
-
-def _is_owned(pod: Json, uid: str) -> bool:
-    return any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
 
 
 def _waits_for_queue(status: AttemptStatus) -> bool:

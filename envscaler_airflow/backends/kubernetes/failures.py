@@ -9,7 +9,7 @@ import datetime as dt
 import json
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import AttemptStatus, NodeState, NodeStatus
@@ -297,8 +297,15 @@ def unmet(status: AttemptStatus) -> str | None:
     return next((node.detail for node in status.nodes if node.reason == "capacity"), None)
 
 
-def read_attempt(seen: Seen, nodes: int) -> AttemptStatus:
-    """State of every node of the attempt."""
+def read_attempt(seen: Seen, nodes: int, *, first: int = 0) -> AttemptStatus:
+    """State of the *nodes* nodes of one Job; the attempt numbers them from *first* on."""
+    status = _read_job(seen, nodes)
+    return (
+        AttemptStatus(tuple(replace(one, node=first + one.node) for one in status.nodes)) if first else status
+    )
+
+
+def _read_job(seen: Seen, nodes: int) -> AttemptStatus:
     if seen.job is None:
         gone = "its Job is gone from the cluster"
         return AttemptStatus(

@@ -28,7 +28,6 @@ TERMINATION_LOG = Path("/dev/termination-log")
 """Source: Kubernetes, terminationMessagePath."""
 MAX_MESSAGE_BYTES = 4096
 """Source: Kubernetes keeps so much of a termination message."""
-_TOKEN = "$ENVSCALER_RENDEZVOUS"  # noqa: S105  # a variable in a command line
 
 
 def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -38,13 +37,13 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     exchange = Path(os.environ["ENVSCALER_EXCHANGE"])
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ["ENVSCALER_NODE"] = os.environ.get("JOB_COMPLETION_INDEX", "0")
+    index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
+    os.environ["ENVSCALER_NODE"] = str(index + int(options.get("--first-node", "0")))
     command = argv[split + 1 :]
     signal.signal(signal.SIGTERM, _stopped)  # as PID 1 it would be ignored
     address = await_node(exchange / "node.json", sleep=sleep).get("address")
     if address:
-        os.environ["ENVSCALER_RENDEZVOUS"] = str(address)
-        command = [word.replace(_TOKEN, str(address)) for word in command]
+        os.environ["ENVSCALER_RENDEZVOUS"] = str(address)  # the wrapper puts it into the command
     sys.path.insert(0, here)
     from envscaler_airflow.agent.__main__ import main as wrapper  # noqa: PLC0415  # found by the line above
 

@@ -1,11 +1,23 @@
-"""Pods on nodes that went silent: what lets their Job make them again."""
+"""What is lost of an attempt: what lets its Jobs make pods again, and what need not go on without them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, RefusedError
-from envscaler_airflow.backends.kubernetes.failures import LOST_AFTER_S, Seen, is_silent, silent_for
+from envscaler_airflow.backends.kubernetes.failures import (
+    LOST_AFTER_S,
+    Seen,
+    condition,
+    is_silent,
+    job_end,
+    read_attempt,
+    silent_for,
+)
+from envscaler_airflow.backends.kubernetes.handles import Part
 
+_WENT = ("succeeded", "left", "stopped", "orphaned")
 _NOTE = "its node does not answer, and it is overdue; given up by envscaler"
 
 
@@ -33,3 +45,19 @@ def free_lost(cluster: Cluster, seen: Seen) -> tuple[str, ...]:
             raise
         freed.append(str(metadata["name"]))
     return tuple(freed)
+
+
+def unneeded(found: Sequence[tuple[Part, Seen]]) -> list[tuple[Part, Seen]]:
+    """Jobs of a mixed attempt that still run although another of it has failed or is gone.
+
+    Nodes that went as they were asked to end their Job too, and leave the others to their own end.
+    """
+    if not any(_has_broken(part, seen) for part, seen in found):
+        return []
+    return [(part, seen) for part, seen in found if seen.job is not None and job_end(seen.job) is None]
+
+
+def _has_broken(part: Part, seen: Seen) -> bool:
+    if seen.job is not None and condition(seen.job, "Failed") is None:
+        return False
+    return any(node.reason not in _WENT for node in read_attempt(seen, part.nodes).nodes)

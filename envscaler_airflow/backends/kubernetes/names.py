@@ -17,6 +17,8 @@ RUN = "envscaler.io/run"
 GENERATION = "envscaler.io/generation"
 ATTEMPT = "envscaler.io/attempt"
 NODES = "envscaler.io/nodes"
+FIRST = "envscaler.io/first-node"
+"""Label of a Job that is part of a mixed attempt: number of its first node."""
 RELEASED = "envscaler.io/released"
 """Label: the attempt was released; its Job stays for a while so that no late repeat starts it anew."""
 PREFIX = "envscaler.io/run-prefix"
@@ -46,6 +48,11 @@ def attempt_name(request: AttemptRequest) -> str:
     tail = f"-{run_hash(request.store_url, request.run_prefix)[:10]}-g{request.generation}-a{request.attempt}"
     head = _plain(request.run_label)[: MAX_JOB_CHARACTERS - len(tail)].strip("-")
     return (head or "run") + tail
+
+
+def part_name(attempt: str, part: int) -> str:
+    """Name of the Job of that part; at most 3 characters more, which still leaves room for a pod's index."""
+    return f"{attempt}-p{part}" if part else attempt
 
 
 def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:

@@ -20,7 +20,7 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog import canonical_gpu
-from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.planning.offers import AllocationPart, Offer
 from envscaler_airflow.spec.gpus import MEMORY_GB
 
 GIB = 1 << 30
@@ -59,7 +59,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What pods can have of one node: its allocatable resources less the courier's."""
+    """What can be had of one node."""
 
     vcpus: float
     memory_gib: float
@@ -114,12 +114,18 @@ def _canonical(label: str, labels: Mapping[str, str]) -> str:
 
 
 def room_of(node: Mapping[str, Any]) -> Room:
-    """What pods of ours can have of this node when it is empty."""
+    """What the training of one pod can have of this node when it is empty."""
+    whole = whole_of(node)
+    cpus = round(whole.vcpus - COURIER_CPUS, 3)  # whole millicores
+    return Room(cpus, whole.memory_gib - COURIER_MEMORY_BYTES / GIB, whole.gpus)
+
+
+def whole_of(node: Mapping[str, Any]) -> Room:
+    """What all pods can have of this node when it is empty."""
     found = (node.get("status") or {}).get("allocatable") or {}
     gpus = sum(int(quantity(str(found.get(name, "0")))) for name in GPU_RESOURCES)
-    memory = quantity(str(found.get("memory", "0"))) - COURIER_MEMORY_BYTES
-    cpus = round(quantity(str(found.get("cpu", "0"))) - COURIER_CPUS, 3)  # whole millicores
-    return Room(cpus, memory / GIB, gpus)
+    memory = quantity(str(found.get("memory", "0")))
+    return Room(quantity(str(found.get("cpu", "0"))), memory / GIB, gpus)
 
 
 def is_usable(node: Mapping[str, Any]) -> bool:
@@ -170,21 +176,54 @@ def zones(nodes: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     )
 
 
-def shortfall(allocation: Allocation, nodes: Iterable[Mapping[str, Any]]) -> str | None:
-    """What *allocation* takes beyond all nodes of its kind when they are empty; None when it fits."""
-    offer = allocation.offer
-    wanted = offer.instance_type.partition(":")[0]
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one pod asks a node for."""
+
+    vcpus: float
+    memory_gib: float
+    gpus: int
+
+    @classmethod
+    def of(cls, pod: Mapping[str, Any]) -> Need:
+        """By its template: the training and the containers that stand beside it.
+
+        Source: Kubernetes, sidecar containers: an init container that restarts counts as a container.
+        """
+        spec = pod["spec"]
+        sidecars = [one for one in spec.get("initContainers") or () if one.get("restartPolicy") == "Always"]
+        asked = [_asked(one) for one in [*spec["containers"], *sidecars]]
+        vcpus, memory, gpus = (
+            sum(quantity(str(one.get(name, "0"))) for one in asked for name in resources)
+            for resources in (("cpu",), ("memory",), GPU_RESOURCES)
+        )
+        return cls(vcpus, memory / GIB, int(gpus))
+
+
+def _asked(container: Mapping[str, Any]) -> dict[str, Any]:
+    """Its requests; a limit without a request is one. Source: Kubernetes, requests and limits."""
+    resources = container.get("resources") or {}
+    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+
+
+def shortfall(need: Need, part: AllocationPart, nodes: Iterable[Mapping[str, Any]]) -> str | None:
+    """What the pods of *part* take beyond all nodes of its kind when they are empty; None when they fit."""
+    wanted = part.offer.instance_type.partition(":")[0]
     room = 0
     for node in nodes:
-        kind, has = kind_of(node), room_of(node)
-        if (kind.instance_type, kind.capacity_type) != (wanted, offer.capacity_type) or not is_usable(node):
-            continue
-        by_gpu = has.gpus // offer.gpus if offer.gpus else math.inf
-        room += int(min(has.vcpus // offer.vcpus, has.memory_gib // offer.memory_gib, by_gpu))
-    if room >= allocation.nodes:
+        kind = kind_of(node)
+        if (kind.instance_type, kind.capacity_type) == (wanted, part.offer.capacity_type) and is_usable(node):
+            room += _room_for(need, whole_of(node))
+    if room >= part.nodes:
         return None
-    what = f"{offer.gpus} GPUs, " if offer.gpus else ""
+    what = f"{need.gpus} GPUs, " if need.gpus else ""
     return (
-        f"cpu: {allocation.nodes} nodes of {what}{offer.vcpus:g} CPUs and {offer.memory_gib:g} GiB asked; "
+        f"cpu: {part.nodes} pods of {what}{need.vcpus:g} CPUs and {need.memory_gib:g} GiB asked; "
         f"the cluster has room for {room}"
     )
+
+
+def _room_for(need: Need, room: Room) -> int:
+    """Pods that an empty node takes."""
+    pairs = ((room.vcpus, need.vcpus), (room.memory_gib, need.memory_gib), (room.gpus, need.gpus))
+    return int(min(math.floor(has / asked + 1e-9) for has, asked in pairs if asked > 0))

@@ -10,6 +10,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend
 from envscaler_airflow.backends.kubernetes.failures import job_end, timestamp
+from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.lifecycle import RunState
 
 YOUNG_S = 900.0
@@ -56,7 +57,7 @@ def orphans(
             continue
         reason = _why(job, state_of(str(annotations.get(names.PREFIX))))
         if reason is not None:
-            yield Orphan(backend.handle(job), reason, job_end(job) is None)
+            yield Orphan(handle_of([job]), reason, job_end(job) is None)
 
 
 def _why(job: dict[str, Any], state: RunState | None) -> str | None:

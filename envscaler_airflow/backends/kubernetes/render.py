@@ -16,6 +16,7 @@ from envscaler_airflow.backends.kubernetes.override import merge_pod
 from envscaler_airflow.backends.kubernetes.scheduling import affinity, placement, tolerations
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.offers import AllocationPart, Offer
 from envscaler_airflow.protocol import (
     EXIT_LEFT,
     EXIT_NOT_FOUND,
@@ -48,13 +49,33 @@ _OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
 def render_attempt(request: AttemptRequest, settings: Settings) -> dict[str, Any]:
     """Everything that ``submit`` would create, without secrets.
 
-    Owner references and the values of secrets are added when it is sent.
+    A mixed allocation has ``parts``, each of which is what an attempt on one offer is: a Job with its
+    ConfigMap. Owner references and the values of secrets are added when it is sent.
+
+    Raises:
+        SpecError: It asks for what no pod can have.
+    """
+    parts = render_parts(request, settings)
+    if len(parts) == 1:
+        return parts[0]
+    return {"name": parts[0]["name"], "namespace": settings.namespace, "parts": parts}
+
+
+def render_parts(request: AttemptRequest, settings: Settings) -> list[dict[str, Any]]:
+    """One Job with its ConfigMap for each offer of the allocation, in the order of nodes.
 
     Raises:
         SpecError: It asks for what no pod can have.
     """
     name = names.attempt_name(request)
-    part = _Attempt(request, settings, name)
+    return [
+        _render_part(_Attempt(request, settings, names.part_name(name, index), part))
+        for index, part in enumerate(request.allocation.parts)
+    ]
+
+
+def _render_part(part: _Attempt) -> dict[str, Any]:
+    request, settings, name = part.request, part.settings, part.name
     layout = json.dumps(
         at.layout_of(request.spec, list(request.command), request.store_options), sort_keys=True
     )
@@ -100,12 +121,18 @@ class _Attempt:
     request: AttemptRequest
     settings: Settings
     name: str
+    part: AllocationPart
+
+    @property
+    def offer(self) -> Offer:
+        return self.part.offer
 
     def job(self) -> dict[str, Any]:
         request, settings = self.request, self.settings
-        nodes = request.allocation.nodes
+        nodes, first = self.part.nodes, self.part.first_rank
         labels = names.labels_of(request)
         job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
+        job_labels |= {names.FIRST: str(first)} if first else {}
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
             "completions": nodes,
@@ -155,15 +182,15 @@ class _Attempt:
         mounts = at.mounts_of(request.spec)
         self._add_shm(mounts)
         self._add_store(mounts)
-        where = affinity(request.allocation.offer, settings)
-        stand = placement(self.name, request.allocation.nodes, settings)
+        where = affinity(self.offer, settings)
+        stand = placement(labels, request.allocation.nodes, settings)
         joint = ({"nodeAffinity": where} if where else {}) | stand.pop("affinity", {})
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
             "automountServiceAccountToken": settings.service_account is not None,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": max(LEAST_GRACE_S, math.ceil(request.grace_s)),
-            "tolerations": tolerations(request.allocation.offer, settings),
+            "tolerations": tolerations(self.offer, settings),
             "initContainers": [self._install(), self._courier(mounts)],
             "containers": [self._main(mounts)],
             "volumes": mounts.volumes,
@@ -190,6 +217,7 @@ class _Attempt:
     def _main(self, mounts: at.Mounts) -> dict[str, Any]:
         request = self.request
         options = ["--grace", f"{_wrapper_grace(request.grace_s):g}", "--drain", f"{self.settings.drain_s:g}"]
+        options += ["--first-node", str(self.part.first_rank)] if self.part.first_rank else []
         return {
             "name": MAIN,
             "image": self._image(),
@@ -224,7 +252,7 @@ class _Attempt:
             "attempt": request.attempt,
             "nodes": request.allocation.nodes,
             "layout": f"{at.LAYOUT}/layout.json",
-        }
+        } | ({"first-node": self.part.first_rank} if self.part.first_rank else {})
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = ["-m", "envscaler_airflow.backends.kubernetes.sidecar", *map(escaped, words)]
         container = self._agent(COURIER, command, mounts.courier)
@@ -293,7 +321,7 @@ class _Attempt:
     def _need(self) -> Mapping[str, Any]:
         """The alternative of the spec that the offer was chosen for."""
         resources = self.request.spec.get("resources") or {}
-        offer = self.request.allocation.offer
+        offer = self.offer
         alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
         for one in alternatives:
             gpu = (one.get("requests") or {}).get("gpu") or {}
@@ -304,11 +332,11 @@ class _Attempt:
 
     def _cpus(self) -> float:
         asked = (self._need().get("requests") or {}).get("cpu")
-        return self.request.allocation.offer.vcpus if asked is None else cpu_cores(asked)
+        return self.offer.vcpus if asked is None else cpu_cores(asked)
 
     def _memory(self) -> tuple[int, int]:
         """``(request, limit)`` in bytes: the spec's, within the slice; the slice where the spec has none."""
-        need, offer = self._need(), self.request.allocation.offer
+        need, offer = self._need(), self.offer
         whole = int(offer.memory_gib * GIB)
         asked = (need.get("requests") or {}).get("memory")
         most = (need.get("limits") or {}).get("memory")
@@ -317,7 +345,7 @@ class _Attempt:
         return request, limit
 
     def _resources(self) -> dict[str, Any]:
-        need, offer = self._need(), self.request.allocation.offer
+        need, offer = self._need(), self.offer
         asked, most = self._memory()
         requests = {"cpu": f"{round(self._cpus() * 1000)}m", "memory": f"{asked // MIB}Mi"}
         limits = {"memory": f"{most // MIB}Mi"}
@@ -325,15 +353,14 @@ class _Attempt:
             limits["cpu"] = f"{round(cpu_cores(cpu) * 1000)}m"
         if need.get("disk_size"):
             requests["ephemeral-storage"] = str(need["disk_size"])
-        if offer.gpus:
+        if offer.gpus and ((need.get("requests") or {}).get("gpu") or {}).get("count"):
             limits[gpu_resource(need, offer.gpu_name)] = str(offer.gpus)
         return {"requests": requests, "limits": limits}
 
     def _add_shm(self, mounts: at.Mounts) -> None:
         """``/dev/shm``: as asked; else half of the memory for GPUs or several nodes. Chosen."""
         asked = self._need().get("shm_size")
-        allocation = self.request.allocation
-        if asked is None and not allocation.offer.gpus and allocation.nodes == 1:
+        if asked is None and not self.offer.gpus and self.request.allocation.nodes == 1:
             return
         size = self._memory()[1] // 2 if asked is None else memory_bytes(asked)
         shared = {"medium": "Memory", "sizeLimit": f"{size // MIB}Mi"}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.planning.offers import Offer
 
@@ -20,6 +21,7 @@ BY_GPU = "gpu."
 LOST_AFTER_S = 60
 """How long a pod stays bound to a node that does not answer. Source: issue of the backend; default is 300."""
 
+_OF_ATTEMPT = (names.RUN, names.GENERATION, names.ATTEMPT)
 _ARCHES = {"x86_64": "amd64", "arm64": "arm64"}
 
 
@@ -126,11 +128,11 @@ def _bears(key: str, value: str | None) -> dict[str, Any]:
     return {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"}
 
 
-def placement(job: str, nodes: int, settings: Settings) -> dict[str, Any]:
-    """How the nodes of one attempt stand to each other; {} for one node or no wish."""
+def placement(labels: Mapping[str, str], nodes: int, settings: Settings) -> dict[str, Any]:
+    """How the nodes of one attempt, whose pods bear *labels*, stand to each other; {} for no wish."""
     if nodes == 1 or settings.cluster_spread == "none":
         return {}
-    ours = {"labelSelector": {"matchLabels": {"batch.kubernetes.io/job-name": job}}}
+    ours = {"labelSelector": {"matchLabels": {name: labels[name] for name in _OF_ATTEMPT}}}
     if settings.cluster_spread == "zone":
         term = {"weight": 100, "podAffinityTerm": {**ours, "topologyKey": ZONE}}
         return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}}

@@ -1,7 +1,7 @@
 """The native sidecar of a pod: prepares the node, keeps its courier running, and lets it finish.
 
     python -m envscaler_airflow.backends.kubernetes.sidecar --exchange E --store URL --prefix P
-        --generation G --attempt A --nodes M --layout layout.json
+        --generation G --attempt A --nodes M --layout layout.json [--first-node N]
 
 A pod that replaces a lost one begins with an empty disk, but what the lost one uploaded counts: chunks of
 logs and metrics go on after the highest number in the store. Node 0 publishes its address there, and the
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.exchange,
         options.generation,
         options.attempt,
-        int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
+        options.first_node + int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
         options.nodes,
     )
     os.umask(0)  # the training may run as another user
@@ -92,11 +92,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--layout", type=Path, required=True)
+    parser.add_argument("--first-node", type=int, default=0)
     return parser.parse_args(arguments)
 
 
 def _courier_options(options: argparse.Namespace, node: int) -> list[str]:
     values = {**vars(options), "node": node}
+    del values["first_node"]
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 

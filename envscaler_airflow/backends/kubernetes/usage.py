@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from envscaler_airflow.backends.base import Handle, UsageInterval
+from dataclasses import replace
+
+from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes.failures import Json, Seen, index_of, job_end, timestamp
+from envscaler_airflow.backends.kubernetes.handles import Part
 
 
-def intervals(seen: Seen, handle: Handle) -> tuple[UsageInterval, ...]:
+def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
     """From the moment a pod was bound to a node to the end of its last container, one for each pod.
 
     A node whose pods are gone is billed from the Job's start to its end; one whose Job is gone, to the
     last moment that is known: nobody wrote down more.
     """
-    nodes = int(handle.details.get("nodes") or 1)
     found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
     known = {interval.node for interval in found}
-    others = (_of_job(node, seen, handle) for node in range(nodes) if node not in known)
+    others = (_of_job(node, seen, part) for node in range(part.nodes) if node not in known)
     found += [interval for interval in others if interval is not None]
-    return tuple(sorted(found, key=lambda one: (one.node, one.start)))
+    numbered = [replace(one, node=part.first + one.node) for one in found]
+    return tuple(sorted(numbered, key=lambda one: (one.node, one.start)))
 
 
 def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
@@ -57,8 +60,8 @@ def _job_ended_at(seen: Seen) -> float | None:
     return timestamp(end.get("lastTransitionTime")) if end is not None else None
 
 
-def _of_job(node: int, seen: Seen, handle: Handle) -> UsageInterval | None:
-    created = timestamp(str(handle.details.get("created") or ""))
+def _of_job(node: int, seen: Seen, part: Part) -> UsageInterval | None:
+    created = timestamp(part.created)
     if seen.job is None:
         return None if created is None else UsageInterval(node, created, created)
     start = timestamp((seen.job.get("status") or {}).get("startTime"))

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ FIRST_LOOK_S = 30.0
 """Longest wait for the first list. Chosen: as for any answer."""
 IDLE_S = 900.0
 """How long a view that nobody looks at goes on, seconds. Chosen: longer than a trigger's pause."""
+WARNINGS_S = 30.0
+"""Age from which the warnings of a namespace are listed anew, seconds, once for all who look. Chosen: a
+quota or a volume that is missing is shown within half a minute, by at most two calls a minute."""
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Waits after errors in a row, seconds. Chosen: an API server that comes back is not run over."""
 
@@ -108,6 +112,10 @@ class View:
         self._looked = monotonic()
         self._server: tuple[float, float] | None = None
         self._threads: list[threading.Thread] = []
+        self._namespace = namespace
+        self._listing = threading.Lock()
+        self._warnings: dict[str, list[Json]] = {}
+        self._warned_at: float | None = None
         self.lists = 0
         self.watches = 0
 
@@ -150,6 +158,25 @@ class View:
             job = self._tables["jobs"].items.get(name)
             pods = list(self._tables["pods"].by_job.get(name, {}).values())
             return job, pods, self._server_time()
+
+    def warnings(self, uid: str) -> list[Json]:
+        """Warning events about the object *uid*, of the last :data:`WARNINGS_S`; [] if none may be read."""
+        if self._listing.acquire(blocking=False):  # who comes meanwhile goes by the last ones
+            try:
+                if self._warned_at is None or self._monotonic() - self._warned_at >= WARNINGS_S:
+                    self._warned_at = self._monotonic()
+                    self._warnings = self._list_warnings()
+            finally:
+                self._listing.release()
+        return self._warnings.get(uid, [])
+
+    def _list_warnings(self) -> dict[str, list[Json]]:
+        found: dict[str, list[Json]] = {}
+        with suppress(BackendError):
+            answer = self._cluster.list(paths.events(self._namespace), {"fieldSelector": "type=Warning"})
+            for event in answer.body["items"]:
+                found.setdefault(str((event.get("involvedObject") or {}).get("uid")), []).append(event)
+        return found
 
     def _server_time(self) -> float | None:
         if self._server is None:

@@ -9,7 +9,7 @@ from contract.test_backend_contract import *  # noqa: F403 - the suite is the sa
 from e2e.kubernetes.place import Place
 from e2e.kubernetes.test_stages import NEEDED
 
-from envscaler_airflow.backends.kubernetes import failures, paths
+from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.protocol import Control, control_name
 from envscaler_airflow.store import for_run
 from envscaler_airflow.store.lease import renew_lease
@@ -81,8 +81,7 @@ class ClusterHarness:
             time.sleep(0.5)
 
     def _pods(self, handle):
-        pods = self.backend._look(handle).pods
-        return sorted(pods, key=failures.index_of)
+        return [pod for _, pod in self.backend.pods(handle)]
 
     def end(self, handle, exit_code):
         """Let the command of every node end."""

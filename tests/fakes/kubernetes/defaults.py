@@ -169,7 +169,7 @@ def default_job(job: Object) -> None:
     template_meta = template.setdefault("metadata", {})
     template_meta["labels"] = {**(template_meta.get("labels") or {}), **labels}
     default_pod_spec(template.setdefault("spec", {}), restart_policy=None)
-    meta["labels"] = {**template_meta["labels"], **(meta.get("labels") or {}), **labels}
+    meta["labels"] = meta.get("labels") or dict(template_meta["labels"])  # its own keep the template's away
     job["status"] = {}
 
 

@@ -1,0 +1,100 @@
+"""The Jobs of an attempt: one, or one for each offer of a mixed allocation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.errors import BackendError
+
+Json = dict[str, Any]
+
+BACKEND = "kubernetes"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One Job of an attempt.
+
+    Attributes:
+        namespace, name, uid: Which Job.
+        nodes: How many nodes it has.
+        first: Number of its first node in the attempt.
+        created: When, as the API server wrote it.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    nodes: int
+    first: int = 0
+    created: str = ""
+
+    @classmethod
+    def of(cls, job: Json) -> Part:
+        """The part that *job* is, as the API server shows it."""
+        metadata = job["metadata"]
+        labels = metadata.get("labels") or {}
+        nodes = int(labels.get(names.NODES) or job["spec"]["completions"])
+        first = int(labels.get(names.FIRST) or 0)
+        return cls(
+            metadata["namespace"],
+            metadata["name"],
+            metadata["uid"],
+            nodes,
+            first,
+            metadata["creationTimestamp"],
+        )
+
+
+def handle_of(jobs: Sequence[Json]) -> Handle:
+    """The handle of the attempt that *jobs* are, in the order of their nodes."""
+    parts = [Part.of(job) for job in jobs]
+    details: Json = {
+        "namespace": parts[0].namespace,
+        "uid": parts[0].uid,
+        "created": parts[0].created,
+        "nodes": sum(part.nodes for part in parts),
+    }
+    if len(parts) > 1:
+        fields = ("name", "uid", "nodes", "first", "created")
+        details["parts"] = [{field: getattr(part, field) for field in fields} for part in parts]
+    return Handle(BACKEND, parts[0].name, details)
+
+
+def parts_of(handle: Handle, namespace: str) -> tuple[Part, ...]:
+    """Its Jobs; *namespace* is that of a handle that does not say its own.
+
+    Raises:
+        BackendError: It names no Job.
+    """
+    details = handle.details
+    where = str(details.get("namespace") or namespace)
+    told = details.get("parts") or [{**details, "name": handle.name}]
+    try:
+        found = tuple(_part(where, one) for one in told)
+    except (KeyError, TypeError, ValueError) as err:
+        raise BackendError(f"{handle.name}: this handle names no Job of a cluster ({err!r})") from err
+    if not all(part.uid for part in found):
+        raise BackendError(f"{handle.name}: this handle names no Job of a cluster")
+    return found
+
+
+def _part(namespace: str, told: Mapping[str, Any]) -> Part:
+    nodes, first = int(told.get("nodes") or 1), int(told.get("first") or 0)
+    return Part(namespace, str(told["name"]), str(told["uid"]), nodes, first, str(told.get("created") or ""))
+
+
+def attempts_of(jobs: Iterable[Json]) -> list[list[Json]]:
+    """*jobs* by attempt, those of one in the order of their nodes."""
+    ordered = sorted(jobs, key=lambda job: (_attempt(job), Part.of(job).first))
+    return [list(group) for _, group in groupby(ordered, key=_attempt)]
+
+
+def _attempt(job: Json) -> tuple[str, ...]:
+    labels = job["metadata"].get("labels") or {}
+    return tuple(str(labels.get(name)) for name in (names.RUN, names.GENERATION, names.ATTEMPT))

@@ -1,0 +1,72 @@
+"""Look at one Job of an attempt: through the shared view of its namespace, or by calls."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from envscaler_airflow.backends.kubernetes import failures, names, paths
+from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.failures import Seen
+from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.watch import View
+
+
+def look_at(part: Part, cluster: Cluster, view: View | None, *, wait_for_node_s: float) -> Seen:
+    """What the API server, or the *view* of the namespace, shows of that part.
+
+    Raises:
+        BackendError: No answer.
+    """
+    job, pods, server_time = view.attempt(part.name) if view is not None else (None, [], None)
+    if job is None:  # a view may be older than the Job: nothing is gone before the server says so
+        job, pods, server_time = _fetch(cluster, part)
+    if job is not None and job["metadata"]["uid"] != part.uid:
+        job = None
+    ours = tuple(pod for pod in pods if _is_owned(pod, part.uid))
+    seen = Seen(job, ours, server_time=server_time, wait_for_node_s=wait_for_node_s)
+    return replace(seen, nodes=_silent_nodes(cluster, seen), events=_warnings(cluster, view, seen))
+
+
+def _fetch(cluster: Cluster, part: Part) -> tuple[Json | None, list[Json], float | None]:
+    found = cluster.find(paths.jobs(part.namespace, part.name))
+    if found is None:
+        return None, [], None
+    query = {"labelSelector": f"{names.JOB_NAME}={part.name}"}
+    pods = cluster.list(paths.pods(part.namespace), query)
+    return found.body, pods.body["items"], pods.server_time
+
+
+def _is_owned(pod: Json, uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
+
+
+def _silent_nodes(cluster: Cluster, seen: Seen) -> dict[str, Json]:
+    """Nodes of overdue pods; they do not have to be readable."""
+    overdue = {
+        str(pod["spec"]["nodeName"])
+        for pod in seen.pods
+        if (failures.silent_for(pod, seen) or 0) >= failures.LOST_AFTER_S and pod["spec"].get("nodeName")
+    }
+    nodes = {}
+    for name in sorted(overdue):
+        with suppress(RefusedError):
+            nodes[name] = cluster.get(paths.nodes(name)).body
+    return nodes
+
+
+def _warnings(cluster: Cluster, view: View | None, seen: Seen) -> tuple[Json, ...]:
+    """Warnings about pods that wait without a word, and about a Job that lacks pods, as far as readable."""
+    about = [pod for pod in seen.pods if failures.is_waiting_silently(pod)]
+    if seen.job is not None and failures.lacks_pods(seen):
+        about.append(seen.job)
+    found: list[Json] = []
+    for body in about:
+        metadata = body["metadata"]
+        if view is not None:
+            found += view.warnings(metadata["uid"])
+            continue
+        query = {"fieldSelector": f"involvedObject.uid={metadata['uid']},type=Warning"}
+        with suppress(RefusedError):
+            found += cluster.list(paths.events(metadata["namespace"]), query).body["items"]
+    return tuple(found)
