@@ -117,6 +117,18 @@ class AttemptStatus:
         """True when every node is ended or lost: nothing of it runs any more, and that is known."""
         return bool(self.nodes) and all(node.state in ("ended", "lost") for node in self.nodes)
 
+    @property
+    def waits(self) -> str:
+        """What nodes that do not run yet wait for, one line for people; "" when none does, or nobody knows."""
+        told: dict[str, list[str]] = {}
+        for one in self.nodes:
+            if one.state in ("pending", "starting") and one.detail:
+                words = f"{one.reason}: {one.detail}" if one.reason else one.detail
+                told.setdefault(words, []).append(str(one.node))
+        if len(self.nodes) == 1:
+            return "".join(told)
+        return "; ".join(f"node {', '.join(nodes)}: {words}" for words, nodes in told.items())
+
 
 @dataclass(frozen=True, slots=True)
 class UsageInterval:

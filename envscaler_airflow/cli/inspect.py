@@ -17,6 +17,7 @@ from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.lease import waits_of
 from envscaler_airflow.store.logs import read_logs
 
 POLL_S = 2.0
@@ -39,12 +40,13 @@ def status(run: str | None, *, as_json: bool, store: Store) -> None:
     prefix = find_run(store, run)
     state = load_state(store, prefix)
     said = statuses(store, prefix, state.current) if state.current else []
+    waits = waits_of(store, prefix) if state.live is not None else ""
     if as_json:
         body = run_report(state, now=time.time())
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
-        click.echo(json.dumps({"run": prefix, **body, "nodes": nodes}))
+        click.echo(json.dumps({"run": prefix, **body, "nodes": nodes, "waits": waits}))
     else:
-        print_run(prefix, state, said)
+        print_run(prefix, state, said, waits=waits)
 
 
 def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | None]:

@@ -35,8 +35,8 @@ def print_runs(rows: Sequence[tuple[str, RunState]]) -> None:
     Console().print(table)
 
 
-def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> None:
-    """One run: its attempts, and what the nodes of the current one last said."""
+def print_run(prefix: str, state: RunState, said: Sequence[Status | None], *, waits: str = "") -> None:
+    """One run: its attempts, what the nodes of the current one last said, and what they wait for."""
     console = Console(markup=False)
     reason = f": {printable(state.reason)}" if state.reason else ""
     console.print(Text.assemble(f"{prefix}: ", (state.status, "bold"), reason))
@@ -58,6 +58,8 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None]) -> No
     for node in said:
         if node is not None:
             console.print(_node_line(node))
+    if waits:
+        console.print(f"waits: {printable(waits)}")
 
 
 def printable(text: str) -> str:

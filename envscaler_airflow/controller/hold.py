@@ -76,12 +76,13 @@ class Holder:
             watching=waiting.watching,
             monotonic=self.monotonic,
         )
-        renewed = self.monotonic() - RENEW_EVERY_S
+        renewed, told = self.monotonic(), None
         while True:
             try:
-                if self.monotonic() - renewed >= RENEW_EVERY_S:
-                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id)
-                    renewed = self.monotonic()
+                waits = "" if watch.observed is None else watch.observed.waits
+                if waits != told or self.monotonic() - renewed >= RENEW_EVERY_S:
+                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id, waits=waits)
+                    renewed, told = self.monotonic(), waits
                 wake = watch.poll()
                 self.on_look(watch)
             except (StoreError, ProtocolError):

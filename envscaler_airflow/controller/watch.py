@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import Backend, Handle, UsageInterval
+from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
 from envscaler_airflow.controller.heard import believable
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
@@ -64,6 +64,8 @@ class Watch:
         self._billed = self._began
         self.statuses: dict[int, Status] = {}
         """What each node last said, for whoever shows it."""
+        self.observed: AttemptStatus | None = None
+        """What the backend last said of the attempt, for the same; None before the first answer."""
 
     def poll(self) -> Wake | None:
         """What the owner is needed for, None when for nothing. Blocks on I/O: call it in a thread.
@@ -101,7 +103,7 @@ class Watch:
     def _attempt(self, handle: Handle, elapsed: float) -> Wake | None:
         self._read_statuses()
         try:
-            observed = self._backend.observe(handle)
+            self.observed = observed = self._backend.observe(handle)
             is_known = all(node.state != "unknown" for node in observed.nodes)
             if observed.is_over:
                 return Wake("status", detail="the attempt ended")

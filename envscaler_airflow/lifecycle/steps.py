@@ -200,7 +200,15 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
     lost = _lost_node(facts)
     if lost is not None:
         return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
-    return _asked_of(state, live, facts) or Action("wait", reason="runs")
+    return _asked_of(state, live, facts) or Action("wait", reason=_sight(facts))
+
+
+def _sight(facts: Facts) -> str:
+    """How far the attempt is, in a word: it may wait for a machine for long."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    coming = [one for one in nodes if one.state in ("pending", "starting")]
+    detail = next((one.detail for one in coming if one.detail), "")
+    return (f"starts: {detail}" if detail else "starts") if coming else "runs"
 
 
 def _lost_node(facts: Facts) -> int | None:

@@ -28,11 +28,13 @@ class Lease:
         counter: Grows with every renewal; the only thing that ages are told by.
         holder: Who renewed it: a trigger or a slice. For people.
         log_cursor: Node to ``[chunk, byte offset]``: how far the training's log was shown.
+        waits: What nodes of the live attempt were last seen to wait for; "" for nothing. For people.
     """
 
     counter: int
     holder: str = ""
     log_cursor: Mapping[str, list[int]] = field(default_factory=dict)
+    waits: str = ""
 
 
 def read_lease(store: Store, prefix: str = "") -> Lease | None:
@@ -51,15 +53,33 @@ def read_lease(store: Store, prefix: str = "") -> Lease | None:
         body = json.loads(text)
         check_schema(body.get("schema"), where=where)
         cursor = {str(node): [int(at[0]), int(at[1])] for node, at in body.get("log_cursor", {}).items()}
-        return Lease(int(body["counter"]), str(body.get("holder", "")), cursor)
+        return Lease(int(body["counter"]), str(body.get("holder", "")), cursor, str(body.get("waits", "")))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as err:
         raise ProtocolError(f"{where}: not a lease: {err!r}") from err
 
 
+def waits_of(store: Store, prefix: str = "") -> str:
+    """What nodes of the live attempt were last seen to wait for; "" when nothing is known.
+
+    Raises:
+        StoreError: It cannot be told.
+    """
+    try:
+        lease = read_lease(store, prefix)
+    except ProtocolError:
+        return ""
+    return lease.waits if lease else ""
+
+
 def renew_lease(
-    store: Store, prefix: str = "", *, holder: str, log_cursor: Mapping[str, Any] | None = None
+    store: Store,
+    prefix: str = "",
+    *,
+    holder: str,
+    log_cursor: Mapping[str, Any] | None = None,
+    waits: str | None = None,
 ) -> Lease:
-    """Raise the counter by one and say how far the log was shown; None keeps the cursor.
+    """Raise the counter by one, say how far the log was shown and what is waited for; None keeps either.
 
     A lease that cannot be understood is begun anew: to renew it is this side's job alone.
 
@@ -75,14 +95,17 @@ def renew_lease(
     cursor = (
         kept if log_cursor is None else {node: [int(at[0]), int(at[1])] for node, at in log_cursor.items()}
     )
+    if waits is None:
+        waits = last.waits if last else ""
     body = {
         "schema": SCHEMA,
         "counter": counter,
         "holder": holder,
         "log_cursor": dict(cursor),
+        "waits": waits,
     }
     store.write(join(prefix, LEASE), json.dumps(body, separators=(",", ":")).encode())
-    return Lease(counter, holder, cursor)
+    return Lease(counter, holder, cursor, waits)
 
 
 class LeaseWatch:

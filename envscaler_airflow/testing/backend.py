@@ -84,9 +84,17 @@ class ScriptedBackend:
         """Raise *error* at the next call of *method*; *after*: once it is done, so the answer is lost."""
         self._faults.setdefault(method, []).append((error, after))
 
-    def set_state(self, handle: Handle, state: NodeState, *, node: int | None = None) -> None:
+    def set_state(
+        self,
+        handle: Handle,
+        state: NodeState,
+        *,
+        node: int | None = None,
+        reason: str = "",
+        detail: str = "",
+    ) -> None:
         """Move *node* (None: all) to a state in which it lives: pending, starting or running."""
-        self._change(handle, NodeStatus(0, state), node)
+        self._change(handle, NodeStatus(0, state, reason=reason, detail=detail), node)
 
     def end(
         self,

@@ -5,6 +5,7 @@ Apart from the trigger itself, so that loading that into the triggerer's event l
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +15,12 @@ from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.lease import renew_lease, waits_of
 from envscaler_airflow.triggers.sensor_lease import SensorWatch
 from envscaler_airflow.triggers.tail import Tail, labelled
 
@@ -49,7 +51,10 @@ class Look:
                 f"{store.uri(prefix)}: the triggerer does not see this run; operator, triggerer, API server "
                 "and machines must all see the same [envscaler] store_url"
             )
+        self._store, self._prefix, self._holder = store, prefix, holder
         self._nodes = watching.nodes if watching.attempt else 0
+        self._waits = waits_of(store, prefix)
+        self._told = frozenset({self._waits} - {""})
         backend = open_backend(compute)
         if isinstance(backend, SharesWatch):
             backend.share_watch()  # the triggerer looks at all stages of a cluster
@@ -101,7 +106,28 @@ class Look:
         if self._sensor is not None and (news := self._sensor.news()) is not None:
             say(news)
         wake: Wake | None = self._watch.poll()
+        self._tell_waits(say)
         return wake.to_dict() if wake else None
+
+    def _tell_waits(self, say: Callable[[str], object]) -> None:
+        """What the machines wait for, once per change: in the log, and in the lease for ``envscaler status``.
+
+        A pull that fails and is tried again comes with two texts in turn: each is said once. A store that
+        cannot be written now costs nothing: the next look tries again.
+        """
+        seen = self._watch.observed
+        if seen is None or seen.waits == self._waits:
+            return
+        waits = seen.waits
+        if waits and waits not in self._told:
+            say(f"run={self._prefix} waits: {waits}")
+            self._told = (self._told | {waits}) - {""}
+        elif not waits and self._told and "" not in self._told:
+            say(f"run={self._prefix} waits no longer")
+            self._told |= {""}
+        with contextlib.suppress(StoreError):
+            renew_lease(self._store, self._prefix, holder=self._holder, waits=waits)
+            self._waits = waits
 
 
 def _is_scaled(store: Store, prefix: str) -> bool:

@@ -20,6 +20,7 @@ from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, r
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import look as look_module
 from envscaler_airflow.triggers import stage as stage_module
+from envscaler_airflow.triggers.look import Look
 from envscaler_airflow.triggers.sensor_lease import SensorLease, SensorWatch
 from envscaler_airflow.triggers.stage import StageTrigger, settle_s
 from envscaler_airflow.triggers.tail import Tail
@@ -231,6 +232,62 @@ def test_shows_what_it_read_even_when_the_next_look_fails(world):
         look.once(lines.append)
 
     assert lines == ["step 1"]
+
+
+def test_says_once_what_the_machines_wait_for(world):
+    """In the log once per change, and in the lease for a shell; texts that take turns are said once each."""
+    look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
+    pull = {"reason": "image", "detail": "ErrImagePull of train:1"}
+    again = {"reason": "image", "detail": "ImagePullBackOff of train:1"}
+
+    def seen(state, **why):
+        world.backend.set_state(world.handle, state, **why)
+        return said(look), read_lease(world.store, KEY.prefix).waits
+
+    shown = [
+        seen("pending", reason="scheduling", detail="0/2 nodes are available"),
+        seen("pending", reason="scheduling", detail="0/2 nodes are available"),
+        seen("starting", **pull),
+        seen("starting", **again),
+        seen("starting", **pull),
+        seen("running"),
+        seen("running"),
+    ]
+
+    mark = f"run={KEY.prefix} waits"
+    assert shown == [
+        ([f"{mark}: scheduling: 0/2 nodes are available"], "scheduling: 0/2 nodes are available"),
+        ([], "scheduling: 0/2 nodes are available"),
+        ([f"{mark}: image: ErrImagePull of train:1"], "image: ErrImagePull of train:1"),
+        ([f"{mark}: image: ImagePullBackOff of train:1"], "image: ImagePullBackOff of train:1"),
+        ([], "image: ErrImagePull of train:1"),
+        ([f"{mark} no longer"], ""),
+        ([], ""),
+    ]
+
+
+def test_what_is_waited_for_costs_no_event(world):
+    """A lease that cannot be written is tried again at the next look; the request is told all the same."""
+    look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
+    said(look)
+    world.backend.set_state(world.handle, "pending", detail="no room")
+    world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
+    world.store.add("refuse", "write", "*", times=1)
+
+    wake = look.once(lambda _line: None)
+    refused, again = said(look), said(look)
+
+    assert (refused, again) == ([f"run={KEY.prefix} waits: no room"], [])
+    assert wake["detail"] == "move-requested"
+    assert read_lease(world.store, KEY.prefix).waits == "no room"
+
+
+def test_a_stage_that_waits_for_nothing_says_nothing(world):
+    """From the first look on."""
+    look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
+
+    assert said(look) == []
+    assert said(look) == []
 
 
 def test_a_scaled_stage_without_a_sensor_says_so_once(world):

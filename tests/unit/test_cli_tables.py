@@ -32,3 +32,10 @@ def test_nothing_that_a_node_says_steers_the_terminal(capsys):
     assert "\x1b" not in shown
     assert sum(line.startswith("node ") for line in shown.splitlines()) == 1
     assert told == "failed:  [2Jx y"
+
+
+def test_what_a_run_waits_for_is_its_last_line(capsys):
+    """In the cluster's own words."""
+    print_run("d/run", RunState(status="active"), [], waits="scheduling: 0/2 nodes are available")
+
+    assert capsys.readouterr().out.splitlines()[-1] == "waits: scheduling: 0/2 nodes are available"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.testing import ScriptedBackend
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.lease import waits_of
+from envscaler_airflow.testing import ScriptedBackend, cpu_offer
 
 WAITING = Waiting(Watching(1, 1), "runs")
 DONE = Delivered({}, {})
@@ -80,3 +84,23 @@ def test_a_refusal_for_good_is_not_repeated():
     """Forbidden stays forbidden."""
     with pytest.raises(BackendError, match="forbidden"):
         holder(Answers(BackendError("forbidden", status=403)), slept=[], said=[]).hold()
+
+
+def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
+    """From the look that saw it on, for any shell that asks for the status."""
+    store, backend, slept = open_store(f"file://{tmp_path}"), ScriptedBackend(), []
+    allocation = Allocation(cpu_offer(1), nodes=2)
+    handle = backend.submit(AttemptRequest(store.url, "p", "dag.train", 1, 1, allocation, ("true",)))
+    backend.set_state(handle, "pending", node=0, reason="scheduling", detail="no room")
+    backend.set_state(handle, "starting", node=1)
+
+    def sleep(seconds):
+        slept.append(waits_of(store, "p"))
+        if len(slept) == 2:
+            backend.end(handle)
+
+    watching = Watching(0, 1, 1, nodes=2, handle=handle.to_dict())
+    waiting = Holder(None, store, "p", backend, Actor("me"), sleep=sleep)
+
+    assert waiting._wait(Waiting(watching, "starts")).detail == "the attempt ended"
+    assert slept == ["", "node 0: scheduling: no room"]

@@ -1,0 +1,61 @@
+"""What an attempt waits for, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.backends.base import AttemptStatus, NodeStatus
+from envscaler_airflow.lifecycle import Facts, Observed, fold, next_action
+from envscaler_airflow.lifecycle.ends import NodeFacts
+from envscaler_airflow.lifecycle.events import Event
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.testing import cpu_offer
+
+STARTED = fold(
+    [
+        Event(1, "generation", {"generation": 1, "spec_hash": "A"}),
+        Event(
+            2,
+            "attempt-intended",
+            {
+                "generation": 1,
+                "attempt": 1,
+                "spec_hash": "A",
+                "allocation": Allocation(cpu_offer(1)).to_dict(),
+            },
+        ),
+        Event(3, "attempt-started", {"generation": 1, "attempt": 1, "handle": {}}),
+    ]
+)
+
+
+def test_nodes_that_wait_for_the_same_are_told_together():
+    """Those that run, and those of which nothing is known, wait for nothing."""
+    status = AttemptStatus(
+        (
+            NodeStatus(0, "running"),
+            NodeStatus(1, "pending", reason="scheduling", detail="no room"),
+            NodeStatus(2, "starting", detail="pulls"),
+            NodeStatus(3, "pending", reason="scheduling", detail="no room"),
+            NodeStatus(4, "starting"),
+        )
+    )
+
+    assert status.waits == "node 1, 3: scheduling: no room; node 2: pulls"
+    assert AttemptStatus(status.nodes[1:2]).waits == "scheduling: no room"
+    assert AttemptStatus(()).waits == ""
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        (NodeFacts(0, "pending", detail="no room"), "starts: no room"),
+        (NodeFacts(0, "starting"), "starts"),
+        (NodeFacts(0, "running"), "runs"),
+    ],
+)
+def test_an_attempt_without_its_machine_does_not_run_yet(node, reason):
+    """The owner says so when it goes to wait."""
+    action = next_action(STARTED, Facts(observed=Observed((node,))))
+
+    assert (action.kind, action.reason) == ("wait", reason)
