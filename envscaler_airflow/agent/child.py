@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Set
 
+from envscaler_airflow.agent.gpu import shown_gpus
+
 HANG_S = 20.0
 """Silence after which the sampler is replaced. Chosen: twice what it allows one GPU call itself."""
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
@@ -47,8 +49,7 @@ class SamplerChild:
 
     def watch(self, root: int, environ: Dict[str, str]) -> None:
         """Sample the family of process *root* and the GPUs that *environ* shows to it."""
-        visible = environ.get("CUDA_VISIBLE_DEVICES", environ.get("NVIDIA_VISIBLE_DEVICES"))
-        self._options.update(root=root, visible=visible)
+        self._options.update(root=root, visible=shown_gpus(environ))
         self._next_start = self._clock()
 
     def tick(self, now: float) -> None:

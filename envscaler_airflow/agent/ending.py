@@ -14,14 +14,17 @@ EXIT_NOT_EXECUTABLE = 126
 ASKED_EXITS = {"left": EXIT_LEFT, "stopped": EXIT_STOPPED, "orphaned": EXIT_ORPHANED}
 
 _CUDA_MEMORY = re.compile(
-    r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory"
-    r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory"
-    r"|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating tensor"
+    r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA (?:driver )?error: out of memory"
+    r"|would exceed allowed memory\. \(out of memory\)|Cuda failure (?:\d+ )?'out of memory'"
+    r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+    r"|HIP out of memory|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating tensor(?!.* allocator cpu)"
 )
-"""Source: torch c10/cuda/CUDACachingAllocator.cpp, jaxlib, TensorFlow's ResourceExhaustedError."""
+"""Source: torch c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp, NCCL's checks.h, jaxlib,
+TensorFlow's ResourceExhaustedError."""
 _HOST_MEMORY = re.compile(
     r"MemoryError|std::bad_alloc|Cannot allocate memory|can't allocate memory"
     r"|DefaultCPUAllocator: not enough memory|java\.lang\.OutOfMemoryError|oom-kill"
+    r"|OOM when allocating tensor.* allocator cpu"
 )
 """Source: CPython, libstdc++, errno 12 of glibc, torch c10/core/impl/alloc_cpu.cpp, HotSpot, kernel log."""
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")

@@ -1,7 +1,7 @@
 """GPUs through NVML, where a driver and the ``pynvml`` module are there.
 
 Every name below has ``gpu<index>_`` in front (``gpu0_mig1_`` for a MIG instance, which has memory
-only). Each is left out when the device cannot tell it.
+and what :mod:`.gpm` measures). Each is left out when the device cannot tell it.
 
 =================================== ==========================================================
 metric                              meaning
@@ -26,18 +26,30 @@ metric                              meaning
 ``last_xid``                        number of the last one
 =================================== ==========================================================
 
+On GPUs with performance monitors (Hopper and later), :mod:`.gpm` adds how busy the multiprocessors,
+tensor cores and memory are, and tells PCIe and NVLink instead of what is said here.
+
 Source: NVML API reference (nvml.h) of driver 535 and newer; names after dcgm-exporter.
 """
 
 from __future__ import annotations
 
+import ctypes
+import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+
+from envscaler_airflow.agent import gpm
 
 SLOW_S = 5.0
 """Between two readings of what costs more: PCIe blocks for 20 ms each (nvml.h). Chosen."""
 NEVER = (3, 13)
 """``NVML_ERROR_NOT_SUPPORTED`` and ``NVML_ERROR_FUNCTION_NOT_FOUND``. Source: nvml.h."""
+TIMEOUT = 10
+"""``NVML_ERROR_TIMEOUT``: no event has come. Source: nvml.h."""
+MOST_HANGS = 2
+"""Questions about one GPU that may hang before nothing is asked of it. Chosen: one may be that
+question's, two are the GPU's; each costs ten seconds without any GPU's numbers."""
 ALL_LINKS = 0xFFFFFFFF
 """Scope of NVLink counters that means the sum of all links. Source: nvml.h, NVML_FI_DEV_NVLINK_*."""
 KIB = 1024
@@ -59,12 +71,25 @@ def load_nvml() -> Any:
     return pynvml
 
 
+def shown_gpus(environ: Mapping[str, str]) -> Optional[str]:
+    """Return which GPUs a command with *environ* sees, as :func:`is_visible` takes it; None for all.
+
+    ``NVIDIA_VISIBLE_DEVICES`` counts only where it has UUIDs: its numbers are the host's, and a
+    container that was given GPU 3 sees it as GPU 0.
+    """
+    cuda, container = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("NVIDIA_VISIBLE_DEVICES", "")
+    if cuda is not None:
+        return cuda
+    return container if container.startswith(("GPU-", "MIG-")) else None
+
+
 @dataclass(frozen=True)
 class Reading:
-    """One NVML question: *key* names it, *ask* gives metrics without their prefix."""
+    """One NVML question: *key* names it, *ask* gives the metrics *names*, those that it can tell."""
 
     key: str
     every_s: float
+    names: Tuple[str, ...]
     ask: Callable[[Any, Any], Values]
 
 
@@ -77,36 +102,68 @@ class Device:
     readings: List[Reading]
     due: Dict[str, float] = field(default_factory=dict)
     counters: Dict[str, Tuple[float, float]] = field(default_factory=dict)
-    values: Values = field(default_factory=dict)
+    told: Dict[str, Values] = field(default_factory=dict)
+
+    def values(self) -> Values:
+        """Return what every reading told when it was asked last, nothing of what it did not tell then."""
+        found: Values = {}
+        for values in self.told.values():
+            found.update(values)
+        return found
 
     def forget(self, reading: Reading) -> None:
         """Never ask it again."""
         self.readings = [other for other in self.readings if other is not reading]
+        self.told.pop(reading.key, None)
+
+    def prefer(self, reading: Reading, values: Values) -> None:
+        """Ask no more for what *reading* tells too."""
+        for other in list(self.readings):
+            if other is not reading and set(other.names) <= set(values):
+                self.forget(other)
 
 
 class Gpus:
     """All GPUs that the command can see.
 
     Attributes:
-        doing: The question that NVML is working on, e.g. ``gpu0:power``; "" in between. Another
-            thread tells by it which question hangs.
+        call: The question that NVML is working on, e.g. ``gpu0:power``, and since when; None in
+            between. Another thread tells by it which question hangs.
+        devices: Those that were found.
+        is_searched: True once all were looked for.
     """
 
-    def __init__(self, nvml: Any, *, visible: Optional[str] = None, skip: Sequence[str] = ()) -> None:
-        """Find the devices.
+    def __init__(
+        self,
+        nvml: Any,
+        *,
+        visible: Optional[str] = None,
+        skip: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare; :meth:`find` looks for the devices.
 
         Args:
             nvml: The module, initialised.
             visible: As ``CUDA_VISIBLE_DEVICES`` says it; None for all.
             skip: Questions that hung before.
+            clock: Tells since when NVML works on a question.
         """
-        self.doing = ""
-        self._nvml = nvml
-        self._skip: Set[str] = set(skip)
-        self._xids = _Xids(nvml)
+        self.call: Optional[Tuple[str, float]] = None
         self.devices: List[Device] = []
+        self.is_searched = False
+        self._nvml = nvml
+        self._visible = visible
+        self._skip: Set[str] = set(skip)
+        self._clock = clock
+        self._xids = _Xids(nvml)
+
+    def find(self) -> Gpus:
+        """Look for the devices; one that does not answer takes no other with it."""
         for index in range(self._ask("gpu:count", "nvmlDeviceGetCount") or 0):
-            self._add(index, visible)
+            self._add(index)
+        self.is_searched = True
+        return self
 
     def sample(self, now: float) -> Values:
         """Return the metrics of all devices; slow ones as they were last read."""
@@ -116,24 +173,32 @@ class Gpus:
                 if now >= device.due.get(reading.key, now):
                     device.due[reading.key] = now + reading.every_s
                     self._read(device, reading, now)
-            found.update((f"{device.label}_{name}", value) for name, value in device.values.items())
+            found.update((f"{device.label}_{name}", value) for name, value in device.values().items())
         found.update(self._guarded("gpu:xid", self._xids.poll) or {})
         return found
 
-    def _add(self, index: int, visible: Optional[str]) -> None:
+    def _add(self, index: int) -> None:
         label = f"gpu{index}"
         handle = self._ask(f"{label}:handle", "nvmlDeviceGetHandleByIndex", index)
-        if handle is None:
+        if handle is None or self._hangs(label) >= MOST_HANGS:
             return
         uuid = self._ask(f"{label}:uuid", "nvmlDeviceGetUUID", handle)
         instances = self._instances(label, handle)
+        visible = self._visible
         if not is_visible(index, _text(uuid), visible, [_text(uuid) for _, _, uuid in instances]):
             return
-        self.devices.append(Device(label, handle, list(READINGS)))
-        self._guarded(f"{label}:xid", lambda: self._xids.watch(label, handle))
-        for number, instance, uuid in instances:
-            if is_visible(-1, _text(uuid), visible, []) or is_visible(index, "", visible, []):
-                self.devices.append(Device(f"{label}_mig{number}", instance, [_MEMORY]))
+        monitors = self._monitors(label, handle)
+        self.devices.append(Device(label, handle, [*READINGS, *monitors]))
+        self._guarded(f"{label}:xid", lambda: self._xids.watch(label, handle, _text(uuid)))
+        for number, instance, own in instances:
+            if is_visible(-1, _text(own), visible, []) or is_visible(index, "", visible, []):
+                name = f"{label}_mig{number}"
+                monitors = self._monitors(name, handle, instance)
+                self.devices.append(Device(name, instance, [_MEMORY, *monitors]))
+
+    def _hangs(self, label: str) -> int:
+        """How many questions about a GPU, its instances included, hung before."""
+        return sum(key.startswith((f"{label}:", f"{label}_")) for key in self._skip)
 
     def _instances(self, label: str, handle: Any) -> List[Tuple[int, Any, Any]]:
         key = f"{label}:mig"
@@ -147,25 +212,36 @@ class Gpus:
                 found.append((number, instance, self._ask(key, "nvmlDeviceGetUUID", instance)))
         return found
 
+    def _monitors(self, label: str, handle: Any, instance: Any = None) -> List[Reading]:
+        """The reading of performance monitors, none where there are none."""
+
+        def open_them() -> Optional[gpm.Gpm]:
+            number = None if instance is None else self._nvml.nvmlDeviceGetGpuInstanceId(instance)
+            return gpm.open_gpm(self._nvml, handle, number)
+
+        found = self._guarded(f"{label}:gpm", open_them)
+        return [] if found is None else [Reading("gpm", 0.0, gpm.NAMES, lambda _nvml, _handle: found.read())]
+
     def _read(self, device: Device, reading: Reading, now: float) -> None:
         key = f"{device.label}:{reading.key}"
         if key in self._skip:
             device.forget(reading)
             return
-        self.doing = key
+        self.call = (key, self._clock())
         try:
-            values = reading.ask(self._nvml, device.handle)
+            values = _rates(device, reading.ask(self._nvml, device.handle), now)
         except AttributeError:  # an older module that does not know it
             device.forget(reading)
         except self._nvml.NVMLError as err:
+            device.told[reading.key] = {}
             if getattr(err, "value", None) in NEVER:
                 device.forget(reading)
-            for name in _NAMES[reading.key]:
-                device.values.pop(name, None)
         else:
-            device.values.update(_rates(device, values, now))
+            device.told[reading.key] = values
+            if reading.key == "gpm":
+                device.prefer(reading, values)
         finally:
-            self.doing = ""
+            self.call = None
 
     def _ask(self, key: str, name: str, *arguments: Any) -> Any:
         """Call the NVML function *name*, guarded; an older module may not have it."""
@@ -175,13 +251,13 @@ class Gpus:
         """Return what *call* returns, None when it fails or hung before."""
         if key in self._skip:
             return None
-        self.doing = key
+        self.call = (key, self._clock())
         try:
             return call()
         except (self._nvml.NVMLError, AttributeError):
             return None
         finally:
-            self.doing = ""
+            self.call = None
 
 
 def is_visible(index: int, uuid: str, visible: Optional[str], instances: Sequence[str]) -> bool:
@@ -209,36 +285,50 @@ class _Xids:
         self._nvml = nvml
         self._events: Any = None
         self._values: Values = {}
-        self._labels: List[Tuple[str, Any]] = []
+        self._labels: List[Tuple[str, Any, str]] = []
 
-    def watch(self, label: str, handle: Any) -> bool:
+    def watch(self, label: str, handle: Any, uuid: str) -> bool:
         nvml = self._nvml
         if self._events is None:
             self._events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
         self._values[f"{label}_xid_errors"] = 0.0
-        self._labels.append((label, nvml.nvmlDeviceGetUUID(handle)))
+        self._labels.append((label, handle, uuid))
         return True
 
     def poll(self) -> Values:
-        """Return the counts; takes no time when there is no event."""
+        """Return the counts; takes no time when there is no event.
+
+        While events cannot be waited for, a count of none is not known; one of some still is.
+        """
         while self._labels:
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-            except self._nvml.NVMLError:  # NVML_ERROR_TIMEOUT: none
+            except self._nvml.NVMLError as err:
+                if getattr(err, "value", None) != TIMEOUT:
+                    return {name: value for name, value in self._values.items() if value}
                 break
-            label = self._label(event)
-            self._values[f"{label}_xid_errors"] = self._values.get(f"{label}_xid_errors", 0.0) + 1
-            self._values[f"{label}_last_xid"] = float(event.eventData)
+            label = self._label(event.device)
+            if label is not None:
+                self._values[f"{label}_xid_errors"] += 1
+                self._values[f"{label}_last_xid"] = float(event.eventData)
         return dict(self._values)
 
-    def _label(self, event: Any) -> str:
-        if len(self._labels) > 1:
-            uuid = self._nvml.nvmlDeviceGetUUID(event.device)
-            for label, known in self._labels:
-                if known == uuid:
-                    return label
-        return self._labels[0][0]
+    def _label(self, device: Any) -> Optional[str]:
+        """Whose event it is. By the handle first: a GPU that fell off the bus tells no UUID any more."""
+        for label, handle, _ in self._labels:
+            if _address(handle) == _address(device):
+                return label
+        try:
+            uuid = _text(self._nvml.nvmlDeviceGetUUID(device))
+        except self._nvml.NVMLError:
+            return None
+        return next((label for label, _, known in self._labels if known and known == uuid), None)
+
+
+def _address(handle: Any) -> Optional[int]:
+    """What a handle points to: two handles of one GPU are different Python objects."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _text(uuid: Any) -> str:
@@ -321,29 +411,17 @@ def _ecc(nvml: Any, handle: Any) -> Values:
     }
 
 
-_MEMORY = Reading("memory", 0.0, _memory)
+_MEMORY = Reading("memory", 0.0, ("memory_used_bytes", "memory_total_bytes"), _memory)
 READINGS = (
-    Reading("utilization", 0.0, _utilization),
+    Reading("utilization", 0.0, ("utilization_percent", "memory_copy_utilization_percent"), _utilization),
     _MEMORY,
-    Reading("clocks", 0.0, _clocks),
-    Reading("throttle", SLOW_S, _throttle),
-    Reading("temperature", SLOW_S, _temperature),
-    Reading("power", 0.0, _power),
-    Reading("energy", SLOW_S, _energy),
-    Reading("pcie", SLOW_S, _pcie),
-    Reading("nvlink", SLOW_S, _nvlink),
-    Reading("ecc", SLOW_S, _ecc),
+    Reading("clocks", 0.0, ("sm_clock_mhz", "memory_clock_mhz"), _clocks),
+    Reading("throttle", SLOW_S, ("throttle_reasons",), _throttle),
+    Reading("temperature", SLOW_S, ("temperature_celsius",), _temperature),
+    Reading("power", 0.0, ("power_watts",), _power),
+    Reading("energy", SLOW_S, ("energy_joules",), _energy),
+    Reading("pcie", SLOW_S, ("pcie_transmit_bytes_per_s", "pcie_receive_bytes_per_s"), _pcie),
+    Reading("nvlink", SLOW_S, ("nvlink_transmit_bytes_per_s", "nvlink_receive_bytes_per_s"), _nvlink),
+    Reading("ecc", SLOW_S, ("ecc_corrected_errors", "ecc_uncorrected_errors"), _ecc),
 )
 """All questions, each on its own: one that fails or hangs takes no other with it."""
-_NAMES = {
-    "utilization": ("utilization_percent", "memory_copy_utilization_percent"),
-    "memory": ("memory_used_bytes", "memory_total_bytes"),
-    "clocks": ("sm_clock_mhz", "memory_clock_mhz"),
-    "throttle": ("throttle_reasons",),
-    "temperature": ("temperature_celsius",),
-    "power": ("power_watts",),
-    "energy": ("energy_joules",),
-    "pcie": ("pcie_transmit_bytes_per_s", "pcie_receive_bytes_per_s"),
-    "nvlink": ("nvlink_transmit_bytes_per_s", "nvlink_receive_bytes_per_s"),
-    "ecc": ("ecc_corrected_errors", "ecc_uncorrected_errors"),
-}

@@ -23,6 +23,11 @@ LOSS_S = 10.0
 _STEP_FIELDS = ("step", "epoch", "samples", "tokens", "batch", "step_time_s", "data_time_s", "sync_time_s")
 _LOSS_FIELDS = ("loss", "loss_is_nan", "accuracy")
 _STAMPS = ("t", "at")
+_LAST = (
+    *("_peak_bytes", "_limit_bytes", "_total_bytes", "_errors", "_xid", "_seconds"),
+    *("_joules", "_reasons"),
+)
+"""Ends of names whose mean says nothing: what only grows, what stands for all time, bits of a mask."""
 
 
 class Reporter:
@@ -118,7 +123,7 @@ def aggregate(samples: "Deque[Mapping[str, float]] | list[Mapping[str, float]]")
     counts: Dict[str, int] = {}
     for sample in samples:
         for name, value in sample.items():
-            if name.endswith(("_peak_bytes", "_limit_bytes", "_total_bytes", "_errors", "_xid", "_seconds")):
+            if name.endswith(_LAST):
                 values[name], counts[name] = value, 1
             else:
                 values[name] = values.get(name, 0.0) + value

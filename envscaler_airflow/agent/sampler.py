@@ -22,7 +22,7 @@ from envscaler_airflow.agent.host import Host
 CALL_S = 10.0
 """Longest that one NVML call may take. Chosen: they take milliseconds; half of the wrapper's patience."""
 INIT_S = 60.0
-"""Longest for the first. Chosen: without persistence mode it loads the driver, seconds per GPU."""
+"""Longest for those that begin. Chosen: without persistence mode they load the driver, seconds per GPU."""
 STALE_S = 15.0
 """Age at which GPU values are no longer said. Chosen: three times the slow readings' interval."""
 HUNG_EXIT = 3
@@ -52,7 +52,7 @@ class GpuThread:
         self._gpus: Optional[Gpus] = None
         self._values: Dict[str, float] = {}
         self._heard_at = -math.inf
-        self._turn_at = clock()
+        self._began_at = clock()
         self._is_over = False
 
     def start(self) -> None:
@@ -65,12 +65,12 @@ class GpuThread:
     def run(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Ask until there is nothing to ask."""
         nvml = self._load()
-        self._turn_at = self._clock()
         if nvml is not None:
-            self._gpus = Gpus(nvml, visible=self._visible, skip=self._skip)
-            while self._gpus.devices:
-                self._turn_at = self._clock()
-                self._values = self._gpus.sample(self._turn_at)
+            gpus = Gpus(nvml, visible=self._visible, skip=self._skip, clock=self._clock)
+            self._gpus = gpus  # before it asks anything: else nobody sees which question hangs
+            gpus.find()
+            while gpus.devices:
+                self._values = gpus.sample(self._clock())
                 self._heard_at = self._clock()
                 sleep(self._interval_s)
         self._is_over = True
@@ -84,9 +84,11 @@ class GpuThread:
         if self._is_over:
             return None
         if self._gpus is None:
-            return "gpu:init" if now - self._turn_at > INIT_S else None
-        doing = self._gpus.doing
-        return doing if doing and now - self._turn_at > CALL_S + self._interval_s else None
+            return "gpu:init" if now - self._began_at > INIT_S else None
+        call = self._gpus.call
+        if call is None:
+            return None
+        return call[0] if now - call[1] > (CALL_S if self._gpus.is_searched else INIT_S) else None
 
 
 def line(values: Values, *, t: float, at: float) -> bytes:

@@ -39,6 +39,70 @@ def test_an_end_that_nobody_asked_for(code, lines, expected):
     assert reason(End(code), *lines) == expected
 
 
+ALLOCATOR = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which "
+    "1.23 GiB is free. Process 4242 has 77.86 GiB memory in use. Of the allocated memory 76.00 GiB is "
+    "allocated by PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+    "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+"""As libc10_cuda.so of torch 2.14.1 puts it together."""
+HOST = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+"""What torch 2.13.0 raises for ``torch.empty(10**15)``."""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ((f"torch.OutOfMemoryError: {ALLOCATOR}",), "cuda-out-of-memory"),
+        ((f"torch.cuda.OutOfMemoryError: {ALLOCATOR}",), "cuda-out-of-memory"),
+        ((f"[rank1]: torch.OutOfMemoryError: {ALLOCATOR}", "E ChildFailedError:"), "cuda-out-of-memory"),
+        ((f"  what():  {ALLOCATOR}", "Aborted (core dumped)"), "cuda-out-of-memory"),
+        (
+            (
+                "torch.OutOfMemoryError: CUDA out of memory. Allocation was preemptively rejected because it "
+                "would exceed per_process_memory_fraction limit. Requested size: 20.00 GiB",
+            ),
+            "cuda-out-of-memory",
+        ),
+        (
+            ("  what():  Allocation on device 0 would exceed allowed memory. (out of memory)",),
+            "cuda-out-of-memory",
+        ),
+        (("torch.AcceleratorError: CUDA error: out of memory",), "cuda-out-of-memory"),
+        (("RuntimeError: CUDA driver error: out of memory",), "cuda-out-of-memory"),
+        (("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",), "cuda-out-of-memory"),
+        (
+            ("torch.distributed.DistBackendError: NCCL error", "Cuda failure 2 'out of memory'"),
+            "cuda-out-of-memory",
+        ),
+        ((f"RuntimeError: {HOST}",), "out-of-memory"),
+        ((f"[rank0]: RuntimeError: {HOST}", "E ChildFailedError:"), "out-of-memory"),
+        (
+            ("RuntimeError: unable to mmap 1024 bytes from file </torch_1_2>: Cannot allocate memory (12)",),
+            "out-of-memory",
+        ),
+        (
+            (
+                "OOM when allocating tensor with shape[9] and type float on /device:GPU:0 by allocator GPU_0_bfc",
+            ),
+            "cuda-out-of-memory",
+        ),
+        (
+            ("OOM when allocating tensor with shape[9] and type float on /device:CPU:0 by allocator cpu",),
+            "out-of-memory",
+        ),
+        (("RuntimeError: CUDA error: device-side assert triggered",), "failed"),
+        (("RuntimeError: CUDA error: an illegal memory access was encountered",), "failed"),
+    ],
+)
+def test_memory_of_the_gpu_is_told_from_that_of_the_machine(lines, expected):
+    """More memory of the machine helps only one of them; the texts are torch's own."""
+    assert reason(End(1), *lines) == (expected, 1)
+
+
 def test_the_last_matching_line_decides():
     """An out-of-memory that was caught and survived does not explain a full disk."""
     lines = ("CUDA out of memory, halving the batch", "OSError: No space left on device", "Traceback")

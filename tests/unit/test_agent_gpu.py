@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from envscaler_airflow.agent import gpu
-from envscaler_airflow.agent.gpu import Gpus, is_visible
+from envscaler_airflow.agent.gpu import Gpus, is_visible, shown_gpus
 from envscaler_airflow.agent.sampler import CALL_S, INIT_S, STALE_S, GpuThread
 
 
@@ -104,7 +104,7 @@ def first(values):
 
 def test_reads_what_a_gpu_tells():
     """Units: bytes, MHz, degrees, watts, joules; rates are unknown at the first reading."""
-    got = first(Gpus(Nvml()).sample(0))
+    got = first(Gpus(Nvml()).find().sample(0))
 
     assert got == {
         "utilization_percent": 90,
@@ -128,7 +128,7 @@ def test_reads_what_a_gpu_tells():
 def test_every_metric_is_in_the_table():
     """The table in the docstring is what people read."""
     nvml = Nvml()
-    gpus = Gpus(nvml)
+    gpus = Gpus(nvml).find()
     gpus.sample(0)
     nvml.xids = [(0, 79)]
     nvml.links = 1
@@ -141,7 +141,7 @@ def test_every_metric_is_in_the_table():
 def test_nvlink_counters_become_rates():
     """1000 KiB in ten seconds."""
     nvml = Nvml()
-    gpus = Gpus(nvml)
+    gpus = Gpus(nvml).find()
     gpus.sample(0)
 
     nvml.links = 1000
@@ -151,7 +151,7 @@ def test_nvlink_counters_become_rates():
 
 def test_every_gpu_is_read():
     """GPU 1 is busier."""
-    got = Gpus(Nvml()).sample(0)
+    got = Gpus(Nvml()).find().sample(0)
 
     assert (got["gpu0_utilization_percent"], got["gpu1_utilization_percent"]) == (90, 91)
 
@@ -159,7 +159,7 @@ def test_every_gpu_is_read():
 def test_what_is_not_supported_is_asked_once():
     """Error 3 is for ever; everything else is still read."""
     nvml = Nvml(broken={"nvmlDeviceGetPowerUsage": 3})
-    gpus = Gpus(nvml)
+    gpus = Gpus(nvml).find()
 
     for now in range(5):
         got = gpus.sample(now)
@@ -172,7 +172,7 @@ def test_what_is_not_supported_is_asked_once():
 def test_what_fails_now_is_unknown_now_and_asked_again():
     """Error 15, the GPU is lost: no old number is repeated."""
     nvml = Nvml()
-    gpus = Gpus(nvml)
+    gpus = Gpus(nvml).find()
     gpus.sample(0)
 
     nvml.broken["nvmlDeviceGetUtilizationRates"] = 15
@@ -185,7 +185,7 @@ def test_what_fails_now_is_unknown_now_and_asked_again():
 def test_costly_questions_are_asked_less_often():
     """PCIe blocks for 20 ms: every 5 s; utilisation every second."""
     nvml = Nvml(count=1)
-    gpus = Gpus(nvml)
+    gpus = Gpus(nvml).find()
 
     for now in range(10):
         gpus.sample(now)
@@ -204,7 +204,7 @@ def test_an_older_module_is_no_error():
             """All but one."""
             return {name: call for name, call in super().answers().items() if "Energy" not in name}
 
-    got = Gpus(Old()).sample(0)
+    got = Gpus(Old()).find().sample(0)
 
     assert "gpu0_energy_joules" not in got
     assert got["gpu0_power_watts"] == 250.5
@@ -213,7 +213,7 @@ def test_an_older_module_is_no_error():
 def test_critical_errors_are_counted_for_their_gpu():
     """XID 79 twice and 48 once on GPU 1."""
     nvml = Nvml()
-    gpus = Gpus(nvml)
+    gpus = Gpus(nvml).find()
     nvml.xids = [(1, 79), (1, 79), (1, 48)]
 
     gpus.sample(0)
@@ -226,7 +226,7 @@ def test_critical_errors_are_counted_for_their_gpu():
 
 def test_mig_instances_have_memory():
     """Two instances of GPU 0, beside the whole GPU."""
-    got = Gpus(Nvml(mig=2)).sample(0)
+    got = Gpus(Nvml(mig=2)).find().sample(0)
 
     assert got["gpu0_mig1_memory_used_bytes"] == 2**30
     assert "gpu0_mig2_memory_used_bytes" not in got
@@ -237,7 +237,7 @@ def test_questions_that_hung_are_left_out():
     """The child before this one died of GPU 0's power."""
     nvml = Nvml()
 
-    got = Gpus(nvml, skip=["gpu0:power"]).sample(0)
+    got = Gpus(nvml, skip=["gpu0:power"]).find().sample(0)
 
     assert "gpu0_power_watts" not in got
     assert got["gpu1_power_watts"] == 250.5
@@ -246,8 +246,8 @@ def test_questions_that_hung_are_left_out():
 
 def test_no_gpu_is_no_error():
     """A driver without devices."""
-    assert Gpus(Nvml(count=0)).sample(0) == {}
-    assert Gpus(Nvml(broken={"nvmlDeviceGetCount": 999})).sample(0) == {}
+    assert Gpus(Nvml(count=0)).find().sample(0) == {}
+    assert Gpus(Nvml(broken={"nvmlDeviceGetCount": 999})).find().sample(0) == {}
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,23 @@ def test_no_gpu_is_no_error():
 def test_only_gpus_that_the_command_sees_count(visible, expected):
     """GPU 0 with UUID GPU-aaab and one instance MIG-xyz."""
     assert is_visible(0, "GPU-aaab", visible, ["MIG-xyz"]) is expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "all"}, ""),
+        ({"NVIDIA_VISIBLE_DEVICES": "3"}, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "GPU-a,GPU-b"),
+        ({"NVIDIA_VISIBLE_DEVICES": "MIG-a"}, "MIG-a"),
+    ],
+)
+def test_numbers_of_the_host_mean_nothing_in_a_container(environ, expected):
+    """What CUDA is told counts; the container runtime's list only by UUID."""
+    assert shown_gpus(environ) == expected
 
 
 def test_real_nvml_knows_every_name():
@@ -296,17 +313,28 @@ def test_without_a_driver_nothing_is_known():
 
 
 def test_a_call_that_hangs_is_named_after_ten_seconds():
-    """Until then, and after a call that came back, nothing is wrong."""
-    now = [0.0]
-    thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: now[0])
+    """Ten of its own: a round of many slow calls is no call that hangs. After it came back, nothing is."""
+    thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: 0.0)
+    thread._gpus = Gpus(Nvml()).find()
+
+    thread._gpus.call = ("gpu0:power", 100.0)
+    assert thread.hangs_at(100 + CALL_S) is None
+    assert thread.hangs_at(100 + CALL_S + 0.1) == "gpu0:power"
+
+    thread._gpus.call = None
+    assert thread.hangs_at(1e9) is None
+
+
+def test_a_gpu_that_never_opens_is_named_after_a_minute():
+    """The GPU, not the driver: the others are there with the next sampler."""
+    thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: 0.0)
     thread._gpus = Gpus(Nvml())
 
-    thread._gpus.doing = "gpu0:power"
-    assert thread.hangs_at(CALL_S + 1) is None
-    assert thread.hangs_at(CALL_S + 1.1) == "gpu0:power"
+    thread._gpus.call = ("gpu1:handle", 0.0)
 
-    thread._gpus.doing = ""
-    assert thread.hangs_at(1e9) is None
+    assert thread.hangs_at(INIT_S) is None
+    assert thread.hangs_at(INIT_S + 1) == "gpu1:handle"
+    assert [device.label for device in Gpus(Nvml(), skip=["gpu1:handle"]).find().devices] == ["gpu0"]
 
 
 def test_a_driver_that_never_loads_is_named_after_a_minute():

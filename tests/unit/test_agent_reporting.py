@@ -149,6 +149,16 @@ def test_means_are_over_the_samples_that_know():
     }
 
 
+def test_what_has_no_mean_is_as_it_was_last():
+    """Bits of a mask, and what only grows: the mean of 4 and 8 would be two other reasons."""
+    samples = [
+        {"gpu0_throttle_reasons": 4.0, "gpu0_energy_joules": 10.0},
+        {"gpu0_throttle_reasons": 8.0, "gpu0_energy_joules": 30.0},
+    ]
+
+    assert aggregate(samples) == {"gpu0_throttle_reasons": 8.0, "gpu0_energy_joules": 30.0}
+
+
 def test_without_an_exchange_nothing_is_written(clock, tmp_path, monkeypatch):
     """A wrapped command on a laptop leaves no files."""
     monkeypatch.chdir(tmp_path)
