@@ -46,6 +46,10 @@ ALLOCATOR = (
     "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 """As libc10_cuda.so of torch 2.14.1 puts it together."""
+REJECTED = (
+    "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+    "per_process_memory_fraction limit. Requested size: 20.00 GiB"
+)
 HOST = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)"
@@ -61,10 +65,7 @@ HOST = (
         ((f"[rank1]: torch.OutOfMemoryError: {ALLOCATOR}", "E ChildFailedError:"), "cuda-out-of-memory"),
         ((f"  what():  {ALLOCATOR}", "Aborted (core dumped)"), "cuda-out-of-memory"),
         (
-            (
-                "torch.OutOfMemoryError: CUDA out of memory. Allocation was preemptively rejected because it "
-                "would exceed per_process_memory_fraction limit. Requested size: 20.00 GiB",
-            ),
+            (f"torch.OutOfMemoryError: {REJECTED}",),
             "cuda-out-of-memory",
         ),
         (
@@ -85,13 +86,11 @@ HOST = (
             "out-of-memory",
         ),
         (
-            (
-                "OOM when allocating tensor with shape[9] and type float on /device:GPU:0 by allocator GPU_0_bfc",
-            ),
+            ("OOM when allocating tensor with shape[9] on /device:GPU:0 by allocator GPU_0_bfc",),
             "cuda-out-of-memory",
         ),
         (
-            ("OOM when allocating tensor with shape[9] and type float on /device:CPU:0 by allocator cpu",),
+            ("OOM when allocating tensor with shape[9] on /device:CPU:0 by allocator cpu",),
             "out-of-memory",
         ),
         (("RuntimeError: CUDA error: device-side assert triggered",), "failed"),
