@@ -242,6 +242,17 @@ class RescalesInPlace(Protocol):
 
 
 @runtime_checkable
+class RunsMixed(Protocol):
+    """A backend whose attempts may have nodes of two offers.
+
+    Attributes:
+        runs_mixed: True.
+    """
+
+    runs_mixed: bool
+
+
+@runtime_checkable
 class CountsFree(Protocol):
     """A backend that can tell how much more can be had right now."""
 

@@ -13,6 +13,11 @@ PORT = 29400
 """Rendezvous port. Source: torchrun's own default for c10d."""
 
 
+ELASTIC_RESTARTS = 100
+"""Starts of the processes that an elastic launch makes by itself when a node goes. Chosen: a node that goes
+costs one, and what fails at every start is ended by the owner's own count long before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """How one world size makes the global batch.
@@ -114,7 +119,8 @@ def launch_command(
     processes = spec.processes_per_node
     is_python, program = _program(words)
     if distributed.launcher == "torchrun":
-        options = _torchrun(nodes, processes, endpoint, node_rank)
+        bounds = f"{spec.node_bounds.min}:{spec.node_bounds.max}" if distributed.elastic else None
+        options = _torchrun(nodes, processes, endpoint, node_rank, elastic=bounds)
         return ("torchrun", *options, *([] if is_python else ["--no-python"]), *program)
     host, _, port = endpoint.rpartition(":")
     rank = node_rank if node_rank is not None else "0"
@@ -131,10 +137,13 @@ def launch_command(
     return ("deepspeed", *options, *([] if is_python else ["--no_python"]), *program)
 
 
-def _torchrun(nodes: int, processes: int, endpoint: str, node_rank: str | None) -> list[str]:
-    if nodes == 1:
+def _torchrun(
+    nodes: int, processes: int, endpoint: str, node_rank: str | None, *, elastic: str | None
+) -> list[str]:
+    if nodes == 1 and elastic is None:
         return ["--standalone", f"--nproc_per_node={processes}"]
-    options = [f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
+    options = [f"--nnodes={elastic or nodes}", f"--nproc_per_node={processes}"]
+    options += [] if elastic is None else [f"--max_restarts={ELASTIC_RESTARTS}"]
     options += [] if node_rank is None else [f"--node_rank={node_rank}"]
     return [*options, "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=envscaler"]
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import Backend, Handle, MendsNodes
-from envscaler_airflow.controller import choose, facts, freeze, judge, report
-from envscaler_airflow.controller.heard import shortened
+from envscaler_airflow.backends.base import Handle, MendsNodes, RunsMixed
+from envscaler_airflow.controller import choose, facts, freeze, inplace, judge, limits, report
+from envscaler_airflow.controller.owner import Owner, live_of
+from envscaler_airflow.controller.spans import spans_of
 from envscaler_airflow.controller.stage import (
     Delivered,
-    Stage,
     StoppedError,
-    SupersededError,
     Waiting,
     Wake,
     Watching,
 )
+from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
@@ -37,61 +36,29 @@ from envscaler_airflow.errors import (
 )
 from envscaler_airflow.lifecycle import (
     Action,
-    Actor,
     AttemptState,
     Facts,
     Observed,
     RunState,
     enter,
-    fold,
     next_action,
 )
-from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Control
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.store.base import Store, for_run
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.lease import renew_lease
-from envscaler_airflow.store.stockouts import remember
+from envscaler_airflow.store.stockouts import forget, remember
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 30.0
-"""From asking an attempt to go to killing it, seconds. Source: Kubernetes' terminationGracePeriodSeconds."""
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
-
-MACHINE_MARGIN_S = 3600.0
-"""Longer than its money lasts a machine may live when owner, watcher and courier are all gone, seconds.
-Chosen: queueing, image pulls and the upgrade of a triggerer fit, so that the owner's own stop comes first."""
 
 _Result = RunState | Waiting | Delivered
 
 
-class Controller:
+class Controller(Owner):
     """Acts for one run, on behalf of one try of its stage's task."""
-
-    def __init__(
-        self,
-        *,
-        store: Store,
-        key: RunKey,
-        backend: Backend,
-        actor: Actor,
-        stage: Stage,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* asks."""
-        self._stage = stage
-        self._store = store
-        self._key = key
-        self._prefix = key.prefix
-        self._backend = backend
-        self._actor = actor
-        self._clock = clock
-        self._log = EventLog(store, self._prefix, clock=clock)
-        self._thawed: tuple[str, EnvSpec] | None = None
 
     def enter(self) -> Waiting | Delivered:
         """What ``execute`` does: begin, adopt or deliver, then go on as far as possible.
@@ -210,12 +177,6 @@ class Controller:
             log.info("run=%s made again: %s", self._prefix, ", ".join(mended))
         return bool(mended)
 
-    def _spec(self, state: RunState) -> EnvSpec:
-        """The frozen spec of the run."""
-        if self._thawed is None or self._thawed[0] != state.spec_hash:
-            self._thawed = (state.spec_hash, freeze.thaw_spec(self._store, self._prefix, state.spec_hash))
-        return self._thawed[1]
-
     # -- actions: each returns the state after it, or what ends the slice
 
     def _start(self, state: RunState, action: Action) -> _Result:
@@ -229,27 +190,31 @@ class Controller:
             "candidates": list(facts.void_free_candidates(for_run(self._store, self._prefix), state)),
             "spec_hash": state.spec_hash,
         }
-        if action.memory_bytes is not None:
-            body["memory_bytes"] = action.memory_bytes
+        spec, begun = self._spec(state), state.attempts_of(state.generation)
+        sizes = inplace.sizes_after(spec, begun[0].allocation if begun else None, allocation)
+        memory = action.memory_bytes if sizes.memory_bytes is None else sizes.memory_bytes
+        found = {"memory_bytes": memory, "vcpus": sizes.vcpus}
+        body |= {name: value for name, value in found.items() if value is not None}
         return self._append(state, "attempt-intended", body)
 
     def _allocation(self, state: RunState, action: Action) -> Allocation:
         """The target, unless it has too little memory now; without one, the planner's choice."""
         target, memory = action.target, action.memory_bytes
-        if target is not None and (memory is None or target.offer.memory_gib * choose.GIB >= memory):
+        if target is not None and (memory is None or choose.least_memory_bytes(target) >= memory):
             return target
         spec, offers, now = self._spec(state), self._backend.offers(), self._clock()
         spent = facts.spent_usd(state, self._backend, now=now)
         goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
         sold_out = choose.sold_out_offers(self._store, offers, now=now)
-        made = choose.make_plan(state, spec, offers, goal, memory_bytes=memory, sold_out=sold_out)
+        how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(self._backend, RunsMixed)}
+        made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
         self._check_still_owner(state)
-        choose.write_plan(self._store, self._prefix, made, spec, offers, memory_bytes=memory)
+        choose.write_plan(self._store, self._prefix, made, spec, offers, **how)
         return made.pick()
 
     def _carry_out(self, state: RunState, action: Action) -> _Result:
         del action
-        live = _live(state)
+        live = live_of(state)
         renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
         self._first_control(state, live)
         freeze.publish(self._store, self._prefix, state.spec_hash)
@@ -260,7 +225,7 @@ class Controller:
             self._spec(state),
             live,
             spec_hash=state.spec_hash,
-            grace_s=GRACE_S,
+            grace_s=limits.grace_s(state),
             deadline_s=self._machine_deadline_s(state, live),
         )
         self._check_still_owner(state)
@@ -276,12 +241,15 @@ class Controller:
         body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
         return self._append(state, "attempt-started", body)
 
-    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float | None:
-        """After which the machine ends by itself, whoever is gone; None without a budget or a price."""
-        left, price = self._usd_left(state, live), live.allocation.usd_per_hour
-        if left is None or not price:
-            return None
-        return max(0.0, left) / price * 3600.0 + MACHINE_MARGIN_S
+    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
+        deadline_s = self._stage.deadline_s
+        since = 0.0 if state.begun_at is None else self._clock() - state.begun_at
+        return limits.machine_deadline_s(
+            usd_left=self._usd_left(state, live),
+            usd_per_hour=live.allocation.usd_per_hour,
+            deadline_left_s=None if deadline_s is None else deadline_s - since,
+            deadline_s=deadline_s,
+        )
 
     def _first_control(self, state: RunState, live: AttemptState) -> None:
         """Written only when absent: a stop that came first must not be overwritten."""
@@ -290,14 +258,14 @@ class Controller:
             candidates=live.candidates,
             restore_from=state.begun.get("restore_from"),
             orphan_after_s=self._spec(state).failure.orphan_after_s,
-            grace_s=GRACE_S,
+            grace_s=limits.grace_s(state),
         )
         name = protocol.control_name(live.generation, live.number)
         self._store.create(f"{self._prefix}/{name}", control.to_json())
 
     def _not_started(self, state: RunState, live: AttemptState, err: Exception) -> _Result:
         if isinstance(err, CapacityError):  # for other runs on this store; says nothing of a full machine
-            remember(self._store, live.allocation.offer, str(err), now=self._clock())
+            self._remember(choose.refused_by(live, ()), str(err))
         body = {
             "generation": live.generation,
             "attempt": live.number,
@@ -309,8 +277,17 @@ class Controller:
         }
         return self._append(state, "attempt-ended", body)
 
+    def _remember(self, offers: Iterable[Offer], said: str) -> None:
+        for offer in offers:
+            remember(self._store, offer, said, now=self._clock())
+
+    def _was_had(self, live: AttemptState) -> None:
+        """What was kept against its offers is over."""
+        for part in live.allocation.parts:
+            forget(self._store, part.offer)
+
     def _end(self, state: RunState, action: Action) -> _Result:
-        live, end = _live(state), action.end
+        live, end = live_of(state), action.end
         if end is None or live.handle is None:
             raise RuntimeError("an end needs a started attempt")
         usage = facts.usage_of(self._backend, live)
@@ -322,6 +299,12 @@ class Controller:
         }
         if end.outputs is not None:
             body["outputs"] = self._own_outputs(state, live, end.outputs)
+        if end.outcome == "not-started":
+            refused = choose.refused_by(live, end.never_came)
+            body["refused"] = [offer.name for offer in refused]
+            self._remember(refused, end.detail)
+        else:
+            self._was_had(live)
         if usage is not None:
             body["usage"] = [[item.node, item.start, item.end] for item in usage]
         usd = facts.usd_of(live, usage, now=self._clock())
@@ -340,33 +323,33 @@ class Controller:
         return {name: self._store.uri(f"{folder}/{name}") for name in sorted(names)}
 
     def _stop(self, state: RunState, action: Action) -> _Result:
-        live = _live(state)
-        body = self._stop_body(live, action, align="now" if action.why == "stop" else "step")
+        body = self._stop_body(state, action, align="now" if action.why == "stop" else "step")
         if action.request is not None:
             body["request"] = action.request.number
         after = self._append(state, "attempt-stopping", body)
         return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
 
-    @staticmethod
-    def _stop_body(live: AttemptState, action: Action, *, align: str) -> dict[str, Any]:
+    def _stop_body(self, state: RunState, action: Action, *, align: str) -> dict[str, Any]:
+        live = live_of(state)
+        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
         return {
             "generation": live.generation,
             "attempt": live.number,
             "why": action.why,
             "reason": action.reason,
             "align": align,
-            "grace_s": GRACE_S,
+            "grace_s": limits.grace_s(state, said),
         }
 
     def _ask_to_go(self, state: RunState) -> RunState:
         """Write the control of a stopping attempt; repeated by every slice until it went."""
-        live, spec = _live(state), self._spec(state)
+        live, spec = live_of(state), self._spec(state)
         control = Control(
             sequence=live.stop_number,
             action="stop" if live.stop_why == "stalled" else "leave",
             align=str(live.stop.get("align", "step")),
             align_timeout_s=spec.checkpoint_align_timeout_s,
-            grace_s=float(live.stop.get("grace_s", GRACE_S)),
+            grace_s=float(live.stop.get("grace_s", limits.GRACE_S)),
             reason=str(live.stop.get("reason", "")),
             candidates=live.candidates,
             restore_from=state.begun.get("restore_from"),
@@ -378,7 +361,7 @@ class Controller:
         return state
 
     def _kill(self, state: RunState, action: Action) -> _Result:
-        live = _live(state)
+        live = live_of(state)
         log.warning("run=%s attempt=%d kill: %s", self._prefix, live.number, action.reason)
         self._check_still_owner(state)
         if live.handle is not None:
@@ -388,17 +371,55 @@ class Controller:
     def _judge(self, state: RunState, action: Action) -> _Result:
         if action.request is None:
             raise RuntimeError("nothing to judge")
-        live, spec = _live(state), self._spec(state)
+        live, spec = live_of(state), self._spec(state)
         verdict = judge.judge(
             self._store, self._prefix, state, spec, self._backend, action.request, clock=self._clock
         )
         body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
         if verdict.target is None:
             return self._append(state, "move-refused", body)
-        body |= self._stop_body(live, replace(action, why="move"), align=spec.checkpoint_align)
-        body |= {"target": verdict.target.to_dict(), "reason": verdict.reason}
+        body |= {"target": verdict.target.to_dict()}
+        way = inplace.way_of(spec, live, verdict.target, self._backend)
+        if way != "move":
+            body |= {"generation": live.generation, "attempt": live.number, "kind": way}
+            return self._append(state, "move-deferred" if way == "next-start" else "change-intended", body)
+        body = self._stop_body(state, replace(action, why="move"), align=spec.checkpoint_align) | body
         after = self._append(state, "move-accepted", body)
         return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
+
+    def _change(self, state: RunState, action: Action) -> _Result:
+        """Go on with a change in place: it is done, undone, awaited, or left to the next attempt."""
+        live = live_of(state)
+        change = live.change
+        if change is None:
+            raise RuntimeError("nothing is being changed")
+        self._check_still_owner(state)
+        sizes = inplace.sizes_of(self._spec(state), change.target)
+        is_overdue = bool(action.extra.get("is_overdue"))
+        got = inplace.carry_out(self._backend, live, change, sizes, is_overdue=is_overdue)
+        if got.state == "going":
+            return self._waiting_for_change(state, got)
+        reason = f"{change.reason}; {got.reason}" if got.reason else change.reason
+        if got.state == "move":
+            moved = replace(action, why="move", reason=reason)
+            body = self._stop_body(state, moved, align=self._spec(state).checkpoint_align)
+            after = self._append(state, "attempt-stopping", body | {"target": change.target.to_dict()})
+            return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
+        body = {"generation": live.generation, "attempt": live.number, "kind": change.kind, "reason": reason}
+        if got.state == "undone":
+            return self._append(state, "change-undone", body)
+        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        step = said.progress.step if said is not None else None
+        body |= {"target": change.target.to_dict(), **got.found} | ({} if step is None else {"step": step})
+        return self._append(state, "changed", body)
+
+    def _waiting_for_change(self, state: RunState, got: inplace.Outcome) -> Waiting:
+        live, waiting = live_of(state), self._waiting(state, got.reason)
+        assert live.change is not None
+        watching = replace(waiting.watching, changing=live.change.kind, overdue_after_s=inplace.CHANGE_S)
+        if got.handle is not None:
+            watching = replace(watching, handle=got.handle.to_dict(), nodes=live.change.target.nodes)
+        return Waiting(watching, got.reason)
 
     def _refuse(self, state: RunState, action: Action) -> _Result:
         if action.request is None:
@@ -417,12 +438,12 @@ class Controller:
         return self._waiting(state, action.reason)
 
     def _waiting(self, state: RunState, reason: str) -> Waiting:
-        live = _live(state)
+        live = live_of(state)
         stopping = live.phase == "stopping"
         overdue = None
         if stopping:
             align = self._spec(state).checkpoint_align_timeout_s if live.stop.get("align") == "epoch" else 0.0
-            overdue = align + float(live.stop.get("grace_s", GRACE_S)) + OVERDUE_MARGIN_S
+            overdue = align + float(live.stop.get("grace_s", limits.GRACE_S)) + OVERDUE_MARGIN_S
         watching = Watching(
             number=state.number,
             generation=live.generation,
@@ -432,18 +453,10 @@ class Controller:
             stopping=stopping,
             overdue_after_s=overdue,
             usd_left=None if stopping else self._usd_left(state, live),
-            usd_per_hour=live.allocation.offer.usd_per_hour,
+            spans=[span.to_dict() for span in spans_of(live)],
             started_at=live.started_at,
         )
         return Waiting(watching, reason)
-
-    def _usd_left(self, state: RunState, live: AttemptState) -> float | None:
-        """What the live attempt may cost in all; None without a budget, or when a price is unknown."""
-        if self._stage.budget_usd is None:
-            return None
-        others = replace(state, attempts=tuple(item for item in state.attempts if item is not live))
-        spent = facts.spent_usd(others, self._backend, now=self._clock())
-        return None if spent is None else self._stage.budget_usd - spent
 
     def _succeed(self, state: RunState, action: Action) -> _Result:
         body = {"generation": state.generation, "outputs": action.extra.get("outputs", {})}
@@ -487,25 +500,6 @@ class Controller:
         self._check_still_owner(state)
         self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
 
-    # -- events
-
-    def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
-        """State after the event, or after whatever another writer put at its number."""
-        event = self._log.append(state.number, kind, shortened(body), actor=self._actor)
-        if event is not None:
-            log.info("run=%s event=%d type=%s", self._prefix, event.number, kind)
-            return fold([event], state)
-        return fold(self._log.read(after=state.number), state)
-
-    def _check_owner(self, state: RunState) -> None:
-        if state.owner is None or state.owner.ti_id != self._actor.ti_id:
-            owner = state.owner.ti_id if state.owner else "nobody"
-            raise SupersededError(f"run {self._prefix} is owned by {owner}, not by {self._actor.ti_id}")
-
-    def _check_still_owner(self, state: RunState) -> None:
-        """Look once more, right before the world is touched: this process may have slept since *state*."""
-        self._check_owner(fold(self._log.read(after=state.number), state))
-
     def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
         stage = self._stage
         body = {
@@ -530,6 +524,7 @@ class Controller:
         "kill": _kill,
         "judge": _judge,
         "refuse": _refuse,
+        "change": _change,
         "wait": _wait,
         "succeed": _succeed,
         "fail": _fail,
@@ -537,9 +532,3 @@ class Controller:
         "deliver": _deliver,
         "mismatch": _mismatch,
     }
-
-
-def _live(state: RunState) -> AttemptState:
-    if state.live is None:
-        raise RuntimeError(f"event {state.number}: no live attempt")
-    return state.live

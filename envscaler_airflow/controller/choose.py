@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.errors import BudgetError
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.planning import (
     Allocation,
@@ -36,20 +37,21 @@ def make_plan(
     *,
     memory_bytes: int | None = None,
     sold_out: frozenset[str] = frozenset(),
+    is_mixed: bool = False,
 ) -> Plan:
     """Where the next attempt may run, best first.
 
     Offers that this run was just refused, and those in *sold_out* (names, as other runs met it), come
-    into play again only when nothing else fits.
+    into play again only when nothing else fits. *is_mixed*: nodes may be of both capacity types.
     """
     requirements = _with_memory(requirements_of(spec), memory_bytes)
     refused = refused_offers(state) | sold_out
     all_offers = tuple(offers)
     left = [offer for offer in all_offers if offer.name not in refused]
-    made = plan(requirements, left, goal=goal, is_ordered=is_ordered(spec))
+    made = plan(requirements, left, goal=goal, is_ordered=is_ordered(spec), is_mixed=is_mixed)
     if made.chosen is not None or not refused:
         return made
-    return plan(requirements, all_offers, goal=goal, is_ordered=is_ordered(spec))
+    return plan(requirements, all_offers, goal=goal, is_ordered=is_ordered(spec), is_mixed=is_mixed)
 
 
 def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
@@ -58,10 +60,18 @@ def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: floa
     Args:
         state: Fold of the run's events.
         stage: What was asked for.
-        spent_usd: By this generation so far; None when unknown, which then counts as nothing.
+        spent_usd: By this generation so far; None when unknown.
         now: Clock of the owner's side, seconds since the epoch.
+
+    Raises:
+        BudgetError: There is a budget, and nobody knows what of it is left.
     """
     budget, deadline = stage.budget_usd, stage.deadline_s
+    if budget is not None and spent_usd is None:
+        raise BudgetError(
+            f"what the stage has cost so far is unknown, since a price is: a budget of ${budget:.2f} cannot "
+            "be kept; state the price, or clear the task without a budget"
+        )
     begun = state.begun_at if state.attempts_of(state.generation) else None
     return Goal(
         strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator
@@ -90,11 +100,11 @@ def sold_out_offers(store: Store, offers: Iterable[Offer], *, now: float) -> fro
 
 def refused_offers(state: RunState) -> frozenset[str]:
     """Offers that could not be had since the last attempt that ran."""
-    names = []
+    names: list[str] = []
     for attempt in reversed(state.attempts_of(state.generation)):
         if attempt.outcome != "not-started":
             break
-        names.append(attempt.allocation.offer.name)
+        names += attempt.ended.get("refused") or [part.offer.name for part in attempt.allocation.parts]
     return frozenset(names)
 
 
@@ -106,10 +116,11 @@ def write_plan(
     offers: Iterable[Offer],
     *,
     memory_bytes: int | None = None,
+    is_mixed: bool = False,
 ) -> None:
     """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
     running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
-    targets = [item.to_dict() for item in feasible(running, offers)]
+    targets = [item.to_dict() for item in feasible(running, offers, is_mixed=is_mixed)]
     body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
     store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
 
@@ -118,9 +129,14 @@ def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:
     """Memory per node that the last attempt had; None before the first."""
     if last is None:
         return None
-    slice_bytes = int(last.allocation.offer.memory_gib * GIB)
+    slice_bytes = least_memory_bytes(last.allocation)
     asked = last.memory_bytes or spec.resources.alternatives[0].limits.memory_bytes
     return slice_bytes if asked is None else min(asked, slice_bytes)
+
+
+def least_memory_bytes(allocation: Allocation) -> int:
+    """Memory of its smallest node."""
+    return int(min(part.offer.memory_gib for part in allocation.parts) * GIB)
 
 
 def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
@@ -132,10 +148,20 @@ def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
     return min(cap, largest)
 
 
+def refused_by(attempt: AttemptState, never_came: Iterable[int]) -> tuple[Offer, ...]:
+    """Offers of the nodes that never came; all of the attempt's when none is named."""
+    parts = attempt.allocation.parts
+    nodes = set(never_came)
+    told = [part.offer for part in parts if nodes & set(range(part.first_rank, part.first_rank + part.nodes))]
+    return tuple(told or (part.offer for part in parts))
+
+
 def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | None:
     """Why *target* cannot be had now, None when it can."""
-    if target.offer.name not in {offer.name for offer in offers}:
-        return f"{target.offer.name} is no longer offered"
+    known = {offer.name for offer in offers}
+    gone = [part.offer.name for part in target.parts if part.offer.name not in known]
+    if gone:
+        return f"{' and '.join(gone)} is no longer offered"
     bounds = spec.node_bounds
     if not bounds.min <= target.nodes <= bounds.max:
         return f"{target.nodes} nodes are outside {bounds.min}..{bounds.max}"

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
-from envscaler_airflow.controller.watch import by_owner, held_s, read_status
+from envscaler_airflow.controller.spans import cost_usd, spans_of
+from envscaler_airflow.controller.watch import by_owner, read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
 from envscaler_airflow.protocol import parse_checkpoint_name
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.checkpoints import complete_checkpoints
 
-SECONDS_PER_HOUR = 3600.0
 MAX_CANDIDATES = 16
 """Checkpoints that a start may fall back on. Chosen: five times what is kept by default."""
 
@@ -61,18 +61,16 @@ def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ..
 
 
 def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:
-    """Cost of *intervals* at the attempt's price; None when price or time is unknown.
+    """Cost of *intervals*, each node at its own price; None when a price or the time is unknown.
 
     Args:
-        attempt: Whose allocation sets the price.
+        attempt: Whose allocation sets the prices.
         intervals: One or more for each node.
         now: Owner's clock, seconds since the epoch.
     """
-    price = attempt.allocation.offer.usd_per_hour
-    if price is None or intervals is None:
+    if intervals is None:
         return None
-    ours = by_owner(intervals, started_at=attempt.started_at)
-    return held_s(ours, now=now) * price / SECONDS_PER_HOUR
+    return cost_usd(spans_of(attempt), by_owner(intervals, started_at=attempt.started_at), now=now)
 
 
 def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
@@ -97,9 +95,10 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
 
 def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
     """What the attempt can have cost at most, from the intent to the end; None when its price is unknown."""
-    price, end = attempt.allocation.offer.usd_per_hour, now if attempt.ended_at is None else attempt.ended_at
-    seconds = attempt.allocation.nodes * max(0.0, end - attempt.intended_at)
-    return None if price is None else seconds * price / SECONDS_PER_HOUR
+    end = now if attempt.ended_at is None else attempt.ended_at
+    most = max([attempt.allocation.nodes, *(before.allocation.nodes for before in attempt.earlier)])
+    held = [UsageInterval(node, attempt.intended_at, end) for node in range(most)]
+    return cost_usd(spans_of(attempt), held, now=now)
 
 
 def move_pauses_s(state: RunState) -> list[float]:

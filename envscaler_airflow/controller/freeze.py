@@ -157,10 +157,7 @@ def attempt_request(
         SpecError: A secret cannot be resolved, or so many nodes cannot keep the global batch.
     """
     document = read_document(store, key.prefix, spec_hash)
-    if live.memory_bytes is not None:
-        resources = dict(document.get("resources") or {})
-        limits = {**(resources.get("limits") or {}), "memory": str(live.memory_bytes // 2**20) + "Mi"}
-        document["resources"] = {**resources, "limits": limits}
+    document["resources"] = _resized(document.get("resources") or {}, live)
     plain = {item.name: item.value for item in spec.env if item.value is not None}
     nodes = live.allocation.nodes
     return AttemptRequest(
@@ -181,9 +178,23 @@ def attempt_request(
     )
 
 
+def _resized(resources: Mapping[str, Any], live: AttemptState) -> dict[str, Any]:
+    """*resources* with the memory limit, and the CPUs, that the attempt has instead of the spec's."""
+    asked, most = dict(resources.get("requests") or {}), dict(resources.get("limits") or {})
+    if live.memory_bytes is not None:
+        most["memory"] = f"{live.memory_bytes // 2**20}Mi"
+    if live.vcpus is not None:
+        asked |= {"cpu": f"{round(live.vcpus * 1000)}m"}
+        asked |= {"memory": most["memory"]} if live.memory_bytes is not None else {}
+    changed = {"requests": asked} if live.vcpus is not None else {}
+    changed |= {"limits": most} if live.memory_bytes is not None else {}
+    return {**resources, **changed}
+
+
 def _command(spec: EnvSpec, nodes: int) -> tuple[str, ...]:
     """The entrypoint below its launcher; torchrun's nodes number themselves when they meet."""
-    if nodes == 1:
+    is_elastic = spec.distributed is not None and spec.distributed.elastic
+    if nodes == 1 and not is_elastic:
         return launch_command(spec, 1)
     is_torchrun = spec.distributed is not None and spec.distributed.launcher == "torchrun"
     return launch_command(spec, nodes, endpoint=MEETING, node_rank=None if is_torchrun else NODE_RANK)

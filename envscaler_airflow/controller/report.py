@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from envscaler_airflow.controller.spans import by_span, spans_of
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.cost import Bill, Held, Pause, Use, bill
 from envscaler_airflow.lifecycle import AttemptState, RunState
@@ -43,7 +45,9 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
 def run_bill(state: RunState, *, now: float) -> Bill:
     """The bill of the current generation."""
     attempts = state.attempts_of(state.generation)
-    uses = [_use(attempt, _next_start(attempts, index)) for index, attempt in enumerate(attempts)]
+    uses = [
+        use for index, attempt in enumerate(attempts) for use in _uses(attempt, _next_start(attempts, index))
+    ]
     pauses = [_pause(before, after) for before, after in pairwise(attempts)]
     totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
     known = [total for total in totals if total is not None]
@@ -79,7 +83,7 @@ def _described(attempt: AttemptState) -> dict[str, Any]:
     return {
         "attempt": attempt.number,
         "allocation": attempt.allocation.name,
-        "price_source": attempt.allocation.offer.price_source,
+        "price_source": "; ".join(dict.fromkeys(one.offer.price_source for one in attempt.allocation.parts)),
         "reason": attempt.reason,
         **described,
     }
@@ -95,11 +99,12 @@ def failure_message(state: RunState) -> str:
     return "\n".join([head, f"last {len(lines)} lines of attempt {last.number if last else '?'}:", *lines])
 
 
-def _use(attempt: AttemptState, kept_step: int | None) -> Use:
-    ended = attempt.ended
-    held = _held(attempt)
+def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
+    """One, or one more for each change in place: nothing is lost by it, and it starts nothing."""
+    ended, held, spans = attempt.ended, _held(attempt), spans_of(attempt)
     provisioning = _provisioning_s(attempt)
-    return Use(
+    steps = [_integer(ended, "start_step"), *(span.step for span in spans[1:])]
+    whole = Use(
         generation=attempt.generation,
         attempt=attempt.number,
         allocation=attempt.allocation,
@@ -107,10 +112,28 @@ def _use(attempt: AttemptState, kept_step: int | None) -> Use:
         why_ended=why_ended(attempt),
         provisioning_s=provisioning,
         idle_s=_idle_s(attempt, held, provisioning),
-        first_step=_integer(ended, "start_step"),
+        first_step=steps[-1],
         last_step=attempt.step,
         kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
     )
+    if len(spans) == 1 or held is None:
+        return [whole]
+    parts = by_span(held, spans)
+    before = [
+        replace(
+            whole,
+            allocation=allocation,
+            held=part,
+            why_ended="changed in place",
+            provisioning_s=provisioning if index == 0 else 0.0,
+            idle_s=0.0,
+            first_step=steps[index],
+            last_step=steps[index + 1],
+            kept_step=steps[index + 1],
+        )
+        for index, (allocation, part) in enumerate(parts[:-1])
+    ]
+    return [*before, replace(whole, held=parts[-1][1], provisioning_s=0.0)]
 
 
 def why_ended(attempt: AttemptState) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError
 from envscaler_airflow.spec import EnvSpec
@@ -80,7 +80,7 @@ class Wake:
             ProtocolError: A kind that this version does not know.
         """
         kind = body.get("kind", "entry")
-        if kind not in WakeKind.__args__:  # type: ignore[attr-defined]
+        if kind not in get_args(WakeKind):
             raise ProtocolError(f"wake: kind {kind!r} is not known to this version")
         return cls(kind, float(body.get("silent_s", 0.0)), str(body.get("detail", "")))
 
@@ -98,7 +98,9 @@ class Watching:
         stopping: True when the attempt was asked to go.
         overdue_after_s: Seconds from now after which it is overdue; None when it was not asked.
         usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
-        allocation: What it is on, with its prices; None when only a wait is to be sat out.
+        changing: ``resize`` or ``rescale`` while it is changed in place; then *handle* and *nodes* are those
+            that it will have.
+        spans: What it is on since when, with the prices; empty when only a wait is to be sat out.
         started_at: When the attempt was started, by the owner's clock; None when unknown.
     """
 
@@ -111,12 +113,14 @@ class Watching:
     stopping: bool = False
     overdue_after_s: float | None = None
     usd_left: float | None = None
-    allocation: Mapping[str, Any] | None = None
+    changing: str = ""
+    spans: Sequence[Mapping[str, Any]] = ()
     started_at: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {**asdict(self), "handle": dict(self.handle) if self.handle is not None else None}
+        handle = dict(self.handle) if self.handle is not None else None
+        return {**asdict(self), "handle": handle, "spans": [dict(item) for item in self.spans]}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Watching:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
+from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, ResizesInPlace, UsageInterval
 from envscaler_airflow.controller.heard import believable
+from envscaler_airflow.controller.spans import Span, cost_usd
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
@@ -59,6 +60,7 @@ class Watch:
         self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
         self._began = monotonic()
         self._number = watching.number
+        self._spans = tuple(Span.from_dict(item) for item in watching.spans)
         self._sequences: dict[int, int] = {}
         self._heard = self._began
         self._billed = self._began
@@ -111,11 +113,20 @@ class Watch:
                 return Wake("status", detail="none to be had")
             if any(node.state == "lost" for node in observed.nodes):
                 return Wake("status", detail="a node is lost")
+            if self._has_changed(handle, observed):
+                return Wake("status", detail="the change in place is over")
         except BackendError:
             is_known = False
         if is_known:
             self._heard = self._monotonic()
         return self._from_statuses(is_known=is_known) or self._overdue(elapsed) or self._over_budget(handle)
+
+    def _has_changed(self, handle: Handle, observed: AttemptStatus) -> bool:
+        """True when a change that is awaited is done, or cannot be."""
+        if self._watching.changing == "resize" and isinstance(self._backend, ResizesInPlace):
+            return self._backend.resized(handle) != "going"
+        is_rescale = self._watching.changing == "rescale"
+        return is_rescale and all(node.state == "running" for node in observed.nodes)
 
     def _read_statuses(self) -> None:
         attempt = (self._watching.generation, self._watching.attempt)
@@ -145,18 +156,19 @@ class Watch:
 
     def _over_budget(self, handle: Handle) -> Wake | None:
         """The money is looked at here too: between two slices of the owner an attempt may run for days."""
-        left, price, now = self._watching.usd_left, self._watching.usd_per_hour, self._monotonic()
-        if left is None or price is None or now - self._billed < BUDGET_EVERY_S:
+        left, now = self._watching.usd_left, self._monotonic()
+        if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
             return None
         self._billed = now
         try:
             intervals = self._backend.usage(handle)
         except BackendError:
-            seconds = self._watching.nodes * (now - self._began)  # at least that
-        else:
-            ours = by_owner(intervals, started_at=self._watching.started_at)
-            seconds = held_s(ours, now=self._clock())
-        return Wake("status", detail="the budget is spent") if seconds * price / 3600.0 >= left else None
+            at = self._clock()
+            nodes = range(self._watching.nodes)
+            intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
+        ours = by_owner(intervals, started_at=self._watching.started_at)
+        usd = cost_usd(self._spans, ours, now=self._clock())
+        return Wake("status", detail="the budget is spent") if usd is not None and usd >= left else None
 
 
 def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) -> tuple[UsageInterval, ...]:
@@ -169,8 +181,3 @@ def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) ->
         replace(item, start=started_at) if item.end is None and started_at is not None else item
         for item in intervals
     )
-
-
-def held_s(intervals: Iterable[UsageInterval], *, now: float) -> float:
-    """Billed seconds of all nodes; those still held are billed to *now*."""
-    return sum(max(0.0, (now if item.end is None else item.end) - item.start) for item in intervals)

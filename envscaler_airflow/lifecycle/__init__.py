@@ -2,7 +2,16 @@
 
 from envscaler_airflow.lifecycle.ends import End, NodeFacts, Observed, end_of
 from envscaler_airflow.lifecycle.events import EVENT_TYPES, MAX_EVENT_BYTES, Actor, Event
-from envscaler_airflow.lifecycle.state import OUTCOMES, AttemptState, Request, RunState, fold
+from envscaler_airflow.lifecycle.state import (
+    OUTCOMES,
+    AttemptState,
+    Before,
+    Change,
+    ChangeKind,
+    Request,
+    RunState,
+    fold,
+)
 from envscaler_airflow.lifecycle.steps import Action, Entry, Facts, enter, next_action
 
 __all__ = [
@@ -12,6 +21,9 @@ __all__ = [
     "Action",
     "Actor",
     "AttemptState",
+    "Before",
+    "Change",
+    "ChangeKind",
     "End",
     "Entry",
     "Event",

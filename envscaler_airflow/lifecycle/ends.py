@@ -79,7 +79,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an attempt ended: what the ``attempt-ended`` event carries."""
+    """How an attempt ended: what the ``attempt-ended`` event carries.
+
+    ``never_came``: nodes that were not to be had.
+    """
 
     outcome: str
     detail: str
@@ -90,13 +93,14 @@ class End:
     step: int | None = None
     checkpoint: str | None = None
     checkpoint_step: int | None = None
+    never_came: tuple[int, ...] = ()
     outputs: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; unknown fields are left out."""
         pairs = ((name, getattr(self, name)) for name in self.__slots__)
         body = {name: value for name, value in pairs if value is not None and value != ()}
-        return {**body, "last_lines": list(self.last_lines)} if self.last_lines else body
+        return body | {name: list(body[name]) for name in ("last_lines", "never_came") if name in body}
 
 
 def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
@@ -148,6 +152,10 @@ def _told_end(node: NodeFacts, said: Ended | None) -> tuple[str, str]:
     return (reason if reason in _SEVERITY else "failed", node.detail or (said.detail if said else ""))
 
 
+def _never_came(node: NodeFacts) -> bool:
+    return node.state == "ended" and node.reason == "capacity"
+
+
 _NODE_KNOWS_BETTER = frozenset({"succeeded", "failed", "killed", "left", "stopped"})
 
 
@@ -164,5 +172,6 @@ def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) ->
         step=head.progress.step if head else None,
         checkpoint=head.last_checkpoint if head else None,
         checkpoint_step=head.last_checkpoint_step if head else None,
+        never_came=tuple(one.node for one in observed.nodes if _never_came(one)),
         outputs=dict(head.outputs) if head and outcome == "succeeded" else None,
     )

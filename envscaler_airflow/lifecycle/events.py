@@ -24,6 +24,10 @@ EVENT_TYPES = frozenset(
         "move-requested",  # target, reason, numbers, from_attempt
         "move-accepted",  # request, reason, numbers, and all of attempt-stopping (why is "move")
         "move-refused",  # request, reason
+        "move-deferred",  # request, reason, numbers, generation, attempt, target: for the next start
+        "change-intended",  # request, reason, numbers, generation, attempt, kind, target, leaving
+        "changed",  # generation, attempt, kind, target, handle, step
+        "change-undone",  # generation, attempt, kind, reason
         "stop-requested",  # reason, by
         "succeeded",  # generation, outputs
         "failed",  # generation, reason, failure

@@ -33,24 +33,65 @@ OUTCOMES = (
 """How an attempt ended. ``deadline-exceeded``: the machine's own. ``not-started``: refused, nothing ran."""
 
 
+ChangeKind = Literal["resize", "rescale"]
+"""``resize``: other CPU and memory of the same nodes. ``rescale``: another number of the same nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of a running attempt in place, asked of the backend and not known to be done.
+
+    Attributes:
+        kind: See :data:`ChangeKind`.
+        target: What the attempt has afterwards.
+        reason: Why it is made.
+        number: Of its event.
+    """
+
+    kind: ChangeKind
+    target: Allocation
+    reason: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What an attempt was on before it was changed in place.
+
+    Attributes:
+        allocation: Then.
+        until: Owner's clock when the change was known to be done, seconds since the epoch.
+        step: Last step seen by then; None when unknown.
+    """
+
+    allocation: Allocation
+    until: float
+    step: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptState:
-    """One life on one allocation.
+    """One life on one allocation, which may be changed in place.
 
     Attributes:
         generation, number: Which one.
-        allocation: What it holds.
+        allocation: What it holds now.
         reason: Why it was begun.
         phase: ``stopping`` once the owner asked it to go.
         spec_hash: Of the spec that it runs.
         candidates: Checkpoints that it may resume from.
-        memory_bytes: Memory limit per node where it was raised after an out-of-memory; None as in the spec.
+        memory_bytes: Memory per node where it is other than the spec says: raised after an out-of-memory, or
+            changed in place; None as in the spec.
+        vcpus: CPUs per node where they were changed in place; None as in the spec.
         handle: The backend's, once started.
         stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled`` or ``timeout``; ``""``
             while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
         stop: Body of the stopping event; empty before.
         target: Where a move goes.
+        change: Under way in place; None when there is none.
+        earlier: What it held before each change in place, oldest first.
+        next_allocation: What the next attempt is to have, where a move was put off until then.
         ended: Body of the ``attempt-ended`` event; empty before.
         ended_number: Number of its ``attempt-ended`` event; 0 before.
         intended_at, started_at, stopping_at, ended_at: Owner's clock, for people and reports.
@@ -64,11 +105,15 @@ class AttemptState:
     spec_hash: str = ""
     candidates: tuple[str, ...] = ()
     memory_bytes: int | None = None
+    vcpus: float | None = None
     handle: Mapping[str, Any] | None = None
     stop_why: str = ""
     stop_number: int = 0
     stop: Mapping[str, Any] = field(default_factory=dict)
     target: Allocation | None = None
+    change: Change | None = None
+    earlier: tuple[Before, ...] = ()
+    next_allocation: Allocation | None = None
     ended: Mapping[str, Any] = field(default_factory=dict)
     ended_number: int = 0
     intended_at: float = 0.0
@@ -239,7 +284,7 @@ def _without_old_stops(pending: tuple[Request, ...], owner_number: int) -> tuple
 
 def _intended(state: RunState, event: Event) -> RunState:
     body = event.body
-    memory = body.get("memory_bytes")
+    memory, vcpus = body.get("memory_bytes"), body.get("vcpus")
     attempt = AttemptState(
         generation=int(body["generation"]),
         number=int(body["attempt"]),
@@ -248,6 +293,7 @@ def _intended(state: RunState, event: Event) -> RunState:
         spec_hash=str(body.get("spec_hash", "")),
         candidates=tuple(body.get("candidates", ())),
         memory_bytes=int(memory) if memory is not None else None,
+        vcpus=float(vcpus) if vcpus is not None else None,
         intended_at=event.at,
     )
     return replace(state, attempts=(*state.attempts, attempt))
@@ -279,6 +325,7 @@ def _stopping(state: RunState, event: Event) -> RunState:
         stop_number=event.number,
         stop=body,
         target=Allocation.from_dict(target) if target else None,
+        change=None,
         stopping_at=event.at,
     )
 
@@ -286,6 +333,34 @@ def _stopping(state: RunState, event: Event) -> RunState:
 def _accepted(state: RunState, event: Event) -> RunState:
     """A move that is accepted is the asking of the attempt to go, in one event."""
     return _answered(_stopping(state, event), event)
+
+
+def _deferred(state: RunState, event: Event) -> RunState:
+    return _change(_answered(state, event), event, next_allocation=Allocation.from_dict(event.body["target"]))
+
+
+def _change_intended(state: RunState, event: Event) -> RunState:
+    body = event.body
+    kind: ChangeKind = "rescale" if body["kind"] == "rescale" else "resize"
+    change = Change(kind, Allocation.from_dict(body["target"]), str(body.get("reason", "")), event.number)
+    return _change(_answered(state, event), event, change=change)
+
+
+def _changed(state: RunState, event: Event) -> RunState:
+    body, live = event.body, state.live
+    if live is None or live.change is None:
+        return state
+    step = body.get("step")
+    before = Before(live.allocation, event.at, step if isinstance(step, int) else None)
+    found: dict[str, Any] = {"allocation": live.change.target, "change": None, "next_allocation": None}
+    for name in ("handle", "memory_bytes", "vcpus"):
+        if body.get(name) is not None:
+            found[name] = body[name]
+    return _change(state, event, earlier=(*live.earlier, before), **found)
+
+
+def _undone(state: RunState, event: Event) -> RunState:
+    return _change(state, event, change=None)
 
 
 def _ended(state: RunState, event: Event) -> RunState:
@@ -329,6 +404,10 @@ _APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
     "move-requested": _requested,
     "move-accepted": _accepted,
     "move-refused": _answered,
+    "move-deferred": _deferred,
+    "change-intended": _change_intended,
+    "changed": _changed,
+    "change-undone": _undone,
     "stop-requested": _requested,
     "succeeded": _succeeded,
     "failed": _failed,

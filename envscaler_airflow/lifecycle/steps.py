@@ -5,6 +5,7 @@ The controller carries the action out, records it as events, and asks again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,7 +114,8 @@ class Action:
 
     ``start``: intend and start the next attempt, on *target* when given. ``carry-out``: submit the
     intended one. ``end``: record *end*. ``stop``: ask the live attempt to go, for *why*. ``kill``: its
-    time is over. ``judge``: answer a move request. ``refuse``: answer it with no. ``wait``: nothing now.
+    time is over. ``judge``: answer a move request. ``refuse``: answer it with no. ``change``: go on with
+    a change in place. ``wait``: nothing now.
     ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over. ``mismatch``: this
     version may not go on.
     """
@@ -126,6 +128,7 @@ class Action:
         "kill",
         "judge",
         "refuse",
+        "change",
         "wait",
         "succeed",
         "fail",
@@ -160,8 +163,8 @@ def _cautious(state: RunState, action: Action) -> Action:
         return Action(
             "refuse", request=action.request, reason=f"{words}; until that takes over, nothing moves"
         )
-    if action.kind in ("stop", "kill"):
-        return Action("wait", reason=f"{words}; it is only watched, and not asked to go: {action.reason}")
+    if action.kind in ("stop", "kill", "change"):
+        return Action("wait", reason=f"{words}; it is only watched, and asked for nothing: {action.reason}")
     is_new = action.kind in ("start", "carry-out") or (
         action.kind in ("fail", "halt") and state.status == "active"
     )
@@ -193,7 +196,12 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
             return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
+        if live.stop_why == "image":
+            return Action("kill", reason="nothing of it ever ran")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
+    image = _bad_image(facts)
+    if image is not None:
+        return Action("stop", why="image", reason=f"its image can never be had: {image}")
     missing = _cannot_be_had(facts)
     if missing is not None:
         return Action("kill", reason=f"none to be had: {missing}")
@@ -223,6 +231,18 @@ def _cannot_be_had(facts: Facts) -> str | None:
     return next((one.detail for one in nodes if one.state == "pending" and one.reason == "capacity"), None)
 
 
+_BAD_IMAGE = re.compile(r"InvalidImageName|ErrImageNeverPull|code = NotFound")
+"""What no waiting heals. Source: reasons of a waiting container (kubelet), and the code with which a
+container runtime hands on that the registry has no such image (gRPC ``NotFound``)."""
+
+
+def _bad_image(facts: Facts) -> str | None:
+    """Why the image of a node can never be had; None when it may come."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    waiting = (one.detail for one in nodes if one.state == "pending" and one.reason == "image")
+    return next((detail for detail in waiting if _BAD_IMAGE.search(detail)), None)
+
+
 def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
     stop = _first(state.pending, "stop-requested")
     if stop is not None:
@@ -237,7 +257,12 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
     if head is not None and head.health == "stalled":
         return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
     move = _first(state.pending, "move-requested")
-    return Action("judge", request=move) if move is not None else None
+    if live.change is None:
+        return Action("judge", request=move) if move is not None else None
+    if move is not None:
+        words = f"the attempt is being changed to {live.change.target.name}"
+        return Action("refuse", request=move, reason=words)
+    return Action("change", reason=live.change.reason, extra={"is_overdue": facts.is_overdue})
 
 
 def _is_over_budget(facts: Facts) -> bool:
@@ -278,23 +303,33 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
         if not taken_over:
             return Action("halt", reason=str(last.stop.get("reason", "asked to stop")))
         return Action("start", reason="taken up again after a stop")
-    if last.stop_why in ("timeout", "budget"):
+    if last.stop_why in ("timeout", "budget", "image"):
         if not taken_over:
             return Action("fail", reason=str(last.stop.get("reason", "")), failure=last.stop_why)
         return Action("start", reason=f"taken up again after a stop ({last.stop_why})")
     if last.stop_why == "move" and last.target is not None:
-        return Action("start", reason="moved", target=last.target)
+        return Action("start", reason="moved", target=last.target, memory_bytes=_still_fits(last))
     if last.stop_why == "spec-changed":
         return Action("start", reason="the spec changed")
     return None
+
+
+def _still_fits(last: AttemptState) -> int | None:
+    """Memory that the last attempt needed, where the target has it: a smaller one was chosen on purpose."""
+    memory, target = last.memory_bytes, last.target
+    if memory is None or target is None:
+        return memory
+    least = min(part.offer.memory_gib for part in target.parts)
+    return memory if least * 2**30 >= memory else None
 
 
 def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.counted_from)
     if not counted:
         return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
-    memory = _raised_memory(facts) if last.outcome == "out-of-memory" else None
-    if last.outcome == "out-of-memory" and memory is None:
+    is_full = last.outcome == "out-of-memory"
+    memory = _raised_memory(facts) if is_full else last.memory_bytes  # what it needed once it needs again
+    if is_full and memory is None:
         return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
     if last.outcome == "deadline-exceeded":
         return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
@@ -310,7 +345,9 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
 
 def _next_allocation(last: AttemptState) -> Allocation | None:
     """Where it was; None (plan anew) when that could not be had."""
-    return None if last.outcome == "not-started" else last.target or last.allocation
+    if last.outcome == "not-started":
+        return None
+    return last.target or last.next_allocation or last.allocation
 
 
 def backoff_s(attempts: tuple[AttemptState, ...]) -> float:

@@ -213,7 +213,8 @@ class Distributed(Model):
     """Training over several processes.
 
     ``world_size`` is processes in all and ``node_count`` nodes. ``model_parallel`` is GPUs that hold one
-    copy of the model: sizes are multiples of it.
+    copy of the model: sizes are multiples of it. ``elastic``: torchrun takes nodes that come and go within
+    the bounds of scaling while it runs; the training loads its newest checkpoint whenever it is started.
     """
 
     launcher: Literal["torchrun", "accelerate", "deepspeed", "none"] = "torchrun"
@@ -222,9 +223,15 @@ class Distributed(Model):
     node_count: Count | None = None
     global_batch: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
     model_parallel: Count = 1
+    elastic: Annotated[bool, Field(strict=True)] = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.elastic and self.launcher != "torchrun":
+            raise fault(
+                f"true, but {self.launcher} takes no nodes while it runs; write launcher: torchrun",
+                at="elastic",
+            )
         if self.world_size and self.node_count and self.world_size % self.node_count:
             text = f"{self.world_size} processes do not divide over {self.node_count} nodes; write a multiple"
             raise fault(text, at="world_size")

@@ -313,7 +313,8 @@ class _Start:
         A submit that was cut off has told some nodes already; the others are told the same.
         """
         nodes = self._request.allocation.nodes
-        if nodes == 1:
+        is_elastic = (self._request.spec.get("distributed") or {}).get("elastic")
+        if nodes == 1 and not is_elastic:
             return {}
         for node in range(nodes):
             told = files.read_json(files.node_folder(self._folder, node) / files.REQUEST) or {}

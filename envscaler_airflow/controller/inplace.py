@@ -1,0 +1,179 @@
+"""How an accepted move is made: in place, at the next start, or by a next attempt now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from envscaler_airflow.backends.base import Backend, Handle, RescalesInPlace, ResizesInPlace
+from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.lifecycle import AttemptState, Change
+from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.planning.offers import AllocationPart
+from envscaler_airflow.spec import EnvSpec
+
+CHANGE_S = 600.0
+"""Longest wait for a change in place, seconds. Chosen: as long as a node may be silent."""
+GIB = 2**30
+
+Way = Literal["move", "resize", "rescale", "next-start"]
+
+
+def way_of(spec: EnvSpec, live: AttemptState, target: Allocation, backend: Backend) -> Way:
+    """How the attempt comes to have *target*.
+
+    Other CPU and memory of the same nodes, in place where the backend can; less of them waits for the next
+    start, since taking it away gains nothing now. Another number of the same nodes in place, where the
+    launcher is elastic and the backend can. All else is a next attempt.
+    """
+    here = live.allocation
+    if _is_resize(here, target):
+        if _is_no_more(here.offer, target.offer) and _is_vertical(spec):
+            return "next-start"
+        return "resize" if isinstance(backend, ResizesInPlace) else "move"
+    is_rescale = here.offer == target.offer and not here.is_mixed and not target.is_mixed
+    if is_rescale and _is_elastic(spec) and isinstance(backend, RescalesInPlace):
+        return "rescale"
+    return "move"
+
+
+def _is_resize(here: Allocation, target: Allocation) -> bool:
+    if here.is_mixed or target.is_mixed or here.nodes != target.nodes or here.name == target.name:
+        return False
+    return _kind(here.offer) == _kind(target.offer)
+
+
+def _kind(offer: Offer) -> Offer:
+    """*offer* without its size: ``node:cpu-1`` and ``node:cpu-2`` are slices of one machine."""
+    kind = offer.instance_type.partition(":")[0] if ":" in offer.instance_type else offer.instance_type
+    return replace(offer, instance_type=kind, vcpus=1.0, memory_gib=1.0, usd_per_hour=None, price_source="")
+
+
+def _is_no_more(here: Offer, target: Offer) -> bool:
+    return target.vcpus <= here.vcpus and target.memory_gib <= here.memory_gib
+
+
+def _is_vertical(spec: EnvSpec) -> bool:
+    return spec.scaling is not None and spec.scaling.policy == "vertical"
+
+
+def _is_elastic(spec: EnvSpec) -> bool:
+    distributed = spec.distributed
+    return distributed is not None and distributed.elastic and distributed.launcher == "torchrun"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """CPU and memory per node that an attempt gets; None: as the spec says."""
+
+    vcpus: float | None = None
+    memory_bytes: int | None = None
+
+
+def sizes_of(spec: EnvSpec, allocation: Allocation) -> Sizes:
+    """All of the slice, but no more than the spec's limits."""
+    limits = spec.resources.alternatives[0].limits
+    vcpus = min(part.offer.vcpus for part in allocation.parts)
+    memory = int(min(part.offer.memory_gib for part in allocation.parts) * GIB)
+    if limits.cpu_cores is not None:
+        vcpus = min(vcpus, limits.cpu_cores)
+    return Sizes(vcpus, memory if limits.memory_bytes is None else min(memory, limits.memory_bytes))
+
+
+def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation) -> Sizes:
+    """Sizes of an attempt under the vertical policy, once that chose another slice than the first."""
+    if not _is_vertical(spec) or first is None or first.name == allocation.name:
+        return Sizes()
+    return sizes_of(spec, allocation)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far a change is.
+
+    ``done``. ``going``: look again. ``undone``: it stays as it was, and the reason says why. ``move``: never
+    in place, or not now; the next attempt gets it.
+
+    Attributes:
+        state: See above.
+        reason: For the event.
+        handle: The attempt's from now on; None: as before.
+        found: Fields of the ``changed`` event.
+    """
+
+    state: Literal["done", "going", "undone", "move"]
+    reason: str = ""
+    handle: Handle | None = None
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+
+def carry_out(
+    backend: Backend, live: AttemptState, change: Change, sizes: Sizes, *, is_overdue: bool
+) -> Outcome:
+    """Ask the backend for *change*, which may be a repeat, and tell how far it is.
+
+    Raises:
+        BackendError: No answer; try again.
+    """
+    if live.handle is None:
+        raise RuntimeError("only a started attempt can be changed")
+    handle = Handle.from_dict(live.handle)
+    if change.kind == "resize":
+        return _resize(backend, handle, sizes, is_overdue=is_overdue)
+    return _rescale(backend, handle, live, change, is_overdue=is_overdue)
+
+
+def _resize(backend: Backend, handle: Handle, sizes: Sizes, *, is_overdue: bool) -> Outcome:
+    if not isinstance(backend, ResizesInPlace):
+        return Outcome("move", "nothing here can be resized in place")
+    try:
+        state = backend.resize(handle, vcpus=sizes.vcpus, memory_bytes=sizes.memory_bytes)
+    except BackendError as err:
+        if err.transient:
+            raise
+        return Outcome("move", f"not in place: {err}")
+    if state == "done":
+        found = {"vcpus": sizes.vcpus, "memory_bytes": sizes.memory_bytes}
+        return Outcome("done", found={name: value for name, value in found.items() if value is not None})
+    if state == "going" and not is_overdue:
+        return Outcome("going", "the machine is being resized")
+    why = f"it is not done within {CHANGE_S:.0f} s" if state == "going" else f"in place it is {state}"
+    return Outcome("move", why)
+
+
+def _rescale(
+    backend: Backend, handle: Handle, live: AttemptState, change: Change, *, is_overdue: bool
+) -> Outcome:
+    if not isinstance(backend, RescalesInPlace):
+        return Outcome("move", "nothing here can be rescaled in place")
+    nodes = change.target.nodes
+    try:
+        found = backend.rescale(handle, nodes)
+    except CapacityError as err:
+        return Outcome("undone", str(err))
+    except BackendError as err:
+        if err.transient:
+            raise
+        return Outcome("move", f"not in place: {err}")
+    seen = backend.observe(found).nodes
+    missing = next((one.detail for one in seen if one.state == "pending" and one.reason == "capacity"), None)
+    if missing is None and is_overdue and any(one.state != "running" for one in seen):
+        missing = f"not all nodes ran within {CHANGE_S:.0f} s"
+    if missing is not None:
+        backend.rescale(handle, live.allocation.nodes)
+        return Outcome("undone", f"none to be had: {missing}")
+    if all(one.state == "running" for one in seen):
+        return Outcome("done", handle=found, found={"handle": found.to_dict()})
+    return Outcome("going", f"{nodes} nodes are awaited", handle=found)
+
+
+def is_of_last_nodes(leaving: tuple[int, ...], live: AttemptState, target: Allocation) -> bool:
+    """True when those that leave are the last ones: the only ones that a running attempt can give up."""
+    return set(leaving) == set(range(target.nodes, live.allocation.nodes))
+
+
+def part_of(allocation: Allocation, node: int) -> AllocationPart | None:
+    """The part that *node* is in; None when there is none."""
+    found = (part for part in allocation.parts if part.first_rank <= node < part.first_rank + part.nodes)
+    return next(found, None)

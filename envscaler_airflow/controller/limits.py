@@ -1,0 +1,66 @@
+"""How long an attempt may take to go, and how long its machine may live. Pure."""
+
+from __future__ import annotations
+
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.protocol import Status
+
+GRACE_S = 30.0
+"""Least time from asking an attempt to go to killing it, seconds. Source: Kubernetes'
+terminationGracePeriodSeconds."""
+MOST_GRACE_S = 3600.0
+"""Most of it, seconds. Chosen: a checkpoint of 100 GB at 60 MB/s, twice."""
+GRACE_FACTOR = 2.0
+"""Grace by the measured seconds of a checkpoint. Chosen: a save beside uploads of logs takes longer."""
+MACHINE_MARGIN_S = 3600.0
+"""Longer than its money lasts a machine may live when owner, watcher and courier are all gone, seconds.
+Chosen: queueing, image pulls and the upgrade of a triggerer fit, so that the owner's own stop comes first."""
+MACHINE_S = 30 * 86400.0
+"""Longest life of a machine that nothing else bounds, seconds. Chosen: beyond it somebody forgot it."""
+
+
+def grace_s(state: RunState, said: Status | None = None) -> float:
+    """Seconds from asking to killing: twice what a checkpoint took, as far as one was measured.
+
+    Args:
+        state: Fold of the run's events; the last attempt that told counts.
+        said: What node 0 of the live attempt last said; None when unknown.
+    """
+    measured = None if said is None else said.checkpoint_s
+    for attempt in reversed(state.attempts_of(state.generation)):
+        if measured is None:
+            measured = checkpoint_s_of(attempt.ended.get("checkpoint_s"))
+    if measured is None:
+        return GRACE_S
+    return min(MOST_GRACE_S, max(GRACE_S, GRACE_FACTOR * measured))
+
+
+def checkpoint_s_of(value: object) -> float | None:
+    """Seconds as an event holds them; None when it does not."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def machine_deadline_s(
+    *,
+    usd_left: float | None,
+    usd_per_hour: float | None,
+    deadline_left_s: float | None,
+    deadline_s: float | None,
+) -> float:
+    """After how many seconds a machine ends by itself, whoever is gone. It always does.
+
+    When the money left is spent, and an hour; when the stage is later than its whole deadline again, and an
+    hour; or after 30 days: what comes first. Before that the owner asks it to go, which is the usual end.
+
+    Args:
+        usd_left: What the attempt may cost in all; None without a budget.
+        usd_per_hour: Of all its nodes; None when unknown.
+        deadline_left_s: Seconds to the stage's deadline, below 0 when it has passed; None without one.
+        deadline_s: How long the deadline was at first.
+    """
+    limits = [MACHINE_S]
+    if usd_left is not None and usd_per_hour:
+        limits.append(max(0.0, usd_left) / usd_per_hour * 3600.0 + MACHINE_MARGIN_S)
+    if deadline_left_s is not None and deadline_s is not None:
+        limits.append(max(0.0, deadline_left_s + deadline_s) + MACHINE_MARGIN_S)
+    return min(limits)
