@@ -11,9 +11,9 @@ from functools import cache
 from importlib import resources
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.planning.table import Kind, OfferTable
+from envscaler_airflow.planning.table import Kind, Machine, OfferTable
 
-MAGIC = b"ESOFFER2"
+MAGIC = b"ESOFFER3"
 SNAPSHOT = "offers.bin"
 _COLUMNS = {
     "starts": "I",
@@ -38,6 +38,7 @@ def pack(table: OfferTable) -> bytes:
         "sources": list(table.sources),
         "label": table.label,
         "faults": list(table.faults),
+        "machines": [[*key, *machine] for key, machine in sorted(table.machines.items())],
         "sizes": {name: len(data) for name, data in columns.items()},
     }
     text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
@@ -68,6 +69,7 @@ def unpack(data: bytes, *, name: str = "catalog") -> OfferTable:
             sources=head["sources"],
             label=head["label"],
             faults=tuple(head["faults"]),
+            machines={(cells[0], cells[1]): Machine(*cells[2:]) for cells in head["machines"]},
             **columns,  # type: ignore[arg-type]  # the codes above say which is which
         )
     except (zlib.error, KeyError, TypeError, ValueError) as err:

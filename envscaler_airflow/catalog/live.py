@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from envscaler_airflow.clouds.base import Fetched, Quote
+from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
+from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
-from envscaler_airflow.planning.table import Kind, OfferTable, Row, build_table
+from envscaler_airflow.planning.table import Kind, Machine, OfferTable, Row, build_table
 
 LEAP = 5.0
 """A price so many times the last one, or that part of it, is not believed. Source: the project's brief."""
@@ -19,6 +20,9 @@ LEAST_SPOT_SHARE = 1 / 50
 savings of 91 % at most."""
 
 HOUR_S = 3600.0
+
+TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
+"""Terms of committed prices, shortest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Book(Record):
         error: Why the newest refresh failed; None: it did not.
         failed_at: When.
         notes: What the feed left out.
+        machines: What else it told of instance types, as :class:`Machine` has it.
     """
 
     cloud: str
@@ -64,6 +69,7 @@ class Book(Record):
     error: str | None = None
     failed_at: float | None = None
     notes: tuple[str, ...] = ()
+    machines: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def words(self, now: float) -> str:
         """One line for people: how old, what failed, what is in quarantine."""
@@ -142,6 +148,8 @@ def refreshed(
         zones=fetched.zones,
         risks=fetched.risks or ({} if last is None else last.risks),
         notes=fetched.notes,
+        machines={name: tuple(machine) for name, machine in fetched.machines.items()}
+        or ({} if last is None else last.machines),
     )
 
 
@@ -151,6 +159,23 @@ def _leaps(quote: Quote, old: float | None, on_demand: float | None) -> bool:
     if quote.capacity == "spot" and on_demand is not None:
         return not on_demand * LEAST_SPOT_SHARE <= quote.usd <= on_demand * LEAP
     return False
+
+
+def committed_usd(prices: Mapping[str, Any], offer: Offer) -> dict[str, float]:
+    """USD an hour of *offer* under each commitment that the *prices* of a book know of, shortest first.
+
+    Args:
+        prices: As they stand in the book's JSON form.
+        offer: On demand.
+    """
+    gpu = f"{offer.gpu_name}:{offer.gpus}" if offer.is_attached else ""
+    found: dict[str, float] = {}
+    for term in TERMS:
+        price = prices.get(Quote(offer.instance_type, offer.region, "", "on-demand", 0.0, gpu, term).key)
+        usd = usd_of(price.get("usd")) if isinstance(price, Mapping) else None
+        if usd is not None:
+            found[term] = usd
+    return found
 
 
 def unanswered(last: Book | None, cloud: str, region: str, error: str, *, now: float) -> Book:
@@ -171,7 +196,22 @@ def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
     for book in by_place.values():
         _add_new(rows, book)
     found = {kind: tuple(places.values()) for kind, places in rows.items()}
-    return build_table(found, label=table.label, faults=table.faults)
+    machines = dict(table.machines)
+    for book in by_place.values():
+        for name, cells in book.machines.items():
+            key = (book.cloud, name)
+            machines[key] = _joined(machines.get(key, Machine()), Machine(*cells))
+    return build_table(found, label=table.label, faults=table.faults, machines=machines)
+
+
+def _joined(old: Machine, new: Machine) -> Machine:
+    """What *new* tells, and of the rest what was known."""
+    told = {name: value for name, value in new._asdict().items() if value is not None and name != "source"}
+    is_all_new = all(getattr(old, name) is None or name in told for name in Machine._fields[:-1])
+    if not told:
+        return old
+    source = new.source if is_all_new else f"{new.source}; {old.source}"
+    return old._replace(**told, source=source)
 
 
 def row_at(table: OfferTable, kind: int, at: int) -> Row:

@@ -6,15 +6,24 @@ import json
 import re
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from envscaler_airflow.catalog.columns import SNAPSHOT, pack, packaged, unpack
-from envscaler_airflow.catalog.live import Book, known_prices, refreshed, unanswered, with_books
+from envscaler_airflow.catalog.live import (
+    Book,
+    committed_usd,
+    known_prices,
+    refreshed,
+    unanswered,
+    with_books,
+)
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.table import OfferTable
 
 COMPILED = "catalog.bin"
@@ -42,6 +51,19 @@ class Shelf:
         found = [_read_book(file) for file in files if _BOOK.match(file.name)]
         return [book for book in found if book is not None]
 
+    def commitments(self, offers: Iterable[Offer]) -> dict[str, dict[str, float]]:
+        """USD an hour under a commitment, by offer name, of on-demand offers whose region was refreshed."""
+        found: dict[str, dict[str, float]] = {}
+        kept: dict[Path, Mapping[str, Any]] = {}
+        for offer in offers:
+            path = self._path(offer.cloud, offer.region)
+            if path not in kept:
+                kept[path] = _read_prices(path)
+            known = committed_usd(kept[path], offer) if offer.capacity_type == "on-demand" else {}
+            if known:
+                found[offer.name] = known
+        return found
+
     def refresh(
         self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_leaps: bool = False
     ) -> Book:
@@ -63,7 +85,9 @@ class Shelf:
         books = self.books()
         table = with_books(packaged(), books)
         self._write(self.folder / COMPILED, pack(table))
-        lines = [replace(book, prices={}, kinds=(), zones={}, risks={}).to_dict() for book in books]
+        lines = [
+            replace(book, prices={}, kinds=(), zones={}, risks={}, machines={}).to_dict() for book in books
+        ]
         index = {"snapshot": _snapshot_sum(), "books": lines}
         self._write(self.folder / INDEX, json.dumps(index).encode())
         return table
@@ -97,6 +121,15 @@ def _read_book(path: Path) -> Book | None:
         return Book.from_dict(json.loads(path.read_bytes()))
     except (OSError, ValueError):
         return None
+
+
+def _read_prices(path: Path) -> Mapping[str, Any]:
+    """The prices of a book without the rest of it, which a plan has no time for."""
+    try:
+        prices = json.loads(path.read_bytes()).get("prices")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return prices if isinstance(prices, Mapping) else {}
 
 
 def _snapshot_sum() -> int:

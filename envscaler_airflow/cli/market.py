@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from envscaler_airflow.catalog.sources import open_catalog, read_scope
+from envscaler_airflow.catalog.sources import cache_dir, open_catalog, read_scope
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
+from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.table import Machine
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -21,7 +23,7 @@ CAPACITIES = ("spot", "on-demand", "auto")
 
 
 def market_options(command: _F) -> _F:
-    """Add ``--offers``, ``--scope``, ``--clouds``; the command gets ``table`` and ``scope``."""
+    """Add ``--offers``, ``--scope``, ``--clouds``; the command gets ``table, scope, committed``."""
 
     @click.option(
         "--offers",
@@ -43,9 +45,29 @@ def market_options(command: _F) -> _F:
         unknown = [name for name in names or () if name not in known]
         if unknown:
             raise SpecError(f"--clouds {', '.join(unknown)}: there are {', '.join(sorted(known))}")
-        return command(*args, table=table, scope=read_scope(scope_path, names), **kwargs)
+        scope = read_scope(scope_path, names)
+        committed = _no_commitments if offers_path is not None else _commitments
+        return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
     return with_market  # type: ignore[return-value]
+
+
+Committed = Callable[[Iterable[Offer]], Mapping[str, Mapping[str, float]]]
+"""USD an hour under a commitment, by offer name and term, where it is known."""
+
+
+def _commitments(offers: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
+    folder = cache_dir()
+    if not (folder / "catalog.json").exists():
+        return {}
+    from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
+
+    return Shelf(folder).commitments(offers)
+
+
+def _no_commitments(_: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
+    """Tables of one's own have none."""
+    return {}
 
 
 def quantity(option: str, read: Callable[[str], float], text: str | None) -> float | None:
@@ -77,6 +99,27 @@ def offer_body(offer: Offer) -> dict[str, Any]:
         "gpu_memory_gb": offer.gpu_memory_gb,
         "usd_per_node_hour": offer.usd_per_hour,
         "price_source": offer.price_source,
+    }
+
+
+def machine_body(machine: Machine | None) -> dict[str, Any]:
+    """What else is published of an instance type; null is unknown."""
+    known = machine or Machine()
+    return {
+        "network_gbps": known.network_gbps,
+        "network_peak_gbps": known.network_peak_gbps,
+        "local_disk_gb": known.local_disk_gb,
+        "processor": known.processor,
+        "facts_source": known.source or None,
+    }
+
+
+def billing_body(cloud: str) -> dict[str, Any]:
+    """What a cloud rounds time up to; null where that is unknown."""
+    known = BILLING.get(cloud)
+    return {
+        "billing_unit_s": None if known is None else known.unit_s,
+        "billing_minimum_s": None if known is None else known.minimum_s,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -10,8 +11,11 @@ import click
 from envscaler_airflow.cli.market import (
     ARCHES,
     CAPACITIES,
+    Committed,
     accelerators,
+    billing_body,
     infra,
+    machine_body,
     market_options,
     number,
     offer_body,
@@ -20,7 +24,7 @@ from envscaler_airflow.cli.market import (
     quantity,
 )
 from envscaler_airflow.errors import NoOfferError, SpecError
-from envscaler_airflow.planning import Requirements
+from envscaler_airflow.planning import Offer, Requirements
 from envscaler_airflow.planning.explain import unknown_gpus
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.table import Kind, OfferTable
@@ -45,7 +49,9 @@ NEARLY = 0.9
 @click.option("--limit", default=25, type=click.IntRange(1, 100_000), help="Types that are listed.")
 @click.option("--json", "as_json", is_flag=True, help="For tools.")
 @market_options
-def offers_command(*, table: OfferTable, scope: Scope, limit: int, as_json: bool, **asked: Any) -> None:
+def offers_command(
+    *, table: OfferTable, scope: Scope, committed: Committed, limit: int, as_json: bool, **asked: Any
+) -> None:
     """List offers by price: where, how large, on demand or spot, and where the price is from."""
     need = _like(table, asked) if asked["like"] else _need(asked)
     found = search(need, table, how=Search(scope=scope, limit=limit * 8, explain=False))
@@ -54,8 +60,10 @@ def offers_command(*, table: OfferTable, scope: Scope, limit: int, as_json: bool
             raise NoOfferError(note)
         found.pick()
     if as_json:
-        bodies = [offer_body(item.allocation.offer) for item in found.candidates]
-        click.echo(json.dumps({"offers": bodies[:limit], "label": table.label}, indent=1))
+        offers = [item.allocation.offer for item in found.candidates[:limit]]
+        terms = committed(offers)
+        bodies = [_body(offer, table, terms.get(offer.name, {})) for offer in offers]
+        click.echo(json.dumps({"offers": bodies, "label": table.label}, indent=1))
         return
     lines = []
     for item, count in places(found.candidates)[:limit]:
@@ -76,6 +84,17 @@ def offers_command(*, table: OfferTable, scope: Scope, limit: int, as_json: bool
         )
     print_table(COLUMNS, lines)
     click.echo(f"note: prices: {table.label}")
+
+
+def _body(offer: Offer, table: OfferTable, terms: Mapping[str, float]) -> dict[str, Any]:
+    """An offer with all that is known of its type, of how its cloud bills and of commitments."""
+    machine = table.machines.get((offer.cloud, offer.instance_type))
+    return {
+        **offer_body(offer),
+        **machine_body(machine),
+        **billing_body(offer.cloud),
+        "committed_usd_per_node_hour": dict(terms),
+    }
 
 
 def _need(asked: dict[str, Any]) -> Requirements:

@@ -11,12 +11,11 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.build.check import TARGETS, missing_on
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
 from envscaler_airflow.cli.catalog import FEEDS
-from envscaler_airflow.cli.check import tell_missing
 from envscaler_airflow.cli.market import (
     ARCHES,
+    Committed,
     accelerators,
     candidate_body,
     infra,
@@ -69,6 +68,9 @@ LEAST_VCPUS = 4
 BURSTABLE = re.compile(r"aws:t\d|gcp:(e2-(micro|small|medium)|f1-|g1-)|azure:Standard_B|alibaba:ecs\.t\d")
 """Types whose vCPUs are not had all the time, by name."""
 
+TERM_WORDS = {"1m": "a month", "1y": "a year", "3y": "three years"}
+"""Terms of committed prices."""
+
 SHOWN_FAULTS = 3
 """Refused values of a table that are named. Chosen."""
 
@@ -89,7 +91,7 @@ COLUMNS = (
 
 @click.command("plan")
 @spec_options
-@click.option("--target", help=f"What this place lacks ({', '.join(TARGETS)}), or another variant's plan.")
+@click.option("--target", help="What this place lacks (local, docker, kubernetes, vm), or a variant's plan.")
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
@@ -121,6 +123,7 @@ def plan_command(
     target: str | None,
     table: OfferTable,
     scope: Scope,
+    committed: Committed,
     **options: Any,
 ) -> None:
     """Print the plan of a spec: what it would run on, at which price, and why not on others.
@@ -132,15 +135,62 @@ def plan_command(
         print_jobs()
         return
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
-    if target in TARGETS and target != "vm":
-        tell_missing(spec, target, as_json=options["as_json"])
+    if _told_missing(spec, target, as_json=options["as_json"]):
         return
-    missing = missing_on(target, spec) if target == "vm" else []
-    goal = _goal(options)
-    needs = tuple(
-        replace(need, exact_gpus=options["exact"])
-        for need in market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
-    )
+    needs = _needs(spec, options)
+    made = _search(spec, needs, table, scope=scope, options=options)
+    notes = [
+        *_missing_on_vm(spec, target),
+        *made.notes,
+        *unknown_gpus(needs, table),
+        *_advice(made),
+        *_commitment(made, committed),
+        *_unpriced(unpriced_offers(needs, table, scope.has)),
+        *_faults(table.faults),
+    ]
+    if options["as_json"]:
+        click.echo(json.dumps(plan_body(made, notes), indent=1))
+    else:
+        print_plan(made, [*notes, *_fleet_words(made.fleets)])
+    if made.chosen is None:
+        made.pick()
+
+
+def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
+    """True when *target* is a place whose lacks alone were asked for, and they are told."""
+    if target is None:
+        return False
+    from envscaler_airflow.build.check import TARGETS  # noqa: PLC0415  (a plan has no time for it)
+    from envscaler_airflow.cli.check import tell_missing  # noqa: PLC0415
+
+    if target not in TARGETS or target == "vm":
+        return False
+    tell_missing(spec, target, as_json=as_json)
+    return True
+
+
+def _missing_on_vm(spec: EnvSpec, target: str | None) -> list[str]:
+    if target != "vm":
+        return []
+    from envscaler_airflow.build.check import missing_on  # noqa: PLC0415  (as above)
+
+    return missing_on(target, spec)
+
+
+def _needs(spec: EnvSpec, options: dict[str, Any]) -> tuple[Requirements, ...]:
+    found = market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
+    return tuple(replace(need, exact_gpus=options["exact"]) for need in found)
+
+
+def _search(
+    spec: EnvSpec,
+    needs: tuple[Requirements, ...],
+    table: OfferTable,
+    *,
+    scope: Scope,
+    options: dict[str, Any],
+) -> Plan:
+    """The plan of what the options ask for."""
     model = _model(options["job_name"], options["batch"])
     how = Search(
         scope=scope,
@@ -157,16 +207,22 @@ def plan_command(
         overheads=overheads_of(spec),
         data=(*data_places(spec), *(_data(text) for text in options["data"])),
     )
-    made = search(needs, table, goal=goal, work=work, how=how, is_ordered=is_ordered(spec))
-    unpriced = _unpriced(unpriced_offers(needs, table, scope.has))
-    notes = [*missing, *made.notes, *unknown_gpus(needs, table), *_advice(made), *unpriced]
-    notes += _faults(table.faults)
-    if options["as_json"]:
-        click.echo(json.dumps(plan_body(made, notes), indent=1))
-    else:
-        print_plan(made, [*notes, *_fleet_words(made.fleets)])
+    return search(needs, table, goal=_goal(options), work=work, how=how, is_ordered=is_ordered(spec))
+
+
+def _commitment(made: Plan, committed: Committed) -> list[str]:
+    """When a committed price would be less than the chosen one on demand: it is paid whether used or not."""
     if made.chosen is None:
-        made.pick()
+        return []
+    offer, notes = made.chosen.allocation.offer, []
+    for term, usd in committed((offer,)).get(offer.name, {}).items():
+        if offer.usd_per_hour is not None and usd < offer.usd_per_hour:
+            share = usd / offer.usd_per_hour
+            notes.append(
+                f"a commitment of {TERM_WORDS[term]} to {offer.instance_type} costs ${usd:.4f} every hour: "
+                f"less than on demand if it is used for over {share:.0%} of that time"
+            )
+    return notes
 
 
 def _model(name: str | None, batch: float | None) -> JobModel | None:

@@ -1,22 +1,24 @@
 """AWS: Price List Query API, spot price history, Spot Advisor, instance types and where they are offered.
 
 Sources: docs.aws.amazon.com/aws-cost-management (AWSPriceListService.GetProducts) and
-docs.aws.amazon.com/AWSEC2/latest/APIReference. Instance types and offerings are tested against moto, the
-rest against recorded shapes; never run against the live service.
+docs.aws.amazon.com/AWSEC2/latest/APIReference. Instance types and offerings are tested against moto, which
+replays recorded ones; the rest against answers written after those documents. Never run against the live
+service.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
 from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.table import Kind, Machine
 from envscaler_airflow.spec.gpus import MEMORY_GB, canonical
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ class AwsPrices:
         """See :class:`~envscaler_airflow.clouds.base.PriceFeed`."""
         notes: list[str] = []
         quotes = list(self._call("pricing", PRICING_REGION, lambda api: list(_on_demand(api, region))))
-        kinds, zones = self._call("ec2", region, lambda api: (tuple(_kinds(api)), _zones(api)))
+        kinds, machines = self._call("ec2", region, _types)
+        zones = self._call("ec2", region, _zones)
         quotes += self._call("ec2", region, lambda api: list(_spot(api, region)))
         try:
             risks = self._risks(region)
@@ -83,6 +86,7 @@ class AwsPrices:
             zones=zones,
             risks=risks,
             notes=tuple(notes),
+            machines=machines,
         )
 
     def _call(self, service: str, region: str, work: Any) -> Any:
@@ -182,12 +186,41 @@ def _spot(api: Any, region: str) -> Iterator[Quote]:
         yield Quote(name, region, zone, "spot", usd)
 
 
-def _kinds(api: Any) -> Iterator[Kind]:
+def _types(api: Any) -> tuple[tuple[Kind, ...], dict[str, Machine]]:
+    """Machines, and what else is told of them."""
+    kinds, machines = [], {}
     for page in api.get_paginator("describe_instance_types").paginate():
         for item in page["InstanceTypes"]:
             kind = read_type(item)
             if kind is not None:
-                yield kind
+                kinds.append(kind)
+                machines[kind.instance_type] = read_machine(item)
+    return tuple(kinds), machines
+
+
+def read_machine(item: Mapping[str, Any], *, source: str = "DescribeInstanceTypes") -> Machine:
+    """Network, disks and processor of ``DescribeInstanceTypes``, as far as they are told."""
+    cards = (item.get("NetworkInfo") or {}).get("NetworkCards") or ()
+    always = [_amount(card.get("BaselineBandwidthInGbps")) for card in cards]
+    peaks = [_amount(card.get("PeakBandwidthInGbps")) for card in cards]
+    disk_gb = _amount((item.get("InstanceStorageInfo") or {}).get("TotalSizeInGB"))
+    if disk_gb is None and item.get("InstanceStorageSupported") is False:
+        disk_gb = 0.0
+    chip = item.get("ProcessorInfo") or {}
+    clock = _amount(chip.get("SustainedClockSpeedInGhz"))
+    words = [str(chip["Manufacturer"])] if chip.get("Manufacturer") else []
+    words += [f"{clock:g} GHz"] if clock else []
+    return Machine(_sum(always), _sum(peaks), disk_gb, ", ".join(words) or None, source)
+
+
+def _amount(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < math.inf else None  # type: ignore[arg-type,operator]  # told above
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known), 3) if known and len(known) == len(values) else None
 
 
 def read_type(item: Mapping[str, Any]) -> Kind | None:

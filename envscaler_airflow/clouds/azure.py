@@ -1,7 +1,7 @@
 """Azure Retail Prices: no account is needed.
 
 Source: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices. Tested against
-recorded shapes; never run against the live service.
+answers written after that page; never run against the live service.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from envscaler_airflow.planning.offers import CapacityType
-from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.table import Kind, Machine
 
 Commitment = Literal["", "1m", "1y", "3y"]
 
@@ -49,6 +49,7 @@ class Fetched:
         zones: Zones by instance type, where the feed tells.
         risks: Index into :data:`~envscaler_airflow.planning.table.RISKS` by instance type.
         notes: What was left out and why, for people.
+        machines: What else the feed tells of instance types.
     """
 
     cloud: str
@@ -59,6 +60,7 @@ class Fetched:
     zones: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     risks: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    machines: Mapping[str, Machine] = field(default_factory=dict)
 
 
 class PriceFeed(Protocol):

@@ -56,6 +56,24 @@ class Kind(NamedTuple):
     is_attached: bool = False
 
 
+class Machine(NamedTuple):
+    """What else is published of an instance type; None is unknown.
+
+    Attributes:
+        network_gbps: Gbit/s that it always has, all network cards together.
+        network_peak_gbps: Gbit/s that it may have for a while.
+        local_disk_gb: Disks of its own, GB together; 0 without any.
+        processor: Maker and sustained clock: ``Intel, 3.1 GHz``.
+        source: Where this is from, with the date.
+    """
+
+    network_gbps: float | None = None
+    network_peak_gbps: float | None = None
+    local_disk_gb: float | None = None
+    processor: str | None = None
+    source: str = ""
+
+
 class Row(NamedTuple):
     """One kind at one place.
 
@@ -93,6 +111,7 @@ class OfferTable:
         spot_starts: As *starts*, into *spot_rows*.
         label: What these prices are, said with each plan.
         faults: Values that were refused while the table was made.
+        machines: Other facts by (cloud, instance type), of those that publish them.
     """
 
     kinds: Sequence[Kind]
@@ -110,6 +129,7 @@ class OfferTable:
     spot_starts: array[int]
     label: str = ""
     faults: tuple[str, ...] = ()
+    machines: Mapping[tuple[str, str], Machine] = field(default_factory=dict)
     _by_gpu: dict[str, list[int]] = field(init=False, default_factory=dict)
     _orders: dict[str, list[int]] = field(init=False, default_factory=dict)
 
@@ -205,7 +225,11 @@ CAPACITIES: tuple[CapacityType, CapacityType] = ("on-demand", "spot")
 
 
 def build_table(
-    rows: Mapping[Kind, Iterable[Row]], *, label: str = "", faults: Iterable[str] = ()
+    rows: Mapping[Kind, Iterable[Row]],
+    *,
+    label: str = "",
+    faults: Iterable[str] = (),
+    machines: Mapping[tuple[str, str], Machine] | None = None,
 ) -> OfferTable:
     """Columns of *rows*; kinds go by cloud, type and GPU."""
     kinds = sorted(rows, key=_kind_key)
@@ -246,6 +270,7 @@ def build_table(
         spot_starts=spot_starts,
         label=label,
         faults=tuple(faults),
+        machines=machines or {},
     )
 
 

@@ -1,7 +1,7 @@
-"""Live prices over real HTTP: recorded shapes of answers, every fault, and moto where it is true.
+"""Live prices over real HTTP: every fault, and moto where it is true.
 
 What moto has not (the Price List) or answers wrongly (each spot price is 0.00001) comes from a server of
-the test's own.
+the test's own, whose answers are written after the clouds' API documents. None was recorded.
 """
 
 from __future__ import annotations
@@ -235,13 +235,18 @@ def aws_answer(seen, *, spot="0.3500", fail=None):
             "capacitystatus": "Used",
         }
         hourly = {"unit": "Hrs", "pricePerUnit": {"USD": usd}, "rateCode": "x"}
+        year = {"LeaseContractLength": "1yr", "PurchaseOption": "No Upfront", "OfferingClass": "standard"}
+        less = {"unit": "Hrs", "pricePerUnit": {"USD": f"{float(usd) / 2:.4f}"}}
         return json.dumps(
             {
                 "product": {
                     "attributes": {"instanceType": name, **wanted},
                     "productFamily": "Compute Instance",
                 },
-                "terms": {"OnDemand": {"A": {"priceDimensions": {"B": hourly}, "termAttributes": {}}}},
+                "terms": {
+                    "OnDemand": {"A": {"priceDimensions": {"B": hourly}, "termAttributes": {}}},
+                    "Reserved": {"C": {"priceDimensions": {"D": less}, "termAttributes": year}},
+                },
             }
         )
 
@@ -284,9 +289,10 @@ def test_aws_list_spot_types_zones_and_risks(cloud, caller):
 
     got = aws_feed(cloud, caller).fetch("us-east-1")
 
-    assert {(quote.instance_type, quote.capacity, quote.zone): quote.usd for quote in got.quotes} == {
-        ("g5.xlarge", "on-demand", ""): 1.006,
-        ("g5.xlarge", "spot", "us-east-1a"): 0.35,
+    assert {quote[:4] + quote[6:]: quote.usd for quote in got.quotes} == {
+        ("g5.xlarge", "us-east-1", "", "on-demand", ""): 1.006,
+        ("g5.xlarge", "us-east-1", "", "on-demand", "1y"): 0.503,
+        ("g5.xlarge", "us-east-1", "us-east-1a", "spot", ""): 0.35,
     }
     assert got.kinds == (Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64"),)
     assert got.zones == {"g5.xlarge": ("us-east-1a",)}
@@ -327,7 +333,7 @@ def test_an_advisor_that_fails_leaves_the_risks_unknown(cloud, caller):
 
     got = aws_feed(cloud, caller).fetch("us-east-1")
 
-    assert len(got.quotes) == 2
+    assert len(got.quotes) == 3
     assert got.risks == {}
     assert "interruption ranges are unknown: AWS Spot Advisor answered 503" in got.notes[0]
 
@@ -339,7 +345,7 @@ def test_moto_answers_types_and_offerings_as_aws_does(cloud, caller):
     try:
         host, port = server.get_host_and_port()
         feed = AwsPrices(boto3.Session(**KEYS), endpoint_url=f"http://{host}:{port}", caller=caller)
-        kinds, zones = feed._call("ec2", "us-east-1", _kinds_and_zones)
+        kinds, machines, zones = feed._call("ec2", "us-east-1", _types_and_zones)
         spot = feed._call("ec2", "us-east-1", _spot_of_t4)
     finally:
         server.stop()
@@ -348,14 +354,16 @@ def test_moto_answers_types_and_offerings_as_aws_does(cloud, caller):
     assert len(by_name) > 500
     assert by_name["g4dn.xlarge"] == Kind("aws", "g4dn.xlarge", 4, 16, "T4", 1, 16, "x86_64")
     assert by_name["p4d.24xlarge"].gpu_name == "A100"
+    assert machines["p4d.24xlarge"][:4] == (400.0, 400.0, 8000.0, "Intel, 3 GHz")
+    assert machines["m5.large"][:4] == (0.75, 10.0, 0.0, "Intel, 3.1 GHz")
     assert "us-east-1a" in zones["g4dn.xlarge"]
     assert {quote.usd for quote in spot} <= {0.00001}
 
 
-def _kinds_and_zones(api):
-    from envscaler_airflow.clouds.aws import _kinds, _zones
+def _types_and_zones(api):
+    from envscaler_airflow.clouds.aws import _types, _zones
 
-    return tuple(_kinds(api)), _zones(api)
+    return *_types(api), _zones(api)
 
 
 def _spot_of_t4(api):
@@ -376,6 +384,13 @@ def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
     cloud.answer = lambda *_: (403, {"__type": "AccessDeniedException", "message": "no"})
     bad = CliRunner().invoke(main, refresh)
     offers = CliRunner().invoke(main, ["offers", "--gpu", "A10G", "--capacity", "spot", "--json"])
+    listed = CliRunner().invoke(
+        main, ["offers", "--gpu", "A10G", "--capacity", "on-demand", "--clouds", "aws", "--json"]
+    )
+    (tmp_path / "s.yaml").write_text(
+        '{version: v1, name: x, resources: {accelerators: "A10G:1", use_spot: false}, entrypoint: [a]}'
+    )
+    plan = CliRunner().invoke(main, ["plan", "-f", str(tmp_path / "s.yaml"), "--clouds", "aws"])
     shown = CliRunner().invoke(main, ["catalog", "show"])
 
     assert good.exit_code == 0, good.output
@@ -383,6 +398,13 @@ def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
     assert "AccessDenied" in bad.output
     first = json.loads(offers.output)["offers"][0]
     assert (first["zone"], first["usd_per_node_hour"]) == ("us-east-1a", 0.35)
+    offer = json.loads(listed.output)["offers"][0]
+    assert (offer["usd_per_node_hour"], offer["committed_usd_per_node_hour"]) == (1.006, {"1y": 0.503})
+    assert (offer["local_disk_gb"], offer["billing_minimum_s"]) == (250.0, 60.0)
+    assert (
+        "a commitment of a year to g5.xlarge costs $0.5030 every hour: "
+        "less than on demand if it is used for over 50% of that time"
+    ) in plan.output
     assert "refresh failed 0.0 h ago" in json.loads(offers.output)["label"]
     assert "aws us-east-1 0.0 h old (refresh failed" in shown.output
     assert Shelf(tmp_path).book("aws", "us-east-1").prices
@@ -408,8 +430,8 @@ def test_the_hook_asks_as_the_connection_says(cloud, tmp_path, monkeypatch):
     feed = CloudPricingHook("gcp", "g").get_conn()
 
     assert book.error is None
-    assert len(book.prices) == 2
-    assert (ok, words) == (True, "2 prices of aws us-east-1")
+    assert len(book.prices) == 3
+    assert (ok, words) == (True, "3 prices of aws us-east-1")
     assert feed._params == {"key": "k"}
     with pytest.raises(SpecError, match="prices are read from aws, gcp, azure"):
         CloudPricingHook("tencent")

@@ -6,17 +6,26 @@ import json
 
 import pytest
 
-from envscaler_airflow.catalog.live import Book, Price, known_prices, refreshed, unanswered, with_books
+from envscaler_airflow.catalog.columns import pack, unpack
+from envscaler_airflow.catalog.live import (
+    Book,
+    Price,
+    committed_usd,
+    known_prices,
+    refreshed,
+    unanswered,
+    with_books,
+)
 from envscaler_airflow.catalog.shelf import Shelf
 from envscaler_airflow.catalog.sources import open_catalog
-from envscaler_airflow.clouds.aws import read_product, read_type
+from envscaler_airflow.clouds.aws import read_machine, read_product, read_type
 from envscaler_airflow.clouds.azure import read_item
 from envscaler_airflow.clouds.base import Fetched, Quote, usd_of
 from envscaler_airflow.clouds.gcp import read_parts, sum_parts
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning import Requirements
 from envscaler_airflow.planning.market import search
-from envscaler_airflow.planning.table import Kind, Row, build_table
+from envscaler_airflow.planning.table import Kind, Machine, Row, build_table
 
 G5 = Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64")
 TABLE = build_table(
@@ -174,6 +183,48 @@ def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
         Shelf(tmp_path / "file").refresh(Feed(fetched(LISTED)), "us-east-1", clock=lambda: 0)
 
 
+def test_committed_prices_are_kept_for_reports_alone(tmp_path):
+    """The plan is of what is paid by use; who asks is told the terms, shortest first."""
+    quotes = (
+        LISTED,
+        LISTED._replace(usd=0.4, commitment="3y"),
+        LISTED._replace(usd=0.6, commitment="1y"),
+    )
+    shelf = Shelf(tmp_path)
+    book = shelf.refresh(Feed(fetched(*quotes)), "us-east-1", clock=lambda: 0)
+    offers = {offer.name: offer for offer in with_books(TABLE, [book]).offers()}
+    here = "aws/us-east-1/us-east-1a/g5.xlarge"
+
+    found = shelf.commitments(
+        [offers[f"{here}/on-demand"], offers["aws/eu-west-1/eu-west-1a/g5.xlarge/on-demand"]]
+    )
+
+    assert offers[f"{here}/on-demand"].usd_per_hour == 1.1
+    assert found == {f"{here}/on-demand": {"1y": 0.6, "3y": 0.4}}
+    assert list(found[f"{here}/on-demand"]) == ["1y", "3y"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"prices": []}', '{"prices": {"g5.xlarge||us-east-1||on-demand|1y": 3}}']
+)
+def test_a_torn_book_has_no_commitments(tmp_path, text):
+    """And breaks no plan."""
+    (tmp_path / "prices-aws-us-east-1.json").write_text(text)
+    offer = next(offer for offer in TABLE.offers() if offer.region == "us-east-1")
+
+    assert Shelf(tmp_path).commitments([offer]) == {}
+
+
+def test_committed_prices_that_are_none_are_left_out():
+    """NaN, 0 and text."""
+    key = LISTED._replace(commitment="1y").key
+    offer = next(offer for offer in TABLE.offers() if offer.region == "us-east-1")
+
+    for usd in (float("nan"), 0, -1, "free", None):
+        assert committed_usd({key: {"usd": usd, "at": 0}}, offer) == {}
+    assert committed_usd({key: {"usd": 0.6, "at": 0}}, offer) == {"1y": 0.6}
+
+
 def aws_product(**changes):
     """A product of the price list, as the Price List Query API gives it."""
     attributes = {
@@ -222,6 +273,63 @@ def test_aws_machines_have_canonical_gpus():
 
     assert read_type(item) == Kind("aws", "p4de.24xlarge", 96, 1152, "A100-80GB", 8, 80, "x86_64")
     assert read_type({**item, "ProcessorInfo": {"SupportedArchitectures": ["i386"]}}) is None
+
+
+def test_aws_machines_tell_network_disks_and_processor():
+    """All cards together; no disk of its own is 0 and not unknown."""
+    cards = [{"BaselineBandwidthInGbps": 100.0, "PeakBandwidthInGbps": 200.0}] * 4
+    item = {
+        "NetworkInfo": {"NetworkCards": cards},
+        "InstanceStorageInfo": {"TotalSizeInGB": 8000},
+        "ProcessorInfo": {"Manufacturer": "Intel", "SustainedClockSpeedInGhz": 3.0},
+    }
+
+    assert read_machine(item, source="s") == Machine(400.0, 800.0, 8000.0, "Intel, 3 GHz", "s")
+    assert read_machine({"InstanceStorageSupported": False}, source="s") == Machine(
+        None, None, 0.0, None, "s"
+    )
+
+
+@pytest.mark.parametrize("strange", [None, "5 Gigabit", float("nan"), -1, True, {}])
+def test_a_strange_fact_is_unknown(strange):
+    """One card that tells nothing makes the sum unknown, not smaller."""
+    cards = [{"BaselineBandwidthInGbps": 100.0}, {"BaselineBandwidthInGbps": strange}]
+    item = {
+        "NetworkInfo": {"NetworkCards": cards},
+        "InstanceStorageInfo": {"TotalSizeInGB": strange},
+        "ProcessorInfo": {"SustainedClockSpeedInGhz": strange},
+    }
+
+    assert read_machine(item, source="s") == Machine(source="s")
+
+
+def test_facts_of_a_feed_stand_over_the_snapshot_and_outlive_a_failure():
+    """They are kept with the prices, and packed with the catalog."""
+    packed = build_table(
+        {G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): Machine(1.0)}
+    )
+    live = Machine(2.5, 10.0, 250.0, "AMD, 3.3 GHz", "DescribeInstanceTypes")
+    book = refreshed(None, fetched(LISTED, machines={"g5.xlarge": live}), now=0, known={})
+    later = refreshed(book, fetched(LISTED), now=HOUR, known={})
+
+    table = with_books(packed, [Book.from_dict(json.loads(json.dumps(later.to_dict())))])
+
+    assert table.machines == {("aws", "g5.xlarge"): live}
+    assert unpack(pack(table)).machines == {("aws", "g5.xlarge"): live}
+    assert with_books(packed, []).machines == {("aws", "g5.xlarge"): Machine(1.0)}
+
+
+def test_what_a_feed_does_not_tell_of_a_machine_stays_known():
+    """A fact that is missing in an answer is no news; both sources are named."""
+    old = Machine(1.0, 10.0, 250.0, "AMD, 3.3 GHz", "snapshot")
+    packed = build_table({G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): old})
+
+    def joined(live):
+        book = refreshed(None, fetched(LISTED, machines={"g5.xlarge": live}), now=0, known={})
+        return with_books(packed, [book]).machines["aws", "g5.xlarge"]
+
+    assert joined(Machine(source="feed")) == old
+    assert joined(Machine(2.5, source="feed")) == Machine(2.5, 10.0, 250.0, "AMD, 3.3 GHz", "feed; snapshot")
 
 
 AZURE = {
