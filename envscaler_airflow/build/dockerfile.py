@@ -155,6 +155,8 @@ def _system_packages(spec: EnvSpec, known: BaseFacts, *, has_ca: bool) -> str:
             f"DEBIAN_FRONTEND=noninteractive {command}",
         ]
         return _run(_APT_CACHE, " && \\\n    ".join(steps), has_ca=has_ca)
+    if known.family == "dnf" and has_ca:  # libcurl, by which it loads, reads none of the variables
+        command = command.replace("dnf install", f"dnf install --setopt=sslcacert=/run/secrets/{CA}", 1)
     return _run(_DNF_CACHE if known.family == "dnf" else _APK_CACHE, command, has_ca=has_ca)
 
 

@@ -79,4 +79,4 @@ def install_command(family: Family, packages: tuple[str, ...]) -> str:
         return f"apt-get install --yes --no-install-recommends {names}"
     if family == "dnf":
         return f"dnf install --assumeyes --setopt=install_weak_deps=False {names}"
-    return f"apk add {names}"
+    return f"apk add --update-cache {names}"

@@ -8,11 +8,9 @@ import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +29,6 @@ from wheel_index import Index, Proxy, write_wheel
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "build-images.md"
 TOOLS = ("buildah", "mmdebstrap", "docker-registry")
 CANARY = "zq7canaryzq7"
-FREE_FROM = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -40,12 +37,6 @@ pytestmark = [
     ),
     pytest.mark.timeout(300),
 ]
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -72,37 +63,10 @@ def remove_storage(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory):
-    """Debian's docker-registry, by http."""
-    root, port = tmp_path_factory.mktemp("registry"), free_port()
-    config = root / "config.yml"
-    config.write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {root}/data}}, delete: {{enabled: true}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\nlog: {{level: error}}\n"
-    )
-    with (root / "log").open("w") as log:
-        process = subprocess.Popen(["docker-registry", "serve", config], stdout=log, stderr=log)
-    try:
-        for _ in range(100):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-@pytest.fixture(scope="module")
-def base(storage, registry, tmp_path_factory):
+def base(storage, registry, base_tar, tmp_path_factory):
     """Debian's essential packages and Python as an image in the registry; the installer as another."""
     folder = tmp_path_factory.mktemp("base")
-    options = ["--variant=essential", "--include=python3", "--dpkgopt=force-unsafe-io"]
-    options += [f"--dpkgopt=path-exclude={pattern}" for pattern in FREE_FROM]
-    words = ["mmdebstrap", "--quiet", *options, '--aptopt=Acquire::Languages "none"', "bookworm", "base.tar"]
-    subprocess.run(words, cwd=folder, check=True, timeout=240)
+    (folder / "base.tar").hardlink_to(base_tar)
     shutil.copy(uv_program(), folder / "uv")
     (folder / "Base").write_text("FROM scratch\nADD base.tar /\n")
     (folder / "Uv").write_text("FROM scratch\nCOPY uv /uv\n")
@@ -115,16 +79,6 @@ def base(storage, registry, tmp_path_factory):
         assert Buildah().pull(image, Access(tls_verify=False)) is None
     (folder / "base.tar").unlink()
     return f"{registry}/base:1"
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    """An index with one package."""
-    folder = tmp_path_factory.mktemp("wheels")
-    write_wheel(folder, "greeting", "1.0", "hello")
-    index = Index(folder)
-    yield SimpleNamespace(folder=folder, index=index)
-    index.close()
 
 
 @pytest.fixture
@@ -234,6 +188,26 @@ def test_a_lock_builds_the_same_versions_and_names_what_is_gone(project, wheels)
     finally:
         newer.unlink()
         old.write_bytes(kept)
+
+
+def test_a_system_package_is_installed_and_held_by_a_lock(project):
+    """By apt, in a layer below Python's; the lock names its version and builds that."""
+    with (project.folder / "envscaler.yaml").open("a") as file:
+        file.write("system_packages: [hello]\n")
+
+    first = project.build("--lock", "lock.json", "--", "hello", "--greeting=from apt")
+
+    assert "from apt\n" in first.out
+    version = json.loads((project.folder / "lock.json").read_text())["system_packages"]["hello"]
+    assert re.match(r"\d+\.\d+", version)
+    locked = project.build("--locked", "lock.json")
+    log = re.search(r"\(log: (.+)\)", locked.said)
+    assert log is not None
+    assert f"apt-get install --yes --no-install-recommends hello={version}" in Path(log[1]).read_text()
+    assert run_entrypoint(locked.name) == "hello 10001 test"
+    gone = (project.folder / "lock.json").read_text().replace(version, "0.1-nowhere")
+    (project.folder / "gone.json").write_text(gone)
+    assert "0.1-nowhere" in project.build("--locked", "gone.json", code=2).said
 
 
 def test_layers_travel_through_a_registry(project, tmp_path_factory, monkeypatch):
