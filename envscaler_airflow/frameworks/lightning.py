@@ -15,7 +15,7 @@ at the ends of epochs alone.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -40,7 +40,9 @@ class SessionCallback(Callback):
         folder = self.session.restore()
         self.restored = str(folder / _FILE) if folder is not None else None
         self._random: Optional[Dict[str, Any]] = None
-        self._has_begun = self._has_place = False
+        self._places: List[Any] = []
+        self._loaders: List[Any] = []
+        self._has_begun = False
         self._global_step = self._samples = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,7 +75,9 @@ class SessionCallback(Callback):
                 "write fit(..., ckpt_path=callback.restored)"
             )
         self._global_step = trainer.global_step
-        self._has_place = hasattr(trainer.train_dataloader, "load_state_dict")
+        self._loaders = _loaders_in(trainer.train_dataloader)
+        for loader, place in zip(self._loaders, self._places):
+            loader.load_state_dict(place)
         self.session.__enter__()
         steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
         self.session.report(
@@ -95,7 +99,7 @@ class SessionCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the optimizer's step; save between two steps of an epoch."""
+        """Count the optimizer's step; save between two steps of an epoch, if the loader knows its place."""
         del pl_module, batch, batch_idx
         if trainer.global_step == self._global_step:
             return  # gradients are being accumulated
@@ -103,7 +107,7 @@ class SessionCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.session.step(samples=self._samples or None, loss=loss)
         self._samples = 0
-        if self._has_place and not trainer.is_last_batch:
+        if self._loaders and not trainer.is_last_batch:
             self.session.checkpoint(self._save_of(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,18 +121,27 @@ class SessionCallback(Callback):
         self.session.__exit__(None, None, None)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the random state: Lightning's checkpoints do not hold it."""
-        return {"random": random_state()}
+        """Return what Lightning does not bring back: the random state, and at an epoch's end the loaders'."""
+        return {"random": random_state(), "loaders": [loader.state_dict() for loader in self._loaders]}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Keep the random state until the first batch."""
-        self._random = state_dict["random"]
+        """Keep the loaders' state until they are there, the random state until the first batch."""
+        self._random, self._places = state_dict["random"], state_dict["loaders"]
 
     def _save_of(self, trainer: Trainer) -> Any:
         def save(folder: Path) -> None:
             trainer.save_checkpoint(folder / _FILE)
 
         return save
+
+
+def _loaders_in(loaders: Any) -> List[Any]:
+    """Return those of a loader, or of a list or dict of them, that know their place."""
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        return [found for each in loaders for found in _loaders_in(each)]
+    return [loaders] if hasattr(loaders, "load_state_dict") else []
 
 
 def _samples_of(batch: Any) -> int:

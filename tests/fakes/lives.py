@@ -1,0 +1,86 @@
+"""Lives of a training one after the other, without a courier: each goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from envscaler_airflow.protocol import Control, parse_checkpoint_name
+
+
+class Life:
+    """One attempt: a command on an exchange folder of its own, going on from *restore*."""
+
+    def __init__(self, folder, command, *, attempt=1, restore=None, every=None, env=None):
+        """Lay out the exchange folder and start the process."""
+        self.exchange = folder / f"a{attempt}"
+        (self.exchange / "checkpoints").mkdir(parents=True)
+        session = {"generation": 1, "attempt": attempt, "node": 0, "nodes": 1, "every": every}
+        start = {"schema": "1.0", "session": {key: value for key, value in session.items() if value}}
+        if restore is not None:
+            step = parse_checkpoint_name(restore.name)[1]
+            start["restore"] = {"path": str(restore), "name": restore.name, "step": step}
+        (self.exchange / "start.json").write_text(json.dumps(start))
+        self.newest = restore
+        self.output = self.exchange / "output"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "ENVSCALER_EXCHANGE": str(self.exchange), **(env or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def take_checkpoints(self):
+        """Do what the courier does; True while the process lives."""
+        alive = self.process.poll() is None
+        complete = [path for path in (self.exchange / "checkpoints").iterdir() if _is_new(path)]
+        for path in sorted(complete, key=lambda each: parse_checkpoint_name(each.name)[1]):
+            taken = self.exchange / path.name
+            path.rename(taken)
+            (self.exchange / "checkpoints" / f"{path.name}.done").touch()
+            self.newest = taken
+        return alive
+
+    def until(self, count):
+        """Let it run until it has saved *count* times; False when it ended before."""
+        begin, seen = self.newest, set()
+        while self.take_checkpoints():
+            seen.add(self.newest)
+            if len(seen - {begin}) >= count:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def lose(self):
+        """SIGKILL to every process at once, as when a machine is taken away."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self.take_checkpoints()
+
+    def ask_to_leave(self, align="now"):
+        """Write what the owner writes for a move."""
+        draft = self.exchange / ".control"
+        draft.write_bytes(Control(sequence=1, action="leave", align=align, reason="move").to_json())
+        draft.rename(self.exchange / "control.json")
+
+    def wait(self, patience_s=90):
+        """Exit code."""
+        give_up = time.monotonic() + patience_s
+        while self.take_checkpoints() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return self.process.wait(timeout=1)
+
+    def said(self):
+        """What the training printed."""
+        return self.output.read_text()
+
+
+def _is_new(path: Path) -> bool:
+    return path.is_dir() and parse_checkpoint_name(path.name) is not None
