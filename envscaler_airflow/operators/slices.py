@@ -13,7 +13,7 @@ from envscaler_airflow.controller.stage import Delivered, Stage, Waiting, Wake
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.lifecycle import Actor, AttemptState
 from envscaler_airflow.store import EventLog, RunKey, Store, check_store
 from envscaler_airflow.triggers.tail import Tail, labelled
 
@@ -76,12 +76,14 @@ class Slice:
         self._controller(stage).time_out(reason)
 
     def show_log(self, say: Callable[..., object]) -> None:
-        """Show what the newest attempt printed since it was last shown."""
+        """Show where the newest attempt runs, and what it printed since that was last shown."""
         try:
             attempts = EventLog(self.store, self.prefix).load().attempts
             if not attempts:
                 return
             newest = attempts[-1]
+            if newest.is_live:
+                say("run=%s %s", self.prefix, _whereabouts(newest))
             nodes = newest.allocation.nodes
             tail = Tail(
                 self.store,
@@ -99,6 +101,17 @@ class Slice:
 
     def _controller(self, stage: Stage) -> Controller:
         return Controller(store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=stage)
+
+
+def _whereabouts(attempt: AttemptState) -> str:
+    """An attempt for people: its machine, its price, and what it is called there."""
+    usd = attempt.allocation.usd_per_hour
+    price = "price unknown" if usd is None else f"${usd:.4f}/h"
+    words = f"attempt {attempt.number} on {attempt.allocation.name} ({price})"
+    if attempt.handle is None:
+        return words
+    namespace = (attempt.handle.get("details") or {}).get("namespace")
+    return f"{words} is {f'{namespace}/' if namespace else ''}{attempt.handle['name']}"
 
 
 def run_key(context: Context, deployment: str, *, task_id: str | None = None) -> RunKey:

@@ -205,7 +205,7 @@ class EnvStageOperator(_OnCluster):
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
 
-        self.log.info("run=%s waits: %s", part.prefix, waiting.reason)
+        self.log.info("run=%s deferred: %s", part.prefix, waiting.reason)
         trigger = StageTrigger(
             prefix=part.prefix,
             watching=waiting.watching.to_dict(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -144,6 +145,18 @@ def test_nothing_is_read_while_the_dag_file_is_parsed():
     assert operator.retry_delay == timedelta(minutes=1)
     assert operator.template_ext == ()
     assert {"spec", "parameters", "inputs"} <= set(operator.template_fields)
+
+
+def test_the_log_says_where_the_attempt_runs(world, capsys):
+    """Machine, price and the name to look for there; on a cluster with its namespace."""
+    world.execute(world.operator())
+
+    handle = {"name": "train-1", "details": {"namespace": "ml"}}
+    attempt = replace(world.log.load().live, handle=handle)
+    assert (
+        f"attempt 1 on scripted/cpu-1/on-demand ($0.0500/h) is {world.handle.name}" in capsys.readouterr().out
+    )
+    assert slices._whereabouts(attempt).endswith(" is ml/train-1")
 
 
 def test_has_fewer_than_fifteen_arguments_of_its_own():
