@@ -14,12 +14,13 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A cluster of two nodes whose containers are processes of this machine."""
+    """A cluster of three nodes, one with a GPU, whose containers are processes of this machine."""
     if os.geteuid() != 0:
         pytest.skip("containers need mount namespaces")
     folder = tmp_path_factory.mktemp("cluster")
     executor = Processes(folder / "state")
     with Cluster(nodes=2, speed=1, executor=executor) as cluster:
+        cluster.add_node("gpus", gpus=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KUBECONFIG", str(cluster.kubeconfig(folder / "config")))
             patch.setenv("ENVSCALER_IMAGE", f"python:{sys.version_info.major}")

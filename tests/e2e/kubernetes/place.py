@@ -7,8 +7,10 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
 import yaml
 
+from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names, paths
 from envscaler_airflow.backends.kubernetes.client import RefusedError
 from envscaler_airflow.controller.act import Controller
@@ -16,11 +18,14 @@ from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.protocol import Control, control_name
 from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.store import RunKey, check_store, open_store
+from envscaler_airflow.store import RunKey, check_store, for_run, open_store
 from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.store.logs import read_logs
 
+NEEDED = ("KUBECONFIG", "ENVSCALER_IMAGE", "ENVSCALER_STORE_URL")
 LOGIN = "envscaler-test-store"
 """Secret with the AWS variables of this process, for couriers."""
 
@@ -34,11 +39,14 @@ class Place:
         self.store = open_store(store_url)
         check_store(self.store)
         self.image = image
-        self._secret = None
+        self._made = None
 
     @classmethod
     def of_environment(cls):
-        """By KUBECONFIG, ENVSCALER_IMAGE, ENVSCALER_STORE_URL and, if need be, the others."""
+        """By KUBECONFIG, ENVSCALER_IMAGE, ENVSCALER_STORE_URL and, if need be, the others; skips without."""
+        missing = [name for name in NEEDED if not os.environ.get(name)]
+        if missing:
+            pytest.skip(f"no cluster: {', '.join(missing)} not set; see tests/e2e/kubernetes/README.md")
         image, url = os.environ["ENVSCALER_IMAGE"], os.environ["ENVSCALER_STORE_URL"]
         settings = {
             "namespace": os.environ.get("ENVSCALER_NAMESPACE", "default"),
@@ -57,8 +65,20 @@ class Place:
             settings |= yaml.safe_load(Path(os.environ["ENVSCALER_CONFIG"]).read_text(encoding="utf-8"))
         backend = KubernetesBackend(kubeconfig=os.environ["KUBECONFIG"], **settings)
         place = cls(backend, url, image)
+        place.move_in()
         place.log_in()
         return place
+
+    def move_in(self):
+        """Make the namespace if it is not there, and wait for the account that its pods run as."""
+        cluster, name = self.backend.cluster, self.backend.namespace
+        if cluster.find(f"/api/v1/namespaces/{name}") is None:
+            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+            self._made = cluster.create("/api/v1/namespaces", body)["metadata"]["uid"]
+        until = time.monotonic() + 30
+        while cluster.find(f"/api/v1/namespaces/{name}/serviceaccounts/default") is None:
+            assert time.monotonic() < until, f"{name}: no service account 'default'"
+            time.sleep(0.2)
 
     def log_in(self):
         """Give couriers the credentials of this process, where there are any."""
@@ -90,11 +110,47 @@ class Place:
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER}"}
         return self.backend.cluster.list(paths.pods(self.backend.namespace), query).body["items"]
 
+    def jobs(self):
+        """Jobs of this namespace that the tests made: those of their store."""
+        found = self.backend.jobs()
+        return [job for job in found if job["metadata"]["annotations"].get(names.STORE) == self.store.url]
+
+    def delete(self, job):
+        """Remove a Job and what it owns."""
+        metadata = job["metadata"]
+        path = paths.jobs(metadata["namespace"], metadata["name"])
+        self.backend.cluster.delete(path, uid=metadata["uid"])
+
+    def kill(self, pod):
+        """End a pod now."""
+        metadata = pod["metadata"]
+        path = paths.pods(metadata["namespace"], metadata["name"])
+        self.backend.cluster.delete(path, uid=metadata["uid"], grace_s=1)
+
+    def clear(self):
+        """Leave none of the Jobs and pods that the tests made."""
+        hashes = set()
+        for job in self.jobs():
+            hashes.add(job["metadata"]["labels"][names.RUN])
+            self.delete(job)
+        left = [pod for pod in self.pods() if pod["metadata"]["labels"].get(names.RUN) in hashes]
+        for pod in left:
+            self.kill(pod)
+        self.wait_for_no({pod["metadata"]["uid"] for pod in left})
+
+    def wait_for_no(self, uids):
+        """Wait until the pods of these uids are gone."""
+        until = time.monotonic() + 120
+        while left := uids & {pod["metadata"]["uid"] for pod in self.pods()}:
+            assert time.monotonic() < until, left
+            time.sleep(0.5)
+
     def close(self):
         """Leave nothing that the tests made."""
-        for job in self.backend.jobs():
-            uid = job["metadata"]["uid"]
-            self.backend.cluster.delete(paths.jobs(self.backend.namespace, job["metadata"]["name"]), uid=uid)
+        self.clear()
+        if self._made is not None:
+            path = f"/api/v1/namespaces/{self.backend.namespace}"
+            self.backend.cluster.delete(path, uid=self._made)
 
 
 class Run:
@@ -103,6 +159,7 @@ class Run:
     def __init__(self, place, spec):
         """Begin nothing yet."""
         self.place = place
+        self.spec = spec
         self.key = RunKey("e2e", "kubernetes", uuid.uuid4().hex[:12], spec.name)
         self.result = self.error = None
         now = time.time_ns()
@@ -154,8 +211,34 @@ class Run:
 
     def pods(self):
         """Its pods."""
+        return [pod for pod in self.place.pods() if self.is_mine(pod)]
+
+    def is_mine(self, body):
+        """True for a Job or pod of this run."""
         hashed = names.run_hash(self.place.store.url, self.key.prefix)
-        return [pod for pod in self.place.pods() if pod["metadata"]["labels"].get(names.RUN) == hashed]
+        return body["metadata"]["labels"].get(names.RUN) == hashed
+
+    def handle(self):
+        """Of the live attempt."""
+        return Handle.from_dict(self.state().live.handle)
+
+    def alone(self, allocation):
+        """Start one attempt on *allocation* with no owner; its handle."""
+        store, spec = for_run(self.place.store, self.key.prefix), self.spec.to_dict()
+        store.write("spec.yaml", json.dumps(spec).encode())
+        store.write(control_name(1, 1), Control().to_json())
+        renew_lease(self.place.store, self.key.prefix, holder="test")
+        request = AttemptRequest(
+            store_url=self.place.store.url,
+            run_prefix=self.key.prefix,
+            run_label="e2e.alone",
+            generation=1,
+            attempt=1,
+            allocation=allocation,
+            command=self.spec.entrypoint,
+            spec=spec,
+        )
+        return self.place.backend.submit(request)
 
     def evict(self, pod):
         """Ask the Eviction API to end *pod*."""
@@ -167,7 +250,3 @@ class Run:
     def stop(self):
         """Ask for its end."""
         request_stop(self.place.store, self.key.prefix, reason="test", by="test")
-
-    def address(self, node):
-        """What *node* printed, as JSON."""
-        return json.loads(self.output(node=node).strip().splitlines()[-1])

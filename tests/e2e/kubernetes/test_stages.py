@@ -1,6 +1,5 @@
 """Stages on a real cluster: whatever KUBECONFIG names. See tests/e2e/kubernetes/README.md."""
 
-import os
 import time
 
 import pytest
@@ -8,8 +7,7 @@ from e2e.kubernetes.place import Place
 
 from envscaler_airflow.controller.stage import StoppedError
 from envscaler_airflow.errors import RunFailedError
-
-NEEDED = ("KUBECONFIG", "ENVSCALER_IMAGE", "ENVSCALER_STORE_URL")
+from envscaler_airflow.planning.offers import Allocation
 
 COUNT = """
 import json, pathlib, time
@@ -29,12 +27,32 @@ with Session() as session:
 """
 
 
+MEET = """
+import os, socket, time
+host, _, port = os.environ["ENVSCALER_RENDEZVOUS"].rpartition(":")
+place, node = (host.strip("[]"), int(port)), os.environ["ENVSCALER_NODE"]
+print("node", node, "of", os.environ["ENVSCALER_NODES"], "at", port, flush=True)
+if node == "0":
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with socket.create_server(place, family=family) as server:
+        server.settimeout(120)
+        print("met node", server.accept()[0].recv(8).decode(), flush=True)
+else:
+    until = time.monotonic() + 90
+    while True:
+        try:
+            socket.create_connection(place, timeout=10).sendall(node.encode())
+            break
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.5)
+"""
+"""Node 0 listens at the rendezvous, node 1 calls there."""
+
+
 @pytest.fixture(scope="module")
 def place():
     """The cluster of the environment."""
-    missing = [name for name in NEEDED if not os.environ.get(name)]
-    if missing:
-        pytest.skip(f"no cluster: {', '.join(missing)} not set")
     made = Place.of_environment()
     yield made
     made.close()
@@ -122,16 +140,88 @@ def test_an_evicted_pod_is_made_again_and_resumes(place):
 
 
 def test_two_nodes_meet_without_dns(place):
-    """Both know the address of node 0."""
-    script = (
-        "import json, os, time; print(json.dumps([os.environ['ENVSCALER_NODE'], "
-        "os.environ['ENVSCALER_RENDEZVOUS']]), flush=True); time.sleep(5)"
-    )
-    run = place.run(script, num_nodes=2).start()
+    """By the address of node 0."""
+    run = place.run(MEET, num_nodes=2).start()
 
     run.end()
 
-    (zero, address), (one, same) = run.address(0), run.address(1)
-    assert (zero, one) == ("0", "1")
-    assert address == same
-    assert address.endswith(":29400")
+    assert run.output(node=0).splitlines() == ["node 0 of 2 at 29400", "met node 1"]
+    assert run.output(node=1).splitlines() == ["node 1 of 2 at 29400"]
+
+
+def test_gpus_are_taken_by_their_resource(place):
+    """Where a node has some: the pod asks for one, and is the only one to have it."""
+    if not any(offer.gpus for offer in place.backend.offers()):
+        pytest.skip("no node has GPUs")
+    requests = {"cpu": "200m", "memory": "128Mi", "gpu": {"count": 1}}
+    run = place.run("import time; print('runs', flush=True); time.sleep(5)", resources={"requests": requests})
+
+    run.start().shows("runs")
+    [pod] = run.pods()
+    run.end()
+
+    limits = pod["spec"]["containers"][0]["resources"]["limits"]
+    assert {name: value for name, value in limits.items() if name.endswith("/gpu")} in (
+        {"nvidia.com/gpu": "1"},
+        {"amd.com/gpu": "1"},
+    )
+
+
+def test_nodes_of_two_offers_are_numbered_on_and_meet(place):
+    """Two Jobs of one attempt; node 1, of the second, finds node 0, of the first."""
+    run = place.run(MEET)
+    offer = place.backend.offers()[0]
+
+    handle = run.alone(Allocation(offer, nodes=2, rest=offer, rest_nodes=1))
+    until = time.monotonic() + 120
+    while not (status := place.backend.observe(handle)).is_over:
+        assert time.monotonic() < until, status
+        time.sleep(0.5)
+
+    assert [node.reason for node in status.nodes] == ["succeeded", "succeeded"], status
+    assert run.output(node=0).splitlines() == ["node 0 of 2 at 29400", "met node 1"]
+    assert run.output(node=1).splitlines() == ["node 1 of 2 at 29400"]
+    assert len([job for job in place.jobs() if run.is_mine(job)]) == 2
+
+
+def test_cpu_grows_in_place(place):
+    """The same pod; where the cluster cannot, it says so."""
+    run = place.run("import time; print('runs', flush=True); time.sleep(600)").start()
+    run.shows("runs")
+    [before] = run.pods()
+
+    state = place.backend.resize(run.handle(), vcpus=0.3, memory_bytes=None)
+    until = time.monotonic() + 90
+    while state == "going":
+        assert time.monotonic() < until
+        time.sleep(0.5)
+        state = place.backend.resized(run.handle())
+
+    assert state in ("done", "infeasible")
+    [after] = run.pods()
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    if state == "done":
+        [main] = [one for one in after["status"]["containerStatuses"] if one["name"] == "main"]
+        assert main["resources"]["requests"]["cpu"] == "300m"
+    run.stop()
+    with pytest.raises(StoppedError):
+        run.end()
+
+
+def test_a_deleted_job_is_followed_by_the_next_attempt(place):
+    """Somebody deleted it: known to be gone, and the stage goes on from its checkpoint."""
+    run = place.run(COUNT.format(steps=60), checkpoint={"path": "/output/saves", "every": "2s"}).start()
+    run.shows("begins at 0")
+    until = time.monotonic() + 90
+    while not place.store.children(f"{run.key.prefix}/checkpoints"):
+        assert time.monotonic() < until
+        time.sleep(0.5)
+
+    for job in place.jobs():
+        if run.is_mine(job):
+            place.delete(job)
+    run.end(seconds=200)
+
+    assert [attempt.outcome for attempt in run.state().attempts] == ["lost", "succeeded"]
+    assert "begins at 0" not in run.output(attempt=2)
+    assert "ends at 60" in run.output(attempt=2)

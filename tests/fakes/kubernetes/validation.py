@@ -126,6 +126,9 @@ def _policy_causes(spec: Object) -> Causes:
             if code == 0 and exits.get("operator") == "In":
                 message = "must not be 0 for the In operator"
                 causes.append(cause(f"{field}.values[{place}]", "FieldValueInvalid", message, "0"))
+        codes = list(exits.get("values") or ())
+        if codes != sorted(codes):  # as Kubernetes documents it; not recorded
+            causes.append(cause(f"{field}.values", "FieldValueInvalid", "must be ordered", str(codes)))
     return causes
 
 
