@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from envscaler_airflow.backends.local.machine import USABLE_MEMORY
+from envscaler_airflow.backends.local.volumes import volume_faults
 from envscaler_airflow.build.bases import facts
 from envscaler_airflow.build.cuda import broken_software, software
 from envscaler_airflow.build.kubernetes_job import resource_name
@@ -58,11 +61,13 @@ def missing_on(
             if volume.kind == "pvc"
         ]
     machine = here or look_here()
+    if target == "local":  # where slices of it are given out
+        machine = replace(machine, memory_bytes=int(machine.memory_bytes * USABLE_MEMORY))
     wanted = read_requirements(spec) if requirements is None else requirements
     found = [
         *lacks(best_fit(spec, machine), machine),
         *_chain(spec, wanted, machine),
-        *_volumes(spec, machine),
+        *lacking_volumes(spec, machine),
         *_variables(spec, machine),
     ]
     if target == "docker":
@@ -100,7 +105,9 @@ def lacks(need: Resources, machine: Here) -> list[str]:
         found.append(f"cpu: {asked.cpu} asked for, {machine.cpus} here; ask for less under targets.local")
     if asked.memory_bytes is not None and asked.memory_bytes > machine.memory_bytes:
         has = f"{machine.memory_bytes / GIB:.1f}Gi"
-        found.append(f"memory: {asked.memory} asked for, {has} here; ask for less under targets.local")
+        found.append(
+            f"memory: {asked.memory} asked for, {has} to be had here; ask for less under targets.local"
+        )
     if need.disk_bytes is not None and need.disk_bytes > machine.disk_bytes:
         has = f"{machine.disk_bytes / GIB:.1f}Gi"
         found.append(
@@ -135,19 +142,10 @@ def _chain(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str
     return [f"cuda: {text}" for text in broken_software(chain)]
 
 
-def _volumes(spec: EnvSpec, machine: Here) -> list[str]:
-    found = []
-    for volume in spec.volumes:
-        where = f"volumes: {volume.name}"
-        if volume.kind == "hostPath" and not machine.has_path(volume.location):
-            found.append(f"{where}: {volume.location} does not exist here; make it, or name another folder")
-        elif volume.kind == "nfs" and not machine.has_path(volume.mount_path):
-            found.append(f"{where}: {volume.source} is not mounted at {volume.mount_path}; mount it first")
-        elif volume.kind == "pvc":
-            found.append(
-                f"{where}: {volume.source} is a claim of Kubernetes; write another source under targets"
-            )
-    return found
+def lacking_volumes(spec: EnvSpec, machine: Here) -> list[str]:
+    """Volumes that *machine* cannot give to a process or container, one sentence each."""
+    volumes = [volume.model_dump(mode="json") for volume in spec.volumes]
+    return volume_faults(volumes, has_path=machine.has_path, is_mounted=machine.is_mounted)
 
 
 def _variables(spec: EnvSpec, machine: Here) -> list[str]:

@@ -6,16 +6,11 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from envscaler_airflow.backends.local.machine import Gpu, this_machine
+from envscaler_airflow.backends.local.volumes import exists
 from envscaler_airflow.build.builders import Docker
 from envscaler_airflow.build.programs import find_program, run_program
-
-
-def has_path(path: str) -> bool:
-    """True when *path* exists."""
-    return Path(path).exists()
 
 
 def has_variable(name: str) -> bool:
@@ -79,6 +74,7 @@ class Here:
         driver: Its version; None without one.
         family: Package manager; None when it is not known.
         has_path: Tells whether a path exists.
+        is_mounted: Tells whether something is mounted at a path.
         has_variable: Tells whether the environment has a variable.
         absent_packages: Tells which system packages are not installed; None when nobody can tell.
         has_docker: Tells whether a docker daemon answers.
@@ -89,7 +85,8 @@ class Here:
     disk_bytes: int
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    has_path: Callable[[str], bool] = field(default=has_path)
+    has_path: Callable[[str], bool] = field(default=exists)
+    is_mounted: Callable[[str], bool] = field(default=os.path.ismount)
     has_variable: Callable[[str], bool] = field(default=has_variable)
     absent_packages: Callable[[Sequence[str]], list[str] | None] = field(default=absent_packages)
     has_docker: Callable[[], bool] = field(default=has_docker)

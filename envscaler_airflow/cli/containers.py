@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ import click
 
 from envscaler_airflow.build.access import index_access
 from envscaler_airflow.build.builders import Container, find_builder
-from envscaler_airflow.build.check import best_fit, lacks
+from envscaler_airflow.build.check import best_fit, lacking_volumes, lacks
 from envscaler_airflow.build.distributed import batch_env, launch_command
 from envscaler_airflow.build.images import BuildOptions, build_image
 from envscaler_airflow.build.locks import LOCK, Lock, apply_lock
-from envscaler_airflow.build.machine import look_here
+from envscaler_airflow.build.machine import Here, look_here
 from envscaler_airflow.build.requirements import read_requirements
 from envscaler_airflow.build.resolve import resolve
 from envscaler_airflow.cli.environment import Resolve, lock_of, without_gpus
@@ -60,7 +59,7 @@ def run_docker(
     need = best_fit(stage, here)
     if missing := lacks(need, here):
         raise NoOfferError(f"{spec.name}: {'; '.join(missing)}")
-    check_volumes(spec)
+    check_stage(spec, here)
     requirements, options = read_requirements(spec), BuildOptions()
     if lock is not None:
         spec, requirements = apply_lock(spec, requirements, lock)
@@ -82,28 +81,17 @@ def run_docker(
         raise SystemExit(code)
 
 
-def check_volumes(spec: EnvSpec) -> None:
+def check_stage(spec: EnvSpec, here: Here) -> None:
     """Refuse what no container of this machine can have, every fault at once.
 
     Raises:
-        SpecError: A claim of Kubernetes, an export that is not mounted, a folder that is not there.
+        SpecError: A claim of Kubernetes, an export that is not mounted, a folder that is not there, nodes.
     """
-    faults = [f"volumes: {item.name}: {fault}" for item in spec.volumes if (fault := _fault(item))]
+    faults = lacking_volumes(spec, here)
     if spec.num_nodes.min > 1:
         faults.append(f"num_nodes: {spec.num_nodes.min}: one container is one node; use --target local")
     if faults:
         raise SpecError("\n".join(faults), faults=faults)
-
-
-def _fault(volume: Volume) -> str | None:
-    other = "write another source under targets.docker"
-    if volume.kind == "pvc":
-        return f"{volume.source} is a claim of Kubernetes; {other}, such as hostPath:/srv/data"
-    if volume.kind == "nfs" and not os.path.ismount(volume.mount_path):
-        return f"{volume.source} is not mounted at {volume.mount_path} here; mount it first, or {other}"
-    if volume.kind == "hostPath" and not Path(volume.location).exists():
-        return f"{volume.location} does not exist here; make it, or {other}"
-    return None
 
 
 @contextmanager

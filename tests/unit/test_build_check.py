@@ -25,7 +25,8 @@ def machine(**other) -> Here:
     """Four cores, 16 GiB, 50 GiB of disk, nothing installed, docker running."""
     facts = {
         "cpus": 4, "memory_bytes": 16 * GIB, "disk_bytes": 50 * GIB,
-        "has_path": lambda path: path == "/srv/data", "has_variable": lambda name: name == "SET",
+        "has_path": lambda path: path == "/srv/data", "is_mounted": lambda path: path == "/mnt/nfs",
+        "has_variable": lambda name: name == "SET",
         "absent_packages": lambda names: [], "has_docker": lambda: True,
     }  # fmt: skip
     return Here(**(facts | other))
@@ -45,8 +46,11 @@ def local(spec, **other):
 
 
 def test_what_fits_lacks_nothing():
-    """Up to the last core."""
-    assert local(stage({"cpu": 4, "memory": "16Gi"}, resources={"disk_size": "50Gi"})) == []
+    """Up to the last core, and to the part of the memory that is given out in slices."""
+    assert local(stage({"cpu": 4, "memory": "14Gi"}, resources={"disk_size": "50Gi"})) == []
+    assert local(stage({"memory": "14.5Gi"}))[0].startswith("memory: 14.5Gi asked for, 14.4Gi to be had here")
+    whole = stage({"memory": "16Gi"})
+    assert missing_on("docker", whole, Requirements(), here=machine()) == []
 
 
 def test_cores_memory_and_disk_are_named_with_both_figures():
@@ -55,7 +59,7 @@ def test_cores_memory_and_disk_are_named_with_both_figures():
 
     assert got == [
         "cpu: 8 asked for, 4 here; ask for less under targets.local",
-        "memory: 32Gi asked for, 16.0Gi here; ask for less under targets.local",
+        "memory: 32Gi asked for, 14.4Gi to be had here; ask for less under targets.local",
         "disk: 100Gi asked for, 50.0Gi free below /var/tmp; free some, or ask for less",
     ]
 
@@ -100,6 +104,7 @@ def test_mounts_secrets_and_packages_that_are_not_here():
             {"name": "here", "source": "hostPath:/srv/data", "mount_path": "/a"},
             {"name": "gone", "source": "hostPath:/srv/gone", "mount_path": "/b"},
             {"name": "nfs", "source": "nfs://filer/x", "mount_path": "/c"},
+            {"name": "nfs2", "source": "nfs://filer/x", "mount_path": "/mnt/nfs"},
             {"name": "claim", "source": "pvc://claim", "mount_path": "/d"},
         ],
         env=[

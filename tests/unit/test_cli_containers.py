@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from click.testing import CliRunner
 
 from envscaler_airflow.build.machine import Here
 from envscaler_airflow.cli import containers, main
-from envscaler_airflow.cli.containers import check_volumes, container_of
+from envscaler_airflow.cli.containers import check_stage, container_of
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
+
+HERE = Here(cpus=2, memory_bytes=1 << 33, disk_bytes=1 << 33)
 
 
 def stage(**body) -> EnvSpec:
@@ -108,18 +111,21 @@ def test_what_no_container_here_can_have_is_told_at_once(tmp_path):
     )
 
     with pytest.raises(SpecError) as caught:
-        check_volumes(spec)
+        check_stage(spec, HERE)
 
-    assert [fault.partition(" ")[0] for fault in caught.value.faults] == ["volumes:"] * 3 + ["num_nodes:"]
-    assert all("targets.docker" in fault for fault in caught.value.faults[:3])
+    assert [fault.partition(";")[0] for fault in caught.value.faults] == [
+        "volumes: a: pvc://claim is a claim of Kubernetes",
+        "volumes: no-such-mount: nfs://host/path is not mounted at /no-such-mount",
+        f"volumes: c: {tmp_path}/absent does not exist here",
+        "num_nodes: 2: one container is one node",
+    ]
 
 
-def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made, monkeypatch):
+def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made):
     """The machine's own mount; nobody mounts anything."""
     spec = stage(volumes=[volume("nfs://host/path", "/mnt/data")])
-    monkeypatch.setattr(containers.os.path, "ismount", lambda path: path == "/mnt/data")
 
-    check_volumes(spec)
+    check_stage(spec, replace(HERE, is_mounted=lambda path: path == "/mnt/data"))
     with made(spec) as container:
         assert container.mounts == (("/mnt/data", "/mnt/data", False),)
 

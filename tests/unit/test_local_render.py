@@ -151,6 +151,15 @@ def test_the_layout_for_the_courier_as_it_is_written():
     }
 
 
+def test_an_export_is_the_folder_where_the_machine_has_mounted_it():
+    """The courier mounts nothing; it links what is there."""
+    volume = {"name": "d", "source": "nfs://filer/x", "mount_path": "/mnt/x"}
+
+    (mount,) = first_node(request_for(spec={"volumes": [volume]}))["layout"]["mounts"]
+
+    assert mount["source"] == "hostPath:/mnt/x"
+
+
 def test_a_bare_spec_needs_no_paths():
     """No volumes, outputs or checkpoint: the slice's memory is the limit."""
     node = first_node(request_for(spec={}, command=("true",), env={}))

@@ -16,6 +16,7 @@ from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB
 from envscaler_airflow.backends.local.slices import asked_memory
+from envscaler_airflow.backends.local.volumes import host_source
 
 DRAIN_S = 3600.0
 """Longest that uploads may take after the command ended, seconds. Chosen: 100 GB at 30 MB/s."""
@@ -210,7 +211,7 @@ class _Node:
             "mounts": [
                 {
                     "name": volume["name"],
-                    "source": volume.get("source"),
+                    "source": host_source(volume),
                     "path": self._local(str(volume["mount_path"])),
                     "read_only": volume.get("access_mode") == "ReadOnly",
                 }
