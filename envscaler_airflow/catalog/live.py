@@ -10,7 +10,7 @@ from typing import Any
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
-from envscaler_airflow.planning.table import Kind, Machine, OfferTable, Row, build_table
+from envscaler_airflow.planning.table import CAPACITIES, Kind, Machine, OfferTable, Row, build_table
 
 LEAP = 5.0
 """A price so many times the last one, or that part of it, is not believed. Source: the project's brief."""
@@ -93,10 +93,11 @@ def known_prices(table: OfferTable, cloud: str, region: str) -> dict[str, float]
             _, here, zone = table.places[table.place[row]]
             if here != region:
                 continue
-            for capacity, usd in (("on-demand", table.usd[row]), ("spot", table.spot_usd[row])):
+            prices = {"on-demand": (table.usd[row], ""), "spot": (table.spot_usd[row], zone)}
+            for capacity in CAPACITIES:
+                usd, where = prices[capacity]
                 if usd < float("inf"):
-                    where = "" if capacity == "on-demand" else zone
-                    quote = Quote(kind.instance_type, here, where, capacity, usd, gpu_of(kind))  # type: ignore[arg-type]
+                    quote = Quote(kind.instance_type, here, where, capacity, usd, gpu_of(kind))
                     found.setdefault(quote.key, usd)
     return found
 

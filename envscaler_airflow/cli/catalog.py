@@ -92,13 +92,13 @@ def _aws(endpoint_url: str | None) -> PriceFeed:
 
 
 def _azure(endpoint_url: str | None) -> PriceFeed:
-    from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415
+    from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415  (as above)
 
     return AzurePrices(url=endpoint_url or URL)
 
 
 def _gcp(endpoint_url: str | None) -> PriceFeed:
-    from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415
+    from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415  (as above)
 
     key = os.environ.get("ENVSCALER_GCP_API_KEY")
     if not key and endpoint_url is None:

@@ -49,7 +49,7 @@ def market_options(command: _F) -> _F:
         committed = _no_commitments if offers_path is not None else _commitments
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
-    return with_market  # type: ignore[return-value]
+    return with_market  # type: ignore[return-value]  # click's decorators keep the command's own type
 
 
 Committed = Callable[[Iterable[Offer]], Mapping[str, Mapping[str, float]]]

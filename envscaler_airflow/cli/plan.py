@@ -161,7 +161,7 @@ def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
     if target is None:
         return False
     from envscaler_airflow.build.check import TARGETS  # noqa: PLC0415  (a plan has no time for it)
-    from envscaler_airflow.cli.check import tell_missing  # noqa: PLC0415
+    from envscaler_airflow.cli.check import tell_missing  # noqa: PLC0415  (as above)
 
     if target not in TARGETS or target == "vm":
         return False

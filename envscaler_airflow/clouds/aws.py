@@ -93,9 +93,9 @@ class AwsPrices:
         """*work* with a client of *service*; errors of the SDK become ours."""
         try:
             import boto3  # noqa: PLC0415  (an extra; only who asks AWS needs it)
-            from botocore.config import Config  # noqa: PLC0415
-            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
-            from botocore.parsers import ResponseParserError  # noqa: PLC0415
+            from botocore.config import Config  # noqa: PLC0415  (as above)
+            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  (as above)
+            from botocore.parsers import ResponseParserError  # noqa: PLC0415  (as above)
         except ImportError as err:
             raise SpecError("AWS's prices need boto3: pip install 'envscaler-airflow[amazon]'") from err
 
@@ -214,8 +214,9 @@ def read_machine(item: Mapping[str, Any], *, source: str = "DescribeInstanceType
 
 
 def _amount(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < math.inf else None  # type: ignore[arg-type,operator]  # told above
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < math.inf else None
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

@@ -84,7 +84,7 @@ class CloudPricingHook(BaseHook):
         A region that fails keeps its last good prices; its book says why and since when.
         """
         from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415
+        from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415  (as above)
 
         shelf = Shelf(Path(self.cache) if self.cache else cache_dir())
         books = [shelf.refresh(self._feed, region, clock=time.time) for region in regions]
@@ -110,13 +110,13 @@ class CloudPricingHook(BaseHook):
         return AwsPrices(_aws_session(connection, extra), endpoint_url=endpoint, advisor_url=advisor)
 
     def _azure(self) -> PriceFeed:
-        from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415
+        from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415  (as above)
 
         return AzurePrices(url=self.endpoint_url or URL)
 
     def _gcp(self) -> PriceFeed:
-        from envscaler_airflow.catalog.columns import packaged  # noqa: PLC0415
-        from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415
+        from envscaler_airflow.catalog.columns import packaged  # noqa: PLC0415  (as above)
+        from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415  (as above)
 
         extra = _extra(self._connection())
         key, token = extra.get("api_key"), None

@@ -118,20 +118,13 @@ def estimate(
     )
     extra, also = overheads or Overheads(), charges or Charges()
     start_s = extra.start_s if is_start else 0.0
-    spread_s = Z_80 * extra.start_stdev_s if is_start else 0.0
-
-    def hours_of(start: float, train: float) -> float:
-        held = start + _seconds_with_interruptions(train, extra, interruptions_per_hour)
-        return held / SECONDS_PER_HOUR
-
-    def paid(held_h: float) -> float | None:
-        return None if usd_per_hour is None else also.usd(held_h * SECONDS_PER_HOUR, usd_per_hour)
-
-    train_s, (low_s, high_s) = speed.seconds_for(units), speed.seconds_range(units)
-    hours = hours_of(start_s, train_s)
-    low = min(hours, hours_of(max(0.0, start_s - spread_s), low_s))
-    high = max(hours, hours_of(start_s + spread_s, high_s))
-    checkpoints_s, usd = _checkpoint_seconds(train_s, extra), paid(hours)
+    train_s = speed.seconds_for(units)
+    checkpoints_s = _checkpoint_seconds(train_s, extra)
+    held = _held_hours(units, speed, extra, interruptions_per_hour, is_start=is_start)
+    money: list[float | None] = [None] * 3
+    if usd_per_hour is not None:
+        money = [also.usd(hours * SECONDS_PER_HOUR, usd_per_hour) for hours in held]
+    (hours, low, high), (usd, usd_low, usd_high) = held, money
     return Estimate(
         hours=hours,
         hours_low=low,
@@ -141,12 +134,28 @@ def estimate(
         checkpoint_s=checkpoints_s,
         interruption_s=max(0.0, hours * SECONDS_PER_HOUR - start_s - train_s - checkpoints_s),
         usd=usd,
-        usd_low=paid(low),
-        usd_high=paid(high),
+        usd_low=usd_low,
+        usd_high=usd_high,
         objective=None if usd is None else usd + value_of_hour * hours,
         data_usd=also.once_usd,
         disk_usd=also.disk_usd(hours * SECONDS_PER_HOUR),
     )
+
+
+def _held_hours(
+    units: float, speed: Speed, overheads: Overheads, per_hour: float, *, is_start: bool
+) -> tuple[float, float, float]:
+    """Expected hours, and their 10th and 90th percentile."""
+    start_s = overheads.start_s if is_start else 0.0
+    spread_s = Z_80 * overheads.start_stdev_s if is_start else 0.0
+    low_s, high_s = speed.seconds_range(units)
+
+    def hours_of(start: float, train: float) -> float:
+        return (start + _seconds_with_interruptions(train, overheads, per_hour)) / SECONDS_PER_HOUR
+
+    hours = hours_of(start_s, speed.seconds_for(units))
+    low = hours_of(max(0.0, start_s - spread_s), low_s)
+    return hours, min(hours, low), max(hours, hours_of(start_s + spread_s, high_s))
 
 
 def _checkpoint_seconds(train_s: float, overheads: Overheads) -> float:

@@ -232,46 +232,56 @@ def build_table(
     machines: Mapping[tuple[str, str], Machine] | None = None,
 ) -> OfferTable:
     """Columns of *rows*; kinds go by cloud, type and GPU."""
+    columns = _Columns()
     kinds = sorted(rows, key=_kind_key)
-    places: dict[tuple[str, str, str], int] = {}
-    sources: dict[str, int] = {}
-    starts, ends, place = array("I", [0]), array("I"), array("H")
-    usd, spot_usd = array("d"), array("d")
-    risk, source, spot_source = array("B"), array("H"), array("H")
-    spot_rows, spot_starts = array("I"), array("I", [0])
     for kind in kinds:
-        ordered = sorted(rows[kind], key=_row_key)
-        first = len(place)
-        for row in ordered:
-            place.append(places.setdefault((kind.cloud, row.region, row.zone), len(places)))
-            usd.append(UNKNOWN if row.usd is None else row.usd)
-            spot_usd.append(UNKNOWN if row.spot_usd is None else row.spot_usd)
-            risk.append(row.risk)
-            source.append(sources.setdefault(row.source, len(sources)))
-            spot_source.append(sources.setdefault(row.spot_source, len(sources)))
-        starts.append(len(place))
-        ends.append(first + sum(row.has_on_demand for row in ordered))
-        spot = [first + at for at, row in enumerate(ordered) if row.has_spot or row.spot_usd is not None]
-        spot_rows.extend(sorted(spot, key=lambda at: (spot_usd[at], at)))
-        spot_starts.append(len(spot_rows))
+        columns.add(kind.cloud, sorted(rows[kind], key=_row_key))
     return OfferTable(
         kinds=kinds,
-        places=tuple(places),
-        sources=tuple(sources),
-        starts=starts,
-        ends=ends,
-        place=place,
-        usd=usd,
-        spot_usd=spot_usd,
-        risk=risk,
-        source=source,
-        spot_source=spot_source,
-        spot_rows=spot_rows,
-        spot_starts=spot_starts,
+        places=tuple(columns.places),
+        sources=tuple(columns.sources),
+        starts=columns.starts,
+        ends=columns.ends,
+        place=columns.place,
+        usd=columns.usd,
+        spot_usd=columns.spot_usd,
+        risk=columns.risk,
+        source=columns.source,
+        spot_source=columns.spot_source,
+        spot_rows=columns.spot_rows,
+        spot_starts=columns.spot_starts,
         label=label,
         faults=tuple(faults),
         machines=machines or {},
     )
+
+
+class _Columns:
+    """The columns of a table while it is made."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[str, str, str], int] = {}
+        self.sources: dict[str, int] = {}
+        self.starts, self.ends, self.place = array("I", [0]), array("I"), array("H")
+        self.usd, self.spot_usd = array("d"), array("d")
+        self.risk, self.source, self.spot_source = array("B"), array("H"), array("H")
+        self.spot_rows, self.spot_starts = array("I"), array("I", [0])
+
+    def add(self, cloud: str, ordered: Sequence[Row]) -> None:
+        """The rows of the next kind, in their order."""
+        first, places, sources = len(self.place), self.places, self.sources
+        for row in ordered:
+            self.place.append(places.setdefault((cloud, row.region, row.zone), len(places)))
+            self.usd.append(UNKNOWN if row.usd is None else row.usd)
+            self.spot_usd.append(UNKNOWN if row.spot_usd is None else row.spot_usd)
+            self.risk.append(row.risk)
+            self.source.append(sources.setdefault(row.source, len(sources)))
+            self.spot_source.append(sources.setdefault(row.spot_source, len(sources)))
+        self.starts.append(len(self.place))
+        self.ends.append(first + sum(row.has_on_demand for row in ordered))
+        spot = [first + at for at, row in enumerate(ordered) if row.has_spot or row.spot_usd is not None]
+        self.spot_rows.extend(sorted(spot, key=lambda at: (self.spot_usd[at], at)))
+        self.spot_starts.append(len(self.spot_rows))
 
 
 def _kind_key(kind: Kind) -> tuple[str, str, str, float, str]:
