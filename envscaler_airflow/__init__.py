@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Dict, List
 if TYPE_CHECKING:
     from envscaler_airflow import agent as agent
     from envscaler_airflow.hooks.checkpoint import CheckpointHook as CheckpointHook
+    from envscaler_airflow.hooks.pricing import CloudPricingHook as CloudPricingHook
     from envscaler_airflow.operators.params import spec_params as spec_params
     from envscaler_airflow.operators.stage import EnvStageOperator as EnvStageOperator
     from envscaler_airflow.sensors.scaling import ScalingSensor as ScalingSensor
 
 __all__ = [
     "CheckpointHook",
+    "CloudPricingHook",
     "EnvStageOperator",
     "ScalingSensor",
     "__version__",
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointHook": "envscaler_airflow.hooks.checkpoint",
+    "CloudPricingHook": "envscaler_airflow.hooks.pricing",
     "EnvStageOperator": "envscaler_airflow.operators.stage",
     "ScalingSensor": "envscaler_airflow.sensors.scaling",
     "spec_params": "envscaler_airflow.operators.params",
