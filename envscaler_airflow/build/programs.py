@@ -94,7 +94,7 @@ def find_program(*names: str) -> str | None:
 
 
 def uv_program() -> str:
-    """Path of uv, which comes with this package.
+    """Path of uv, which comes with this package's extra ``build``.
 
     Raises:
         SpecError: It is not installed.
@@ -106,5 +106,5 @@ def uv_program() -> str:
     except (ImportError, FileNotFoundError):
         found = find_program("uv")
     if found is None:
-        raise SpecError("uv is not installed; run `pip install uv`")
+        raise SpecError("uv is not installed; run `pip install 'envscaler-airflow[build]'`, or install uv")
     return found

@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from envscaler_airflow.build.programs import uv_program
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import Finding, find_conflicts, resolve
 from envscaler_airflow.errors import BackendError, SpecError
@@ -169,3 +170,12 @@ def test_without_a_conda_program_it_is_said_that_nobody_looked(tmp_path, index, 
 
     assert got.kind == "unchecked"
     assert "none of micromamba, mamba and conda is installed" in got.text
+
+
+def test_without_uv_the_extra_that_brings_it_is_named(monkeypatch, tmp_path):
+    """It is large, and workers that only start pods do not need it."""
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(SpecError, match=r"pip install 'envscaler-airflow\[build\]'"):
+        uv_program()
