@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -14,7 +16,7 @@ from envscaler_airflow.catalog.sources import cache_dir, open_catalog, read_scop
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
 from envscaler_airflow.planning.billing import BILLING
-from envscaler_airflow.planning.table import Machine
+from envscaler_airflow.planning.table import Machine, OfferTable, table_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -35,21 +37,74 @@ def market_options(command: _F) -> _F:
         "--scope", "scope_path", type=click.Path(path_type=Path), help="JSON file of regions by cloud."
     )
     @click.option("--clouds", help="Look at these clouds alone: aws,gcp.")
+    @click.option(
+        "--nodes",
+        "nodes_file",
+        type=click.File(encoding="utf-8"),
+        help="Look at a cluster's nodes alone: `kubectl get nodes -o json`, a file or -.",
+    )
+    @click.option(
+        "--node-price",
+        "node_prices",
+        multiple=True,
+        metavar="POOL=USD",
+        help="What a node costs you an hour, by pool, type or *; before the catalog's price.",
+    )
     @functools.wraps(command)
     def with_market(
-        *args: Any, offers_path: Path | None, scope_path: Path | None, clouds: str | None, **kwargs: Any
+        *args: Any,
+        offers_path: Path | None,
+        scope_path: Path | None,
+        clouds: str | None,
+        nodes_file: TextIO | None,
+        node_prices: tuple[str, ...],
+        **kwargs: Any,
     ) -> Any:
         table = open_catalog(offers_path)
+        if nodes_file is not None:
+            table = _nodes_table(nodes_file, table, node_prices)
         names = None if clouds is None else [name.strip() for name in clouds.split(",") if name.strip()]
         known = {cloud for cloud, _, _ in table.places}
         unknown = [name for name in names or () if name not in known]
         if unknown:
             raise SpecError(f"--clouds {', '.join(unknown)}: there are {', '.join(sorted(known))}")
         scope = read_scope(scope_path, names)
-        committed = _no_commitments if offers_path is not None else _commitments
+        committed = _commitments if offers_path is None and nodes_file is None else _no_commitments
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
     return with_market  # type: ignore[return-value]  # click's decorators keep the command's own type
+
+
+def _nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
+    """The nodes of a cluster as offers."""
+    from envscaler_airflow.catalog.kubernetes import node_pools  # noqa: PLC0415  (few look at a cluster)
+
+    try:
+        body = json.load(file)
+        nodes = body["items"] if isinstance(body, dict) and "items" in body else [body]
+        pools = node_pools(nodes, prices=prices, cluster_prices=_own_prices(own))
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise SpecError(
+            f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
+        ) from err
+    if not pools:
+        raise SpecError(f"--nodes {file.name}: no node there is ready and lets pods in")
+    label = f"nodes of a cluster, unless told at the prices of: {prices.label}"
+    return table_of((pool.offer for pool in pools), label=label)
+
+
+def _own_prices(texts: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        name, _, number_text = text.rpartition("=")
+        try:
+            usd = float(number_text)
+        except ValueError:
+            usd = -1.0
+        if not name or not 0 <= usd < math.inf:
+            raise SpecError(f"--node-price {text!r}: write POOL=USD, such as gpu-pool=1.20")
+        found[name] = usd
+    return found
 
 
 Committed = Callable[[Iterable[Offer]], Mapping[str, Mapping[str, float]]]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
+from click.testing import CliRunner
 
 from envscaler_airflow.catalog.columns import packaged
 from envscaler_airflow.catalog.kubernetes import node_pools
+from envscaler_airflow.cli import main
 
 PRODUCT, MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
 EKS = {
@@ -159,3 +162,73 @@ def test_a_node_without_labels_is_named_by_its_size():
     (pool,) = node_pools([plain])
 
     assert pool.offer.name == "kubernetes/node-64cpu-64gib/on-demand"
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """``offers --nodes`` on what ``kubectl get nodes -o json`` printed."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+
+    def run(text, *more):
+        return CliRunner().invoke(main, ["offers", "--nodes", "-", *more], input=text)
+
+    return run
+
+
+def test_the_shell_lists_a_clusters_nodes_at_the_clouds_price(shell):
+    """The spot node has no published price; one's own price goes before the cloud's."""
+    spot = node(name="b", labels={"eks.amazonaws.com/capacityType": "SPOT"})
+    text = json.dumps({"kind": "List", "items": [EKS, spot]})
+
+    got = json.loads(shell(text, "--json").output)
+    own = json.loads(shell(text, "--json", "--node-price", "gpu=0.25").output)
+
+    assert [(item["capacity_type"], item["usd_per_node_hour"]) for item in got["offers"]] == [
+        ("on-demand", 1.006),
+        ("spot", None),
+    ]
+    assert got["offers"][0]["price_source"].startswith("as aws g5.xlarge: AWS list price")
+    assert got["label"].startswith("nodes of a cluster")
+    assert {item["usd_per_node_hour"] for item in own["offers"]} == {0.25}
+    assert {item["price_source"] for item in own["offers"]} == {"cluster_prices[gpu]"}
+
+
+def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
+    """What can be allocated decides: a node of 16 GiB does not hold a pod of 16 GiB."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+    (tmp_path / "s.yaml").write_text(
+        "{version: v1, name: x, resources: {requests: {memory: 16Gi, gpu: {count: 1}}}, entrypoint: [a]}"
+    )
+    large = node(
+        name="b", labels={"node.kubernetes.io/instance-type": "g5.2xlarge"}, allocatable={"memory": "30Gi"}
+    )
+    words = ["plan", "-f", str(tmp_path / "s.yaml"), "--nodes", "-", "--json"]
+
+    got = CliRunner().invoke(main, words, input=json.dumps({"items": [EKS, large]}))
+
+    body = json.loads(got.output)
+    assert [item["instance_type"] for item in body["candidates"]] == ["g5.2xlarge"]
+    assert body["rejected"][0]["reason"] == "has 14.4461 GiB, 16 asked"
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        ("{", (), "kubectl get nodes"),
+        ("[]", (), "kubectl get nodes"),
+        ('{"items": 3}', (), "kubectl get nodes"),
+        ('{"items": [3]}', (), "kubectl get nodes"),
+        ('{"items": []}', (), "no node there is ready"),
+        (json.dumps(node(ready="False")), (), "no node there is ready"),
+        (json.dumps(EKS), ("--node-price", "gpu"), "POOL=USD"),
+        (json.dumps(EKS), ("--node-price", "gpu=nan"), "POOL=USD"),
+        (json.dumps(EKS), ("--node-price", "gpu=-1"), "POOL=USD"),
+        (json.dumps(EKS), ("--node-price", "=1"), "POOL=USD"),
+    ],
+)
+def test_what_is_no_list_of_nodes_is_refused(shell, text, more, words):
+    """With what to write."""
+    got = shell(text, *more)
+
+    assert got.exit_code != 0
+    assert words in got.output

@@ -1,0 +1,31 @@
+"""A cluster's nodes as offers, as its API server gives them."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner
+from fakes.kubernetes import Cluster
+
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.cli import main
+
+
+def test_nodes_of_a_cluster_are_offers(tmp_path, monkeypatch):
+    """What the server says of its nodes, at one's own price."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
+    with Cluster(nodes=2) as cluster:
+        backend = KubernetesBackend(kubeconfig=str(cluster.kubeconfig(tmp_path / "config")))
+        nodes = backend.cluster.list("/api/v1/nodes").body
+
+    got = CliRunner().invoke(
+        main, ["offers", "--nodes", "-", "--node-price", "*=0.5", "--json"], input=json.dumps(nodes)
+    )
+
+    assert got.exit_code == 0, got.output
+    offers = json.loads(got.output)["offers"]
+    assert offers
+    assert {item["cloud"] for item in offers} == {"kubernetes"}
+    assert {item["usd_per_node_hour"] for item in offers} == {0.5}
+    first = nodes["items"][0]["status"]["allocatable"]
+    assert offers[0]["vcpus"] == float(first["cpu"])
