@@ -45,15 +45,21 @@ class Actor:
         ti_id: Airflow's task instance id, new with every try; a uuid of its own outside Airflow.
         try_number: Airflow's try number, from 1.
         max_tries: Airflow's ``max_tries``; a clear sets it anew, a retry does not.
+        run_started_at: When its DAG run began, seconds since the epoch; None when unknown.
+        clears: How often its DAG run was cleared, each of which begins it anew; None when unknown.
     """
 
     ti_id: str
     try_number: int = 1
     max_tries: int = 0
+    run_started_at: float | None = None
+    clears: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"ti_id": self.ti_id, "try_number": self.try_number, "max_tries": self.max_tries}
+        """JSON form, without what is unknown."""
+        body = {"ti_id": self.ti_id, "try_number": self.try_number, "max_tries": self.max_tries}
+        optional = {"run_started_at": self.run_started_at, "clears": self.clears}
+        return body | {name: value for name, value in optional.items() if value is not None}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Actor:
@@ -63,7 +69,14 @@ class Actor:
             ProtocolError: A field is missing or of the wrong type.
         """
         try:
-            return cls(str(body["ti_id"]), int(body["try_number"]), int(body["max_tries"]))
+            started, clears = body.get("run_started_at"), body.get("clears")
+            return cls(
+                str(body["ti_id"]),
+                int(body["try_number"]),
+                int(body["max_tries"]),
+                None if started is None else float(started),
+                None if clears is None else int(clears),
+            )
         except (KeyError, TypeError, ValueError) as err:
             raise ProtocolError(f"actor: {err!r}") from err
 

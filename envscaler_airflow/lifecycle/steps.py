@@ -76,9 +76,19 @@ def _past(status: str) -> str:
 
 
 def _is_made_again(state: RunState, actor: Actor) -> bool:
-    known = {seen.ti_id for seen in state.actors}
-    highest = max((seen.try_number for seen in state.actors), default=0)
-    return actor.ti_id not in known and actor.try_number <= highest
+    """True when *actor* is of another DAG run of the same name than those before it.
+
+    A new try number tells, and where Airflow 3.3.2 fails the first try of the new DAG run unstarted, taking
+    a late word of the old one for its end: the DAG run began at another time, and no clear explains that.
+    """
+    if actor.ti_id in {seen.ti_id for seen in state.actors}:
+        return False
+    if actor.try_number <= max((seen.try_number for seen in state.actors), default=0):
+        return True
+    last = state.actors[-1] if state.actors else None
+    if last is None or None in (last.run_started_at, last.clears, actor.run_started_at, actor.clears):
+        return False
+    return actor.run_started_at != last.run_started_at and int(actor.clears or 0) <= int(last.clears or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,15 @@ class Slice:
         place = store_place(store_url, store_conn_id)
         store = place.open()
         key = run_key(context, place.deployment(store))
-        ti = context["ti"]
-        actor = Actor(str(ti.id), ti.try_number, ti.max_tries)
+        ti, dag_run = context["ti"], context["dag_run"]
+        began = getattr(dag_run, "start_date", None)
+        actor = Actor(
+            str(ti.id),
+            ti.try_number,
+            ti.max_tries,
+            run_started_at=began.timestamp() if began else None,
+            clears=getattr(dag_run, "clear_number", None),
+        )
         return cls(store, key, open_backend(compute), actor)
 
     @property

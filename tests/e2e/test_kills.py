@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
+
+from e2e.crowds import Scenarios
 
 LONG = 600
 """Steps that no test waits for."""
-SCENARIOS: dict[str, Callable] = {}
-"""Those that play at the same time, by the name of their test."""
-
-
-def together(scenario: Callable) -> Callable:
-    """A test that waits for *scenario*, which plays beside others; see the fixture ``crowd``."""
-    SCENARIOS[scenario.__name__] = scenario
-
-    def test(crowd: dict) -> None:
-        crowd[scenario.__name__].result()
-
-    test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
-    return test
+SCENARIOS = Scenarios()
+together = SCENARIOS.together
 
 
 def kill_slice(run) -> None:
@@ -193,13 +183,12 @@ def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
 
 @together
 def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
-    """The result of the deleted DAG run is not handed over again.
+    """The result of the deleted DAG run is not handed over again, however soon.
 
-    Not at once: Airflow takes the old try's late "finished" for the new one's and fails that unstarted.
+    Airflow may take the old try's late "finished" for the new one's, and fail that unstarted.
     """
     run = begin("stage", steps=5)
     assert run.wait_end() == "success"
-    time.sleep(5)
 
     run.airflow.delete_dag_run(run.dag_id, run.run_id)
     run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 6})

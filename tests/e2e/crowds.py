@@ -1,0 +1,19 @@
+"""Scenarios that play at the same time, since each of them mostly waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Scenarios(dict[str, Callable]):
+    """Those of a module, by the name of their test; the fixture ``crowd`` plays them."""
+
+    def together(self, scenario: Callable) -> Callable:
+        """A test that waits for *scenario*, which plays beside others."""
+        self[scenario.__name__] = scenario
+
+        def test(crowd: dict) -> None:
+            crowd[scenario.__name__].result()
+
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        return test
