@@ -49,7 +49,10 @@ class Mount(BaseModel):
 
 
 class Layout(BaseModel):
-    """Where things lie on this node, as the backend says (``layout.json``)."""
+    """Where things lie on this node, as the backend says (``layout.json``).
+
+    ``processes_per_node`` is told where nodes come and go during the attempt.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     work: str | None = None
@@ -58,6 +61,7 @@ class Layout(BaseModel):
     outputs: dict[str, str] = {}
     checkpoint_path: str | None = None
     store_options: dict[str, Any] = {}
+    processes_per_node: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Layout:

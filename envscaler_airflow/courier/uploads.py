@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,13 +156,20 @@ class Checkpoints:
         if snapshot_facts(self._site.exchange, name).exists():
             return [], []  # a snapshot is node 0's alone
         prefix = checkpoints.checkpoint_prefix(name)
-        for node in range(1, self._site.who.nodes):
+        for node in range(1, self._nodes_of(name)):
             listed = folders.node_list(node)
             if self._site.store.size(f"{prefix}/{listed}") is None:
                 missing.append(node)
             else:
                 lists.append(folders.read_manifest(self._site.store, prefix, name=listed).files)
         return lists, missing
+
+    def _nodes_of(self, name: str) -> int:
+        """Nodes that saved it: where they come and go, by the number of processes that it was saved by."""
+        each, processes = self._site.layout.processes_per_node, _whole(self._facts(name)[0], "world_size")
+        if each is None or processes is None:
+            return self._site.who.nodes
+        return max(1, math.ceil(processes / each))
 
     def _manifest(self, name: str, files: tuple[ManifestFile, ...]) -> Manifest:
         facts, cooperative = self._facts(name)

@@ -367,6 +367,64 @@ def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster,
     assert (reasons[0], reasons[2]) == ("stopped", "failed")
 
 
+ELASTIC = {
+    "version": "v1",
+    "name": "train",
+    "entrypoint": ["x"],
+    "distributed": {"launcher": "torchrun", "elastic": True},
+    "num_nodes": {"min": 1, "max": 3},
+}
+
+
+def test_an_elastic_attempt_grows_and_shrinks_in_place(cluster, connect):
+    """The same Job and the same first pod; the highest numbers go first. A repeat changes nothing."""
+    backend = connect()
+    handle = backend.submit(request_for(spec=ELASTIC))
+    running(backend, handle)
+    [(_, first)] = backend.pods(handle)
+
+    grown = backend.rescale(handle, 3)
+    assert backend.rescale(handle, 3) == backend.rescale(grown, 3) == grown
+    assert [node.node for node in running(backend, grown).nodes] == [0, 1, 2]
+    shrunk = backend.rescale(grown, 1)
+
+    eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
+    [(_, last)] = backend.pods(shrunk)
+    assert last["metadata"]["uid"] == first["metadata"]["uid"]
+    assert len(running(backend, shrunk).nodes) == 1
+    assert len(cluster.list(JOBS, "default")) == 1
+    assert backend.find(request_for(spec=ELASTIC)) == shrunk
+
+
+def test_what_is_not_elastic_is_not_rescaled(cluster, connect):
+    """A fixed number, two offers, an end: for good, and nothing is changed."""
+    backend = connect()
+    fixed = backend.submit(request_for())
+    mixed = backend.submit(request_for(attempt=2, allocation=MIXED))
+    ended = backend.submit(request_for(attempt=3, spec=ELASTIC))
+    backend.stop(ended, grace_s=0)
+
+    for handle in (fixed, mixed, ended):
+        with pytest.raises(BackendError) as caught:
+            backend.rescale(handle, 2)
+        assert not caught.value.transient
+    assert {job["spec"]["completions"] for job in cluster.list(JOBS, "default")} == {1, 2}
+
+
+def test_free_is_what_nobody_holds(cluster, connect):
+    """Memory for six of the smallest slice, five beside one; where pods may not be read nobody can tell."""
+    backend = connect()
+    [offer] = [one for one in backend.offers() if one.vcpus == 1]
+
+    before = backend.free_nodes([offer])
+    running(backend, backend.submit(request_for(allocation=Allocation(offer))))
+
+    assert (before, backend.free_nodes([offer])) == ({offer.name: 6}, {offer.name: 5})
+    assert connect(wait_for_node_s=60).free_nodes([offer]) == {}
+    token = cluster.user("few", [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}])
+    assert connect(token=token).free_nodes([offer]) == {}
+
+
 def test_a_quota_is_waited_for(cluster, connect):
     """Shown with its own words."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}

@@ -6,11 +6,10 @@ from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import Seen, timestamp
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.offers import Need, derived_offers, quantity, shortfall
+from envscaler_airflow.backends.kubernetes.offers import derived_offers, quantity
 from envscaler_airflow.backends.kubernetes.resize import patch_of, state_of
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
-from envscaler_airflow.planning.offers import AllocationPart
 
 START, BOUND, END = "2026-11-29T17:00:00Z", "2026-11-29T17:01:00Z", "2026-11-29T18:00:00Z"
 PART = Part("ns", "job", "u", nodes=1, created=START)
@@ -84,43 +83,6 @@ def test_the_smallest_of_like_nodes_counts():
     offers = derived_offers([node(), node(cpu="4100m")], Settings())
 
     assert max(offer.vcpus for offer in offers) == 4.0
-
-
-def template(cpu, memory, *, gpus=None):
-    """A pod's template with its courier; GPUs are a limit, as Kubernetes wants it."""
-    limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
-    main = {"name": "main", "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": limits}}
-    beside = {"cpu": "100m", "memory": "256Mi"}
-    courier = {"name": "courier", "restartPolicy": "Always", "resources": {"requests": beside}}
-    install = {"name": "install", "resources": {"requests": {"cpu": "64"}}}
-    return {"spec": {"containers": [main], "initContainers": [install, courier]}}
-
-
-def test_more_than_all_nodes_can_never_be_had():
-    """Two nodes of 8.1 CPUs have room for two pods of 4.1 (one each): by what pods ask, not by the slice."""
-    nodes = [node("a"), node("b")]
-    four = next(offer for offer in derived_offers(nodes, Settings()) if offer.vcpus == 4.0)
-    whole, small = Need.of(template("4", "1Gi")), Need.of(template("200m", "128Mi"))
-
-    assert shortfall(whole, AllocationPart(four, 2), nodes) is None
-    assert shortfall(whole, AllocationPart(four, 3), nodes) == (
-        "cpu: 3 pods of 4.1 CPUs and 1.25 GiB asked; the cluster has room for 2"
-    )
-    assert shortfall(small, AllocationPart(four, 54), nodes) is None
-    assert shortfall(small, AllocationPart(four, 55), nodes) is not None
-
-
-def test_gpus_are_counted_by_their_limit():
-    """Two pods of two GPUs on a node of four."""
-    nodes = [node(gpus=4)]
-    [offer] = [one for one in derived_offers(nodes, Settings()) if one.gpus == 2]
-
-    found = [
-        shortfall(Need.of(template("1", "1Gi", gpus=2)), AllocationPart(offer, n), nodes) for n in (2, 3)
-    ]
-
-    assert found[0] is None
-    assert found[1].startswith("cpu: 3 pods of 2 GPUs, 1.1 CPUs")
 
 
 def pod(*, phase="Running", index=0, finished=None, conditions=()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import (
@@ -21,7 +21,7 @@ from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_e
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
 from envscaler_airflow.backends.kubernetes.look import look_at
 from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
-from envscaler_airflow.backends.kubernetes.offers import Need, derived_offers, shortfall
+from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.render import (
     LEAST_GRACE_S,
     MAIN,
@@ -29,7 +29,9 @@ from envscaler_airflow.backends.kubernetes.render import (
     render_parts,
     secret_object,
 )
+from envscaler_airflow.backends.kubernetes.rescale import rescale_patch
 from envscaler_airflow.backends.kubernetes.resize import ask, state_of
+from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
 from envscaler_airflow.backends.kubernetes.watch import View, shared_view
@@ -57,6 +59,7 @@ class KubernetesBackend:
     """
 
     name = "kubernetes"
+    runs_mixed = True
 
     def __init__(
         self,
@@ -130,6 +133,22 @@ class KubernetesBackend:
         wanted = ",".join(f"{key}={value}" for key, value in sorted(self.settings.node_selector.items()))
         query = {"labelSelector": wanted} if wanted else None
         return list(self.cluster.list(paths.nodes(), query).body["items"])
+
+    def free_nodes(self, offers: Iterable[Offer]) -> dict[str, int]:
+        """Nodes of each offer that would be had at once beside what runs, by its name.
+
+        {} where nobody can tell: nodes or pods of the whole cluster may not be read, the offers are not
+        those of its nodes, or nodes are added when they are wanted. Raises BackendError.
+        """
+        if self.settings.wait_for_node_s > 0 or self.settings.cluster_prices:
+            return {}
+        try:
+            pods = self.cluster.list(paths.all_pods()).body["items"]
+            return free_nodes(offers, self._nodes(), pods, self.settings)
+        except RefusedError as err:
+            if err.status != 403:
+                raise
+            return {}
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
         """What ``submit`` would send, as JSON and without secrets."""
@@ -357,6 +376,27 @@ class KubernetesBackend:
             text = b"".join(lines)[skip:]
             if text:
                 yield node, text
+
+    def rescale(self, handle: Handle, nodes: int) -> Handle:
+        """Let its Job have *nodes* nodes, those that stay being the first; the handle from now on.
+
+        Raises:
+            BackendError: No answer when ``.transient``; else it has several Jobs, has ended, or was not made
+                to be rescaled.
+        """
+        [(part, seen), *others] = self._look(handle)
+        if others:
+            raise BackendError(f"{handle.name}: an attempt on two offers cannot be rescaled in place")
+        if seen.job is None or job_end(seen.job) is not None or failures.stop_asked(seen.job) is not None:
+            raise BackendError(f"{handle.name}: it has ended, and cannot be rescaled")
+        patch = rescale_patch(dict(seen.job), nodes)
+        try:
+            job = self.cluster.patch(paths.jobs(part.namespace, part.name), patch)
+        except RefusedError as err:
+            if err.transient:
+                raise
+            raise BackendError(f"{handle.name}: cannot be rescaled: {err}", status=err.status) from err
+        return handle_of([job])
 
     def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
         """Ask for so much per node, in place; ``infeasible`` once one node cannot have it.

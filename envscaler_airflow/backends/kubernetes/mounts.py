@@ -10,6 +10,7 @@ from typing import Any
 
 from envscaler_airflow.backends.kubernetes.names import dns_label
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import EnvSpec
 
 HOME = "/envscaler"
 """Mounted in every container of ours: agent, exchange folder, working directory."""
@@ -186,4 +187,11 @@ def layout_of(
         "checkpoint_path": str(checkpoint) if checkpoint else None,
         "command": command,
         "store_options": dict(store_options),
-    }
+    } | _processes(spec)
+
+
+def _processes(spec: Mapping[str, Any]) -> dict[str, int]:
+    """By which the courier tells how many nodes saved a checkpoint, where nodes come and go."""
+    if not (spec.get("distributed") or {}).get("elastic"):
+        return {}
+    return {"processes_per_node": EnvSpec.from_dict(spec).processes_per_node}

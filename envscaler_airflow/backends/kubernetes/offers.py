@@ -15,12 +15,12 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
     GPU_PRODUCT,
     INSTANCE_TYPE,
     UNLABELLED,
-    ZONE,
+    borne_taints,
     capacity_of,
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog import canonical_gpu
-from envscaler_airflow.planning.offers import AllocationPart, Offer
+from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.spec.gpus import MEMORY_GB
 
 GIB = 1 << 30
@@ -81,7 +81,12 @@ def derived_offers(nodes: Iterable[Mapping[str, Any]], settings: Settings) -> tu
     rooms: dict[Kind, Room] = {}
     for node in nodes:
         kind, room = kind_of(node), room_of(node)
-        if room.vcpus < 1 or room.memory_gib <= 0 or not is_usable(node):
+        if (
+            room.vcpus < 1
+            or room.memory_gib <= 0
+            or not is_usable(node)
+            or not is_borne(node, kind, settings)
+        ):
             continue
         known = rooms.get(kind)
         rooms[kind] = room if known is None else _least(known, room)
@@ -137,6 +142,17 @@ def is_usable(node: Mapping[str, Any]) -> bool:
     return bool(ready == "True")
 
 
+def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
+    """True when pods of such an offer bear every taint that keeps others off the node."""
+    ours = borne_taints(settings, has_gpus=kind.gpu_name is not None, is_spot=kind.capacity_type == "spot")
+    taints = (node.get("spec") or {}).get("taints") or ()
+    return all(
+        any(one["key"] == taint.get("key") and one.get("value") in (None, taint.get("value")) for one in ours)
+        for taint in taints
+        if taint.get("effect") in ("NoSchedule", "NoExecute")
+    )
+
+
 def _slices(kind: Kind, room: Room, settings: Settings) -> list[Offer]:
     full = room.gpus or math.floor(room.vcpus)
     return [_slice(kind, room, settings, count, full) for count in _counts(full)]
@@ -167,63 +183,3 @@ def _slice(kind: Kind, room: Room, settings: Settings, count: int, full: int) ->
         price_source="" if price is None else f"usd_per_hour of the configuration, {share:.3g} of a node",
         arch=kind.arch,
     )
-
-
-def zones(nodes: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Zones that the nodes are in."""
-    return frozenset(
-        zone for node in nodes if (zone := (node["metadata"].get("labels") or {}).get(ZONE)) is not None
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What one pod asks a node for."""
-
-    vcpus: float
-    memory_gib: float
-    gpus: int
-
-    @classmethod
-    def of(cls, pod: Mapping[str, Any]) -> Need:
-        """By its template: the training and the containers that stand beside it.
-
-        Source: Kubernetes, sidecar containers: an init container that restarts counts as a container.
-        """
-        spec = pod["spec"]
-        sidecars = [one for one in spec.get("initContainers") or () if one.get("restartPolicy") == "Always"]
-        asked = [_asked(one) for one in [*spec["containers"], *sidecars]]
-        vcpus, memory, gpus = (
-            sum(quantity(str(one.get(name, "0"))) for one in asked for name in resources)
-            for resources in (("cpu",), ("memory",), GPU_RESOURCES)
-        )
-        return cls(vcpus, memory / GIB, int(gpus))
-
-
-def _asked(container: Mapping[str, Any]) -> dict[str, Any]:
-    """Its requests; a limit without a request is one. Source: Kubernetes, requests and limits."""
-    resources = container.get("resources") or {}
-    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-
-
-def shortfall(need: Need, part: AllocationPart, nodes: Iterable[Mapping[str, Any]]) -> str | None:
-    """What the pods of *part* take beyond all nodes of its kind when they are empty; None when they fit."""
-    wanted = part.offer.instance_type.partition(":")[0]
-    room = 0
-    for node in nodes:
-        kind = kind_of(node)
-        if (kind.instance_type, kind.capacity_type) == (wanted, part.offer.capacity_type) and is_usable(node):
-            room += _room_for(need, whole_of(node))
-    if room >= part.nodes:
-        return None
-    what = f"{need.gpus} GPUs, " if need.gpus else ""
-    return (
-        f"cpu: {part.nodes} pods of {what}{need.vcpus:g} CPUs and {need.memory_gib:g} GiB asked; "
-        f"the cluster has room for {room}"
-    )
-
-
-def _room_for(need: Need, room: Room) -> int:
-    """Pods that an empty node takes."""
-    pairs = ((room.vcpus, need.vcpus), (room.memory_gib, need.memory_gib), (room.gpus, need.gpus))
-    return int(min(math.floor(has / asked + 1e-9) for has, asked in pairs if asked > 0))

@@ -13,6 +13,11 @@ def pods(namespace: str, name: str = "", part: str = "") -> str:
     return _join(f"/api/v1/namespaces/{namespace}/pods", name, part)
 
 
+def all_pods() -> str:
+    """Pods of all namespaces."""
+    return "/api/v1/pods"
+
+
 def config_maps(namespace: str, name: str = "") -> str:
     """ConfigMaps of a namespace, or one of them."""
     return _join(f"/api/v1/namespaces/{namespace}/configmaps", name)

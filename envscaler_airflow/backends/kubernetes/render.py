@@ -13,6 +13,7 @@ from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.override import merge_pod
+from envscaler_airflow.backends.kubernetes.rescale import node_bound
 from envscaler_airflow.backends.kubernetes.scheduling import affinity, placement, tolerations
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
@@ -127,23 +128,36 @@ class _Attempt:
     def offer(self) -> Offer:
         return self.part.offer
 
+    @property
+    def is_elastic(self) -> bool:
+        """True when its number of nodes may change while it runs."""
+        return not self.request.allocation.is_mixed and node_bound(self.request.spec, 0) > 0
+
+    @property
+    def most(self) -> int:
+        """Most nodes that this Job may come to have."""
+        return node_bound(self.request.spec, self.part.nodes) if self.is_elastic else self.part.nodes
+
     def job(self) -> dict[str, Any]:
         request, settings = self.request, self.settings
         nodes, first = self.part.nodes, self.part.first_rank
         labels = names.labels_of(request)
         job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
         job_labels |= {names.FIRST: str(first)} if first else {}
+        job_labels |= {names.MOST: str(self.most)} if self.is_elastic else {}
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
             "completions": nodes,
             "parallelism": nodes,
             "suspend": True,  # until ConfigMap and Secret are there; a Kueue queue decides by itself
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {"rules": _failure_rules(nodes)},
+            "podFailurePolicy": {"rules": _failure_rules(self.most)},
             "ttlSecondsAfterFinished": settings.ttl_s,
             "template": self._template(labels),
         }
-        spec |= {"backoffLimit": 0} if nodes == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": nodes}
+        spec |= (
+            {"backoffLimit": 0} if self.most == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": self.most}
+        )
         deadline_s = settings.longest_s if request.deadline_s is None else request.deadline_s
         spec["activeDeadlineSeconds"] = max(1, math.ceil(deadline_s))
         return {
@@ -252,7 +266,9 @@ class _Attempt:
             "attempt": request.attempt,
             "nodes": request.allocation.nodes,
             "layout": f"{at.LAYOUT}/layout.json",
-        } | ({"first-node": self.part.first_rank} if self.part.first_rank else {})
+        }
+        options |= {"first-node": self.part.first_rank} if self.part.first_rank else {}
+        options |= {"most-nodes": self.most} if self.is_elastic else {}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = ["-m", "envscaler_airflow.backends.kubernetes.sidecar", *map(escaped, words)]
         container = self._agent(COURIER, command, mounts.courier)
@@ -360,7 +376,7 @@ class _Attempt:
     def _add_shm(self, mounts: at.Mounts) -> None:
         """``/dev/shm``: as asked; else half of the memory for GPUs or several nodes. Chosen."""
         asked = self._need().get("shm_size")
-        if asked is None and not self.offer.gpus and self.request.allocation.nodes == 1:
+        if asked is None and not self.offer.gpus and self.most == self.request.allocation.nodes == 1:
             return
         size = self._memory()[1] // 2 if asked is None else memory_bytes(asked)
         shared = {"medium": "Memory", "sizeLimit": f"{size // MIB}Mi"}

@@ -113,13 +113,18 @@ def tolerations(offer: Offer, settings: Settings) -> list[dict[str, Any]]:
         }
         for state in ("not-ready", "unreachable")
     ]
-    if offer.gpus:
-        found += [_bears(key, value) for key, value in GPU_TAINTS]
-    if offer.capacity_type == "spot":
-        marks = list(SPOT.values()) if settings.provider is None else [SPOT[settings.provider]]
-        found += [_bears(mark.key, mark.value) for mark in marks if mark.taint]
+    found += borne_taints(settings, has_gpus=bool(offer.gpus), is_spot=offer.capacity_type == "spot")
     chosen = settings.node_class(offer)
     return [*found, *(dict(one) for one in (chosen.tolerations if chosen else ()))]
+
+
+def borne_taints(settings: Settings, *, has_gpus: bool, is_spot: bool) -> list[dict[str, Any]]:
+    """Tolerations of the taints by which clusters keep other pods off such nodes."""
+    found = [_bears(key, value) for key, value in GPU_TAINTS] if has_gpus else []
+    if is_spot:
+        marks = list(SPOT.values()) if settings.provider is None else [SPOT[settings.provider]]
+        found += [_bears(mark.key, mark.value) for mark in marks if mark.taint]
+    return found
 
 
 def _bears(key: str, value: str | None) -> dict[str, Any]:

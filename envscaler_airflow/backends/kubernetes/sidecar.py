@@ -1,7 +1,7 @@
 """The native sidecar of a pod: prepares the node, keeps its courier running, and lets it finish.
 
     python -m envscaler_airflow.backends.kubernetes.sidecar --exchange E --store URL --prefix P
-        --generation G --attempt A --nodes M --layout layout.json [--first-node N]
+        --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--most-nodes N]
 
 A pod that replaces a lost one begins with an empty disk, but what the lost one uploaded counts: chunks of
 logs and metrics go on after the highest number in the store. Node 0 publishes its address there, and the
@@ -47,13 +47,19 @@ _CHUNK = re.compile(r"-(\d{6,12})\.(?:log|jsonl)\Z")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Which node this is, and where its courier works."""
+    """Which node this is, and where its courier works. ``most``: nodes that there may come to be."""
 
     exchange: Path
     generation: int
     attempt: int
     node: int
     nodes: int
+    most: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """True when no other node will ever look for it."""
+        return max(self.nodes, self.most) == 1
 
     @property
     def rendezvous(self) -> str:
@@ -70,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.attempt,
         options.first_node + int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
         options.nodes,
+        options.most_nodes or options.nodes,
     )
     os.umask(0)  # the training may run as another user
     ending = threading.Event()
@@ -93,12 +100,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--layout", type=Path, required=True)
     parser.add_argument("--first-node", type=int, default=0)
+    parser.add_argument("--most-nodes", type=int)
     return parser.parse_args(arguments)
 
 
 def _courier_options(options: argparse.Namespace, node: int) -> list[str]:
     values = {**vars(options), "node": node}
-    del values["first_node"]
+    del values["first_node"], values["most_nodes"]
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -126,7 +134,7 @@ def prepare(
         except (StoreError, OSError) as err:
             sys.stderr.write(f"sidecar: {err}\n")
         else:
-            if node.nodes == 1 or found is not None:
+            if node.is_alone or found is not None:
                 break
         ending.wait(_POLL_S)
     _write(node.exchange / "node.json", {"node": node.node, "address": found})
@@ -152,7 +160,7 @@ def seed_chunks(store: Store, node: Node) -> None:
 
 
 def _rendezvous(store: Store, node: Node, address: str | None) -> str | None:
-    if node.nodes == 1:
+    if node.is_alone:
         return None
     if node.node == 0:
         if not address:

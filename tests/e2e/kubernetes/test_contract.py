@@ -14,7 +14,7 @@ from envscaler_airflow.store.lease import renew_lease
 pytestmark = pytest.mark.timeout(240)
 WAITS = """
 import os, sys, time
-path = "/tmp/orders"
+path = os.environ["ENVSCALER_EXCHANGE"] + "/orders"
 os.mkfifo(path)
 with open(path) as orders, open(path, "w"):
     for line in orders:
@@ -24,6 +24,9 @@ with open(path) as orders, open(path, "w"):
         sys.stdout.write(word)
         sys.stdout.flush()
 """
+
+
+ORDERS = '"$ENVSCALER_EXCHANGE/orders"'
 
 
 class ClusterHarness:
@@ -69,7 +72,7 @@ class ClusterHarness:
         metadata = pod["metadata"]
         until = time.monotonic() + 60
         # It is said before it is done: who is told to end may be gone before the last word.
-        command = ["sh", "-c", f"test -p /tmp/orders && echo given && printf '%s\\n' '{text}' > /tmp/orders"]
+        command = ["sh", "-c", f"test -p {ORDERS} && echo given && printf '%s\\n' '{text}' > {ORDERS}"]
         while "given" not in stream(
             api.connect_get_namespaced_pod_exec,
             metadata["name"],

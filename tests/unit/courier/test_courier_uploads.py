@@ -468,3 +468,16 @@ def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(fi
 
     assert "a manifest of 2 files has" in finished.state.failed
     assert store.puts == []
+
+
+@pytest.mark.parametrize(("processes", "waits"), [(6, "[1, 2]"), (4, "[1]"), (2, None), (None, "[1, 2, 3]")])
+def test_where_nodes_come_and_go_those_that_saved_it_are_awaited(make_bench, processes, waits):
+    """Four nodes of two processes began; a save by fewer processes is of fewer nodes. Unknown: all four."""
+    bench = make_bench(nodes=4, layout={"processes_per_node": 2})
+    bench.session_saves(NAME, **({"world_size": processes} if processes else {}))
+    uploads = Checkpoints(bench.site, keep=3)
+
+    is_done = uploads.step()
+
+    expected = "" if waits is None else f"checkpoint {NAME} waits for the files of nodes {waits}"
+    assert (is_done, bench.site.messages.text()) == (waits is None, expected)

@@ -1,0 +1,145 @@
+"""Unit tests of room on a cluster: what fits at all, what fits now, and how many pods a Job may have."""
+
+import pytest
+
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.offers import derived_offers
+from envscaler_airflow.backends.kubernetes.rescale import node_bound, rescale_patch
+from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.planning.offers import AllocationPart
+
+
+def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, taints=(), labels=None):
+    """A node of 8.1 CPUs, and of 32 GiB besides a courier's 256 MiB."""
+    room = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    return {
+        "metadata": {"name": name, "labels": labels or {}},
+        "spec": {"taints": list(taints)},
+        "status": {"allocatable": room, "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+
+
+def pod(cpu, memory, *, gpus=None, on=None, phase="Running"):
+    """A pod with its courier; GPUs are a limit, as Kubernetes wants it."""
+    limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    main = {"name": "main", "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": limits}}
+    beside = {"cpu": "100m", "memory": "256Mi"}
+    courier = {"name": "courier", "restartPolicy": "Always", "resources": {"requests": beside}}
+    install = {"name": "install", "resources": {"requests": {"cpu": "50m"}}}
+    spec = {"containers": [main], "initContainers": [install, courier], "nodeName": on}
+    return {"spec": spec, "status": {"phase": phase}}
+
+
+def offer_of(nodes, **fields):
+    """The one offer of *nodes* with these fields."""
+    offers = derived_offers(nodes, Settings())
+    [found] = [one for one in offers if all(getattr(one, name) == value for name, value in fields.items())]
+    return found
+
+
+def test_what_runs_before_the_training_asks_for_itself_alone():
+    """The larger counts: containers that run together, or the one before them."""
+    body = pod("200m", "1Gi")
+    body["spec"]["initContainers"][0]["resources"]["requests"]["cpu"] = "2"
+
+    assert Need.of(body) == Need(vcpus=2.0, memory_gib=1.25, gpus=0)
+    assert Need.of(pod("200m", "1Gi")).vcpus == pytest.approx(0.3)
+
+
+def test_more_than_all_nodes_can_never_be_had():
+    """Two nodes of 8.1 CPUs have room for two pods of 4.1, one each: by what pods ask, not by the slice."""
+    nodes = [node("a"), node("b")]
+    four = offer_of(nodes, vcpus=4.0)
+    whole, small = Need.of(pod("4", "1Gi")), Need.of(pod("200m", "128Mi"))
+
+    assert shortfall(whole, AllocationPart(four, 2), nodes) is None
+    assert shortfall(whole, AllocationPart(four, 3), nodes) == (
+        "cpu: 3 pods of 4.1 CPUs and 1.25 GiB asked; the cluster has room for 2"
+    )
+    assert shortfall(small, AllocationPart(four, 54), nodes) is None
+    assert shortfall(small, AllocationPart(four, 55), nodes) is not None
+
+
+def test_gpus_are_counted_by_their_limit():
+    """Two pods of two GPUs on a node of four."""
+    nodes = [node(gpus=4)]
+    need = Need.of(pod("1", "1Gi", gpus=2))
+
+    found = [shortfall(need, AllocationPart(offer_of(nodes, gpus=2), count), nodes) for count in (2, 3)]
+
+    assert found[0] is None
+    assert found[1].startswith("cpu: 3 pods of 2 GPUs, 1.1 CPUs")
+
+
+def test_what_others_hold_is_not_free():
+    """Eight CPUs less three and a courier: four of one, two of two, one of four; what ended holds nothing."""
+    nodes = [node()]
+    pods = [pod("3", "1Gi", on="n"), pod("4", "1Gi", on="n", phase="Failed"), pod("4", "1Gi", on="elsewhere")]
+
+    free = free_nodes(derived_offers(nodes, Settings()), nodes, pods, Settings())
+
+    assert free == {
+        "kubernetes/node:cpu-1/on-demand": 4,
+        "kubernetes/node:cpu-2/on-demand": 2,
+        "kubernetes/node:cpu-4/on-demand": 1,
+        "kubernetes/node:cpu-8/on-demand": 0,
+    }
+
+
+def test_a_full_node_has_room_for_none():
+    """Also where others hold more than there is."""
+    nodes = [node(cpu="1100m")]
+    free = free_nodes(derived_offers(nodes, Settings()), nodes, [pod("4", "64Gi", on="n")], Settings())
+
+    assert set(free.values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("taint", "gpus", "count"),
+    [
+        ({"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}, 0, 0),
+        ({"key": "sku", "value": "gpu", "effect": "NoSchedule"}, 1, 1),
+        ({"key": "sku", "value": "web", "effect": "NoSchedule"}, 1, 0),
+        ({"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}, 1, 1),
+        ({"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}, 0, 0),
+        ({"key": "busy", "effect": "PreferNoSchedule"}, 0, 4),
+    ],
+)
+def test_a_node_whose_taint_no_pod_of_ours_bears_is_no_offer(taint, gpus, count):
+    """The control plane's; those of GPU nodes only keep pods without GPUs away."""
+    assert len(derived_offers([node(gpus=gpus, taints=[taint])], Settings())) == count
+
+
+SPEC = {"distributed": {"elastic": True}, "num_nodes": {"min": 1, "max": 4}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "bound"),
+    [
+        (SPEC, 4),
+        ({**SPEC, "scaling": {"max_nodes": 6}}, 6),
+        ({**SPEC, "num_nodes": 1}, 2),
+        ({**SPEC, "distributed": {"elastic": False}}, 2),
+        ({}, 2),
+    ],
+)
+def test_only_an_elastic_launcher_lets_nodes_come(spec, bound):
+    """Begun on two; as many as the spec allows, and never fewer than there are."""
+    assert node_bound(spec, 2) == bound
+
+
+def test_completions_and_parallelism_change_together():
+    """Alone, Kubernetes refuses the one and misreads the other."""
+    job = {"metadata": {"name": "j", "uid": "u", "labels": {names.MOST: "4"}}}
+
+    assert rescale_patch(job, 3) == {
+        "metadata": {"uid": "u", "labels": {names.NODES: "3"}},
+        "spec": {"completions": 3, "parallelism": 3},
+    }
+    for nodes in (0, 5):
+        with pytest.raises(BackendError, match="was made for 4"):
+            rescale_patch(job, nodes)
+    with pytest.raises(BackendError, match="was made for a fixed number"):
+        rescale_patch({"metadata": {"name": "j", "uid": "u"}}, 1)
