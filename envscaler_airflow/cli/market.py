@@ -16,12 +16,16 @@ from envscaler_airflow.catalog.sources import cache_dir, open_catalog, read_scop
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
 from envscaler_airflow.planning.billing import BILLING
-from envscaler_airflow.planning.table import Machine, OfferTable, table_of
+from envscaler_airflow.planning.table import Machine, OfferTable, joined, table_of
+from envscaler_airflow.spec import gpus as gpu_names
+from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 ARCHES = ("x86_64", "arm64", "any")
 CAPACITIES = ("spot", "on-demand", "auto")
+OWN = "own"
+"""Cloud of machines that one has."""
 
 
 def market_options(command: _F) -> _F:
@@ -50,6 +54,13 @@ def market_options(command: _F) -> _F:
         metavar="POOL=USD",
         help="What a node costs you an hour, by pool, type or *; before the catalog's price.",
     )
+    @click.option(
+        "--own",
+        "owned",
+        multiple=True,
+        metavar="NAME,cpus=N,memory=QTY[,gpu=TYPE:N][,usd=N]",
+        help="A machine of your own among the others; it costs nothing unless told.",
+    )
     @functools.wraps(command)
     def with_market(
         *args: Any,
@@ -58,11 +69,14 @@ def market_options(command: _F) -> _F:
         clouds: str | None,
         nodes_file: TextIO | None,
         node_prices: tuple[str, ...],
+        owned: tuple[str, ...],
         **kwargs: Any,
     ) -> Any:
         table = open_catalog(offers_path)
         if nodes_file is not None:
             table = _nodes_table(nodes_file, table, node_prices)
+        if owned:
+            table = joined(table, table_of((_own(text) for text in owned), label="your own machines"))
         names = None if clouds is None else [name.strip() for name in clouds.split(",") if name.strip()]
         known = {cloud for cloud, _, _ in table.places}
         unknown = [name for name in names or () if name not in known]
@@ -91,6 +105,33 @@ def _nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferT
         raise SpecError(f"--nodes {file.name}: no node there is ready and lets pods in")
     label = f"nodes of a cluster, unless told at the prices of: {prices.label}"
     return table_of((pool.offer for pool in pools), label=label)
+
+
+def _own(text: str) -> Offer:
+    """A machine that one has: ``box,cpus=32,memory=128Gi,gpu=A100:2,usd=0.3``."""
+    name, *more = text.split(",")
+    given = dict(item.partition("=")[::2] for item in more)
+    known = {"cpus", "memory", "gpu", "usd"}
+    if not name or "=" in name or not given.keys() <= known or not {"cpus", "memory"} <= given.keys():
+        raise SpecError(f"--own {text!r}: write box,cpus=32,memory=128Gi,gpu=A100:2,usd=0")
+    gpu, _, count = given.get("gpu", "").partition(":")
+    gpu_name = gpu_names.canonical(gpu) or gpu or None
+    try:
+        return Offer(
+            cloud=OWN,
+            region="",
+            instance_type=name,
+            capacity_type="on-demand",
+            vcpus=cpu_cores(given["cpus"]),
+            memory_gib=memory_bytes(given["memory"]) / 2**30,
+            gpu_name=gpu_name,
+            gpus=int(count or 1) if gpu_name else 0,
+            gpu_memory_gb=gpu_names.MEMORY_GB.get(gpu_name or ""),
+            usd_per_hour=float(given.get("usd", "0")),
+            price_source="yours",
+        )
+    except ValueError as err:
+        raise SpecError(f"--own {text!r}: {err}") from err
 
 
 def _own_prices(texts: Sequence[str]) -> dict[str, float]:

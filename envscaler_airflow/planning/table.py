@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 
@@ -316,3 +316,37 @@ def table_of(offers: Iterable[Offer], *, label: str = "") -> OfferTable:
             row = row._replace(usd=usd, has_on_demand=True, source=source)
         rows[kind][at] = row
     return build_table({kind: found.values() for kind, found in rows.items()}, label=label)
+
+
+def joined(first: OfferTable, second: OfferTable) -> OfferTable:
+    """All offers of two tables, those of *second* after the others; label and faults are of both."""
+    rows, places, sources = len(first), len(first.places), len(first.sources)
+
+    def after(name: str, shift: int = 0) -> Any:
+        column = getattr(first, name)[:]
+        column.extend(item + shift for item in getattr(second, name))
+        return column
+
+    def bounds(name: str, shift: int) -> Any:
+        column = getattr(first, name)[:]
+        column.extend(item + shift for item in getattr(second, name)[1:])
+        return column
+
+    return OfferTable(
+        kinds=[*first.kinds, *second.kinds],
+        places=(*first.places, *second.places),
+        sources=(*first.sources, *second.sources),
+        starts=bounds("starts", rows),
+        ends=after("ends", rows),
+        place=after("place", places),
+        usd=after("usd"),
+        spot_usd=after("spot_usd"),
+        risk=after("risk"),
+        source=after("source", sources),
+        spot_source=after("spot_source", sources),
+        spot_rows=after("spot_rows", rows),
+        spot_starts=bounds("spot_starts", len(first.spot_rows)),
+        label="; ".join(label for label in (first.label, second.label) if label),
+        faults=(*first.faults, *second.faults),
+        machines={**first.machines, **second.machines},
+    )

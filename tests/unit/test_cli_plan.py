@@ -237,3 +237,42 @@ def test_a_mixed_fleet_is_told_where_both_markets_will_do(shell, tmp_path):
     assert (
         "note: mixed fleet: 1 on demand and 1 on spot of g4dn.xlarge in aws/us-east-1/us-east-1a, $0.7260/h"
     ) in wide.output
+
+
+def test_a_machine_of_ones_own_is_among_the_others_and_costs_nothing(shell):
+    """Unless its owner says otherwise; it is never rounded, and stands by its name."""
+    free = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1").output)
+    dear = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1,usd=9").output)
+
+    assert (free["chosen"]["name"], free["chosen"]["usd_per_hour"]) == ("own/box/on-demand", 0.0)
+    assert free["chosen"]["price_source"] == "yours"
+    assert dear["chosen"]["instance_type"] == "g4dn.xlarge"
+    assert ("own", 9.0) in [(item["cloud"], item["usd_per_hour"]) for item in dear["candidates"]]
+    assert (
+        "note: prices: exercise, not prices; your own machines"
+        in shell("plan", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1").output
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "box",
+        "cpus=8,memory=32Gi",
+        "box,cpus=8",
+        "box,cpus=8,memory=32",
+        "box,cpus=0,memory=32Gi",
+        "box,cpus=8,memory=32Gi,usd=nan",
+        "box,cpus=8,memory=32Gi,usd=-1",
+        "box,cpus=8,memory=32Gi,gpu=T4:x",
+        "box,cpus=8,memory=32Gi,gpu=T4:-1",
+        "box,cpus=8,memory=32Gi,colour=red",
+    ],
+)
+def test_a_machine_that_is_none_is_refused(shell, text):
+    """In words, without a plan."""
+    got = shell("plan", "--own", text)
+
+    assert got.exit_code != 0
+    assert f"--own '{text}'" in got.output
+    assert "Traceback" not in got.output

@@ -13,7 +13,7 @@ from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work, plan
 from envscaler_airflow.planning.explain import unknown_gpus
 from envscaler_airflow.planning.market import Scope, Search, search
-from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, OfferTable, table_of
+from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, OfferTable, joined, table_of
 
 _spec = importlib.util.spec_from_file_location("exhaustive", Path(__file__).parents[1] / "exhaustive.py")
 exhaustive = importlib.util.module_from_spec(_spec)
@@ -268,3 +268,20 @@ def test_when_none_is_sure_the_most_likely_are_kept():
     assert len(whole.candidates) > 4
     assert not any(item.is_safe for item in whole.candidates)
     assert got.candidates == whole.candidates[:2]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_tables_joined_are_searched_as_one(seed):
+    """Whatever is in which, also when both have offers of one type."""
+    rng = random.Random(seed)
+    first, second = some_offers(rng, 60), some_offers(rng, 20)
+    both = list({offer.name: offer for offer in [*second, *first]}.values())
+    rest = [offer for offer in second if offer.name not in {item.name for item in first}]
+    table = joined(table_of(first, label="a"), table_of(rest, label="b"))
+    need = Requirements(vcpus=4, gpus=rng.choice([0, 1, 2]), capacity=rng.choice(["auto", "spot"]))
+
+    got, whole = search(need, table), search(need, table_of(both))
+
+    assert got.candidates == whole.candidates
+    assert sorted(offer.name for offer in table.offers()) == sorted(offer.name for offer in both)
+    assert table.label == "a; b"
