@@ -191,7 +191,7 @@ class Controller(Owner):
             "spec_hash": state.spec_hash,
         }
         spec, begun = self._spec(state), state.attempts_of(state.generation)
-        sizes = inplace.sizes_after(spec, begun[0].allocation if begun else None, allocation)
+        sizes = inplace.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
         memory = action.memory_bytes if sizes.memory_bytes is None else sizes.memory_bytes
         found = {"memory_bytes": memory, "vcpus": sizes.vcpus}
         body |= {name: value for name, value in found.items() if value is not None}
@@ -279,7 +279,7 @@ class Controller(Owner):
 
     def _remember(self, offers: Iterable[Offer], said: str) -> None:
         for offer in offers:
-            remember(self._store, offer, said, now=self._clock())
+            remember(self._store, offer, "", said, now=self._clock())
 
     def _was_had(self, live: AttemptState) -> None:
         """What was kept against its offers is over."""

@@ -59,8 +59,9 @@ def judge(
     refusal = choose.fits(spec, target, offers)
     if refusal is not None:
         return Verdict(None, refusal)
-    fresh = next(offer for offer in offers if offer.name == target.offer.name)
-    target = Allocation(fresh, target.nodes)
+    fresh = {offer.name: offer for offer in offers}
+    rest = None if target.rest is None else fresh[target.rest.name]
+    target = replace(target, offer=fresh[target.offer.name], rest=rest)
     observer = Observer(store=store, prefix=prefix, backend=backend, candidates=(target,), clock=clock)
     return _validate(observer, state, live, request, target)
 

@@ -122,6 +122,11 @@ class AttemptState:
     ended_at: float | None = None
 
     @property
+    def begun_on(self) -> Allocation:
+        """What it held before any change in place."""
+        return self.earlier[0].allocation if self.earlier else self.allocation
+
+    @property
     def is_live(self) -> bool:
         """True from the intent to the end: something of it may be running."""
         return self.phase != "ended"

@@ -318,15 +318,15 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
             return Action("fail", reason=str(last.stop.get("reason", "")), failure=last.stop_why)
         return Action("start", reason=f"taken up again after a stop ({last.stop_why})")
     if last.stop_why == "move" and last.target is not None:
-        return Action("start", reason="moved", target=last.target, memory_bytes=_still_fits(last))
+        return Action("start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target))
     if last.stop_why == "spec-changed":
         return Action("start", reason="the spec changed")
     return None
 
 
-def _still_fits(last: AttemptState) -> int | None:
+def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
     """Memory that the last attempt needed, where the target has it: a smaller one was chosen on purpose."""
-    memory, target = last.memory_bytes, last.target
+    memory = last.memory_bytes
     if memory is None or target is None:
         return memory
     least = min(part.offer.memory_gib for part in target.parts)
@@ -338,7 +338,8 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     if not counted:
         return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
     is_full = last.outcome == "out-of-memory"
-    memory = _raised_memory(facts) if is_full else last.memory_bytes  # what it needed once it needs again
+    target = _next_allocation(last)
+    memory = _raised_memory(facts) if is_full else _still_fits(last, target)
     if is_full and memory is None:
         return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
     if last.outcome == "deadline-exceeded":
@@ -350,7 +351,7 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
         return Action("wait", reason=f"after: {last.outcome}", backoff_s=backoff_s(counted))
     detail = last.ended.get("detail")
     reason = f"after: {last.outcome}" + (f" ({detail})" if detail else "")
-    return Action("start", reason=reason, target=_next_allocation(last), memory_bytes=memory)
+    return Action("start", reason=reason, target=target, memory_bytes=memory)
 
 
 def _next_allocation(last: AttemptState) -> Allocation | None:

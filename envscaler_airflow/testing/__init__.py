@@ -2,6 +2,7 @@
 
 from envscaler_airflow.testing.backend import ScriptedBackend, cpu_offer
 from envscaler_airflow.testing.clock import ManualClock
+from envscaler_airflow.testing.elastic import ElasticBackend
 from envscaler_airflow.testing.store import FaultyStore
 
-__all__ = ["FaultyStore", "ManualClock", "ScriptedBackend", "cpu_offer"]
+__all__ = ["ElasticBackend", "FaultyStore", "ManualClock", "ScriptedBackend", "cpu_offer"]

@@ -218,18 +218,21 @@ class ScriptedBackend:
         raise error
 
     def _start(self, request: AttemptRequest, name: str) -> _Life:
-        offer, nodes = request.allocation.offer, request.allocation.nodes
-        if offer.name not in {known.name for known in self._offers}:
-            raise NoOfferError(f"{offer.name}: is not offered here")
+        offer, nodes, parts = request.allocation.offer, request.allocation.nodes, request.allocation.parts
+        asked = sum(part.offer.vcpus * part.nodes for part in parts)
+        known = {one.name for one in self._offers}
+        for part in parts:
+            if part.offer.name not in known:
+                raise NoOfferError(f"{part.offer.name}: is not offered here")
         taken = sum(self._lives[handle.name].vcpus for handle in self.live)
         if self._vcpus is not None:
-            if offer.vcpus * nodes > self._vcpus:
-                raise NoOfferError(f"{offer.name}: {offer.vcpus * nodes:g} CPUs asked of {self._vcpus:g}")
-            if taken + offer.vcpus * nodes > self._vcpus:
+            if asked > self._vcpus:
+                raise NoOfferError(f"{offer.name}: {asked:g} CPUs asked of {self._vcpus:g}")
+            if taken + asked > self._vcpus:
                 raise CapacityError(f"{offer.name}: {self._vcpus - taken:g} CPUs are free")
         handle = Handle(self.name, name, {"uid": next(self._uids)})
         states = [NodeStatus(node, self._start_state) for node in range(nodes)]
-        self._lives[name] = _Life(handle, states, self.clock.time(), offer.vcpus * nodes)
+        self._lives[name] = _Life(handle, states, self.clock.time(), asked)
         return self._lives[name]
 
     def _life(self, handle: Handle) -> _Life:

@@ -78,14 +78,14 @@ class World:
     prefix = KEY.prefix
     killed = Killed
 
-    def __init__(self, tmp_path, *, offers=None):
+    def __init__(self, tmp_path, *, offers=None, spec=SPEC, backend=ScriptedBackend):
         """One run, not begun."""
-        (tmp_path / "train.yaml").write_text(SPEC)
+        (tmp_path / "train.yaml").write_text(spec)
         self.spec_path = tmp_path / "train.yaml"
         self.clock = ManualClock()
         self.store = open_store(f"file://{tmp_path}/store")
         check_store(self.store)
-        self.backend = ScriptedBackend(offers, clock=self.clock, ends_on_stop=False)
+        self.backend = backend(offers, clock=self.clock, ends_on_stop=False)
         self.tries = 0
         self.log = EventLog(self.store, KEY.prefix)
 
@@ -96,7 +96,7 @@ class World:
         store, backend = self.store, self.backend
         if lives is not None:
             store = Mortal(store, ("write", "create", "put_file"), lives)
-            backend = Mortal(backend, ("submit", "stop", "release"), lives)
+            backend = Mortal(backend, ("submit", "stop", "release", "resize", "rescale"), lives)
         stage = Stage(
             spec=load_spec(self.spec_path),
             spec_source="train.yaml",
@@ -123,16 +123,29 @@ class World:
         return Handle.from_dict(self.state.live.handle)
 
     def say(
-        self, *, ended=None, step=10, checkpoint=None, outputs=None, health="ok", phase="running", **more
+        self,
+        *,
+        node=0,
+        ended=None,
+        step=10,
+        checkpoint=None,
+        outputs=None,
+        health="ok",
+        phase="running",
+        checkpoint_s=None,
+        **more,
     ):
-        """Let node 0 of the live attempt say something."""
+        """Let a node of the live attempt say something."""
         live = self.state.live
-        old = self.store.read(f"{KEY.prefix}/{status_name(live.generation, live.number, 0)}")
+        name = f"{KEY.prefix}/{status_name(live.generation, live.number, node)}"
+        old = self.store.read(name)
         sequence = Status.from_json(old, where="t").sequence + 1 if old else 1
         status = Status(
             generation=live.generation,
             attempt=live.number,
+            node=node,
             sequence=sequence,
+            checkpoint_s=checkpoint_s,
             phase="ended" if ended else phase,
             health=health,
             progress=Progress(step=step, total_steps=1000, epoch=step // 10, epochs=100, **more),
@@ -142,8 +155,7 @@ class World:
             ended=ended,
             outputs=outputs or {},
         )
-        name = status_name(live.generation, live.number, 0)
-        self.store.write(f"{KEY.prefix}/{name}", status.to_json())
+        self.store.write(name, status.to_json())
 
     def save(self, step):
         """Let the live attempt complete a checkpoint; returns its name."""
@@ -154,8 +166,10 @@ class World:
         return name
 
     def succeed(self):
-        """Let the live attempt end well."""
-        self.say(ended=Ended(exit_code=0, reason="succeeded"), step=1000, outputs={"model": "file:///etc"})
+        """Let the live attempt end well, every node of it."""
+        for node in range(len(self.backend.observe(self.handle).nodes)):
+            ended = Ended(exit_code=0, reason="succeeded")
+            self.say(node=node, ended=ended, step=1000, outputs={"model": "file:///etc"})
         self.backend.end(self.handle)
 
     def leave(self, step=50):
@@ -170,14 +184,14 @@ class World:
         text = self.store.read(f"{KEY.prefix}/{control_name(live.generation, live.number)}")
         return Control.from_json(text, where="t")
 
-    def ask_move(self, vcpus=2):
+    def ask_move(self, vcpus=2, *, target=None):
         """Ask for a move of the live attempt, as the sensor does."""
         live = self.state.live
         because = {"reason": "faster", "numbers": {}, "forced": True}
         return request_move(
             self.store,
             KEY.prefix,
-            target=Allocation(cpu_offer(vcpus)),
+            target=target or Allocation(cpu_offer(vcpus)),
             from_attempt=(live.generation, live.number),
             because=because,
         )
@@ -196,8 +210,8 @@ class World:
 
 @pytest.fixture
 def new_world(tmp_path):
-    """Makes a run that has not begun; takes the offers, None for the usual ones."""
-    return lambda offers=None: World(tmp_path, offers=offers)
+    """Makes a run that has not begun; takes the offers, None for the usual ones, a spec and a backend."""
+    return lambda offers=None, **more: World(tmp_path, offers=offers, **more)
 
 
 @pytest.fixture

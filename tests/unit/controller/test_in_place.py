@@ -1,0 +1,415 @@
+"""A running attempt is changed in place, else by the next one; and a worker dies at every step of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.backends.base import NodeStatus
+from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.controller.stage import Delivered, Wake
+from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.protocol import control_name
+from envscaler_airflow.testing import ElasticBackend, ScriptedBackend
+
+GIB = 2**30
+SMALL = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
+LARGE = replace(SMALL, instance_type="node:cpu-2", vcpus=2, memory_gib=8, usd_per_hour=2.0)
+OTHER = replace(SMALL, instance_type="other:cpu-2", vcpus=2, memory_gib=8, usd_per_hour=2.0)
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1, memory: 1Gi}, limits: {memory: 6Gi}}
+num_nodes: 1..4
+entrypoint: [python, train.py]
+outputs: {model: /output/model}
+checkpoint: {every: 10m}
+distributed: {launcher: torchrun, elastic: true}
+scaling: {policy: vertical, cooldown: 10s, stabilization: 1s}
+"""
+
+
+@pytest.fixture
+def world(new_world):
+    """A run that has not begun, on machines that can be changed."""
+    return new_world((SMALL, LARGE, OTHER), spec=SPEC, backend=ElasticBackend)
+
+
+def started(world, *, lives=None):
+    """An owner with a running attempt on the smallest slice."""
+    owner = world.controller(lives=lives, value_of_hour=0.0)
+    owner.enter()
+    world.say(elapsed_s=60.0)
+    return owner
+
+
+def types(world):
+    """Types of the events so far."""
+    return [event.type for event in world.log.read()]
+
+
+def test_more_memory_is_had_without_a_restart(world):
+    """A slice of 8 GiB under a limit of 6 GiB: 2 CPUs and 6 GiB, and the attempt goes on."""
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+
+    owner.resume(Wake("request"))
+
+    live = world.state.live
+    assert types(world)[-3:] == ["move-requested", "change-intended", "changed"]
+    assert (live.number, live.allocation, live.change) == (1, Allocation(LARGE), None)
+    assert world.backend.sizes[world.handle.name] == (2.0, 6 * GIB)
+    assert (live.vcpus, live.memory_bytes) == (2.0, 6 * GIB)
+    assert world.control().action == "run"
+
+
+def test_the_next_attempt_keeps_what_was_changed(world, monkeypatch):
+    """After a loss it asks for 2 CPUs and 6 GiB at once, though the spec still says 1 and 1."""
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    world.say(step=70, checkpoint=world.save(70))
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+    asked = []
+    submit = world.backend.submit
+    monkeypatch.setattr(world.backend, "submit", lambda request: asked.append(request) or submit(request))
+
+    owner.resume(Wake("backoff"))
+
+    [request] = asked
+    assert request.allocation == Allocation(LARGE)
+    assert request.spec["resources"]["requests"] == {"cpu": "2000m", "memory": "6144Mi"}
+    assert request.spec["resources"]["limits"] == {"memory": "6144Mi"}
+
+
+def test_each_hour_is_paid_at_its_own_price(world):
+    """An hour at $1, changed in place, an hour at $2: $3, and the steps of each are told apart."""
+    owner = started(world)
+    world.say(step=100, elapsed_s=3600.0)
+    world.clock.advance(3600)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    world.clock.advance(3600)
+    world.succeed()
+
+    got = owner.resume(Wake("status"))
+
+    assert isinstance(got, Delivered)
+    lines = got.report["bill"]["lines"]
+    assert got.report["bill"]["usd"] == pytest.approx(3.0)
+    assert [(line["usd"], line["steps"]) for line in lines] == [
+        (pytest.approx(1.0), 100),
+        (pytest.approx(2.0), 900),
+    ]
+    assert world.state.attempts[0].ended["usd"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("answer", ["deferred", "infeasible"])
+def test_what_the_node_has_no_room_for_is_left_to_the_next_attempt(world, answer):
+    """The attempt saves and goes, and the next one is as large as asked."""
+    world.backend.answers = [answer]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+
+    owner.resume(Wake("request"))
+    asked = world.control()
+    world.leave()
+    owner.resume(Wake("status"))
+
+    stopping = next(event for event in world.log.read() if event.type == "attempt-stopping")
+    assert asked.action == "leave"
+    assert stopping.body["reason"].endswith(f"in place it is {answer}")
+    assert (world.state.live.number, world.state.live.allocation) == (2, Allocation(LARGE))
+
+
+def test_a_change_that_takes_long_is_awaited_and_then_left_to_the_next_attempt(world):
+    """The watcher asks how far it is; ten minutes later it is a move."""
+    world.backend.answers = ["going"]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    watch = world.watch(owner.resume(Wake("request")))
+    quiet = watch.poll()
+    world.clock.advance(600)
+    wake = watch.poll()
+
+    owner.resume(wake)
+
+    assert (quiet, wake.kind) == (None, "overdue")
+    assert world.state.live.phase == "stopping"
+    assert world.state.live.target == Allocation(LARGE)
+
+
+def test_the_owner_is_woken_when_a_change_is_over(world):
+    """The second answer of the machine is "done"."""
+    world.backend.answers = ["going", "done"]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    wake = world.watch(owner.resume(Wake("request"))).poll()
+
+    owner.resume(wake)
+
+    assert wake.detail == "the change in place is over"
+    assert world.state.live.allocation == Allocation(LARGE)
+
+
+def test_another_machine_is_no_change_in_place(world):
+    """As large, but of another kind: the attempt must go there."""
+    owner = started(world)
+    world.ask_move(target=Allocation(OTHER))
+
+    owner.resume(Wake("request"))
+
+    assert types(world)[-1] == "move-accepted"
+    assert world.backend.sizes == {}
+
+
+def test_a_backend_that_cannot_is_not_asked(new_world):
+    """The same request where machines cannot be changed."""
+    world = new_world((SMALL, LARGE), spec=SPEC, backend=ScriptedBackend)
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+
+    owner.resume(Wake("request"))
+
+    assert types(world)[-1] == "move-accepted"
+
+
+def test_less_is_had_at_the_next_start_and_stops_nothing(world):
+    """The vertical policy lowers: the attempt runs on, and the one after a loss is small."""
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    world.say(step=20)
+    world.ask_move(target=Allocation(SMALL))
+    owner.resume(Wake("request"))
+    running = world.state.live
+    world.say(step=70, checkpoint=world.save(70))
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+
+    assert types(world).count("move-deferred") == 1
+    assert (running.allocation, running.next_allocation) == (Allocation(LARGE), Allocation(SMALL))
+    assert (world.state.live.number, world.state.live.allocation) == (2, Allocation(SMALL))
+
+
+def test_an_elastic_training_gets_nodes_while_it_runs(world):
+    """Two nodes more come into the same attempt, and its handle has them from then on."""
+    owner = started(world)
+    world.ask_move(target=Allocation(SMALL, 3))
+
+    owner.resume(Wake("request"))
+
+    live = world.state.live
+    assert (live.number, live.allocation, live.handle["details"]["nodes"]) == (1, Allocation(SMALL, 3), 3)
+    assert len(world.backend.observe(world.handle).nodes) == 3
+
+
+def test_nodes_that_do_not_come_leave_the_training_as_it_was(world):
+    """None to be had for the second node: the attempt has one again, and no restart."""
+    world.backend.new_nodes = NodeStatus(0, "pending", reason="capacity", detail="0/3 nodes are free")
+    owner = started(world)
+    world.ask_move(target=Allocation(SMALL, 2))
+
+    owner.resume(Wake("request"))
+
+    undone = world.log.read()[-1]
+    assert (undone.type, world.state.live.phase) == ("change-undone", "started")
+    assert undone.body["reason"].endswith("none to be had: 0/3 nodes are free")
+    assert len(world.backend.observe(world.handle).nodes) == 1
+    assert world.state.live.allocation == Allocation(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (CapacityError("full"), "change-undone"),
+        (BackendError("no such verb", status=404), "attempt-stopping"),
+    ],
+)
+def test_a_backend_that_refuses_more_nodes_is_believed(world, error, event):
+    """Full now: nothing is changed. Never: the next attempt gets them."""
+    world.backend.fail_next("rescale", error)
+    owner = started(world)
+    world.ask_move(target=Allocation(SMALL, 2))
+
+    owner.resume(Wake("request"))
+
+    assert types(world)[-1] == event
+
+
+def test_new_nodes_are_awaited(world):
+    """They start; the watcher looks at all of them and wakes the owner when they run."""
+    world.backend.new_nodes = NodeStatus(0, "starting")
+    owner = started(world)
+    world.ask_move(target=Allocation(SMALL, 2))
+    waiting = owner.resume(Wake("request"))
+    watch = world.watch(waiting)
+    quiet = watch.poll()
+    world.backend.set_state(world.handle, "running")
+
+    wake = watch.poll()
+    owner.resume(wake)
+
+    assert (quiet, waiting.watching.nodes, wake.detail) == (None, 2, "the change in place is over")
+    assert world.state.live.allocation == Allocation(SMALL, 2)
+
+
+def test_a_stop_does_not_wait_for_a_change(world):
+    """The user asks while the machine is being resized: the attempt saves and goes, and nothing else."""
+    world.backend.answers = ["going"]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    request_stop(world.store, world.prefix, reason="enough", by="me")
+
+    owner.resume(Wake("request"))
+
+    live = world.state.live
+    assert (live.phase, live.stop_why, live.change) == ("stopping", "stop", None)
+
+
+def test_a_move_that_is_asked_for_during_a_change_is_refused(world):
+    """One action at a time."""
+    world.backend.answers = ["going"]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    world.ask_move(target=Allocation(OTHER))
+
+    owner.resume(Wake("request"))
+
+    refused = world.log.read()[-1]
+    assert refused.type == "move-refused"
+    assert refused.body["reason"] == "the attempt is being changed to scripted/node:cpu-2/on-demand"
+
+
+def test_a_machine_that_is_lost_during_a_change_ends_the_attempt(world):
+    """The next attempt begins on what was held, since the change was never seen done."""
+    world.backend.answers = ["going"]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    world.say(step=70, checkpoint=world.save(70))
+    world.backend.lose(world.handle)
+
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+
+    assert (world.state.live.number, world.state.live.allocation) == (2, Allocation(SMALL))
+
+
+# -- a worker dies before and after every write and call
+
+
+RESIZE_CALLS, RESCALE_CALLS, MIXED_CALLS = 19, 18, 25
+"""Writes and calls of an undisturbed run of each kind; a test counts them."""
+MIXED = Allocation(SMALL, 2, rest=replace(SMALL, capacity_type="spot", usd_per_hour=0.3), rest_nodes=1)
+
+
+def _changed_once(target):
+    """Ask once, and succeed when the attempt has it."""
+
+    def script(world):
+        live = world.state.live
+        if live is None or live.handle is None or not world.backend.live:
+            return
+        if world.control().action != "run":
+            world.leave()
+        elif live.allocation != target and live.change is None:
+            world.say(elapsed_s=60.0)
+            if not world.state.pending:
+                world.ask_move(target=target)
+        elif live.allocation == target:
+            world.succeed()
+
+    return script
+
+
+def _play(world, lives, script):
+    """Play *script* with an owner that dies once, then with its successors; returns the delivery."""
+    owner, wake = world.controller(lives=lives, value_of_hour=0.0), None
+    for _ in range(60):
+        try:
+            result = owner.enter() if wake is None else owner.resume(wake)
+        except world.killed:
+            owner, wake = world.controller(value_of_hour=0.0), None
+            continue
+        finally:
+            assert len(world.backend.live) <= 1
+        if isinstance(result, Delivered):
+            return result
+        script(world)
+        wake = world.watch(result).poll() or Wake("status")
+    raise AssertionError("the run did not end")
+
+
+def _checked(world, got, target):
+    state = world.state
+    names = {name for method, name in world.backend.calls if method == "submit"}
+    assert got.outputs == {"model": world.output}
+    assert (state.status, world.backend.live) == ("succeeded", [])
+    assert state.attempts[-1].allocation == target
+    assert len(names) == len(state.attempts)
+    assert all(world.store.read(f"{world.prefix}/{control_name(1, a.number)}") for a in state.attempts)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("dies_at", range(1, RESIZE_CALLS + 1))
+def test_a_worker_that_dies_during_a_resize_leaves_a_run_that_goes_on(world, dies_at, after):
+    """One attempt, changed in place, whoever finishes it."""
+    world.backend.answers = ["going", "done"]
+    lives = {"calls": 0, "dies_at": dies_at, "after": after}
+
+    got = _play(world, lives, _changed_once(Allocation(LARGE)))
+
+    _checked(world, got, Allocation(LARGE))
+    assert len(world.state.attempts) == 1
+    assert types(world).count("changed") == 1
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("dies_at", range(1, RESCALE_CALLS + 1))
+def test_a_worker_that_dies_during_a_rescale_leaves_a_run_that_goes_on(world, dies_at, after):
+    """One attempt with three nodes in the end, and never a fourth."""
+    lives = {"calls": 0, "dies_at": dies_at, "after": after}
+
+    got = _play(world, lives, _changed_once(Allocation(SMALL, 3)))
+
+    _checked(world, got, Allocation(SMALL, 3))
+    assert len(world.state.attempts) == 1
+    assert len(world.backend._lives[world.state.attempts[0].handle["name"]].nodes) == 3
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("dies_at", range(1, MIXED_CALLS + 1))
+def test_a_worker_that_dies_during_a_mixed_start_leaves_a_run_that_goes_on(new_world, dies_at, after):
+    """Both parts of the fleet belong to one attempt."""
+    world = new_world((SMALL, MIXED.rest), spec=SPEC, backend=ElasticBackend)
+    lives = {"calls": 0, "dies_at": dies_at, "after": after}
+
+    got = _play(world, lives, _changed_once(MIXED))
+
+    _checked(world, got, MIXED)
+
+
+def test_the_deaths_above_cover_every_call(new_world, tmp_path):
+    """The undisturbed runs make no more calls than the tests above have deaths for."""
+    found = []
+    for offers, target, answers in (
+        ((SMALL, LARGE), Allocation(LARGE), ["going", "done"]),
+        ((SMALL, LARGE), Allocation(SMALL, 3), ["done"]),
+        ((SMALL, MIXED.rest), MIXED, ["done"]),
+    ):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        world = type(new_world())(folder, offers=offers, spec=SPEC, backend=ElasticBackend)
+        world.backend.answers = answers
+        lives = {"calls": 0, "dies_at": -1, "after": False}
+        _play(world, lives, _changed_once(target))
+        found.append(lives["calls"])
+
+    assert found == [RESIZE_CALLS, RESCALE_CALLS, MIXED_CALLS]

@@ -1,0 +1,187 @@
+"""What is not to be had now, never, or not yet; and how long machines may take to go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.controller import choose, limits
+from envscaler_airflow.controller.stage import Stage, Wake
+from envscaler_airflow.errors import BudgetError, RunFailedError
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.protocol import Status
+from envscaler_airflow.store.stockouts import stockouts
+from envscaler_airflow.testing import ElasticBackend
+
+GPU = Offer(
+    "kubernetes", "r", "node:gpu-1", "on-demand", vcpus=8, memory_gib=32, gpu_name="T4", gpus=1,
+    gpu_memory_gb=16, usd_per_hour=1.0,
+)  # fmt: skip
+SPOT = replace(GPU, capacity_type="spot", usd_per_hour=0.3)
+FULL = "0/9 nodes are available: 9 Insufficient nvidia.com/gpu"
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {gpu: {count: 1}}}
+num_nodes: 2
+entrypoint: [python, train.py]
+checkpoint: {every: 10m}
+"""
+
+
+@pytest.fixture
+def world(new_world):
+    """A run of two nodes that has not begun, on spot and on demand."""
+    return new_world((GPU, SPOT), spec=SPEC, backend=ElasticBackend)
+
+
+def never_came(world, *nodes):
+    """The cluster has no room for these nodes, and what was asked for is taken back."""
+    for node in nodes:
+        world.backend.set_state(world.handle, "pending", node=node, reason="capacity", detail=FULL)
+
+
+def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world):
+    """Spot has no room: the machine is given back, other runs hear of it, and on-demand is next."""
+    owner = world.controller()
+    waiting = owner.enter()
+    first = world.state.live.allocation
+    never_came(world, 0, 1)
+    wake = world.watch(waiting).poll()
+    owner.resume(wake)
+    for node in range(2):
+        world.backend._lives[world.handle.name].nodes[node] = replace(
+            world.backend.observe(world.handle).nodes[node], state="ended", reason="capacity", detail=FULL
+        )
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+
+    ended = world.state.attempts[0].ended
+    [known] = stockouts(world.store, now=world.clock.time())
+    assert first.offer == SPOT
+    assert (ended["outcome"], ended["refused"]) == ("not-started", [SPOT.name])
+    assert known.excludes(SPOT, world.clock.time()) is not None
+    assert known.excludes(GPU, world.clock.time()) is None
+    assert world.state.live.allocation == Allocation(GPU, 2)
+
+
+def test_of_a_fleet_only_the_part_that_did_not_come_is_passed_over(world):
+    """Node 1 was to be on spot: on-demand is still to be had."""
+    fleet = Allocation(GPU, 2, rest=SPOT, rest_nodes=1)
+    world.controller().enter()
+    live = replace(world.state.live, allocation=fleet)
+
+    assert choose.refused_by(live, (1,)) == (SPOT,)
+    assert choose.refused_by(live, ()) == (GPU, SPOT)
+
+
+def test_what_was_had_is_no_longer_sold_out(world):
+    """An attempt that ran and was lost shows that its offer is there."""
+    owner = world.controller()
+    owner.enter()
+    choose_now = world.clock.time()
+    owner._remember([SPOT], FULL)
+    before = len(stockouts(world.store, now=choose_now))
+    world.say()
+    world.backend.lose(world.handle)
+
+    owner.resume(Wake("status"))
+
+    assert (before, stockouts(world.store, now=choose_now)) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [
+        "InvalidImageName of a b",
+        "ErrImageNeverPull of x",
+        "ErrImagePull of x: rpc error: code = NotFound desc = failed to pull x: not found",
+    ],
+)
+def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
+    """An hour after the start, when a node is made again: no other attempt, and the reason is told."""
+    owner = world.controller()
+    owner.enter()
+    world.clock.advance(3600)
+    world.backend.set_state(world.handle, "pending", reason="image", detail=detail)
+
+    owner.resume(Wake("status"))
+    with pytest.raises(RunFailedError, match="its image can never be had: " + detail[:12]):
+        owner.resume(Wake("status"))
+
+    assert len(world.state.attempts) == 1
+    assert world.backend.live == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail"),
+    [
+        ("image", "ErrImagePull of x: rpc error: code = Unavailable desc = connection refused"),
+        ("quota", "exceeded quota: gpus"),
+        ("scheduling", FULL),
+        ("queue", "waits for its Kueue queue q"),
+        ("config", "secret not found"),
+    ],
+)
+def test_what_may_come_is_waited_for(world, reason, detail):
+    """Registries, quotas, nodes, queues and secrets come back."""
+    owner = world.controller()
+    waiting = owner.enter()
+    world.backend.set_state(world.handle, "pending", reason=reason, detail=detail)
+
+    assert world.watch(waiting).poll() is None
+    owner.resume(Wake("status"))
+    assert (world.state.live.phase, len(world.state.attempts)) == ("started", 1)
+
+
+def test_an_attempt_has_twice_its_checkpoint_to_go(world):
+    """A save of 90 s: 180 s to leave, for the machine that is asked and for the next one."""
+    asked = []
+    submit = world.backend.submit
+    world.backend.submit = lambda request: asked.append(request.grace_s) or submit(request)
+    owner = world.controller()
+    owner.enter()
+    world.say(checkpoint=world.save(10), checkpoint_s=90.0)
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+    grace_s = world.control().grace_s
+
+    assert (asked, grace_s) == ([30.0, 180.0], 180.0)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_s", "grace_s"), [(None, 30.0), (1.0, 30.0), (90.0, 180.0), (1e6, 3600.0)]
+)
+def test_the_grace_has_bounds(checkpoint_s, grace_s):
+    """At least Kubernetes' 30 s, at most an hour."""
+    assert limits.grace_s(RunState(), Status(checkpoint_s=checkpoint_s)) == grace_s
+
+
+@pytest.mark.parametrize(
+    ("facts", "hours"),
+    [
+        ({}, 720),
+        ({"usd_left": 10.0, "usd_per_hour": 2.0}, 6),
+        ({"usd_left": 10.0}, 720),
+        ({"usd_left": -1.0, "usd_per_hour": 2.0}, 1),
+        ({"deadline_left_s": 2 * 3600.0, "deadline_s": 4 * 3600.0}, 7),
+        ({"deadline_left_s": -9 * 3600.0, "deadline_s": 4 * 3600.0}, 1),
+        ({"usd_left": 10.0, "usd_per_hour": 2.0, "deadline_left_s": 3600.0, "deadline_s": 3600.0}, 3),
+    ],
+)
+def test_every_machine_has_an_end_of_its_own(facts, hours):
+    """Money, twice the deadline, or 30 days; and an hour, so that the owner is first."""
+    known = dict.fromkeys(("usd_left", "usd_per_hour", "deadline_left_s", "deadline_s"))
+
+    assert limits.machine_deadline_s(**(known | facts)) == hours * 3600
+
+
+def test_a_budget_of_which_nobody_knows_the_rest_buys_nothing():
+    """Unknown is not nothing spent."""
+    stage = Stage(None, "s.yaml", budget_usd=5.0)
+
+    with pytest.raises(BudgetError, match=r"a budget of \$5.00 cannot be kept"):
+        choose.goal_of(RunState(), stage, spent_usd=None, now=0.0)
