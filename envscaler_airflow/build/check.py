@@ -55,12 +55,19 @@ def missing_on(
     if target == "kubernetes":
         return _on_cluster(spec, kubectl or _kubectl())
     if target == "vm":
-        return [
-            f"volumes: {volume.name}: {volume.source} is a claim of Kubernetes; write another for vm"
-            for volume in spec.volumes
-            if volume.kind == "pvc"
-        ]
-    machine = here or look_here()
+        return _on_rented(spec)
+    return _here(target, spec, requirements, here or look_here())
+
+
+def _on_rented(spec: EnvSpec) -> list[str]:
+    return [
+        f"volumes: {volume.name}: {volume.source} is a claim of Kubernetes; write another for vm"
+        for volume in spec.volumes
+        if volume.kind == "pvc"
+    ]
+
+
+def _here(target: str, spec: EnvSpec, requirements: Requirements | None, machine: Here) -> list[str]:
     if target == "local":  # where slices of it are given out
         machine = replace(machine, memory_bytes=int(machine.memory_bytes * USABLE_MEMORY))
     wanted = read_requirements(spec) if requirements is None else requirements
@@ -70,13 +77,11 @@ def missing_on(
         *lacking_volumes(spec, machine),
         *_variables(spec, machine),
     ]
-    if target == "docker":
-        return (
-            found
-            if machine.has_docker()
-            else [*found, "docker: no daemon answers; install and start docker.io"]
-        )
-    return found + missing_packages(spec, machine)
+    if target == "local":
+        return found + missing_packages(spec, machine)
+    if not machine.has_docker():
+        found.append("docker: no daemon answers that can build; install and start docker.io")
+    return found
 
 
 def missing_packages(spec: EnvSpec, machine: Here) -> list[str]:

@@ -113,13 +113,8 @@ def build_image(
 ) -> Built:
     """The image of *spec*; unchanged input builds nothing.
 
-    Args:
-        spec: The stage.
-        requirements: Its packages, as written or locked.
-        builder: docker or buildah.
-        options: How.
-        say: Told each step, one line each.
-        resolve_secret: Turns a reference (``env:NAME``) into its value; needed for private indexes and bases.
+    *say* is told each step, one line each. *resolve_secret* turns a reference (``env:NAME``) into its
+    value, which private indexes and bases need.
 
     Raises:
         SpecError: The base is not allowed or not to be had, or a step of the build fails; the message has
@@ -143,11 +138,12 @@ def build_image(
             context.folder, whole, labels={CONTENT: context.content}, args=options.args,
             secrets=kit.files, cache=options.cache,
         )  # fmt: skip
-        log, seconds = _carry_out(builder, order, kit, options.logs / f"{context.content[:16]}.log", say)
+        log = options.logs / f"{context.content[:16]}.log"
+        seconds = _carry_out(builder, order, kit, log, say)
         made = builder.inspect(whole)
-        if made is None:
-            raise BackendError(f"{whole} was built and is not there; its log is {log}")
-        return Built(whole, made, context.content, base, digest, is_new=True, log=log, seconds=seconds)
+    if made is None:
+        raise BackendError(f"{whole} was built and is not there; its log is {log}")
+    return Built(whole, made, context.content, base, digest, is_new=True, log=log, seconds=seconds)
 
 
 def push_image(builder: Builder, built: Built, options: BuildOptions) -> Built:
@@ -294,9 +290,7 @@ def _existing(
     return image if image is not None and image.labels.get(CONTENT) == content else None
 
 
-def _carry_out(
-    builder: Builder, order: Order, kit: _Kit, log: Path, say: Callable[[str], None]
-) -> tuple[Path, float]:
+def _carry_out(builder: Builder, order: Order, kit: _Kit, log: Path, say: Callable[[str], None]) -> float:
     log.parent.mkdir(parents=True, exist_ok=True)
     begun, tail = time.monotonic(), [""]
     with log.open("w", encoding="utf-8") as file:
@@ -313,7 +307,7 @@ def _carry_out(
     if code != 0:
         shown = "\n".join(f"  {line}" for line in tail if line)
         raise SpecError(f"{order.name} cannot be built (exit code {code}); the whole log is {log}:\n{shown}")
-    return log, time.monotonic() - begun
+    return time.monotonic() - begun
 
 
 def step_of(line: str) -> str | None:

@@ -224,7 +224,8 @@ class SpecRegistry:
         try:
             entry = self.find(reference)
         except StoreError as err:
-            raise SpecError(f"{reference}: {err}; and no copy is in {self._cache}") from err
+            told = str(err).removeprefix(f"{reference}: ")
+            raise SpecError(f"{reference}: {told}; and no copy is in {self._cache}") from err
         path = self._copy(entry.name, entry.version).with_suffix(".yaml")
         if not path.is_file() or path.read_text(encoding="utf-8") != entry.text:
             _write(path, entry.text)

@@ -7,7 +7,7 @@ import getpass
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -40,7 +40,7 @@ def store_option(command: _F) -> _F:
     def opened(*args: Any, store_url: str, **kwargs: Any) -> Any:
         return command(*args, store=open_store(store_url), **kwargs)
 
-    return opened  # type: ignore[return-value]
+    return cast("_F", opened)
 
 
 def shell_key(store: Store, name: str, task: str) -> RunKey:

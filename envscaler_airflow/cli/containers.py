@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import click
 
 from envscaler_airflow.build.access import index_access
-from envscaler_airflow.build.builders import Container, find_builder
+from envscaler_airflow.build.builders import Builder, Container, find_builder
 from envscaler_airflow.build.check import best_fit, lacking_volumes, lacks
 from envscaler_airflow.build.distributed import batch_env, launch_command
 from envscaler_airflow.build.images import BuildOptions, build_image
@@ -53,13 +52,30 @@ def run_docker(
         SpecError: The image cannot be built, or the stage cannot run in a container here.
         NoOfferError: The machine does not have what it asks for.
     """
-    builder, say = find_builder(None), functools.partial(click.echo, err=True)
+    builder = find_builder(None)
     here = look_here()
-    stage = without_gpus(spec, here, say)
+    stage = without_gpus(spec, here, _say)
     need = best_fit(stage, here)
     if missing := lacks(need, here):
         raise NoOfferError(f"{spec.name}: {'; '.join(missing)}")
     check_stage(spec, here)
+    image, seen = _bring_image(spec, lock, builder, resolve_secret)
+    seen = replace(seen, driver=here.driver, gpus=tuple(gpu.name for gpu in here.gpus))
+    store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
+    folder = Path(OUTPUTS, key.run_id).resolve()
+    words = command or launch_command(stage, 1)
+    with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as container:
+        code = builder.run(image, words, container, click.echo)
+    if folder.is_dir():
+        _say(f"outputs: {folder}")
+    if code != 0:
+        raise SystemExit(code)
+
+
+def _bring_image(
+    spec: EnvSpec, lock: Lock | None, builder: Builder, resolve_secret: Resolve
+) -> tuple[str, Lock]:
+    """Name of the image of *spec*, which is here afterwards, and what it is, exactly."""
     requirements, options = read_requirements(spec), BuildOptions()
     if lock is not None:
         spec, requirements = apply_lock(spec, requirements, lock)
@@ -67,18 +83,12 @@ def run_docker(
     elif not requirements.is_empty:
         with index_access(requirements, resolve_secret=resolve_secret) as env:
             requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
-    made = build_image(spec, requirements, builder, options, say=say, resolve_secret=resolve_secret)
-    seen = lock_of(spec, requirements, builder, made)
-    seen = replace(seen, driver=here.driver, gpus=tuple(gpu.name for gpu in here.gpus))
-    store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
-    folder = Path(OUTPUTS, key.run_id).resolve()
-    words = command or launch_command(stage, 1)
-    with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as container:
-        code = builder.run(made.name, words, container, click.echo)
-    if folder.is_dir():
-        say(f"outputs: {folder}")
-    if code != 0:
-        raise SystemExit(code)
+    made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=resolve_secret)
+    return made.name, lock_of(spec, requirements, builder, made)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def check_stage(spec: EnvSpec, here: Here) -> None:

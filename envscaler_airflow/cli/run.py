@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,8 +15,8 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
 from envscaler_airflow.cli.common import shell_key, store_option
 from envscaler_airflow.cli.containers import run_docker
-from envscaler_airflow.cli.environment import find_lock, local_environment
-from envscaler_airflow.cli.specs import spec_registry
+from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
+from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.hold import Holder
@@ -31,11 +32,7 @@ from envscaler_airflow.store.logs import read_logs
 
 
 @click.command()
-@click.option(
-    "-f", "--file", "path", required=True, type=click.Path(path_type=Path), help="Environment spec."
-)
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the spec.")
-@click.option("--input", "inputs", multiple=True, metavar="NAME=URI", help="An output of another run.")
+@spec_options
 @click.option("--name", help="Name of the run; the same name again goes on with it.")
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
@@ -49,48 +46,59 @@ from envscaler_airflow.store.logs import read_logs
 @click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @store_option
-def run(path: Path, *, store: Store, command: tuple[str, ...], **options: object) -> None:
+def run(
+    path: str,
+    *,
+    parameters: dict[str, str],
+    inputs: dict[str, str] | None,
+    store: Store,
+    command: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Run the stage of a spec on this machine and wait for it; Ctrl-C checkpoints and stops it.
 
     A COMMAND after -- runs in the same environment in place of the entrypoint.
     """
     check_store(store)
-    parameters, inputs = _pairs(options["settings"], "--set"), _pairs(options["inputs"], "--input")
-    target = str(options["target"])
-    spec = load_spec(path, parameters=parameters, inputs=inputs, target=target, registry=spec_registry())
-    name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
+    given, target = inputs or {}, options["target"]
+    spec = load_spec(path, parameters=parameters, inputs=given, target=target, registry=spec_registry())
+    name = options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
     key = shell_key(store, name, spec.name)
-    lock = find_lock(str(options["locked"]), store) if options["locked"] else None
+    lock = find_lock(options["locked"], store) if options["locked"] else None
     if target == "docker":
         run_docker(spec, store, key, lock, command=command, resolve_secret=environment_secret)
         return
     spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
     made = local_environment(
-        spec,
-        lock=lock,
-        install_system=bool(options["install_system"]),
-        say=_say,
-        resolve_secret=environment_secret,
+        spec, lock=lock, install_system=options["install_system"], say=_say, resolve_secret=environment_secret
     )
     store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
-    stage = Stage(
-        spec=made.spec,
-        spec_source=str(path),
-        parameters=parameters,
-        inputs=inputs,
-        strategy=str(options["strategy"]),
-        value_of_hour=options["value_of_hour"],  # type: ignore[arg-type]  # click checked it
-        budget_usd=options["budget_usd"],  # type: ignore[arg-type]  # click checked it
-        restart="fresh" if options["fresh"] else "resume",
-        restore_from=options["restore_from"],  # type: ignore[arg-type]  # click checked it
-        resolve_secret=environment_secret,
-        python=None if made.python is None else str(made.python),
-    )
-    click.echo(f"run: {key.prefix}")
-    result = _hold(store, key, stage)
+    result = _hold(store, key, _stage(made, path, parameters, given, options))
     for output, uri in result.outputs.items():
         click.echo(f"output {output}: {uri}")
     print_report(result.report)
+
+
+def _stage(
+    made: LocalEnvironment,
+    path: str,
+    parameters: dict[str, str],
+    inputs: dict[str, str],
+    options: dict[str, Any],
+) -> Stage:
+    return Stage(
+        spec=made.spec,
+        spec_source=path,
+        parameters=parameters,
+        inputs=inputs,
+        strategy=options["strategy"],
+        value_of_hour=options["value_of_hour"],
+        budget_usd=options["budget_usd"],
+        restart="fresh" if options["fresh"] else "resume",
+        restore_from=options["restore_from"],
+        resolve_secret=environment_secret,
+        python=None if made.python is None else str(made.python),
+    )
 
 
 def _say(line: str) -> None:
@@ -99,6 +107,7 @@ def _say(line: str) -> None:
 
 def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:
     backend, prefix = shell_backend(), key.prefix
+    click.echo(f"run: {prefix}")
     # Each start from a shell counts as a clear: what had ended is taken up again.
     actor = Actor(ti_id=str(uuid.uuid4()), try_number=time.time_ns(), max_tries=time.time_ns())
     controller = Controller(store=store, key=key, backend=backend, actor=actor, stage=stage)
@@ -155,13 +164,3 @@ def environment_secret(reference: str) -> str:
     if value is None:
         raise SpecError(f"{reference}: the variable {found.name} is not set")
     return value
-
-
-def _pairs(texts: object, option: str) -> dict[str, str]:
-    pairs = {}
-    for text in texts if isinstance(texts, tuple) else ():
-        name, separator, value = str(text).partition("=")
-        if not separator or not name:
-            raise SpecError(f"{option} {text!r}: write {option} NAME=VALUE")
-        pairs[name] = value
-    return pairs

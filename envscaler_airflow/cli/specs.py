@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -36,7 +36,7 @@ def spec_options(command: _F) -> _F:
         inputs = pairs(given, "--input") or None
         return command(*args, parameters=pairs(settings, "--set"), inputs=inputs, **kwargs)
 
-    return with_spec  # type: ignore[return-value]
+    return cast("_F", with_spec)
 
 
 def spec_registry() -> SpecRegistry:

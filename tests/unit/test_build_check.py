@@ -139,7 +139,7 @@ def test_docker_needs_its_daemon_and_no_system_packages():
         here=machine(has_docker=lambda: False, absent_packages=lambda names: ["jq"]),
     )
 
-    assert got == ["docker: no daemon answers; install and start docker.io"]
+    assert got == ["docker: no daemon answers that can build; install and start docker.io"]
 
 
 def cluster(nodes=(), claims=(), secrets=None):

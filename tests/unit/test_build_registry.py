@@ -114,8 +114,11 @@ def test_the_cache_works_offline(registry, store, tmp_path):
     assert offline.find("team/base@1.2.0").text == MODULE
     assert load_spec(spec, registry=offline).system_packages == ("git",)
     spec.write_text("version: v1\nname: s\nbase: {image: i}\nextends: [registry://team/base@2]\n")
-    with pytest.raises(SpecError, match=r"envscaler.yaml:4: extends\[0\]: .*cache has no such version"):
+    with pytest.raises(
+        SpecError, match=r"envscaler.yaml:4: extends\[0\]: .*cache has no such version"
+    ) as told:
         load_spec(spec, registry=offline)
+    assert str(told.value).count("registry://team/base@2") == 1
 
 
 def test_a_spoilt_copy_is_fetched_again(registry, tmp_path):
