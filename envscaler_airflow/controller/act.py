@@ -128,6 +128,8 @@ class Controller(Owner):
             self._stop(state, Action("stop", why="timeout", reason=reason))
 
     def _run(self, state: RunState, wake: Wake) -> Waiting | Delivered:
+        if state.begun_at is not None:
+            self._stage = self._stage.since(state.begun_at)
         while True:
             self._check_owner(state)
             action = next_action(state, self._facts(state, wake))
@@ -501,7 +503,7 @@ class Controller(Owner):
         self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
 
     def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
-        stage = self._stage
+        stage = self._stage.since(self._clock())
         body = {
             "generation": state.generation + 1,
             "reason": reason,

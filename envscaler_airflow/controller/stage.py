@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError
@@ -31,6 +31,7 @@ class Stage:
         strategy: ``cost``, ``balanced``, ``performance`` or ``deadline``.
         value_of_hour: USD; None to take the strategy's.
         deadline_s: Seconds from the first start of the generation; None for none.
+        deadline_at: The same as a point in time, seconds since the epoch, in its place; see :meth:`since`.
         budget_usd: Most that a generation may cost; None for no bound.
         restart: ``fresh`` begins a generation once per clear.
         restore_from: URI of another run's checkpoint that a fresh generation begins from.
@@ -46,12 +47,17 @@ class Stage:
     strategy: str = "balanced"
     value_of_hour: float | None = None
     deadline_s: float | None = None
+    deadline_at: float | None = None
     budget_usd: float | None = None
     restart: Literal["resume", "fresh"] = "resume"
     restore_from: str | None = None
     resolve_secret: Callable[[str], str] | None = None
     store_options: Mapping[str, Any] = field(default_factory=dict)
     python: str | None = None
+
+    def since(self, begun_at: float) -> Stage:
+        """The same, its deadline counted from *begun_at*, the start of the generation."""
+        return self if self.deadline_at is None else replace(self, deadline_s=self.deadline_at - begun_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.operators.params import RESTART
-from envscaler_airflow.operators.stage import seconds_left, spec_path
+from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.spec import load_spec, spec_params
 from envscaler_airflow.spec.secrets import REFERENCE_FORMS
 
@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from envscaler_airflow.operators.stage import EnvStageOperator
 
 
-def stage_of(
-    operator: EnvStageOperator, context: Context, *, is_entry: bool, begun_at: float | None = None
-) -> Stage:
+def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) -> Stage:
     """The stage as it is asked for now; without a spec in a resumed slice, which goes by the frozen one.
-
-    A deadline that is a point in time is turned into seconds since *begun_at*, the start of the
-    generation; at an entry, which may begin a new one, since now.
 
     Parameters come from the spec's defaults, then from DAG params of the same names (what a person
     filled into the form), then from the operator's own.
@@ -48,6 +43,7 @@ def stage_of(
         _refuse_masked({"parameters": parameters, "inputs": inputs})
         spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=registry)
         _refuse_masked(spec.to_dict())
+    deadline_s, deadline_at = deadline_of(operator.deadline)
     return Stage(
         spec=spec,
         spec_source=operator.spec,
@@ -55,7 +51,8 @@ def stage_of(
         inputs=inputs,
         strategy=operator.strategy,
         value_of_hour=_usd("value_of_hour", operator.value_of_hour),
-        deadline_s=seconds_left(operator.deadline, now=begun_at),
+        deadline_s=deadline_s,
+        deadline_at=deadline_at,
         budget_usd=_usd("budget_usd", operator.budget_usd),
         restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
         restore_from=operator.restore_from,

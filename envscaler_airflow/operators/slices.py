@@ -74,10 +74,6 @@ class Slice:
             return controller.enter()
         return controller.resume(Wake.from_dict(event))
 
-    def begun_at(self) -> float | None:
-        """When the current generation began, by its owner's clock; None before the first."""
-        return EventLog(self.store, self.prefix).load().begun_at
-
     def time_out(self, stage: Stage, reason: str) -> None:
         """Ask the attempt to save and go."""
         self._controller(stage).time_out(reason)

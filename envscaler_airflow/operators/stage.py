@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -166,7 +165,7 @@ class EnvStageOperator(_OnCluster):
 
         try:
             part = self._open(context)
-            stage = self._stage(context, part, is_entry=event is None)
+            stage = self._stage(context, is_entry=event is None)
             try:
                 result = part.advance(stage, event)
             finally:
@@ -196,11 +195,10 @@ class EnvStageOperator(_OnCluster):
         self.run_url = part.run_url
         return part
 
-    def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
+    def _stage(self, context: Context, *, is_entry: bool) -> Stage:
         from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
 
-        begun_at = None if is_entry or self.deadline is None else part.begun_at()
-        return stage_of(self, context, is_entry=is_entry, begun_at=begun_at)
+        return stage_of(self, context, is_entry=is_entry)
 
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
@@ -227,7 +225,7 @@ class EnvStageOperator(_OnCluster):
     def _time_out(self, context: Context) -> None:
         part = self._open(context)
         part.time_out(
-            self._stage(context, part, is_entry=False),
+            self._stage(context, is_entry=False),
             f"the task's execution_timeout of {self.execution_timeout} is over",
         )
         part.show_log(self.log.info)
@@ -250,23 +248,21 @@ def spec_path(spec: str, dag_file: str) -> str:
     return spec if "://" in spec else str(Path(dag_file).parent / spec)
 
 
-def seconds_left(deadline: str | datetime | None, *, now: float | None = None) -> float | None:
-    """Seconds of a duration such as ``4h``, or from *now* to a point in time; None without a deadline.
+def deadline_of(deadline: str | datetime | None) -> tuple[float | None, float | None]:
+    """Seconds of a duration such as ``4h``, else None, and the epoch seconds of a point in time, else None.
 
     Raises:
         SpecError: Neither a duration nor ISO 8601.
     """
     if deadline is None or deadline == "":
-        return None
+        return None, None
     point = deadline if isinstance(deadline, datetime) else _point(deadline)
     if point is not None:
-        if point.tzinfo is None:
-            point = point.replace(tzinfo=UTC)
-        return point.timestamp() - (time.time() if now is None else now)
+        return None, (point if point.tzinfo else point.replace(tzinfo=UTC)).timestamp()
     from envscaler_airflow.spec.quantities import duration_s  # noqa: PLC0415  (DAG files do without)
 
     try:
-        return duration_s(str(deadline))
+        return duration_s(str(deadline)), None
     except ValueError as err:
         raise SpecError(f"deadline: {deadline!r}: write '4h' or '2026-01-31T18:00:00+00:00'") from err
 

@@ -21,11 +21,12 @@ from airflow.sdk.log import mask_secret
 
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import asked, slices
 from envscaler_airflow.operators.asked import chosen_parameters
 from envscaler_airflow.operators.links import RunStoreLink, store_page
-from envscaler_airflow.operators.stage import seconds_left, spec_path
+from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.protocol import Ended, Status, log_name, status_name
 from envscaler_airflow.store import EventLog, check_store, open_store, read_lease
 from envscaler_airflow.testing import ScriptedBackend
@@ -378,42 +379,49 @@ def test_restart_by_the_form_begins_a_generation_at_a_clear(world):
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("given", "seconds", "point"),
     [
-        (None, None),
-        ("", None),
-        ("4h", 14400.0),
-        ("90m", 5400.0),
-        ("1970-01-01T00:10:00+00:00", 500.0),
-        ("1970-01-01T00:10:00", 500.0),
-        (datetime(1970, 1, 1, 1, 10, tzinfo=UTC), 4100.0),
+        (None, None, None),
+        ("", None, None),
+        ("4h", 14400.0, None),
+        ("90m", 5400.0, None),
+        ("1970-01-01T00:10:00+00:00", None, 600.0),
+        ("1970-01-01T00:10:00", None, 600.0),
+        (datetime(1970, 1, 1, 1, 10, tzinfo=UTC), None, 4200.0),
     ],
 )
-def test_a_deadline_is_a_duration_or_a_point_in_time(given, seconds):
-    """Now is 100 s after the epoch."""
-    assert seconds_left(given, now=100.0) == seconds
+def test_a_deadline_is_a_duration_or_a_point_in_time(given, seconds, point):
+    """A point without a zone is UTC, as Airflow's own."""
+    assert deadline_of(given) == (seconds, point)
 
 
-def test_a_point_in_time_stays_where_it_is(world, monkeypatch):
-    """A later slice counts from the start of the generation, as the first one did."""
+@pytest.mark.parametrize("again", ["resume", "retry"])
+def test_a_point_in_time_stays_where_it_is(world, monkeypatch, again):
+    """Every later slice, a retry's first one too, counts from the start of the generation."""
     seen = []
-    real = asked.Stage
-    monkeypatch.setattr(asked, "Stage", lambda **more: seen.append(more["deadline_s"]) or real(**more))
+    real = Stage.since
+    monkeypatch.setattr(
+        Stage, "since", lambda self, at: seen.append(real(self, at).deadline_s) or real(self, at)
+    )
     deadline = datetime.now(UTC) + timedelta(hours=1)
     operator, ti = world.operator(deadline=deadline), Ti()
     world.execute(operator, ti)
+    recorded, begun = world.log.load().begun["deadline_s"], world.log.load().begun_at
+    del seen[:]
 
-    world.deferral(lambda: world.resume(operator, ti))
+    if again == "resume":
+        world.deferral(lambda: world.resume(operator, ti))
+    else:
+        world.execute(operator, Ti(2))
 
-    begun = world.log.load().begun_at
-    assert seen[0] == pytest.approx(3600, abs=5)
-    assert seen[1] == pytest.approx(deadline.timestamp() - begun, abs=1e-6)
+    assert recorded == pytest.approx(3600, abs=5)
+    assert seen == [pytest.approx(deadline.timestamp() - begun, abs=1e-6)]
 
 
 def test_a_deadline_that_is_neither_is_told():
     """With both forms."""
     with pytest.raises(SpecError, match="write '4h' or"):
-        seconds_left("tomorrow")
+        deadline_of("tomorrow")
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])
