@@ -119,7 +119,7 @@ class AttemptStatus:
 
     @property
     def waits(self) -> str:
-        """What nodes that do not run yet wait for, one line for people; "" when none does, or nobody knows."""
+        """What nodes that do not run yet wait for, on one line; "" when none does, or nobody knows."""
         told: dict[str, list[str]] = {}
         for one in self.nodes:
             if one.state in ("pending", "starting") and one.detail:
