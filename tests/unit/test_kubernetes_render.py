@@ -342,3 +342,33 @@ def test_spot_is_read_from_any_convention_unless_one_is_named():
     ]
     [on_demand] = terms(replace(GPU, capacity_type="on-demand"))
     assert sum(one["operator"] == "NotIn" for one in on_demand["matchExpressions"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("capacity", "provider", "asked", "grace"),
+    [
+        ("on-demand", None, 10.0, 30),
+        ("on-demand", "gke", 600.5, 601),
+        ("spot", "eks", 45.2, 46),
+        ("spot", "eks", 600.0, 120),
+        ("spot", "gke", 600.0, 30),
+        ("spot", None, 600.0, 120),
+        ("spot", "aks", 5.0, 30),
+    ],
+)
+def test_the_grace_is_as_asked_within_the_clouds_notice(capacity, provider, asked, grace):
+    """At least Kubernetes' 30 s; two minutes of AWS, 30 s of Google and Azure; on demand nobody hurries."""
+    request = request_for(allocation=Allocation(replace(GPU, capacity_type=capacity)), grace_s=asked)
+
+    pod = render_attempt(request, Settings(provider=provider))["job"]["spec"]["template"]["spec"]
+
+    assert pod["terminationGracePeriodSeconds"] == grace
+    told = dict(pairwise(pod["containers"][0]["args"]))["--grace"]
+    assert float(told) < grace
+
+
+def test_every_job_has_a_deadline_and_goes_by_itself():
+    """30 days where nobody said another, a day after its end; what it owns goes with it."""
+    spec = render_attempt(request_for(), Settings())["job"]["spec"]
+
+    assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (30 * 86400, 86400)

@@ -23,7 +23,6 @@ from envscaler_airflow.backends.kubernetes.look import look_at
 from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.render import (
-    LEAST_GRACE_S,
     MAIN,
     render_attempt,
     render_parts,
@@ -32,6 +31,7 @@ from envscaler_airflow.backends.kubernetes.render import (
 from envscaler_airflow.backends.kubernetes.rescale import rescale_patch
 from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
 from envscaler_airflow.backends.kubernetes.watch import View, shared_view

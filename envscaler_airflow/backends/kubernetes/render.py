@@ -14,7 +14,7 @@ from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.override import merge_pod
 from envscaler_airflow.backends.kubernetes.rescale import node_bound
-from envscaler_airflow.backends.kubernetes.scheduling import affinity, placement, tolerations
+from envscaler_airflow.backends.kubernetes.scheduling import affinity, grace_s, placement, tolerations
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import AllocationPart, Offer
@@ -39,9 +39,6 @@ COURIER_MEMORY_BYTES = 256 * MIB
 """Memory that the courier is promised, bytes. Chosen: twice what a courier with boto3 holds."""
 MAX_CONFIG_BYTES = 1_000_000
 """Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
-LEAST_GRACE_S = 30
-"""Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
-
 _WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
 """Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
 _OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
@@ -129,6 +126,10 @@ class _Attempt:
         return self.part.offer
 
     @property
+    def grace_s(self) -> int:
+        return grace_s(self.offer, self.request.grace_s, self.settings)
+
+    @property
     def is_elastic(self) -> bool:
         """True when its number of nodes may change while it runs."""
         return not self.request.allocation.is_mixed and node_bound(self.request.spec, 0) > 0
@@ -203,7 +204,7 @@ class _Attempt:
             "restartPolicy": "Never",
             "automountServiceAccountToken": settings.service_account is not None,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": max(LEAST_GRACE_S, math.ceil(request.grace_s)),
+            "terminationGracePeriodSeconds": self.grace_s,
             "tolerations": tolerations(self.offer, settings),
             "initContainers": [self._install(), self._courier(mounts)],
             "containers": [self._main(mounts)],
@@ -230,7 +231,7 @@ class _Attempt:
 
     def _main(self, mounts: at.Mounts) -> dict[str, Any]:
         request = self.request
-        options = ["--grace", f"{_wrapper_grace(request.grace_s):g}", "--drain", f"{self.settings.drain_s:g}"]
+        options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{self.settings.drain_s:g}"]
         options += ["--first-node", str(self.part.first_rank)] if self.part.first_rank else []
         return {
             "name": MAIN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,16 @@ SPOT: Mapping[str, Spot] = {
     "aks": Spot("kubernetes.azure.com/scalesetpriority", "spot", taint=True),
     "plain": Spot("envscaler.io/capacity-type", "spot"),
 }
+
+NOTICE_S: Mapping[str, int] = {"eks": 120, "karpenter": 120, "gke": 30, "aks": 30}
+"""How long before a spot node goes its cloud says so, seconds.
+
+Source: Amazon EC2, Spot Instance interruption notices (two minutes); Google Compute Engine, Spot VMs
+(30 s); Azure, Spot Virtual Machines (30 s).
+"""
+LONGEST_NOTICE_S = max(NOTICE_S.values())
+LEAST_GRACE_S = 30
+"""Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
 
 GPU_PRODUCT = "nvidia.com/gpu.product"
 """Source: NVIDIA GPU feature discovery."""
@@ -131,6 +142,13 @@ def _bears(key: str, value: str | None) -> dict[str, Any]:
     if value is None:
         return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
     return {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"}
+
+
+def grace_s(offer: Offer, asked_s: float, settings: Settings) -> int:
+    """Whole seconds from SIGTERM to SIGKILL: as asked, at least the default, on spot within the notice."""
+    most = NOTICE_S.get(settings.provider or "", LONGEST_NOTICE_S) if offer.capacity_type == "spot" else None
+    asked = math.ceil(asked_s) if most is None else min(math.ceil(asked_s), most)
+    return max(LEAST_GRACE_S, asked)
 
 
 def placement(labels: Mapping[str, str], nodes: int, settings: Settings) -> dict[str, Any]:
