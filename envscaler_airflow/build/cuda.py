@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from envscaler_airflow.build.bases import facts
@@ -127,6 +128,19 @@ def broken_software(chain: Chain) -> list[str]:
     return found
 
 
+def software_faults(spec: EnvSpec, requirements: Requirements) -> Callable[[str], str | None] | None:
+    """Tells of a GPU, by its name, why the stage's software has no use of it; None: nothing is known."""
+    chain = software(spec, requirements)
+    if chain.cuda is None:
+        return None
+
+    @functools.cache
+    def told(gpu: str) -> str | None:
+        return next(iter(broken_software(chain.on(gpu))), None)
+
+    return told
+
+
 def broken_for(spec: EnvSpec, chain: Chain) -> list[str]:
     """The links that break on every GPU that the spec allows; [] while one of them would do."""
     names = [
@@ -151,7 +165,7 @@ def _versions_for(capability: float) -> str:
         if low <= capability and int(capability) <= int(high)
     ]
     if not cudas:
-        return "no wheel in the table has"
+        return "no wheel in the table has any"
     torches = [version for version, built in WHEELS.items() if set(built) & set(cudas)]
     some = (
         f"torch {torches[0]} to {torches[-1]}"
@@ -160,7 +174,7 @@ def _versions_for(capability: float) -> str:
         if torches
         else "torch"
     )
-    return f"{some} for CUDA {', '.join(cudas)} has"
+    return f"{some} for CUDA {', '.join(cudas)} have them"
 
 
 def _cuda_for_driver(branch: int) -> str:

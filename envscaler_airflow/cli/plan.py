@@ -31,6 +31,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import (
     Candidate,
     Goal,
+    Misfit,
     Offer,
     Overheads,
     Plan,
@@ -42,9 +43,9 @@ from envscaler_airflow.planning import (
 from envscaler_airflow.planning.data import DataPlace, data_places
 from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.jobs import JobModel, job_model
-from envscaler_airflow.planning.market import Scope, Search, search
+from envscaler_airflow.planning.market import MisfitOf, Scope, Search, search
 from envscaler_airflow.planning.stockouts import against
-from envscaler_airflow.planning.table import OfferTable
+from envscaler_airflow.planning.table import Kind, OfferTable
 from envscaler_airflow.spec import EnvSpec, load_spec
 from envscaler_airflow.spec.quantities import duration_s
 from envscaler_airflow.store import open_store
@@ -195,7 +196,7 @@ def _search(
     how = Search(
         scope=scope,
         speed_of=model,
-        misfit_of=None if model is None else model.misfit,
+        misfit_of=_misfit_of(spec, model),
         avoid=_sold_out(options["store_url"]),
         limit=options["limit"],
         explain=True,
@@ -208,6 +209,26 @@ def _search(
         data=(*data_places(spec), *(_data(text) for text in options["data"])),
     )
     return search(needs, table, goal=_goal(options), work=work, how=how, is_ordered=is_ordered(spec))
+
+
+def _misfit_of(spec: EnvSpec, model: JobModel | None) -> MisfitOf | None:
+    """What the job, and the CUDA that the stage's packages are built for, cannot run on."""
+    of_job = None if model is None else model.misfit
+    if not spec.runtimes and spec.base is None:
+        return of_job
+    from envscaler_airflow.build.cuda import software_faults  # noqa: PLC0415  (as above)
+    from envscaler_airflow.build.requirements import read_requirements  # noqa: PLC0415  (as above)
+
+    told = software_faults(spec, read_requirements(spec))
+    if told is None:
+        return of_job
+
+    def misfit(kind: Kind, nodes: int) -> Misfit | None:
+        found = None if of_job is None else of_job(kind, nodes)
+        fault = None if found is not None or kind.gpu_name is None else told(kind.gpu_name)
+        return found if fault is None else Misfit("cuda", fault, 0.0)  # the machine itself lacks nothing
+
+    return misfit
 
 
 def _commitment(made: Plan, committed: Committed) -> list[str]:

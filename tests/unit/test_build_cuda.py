@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from click.testing import CliRunner
 
 from envscaler_airflow.build.cuda import ARCHITECTURES, CAPABILITY, WHEELS, Chain, broken_links, software
 from envscaler_airflow.build.requirements import Requirements
+from envscaler_airflow.cli import main
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.spec.gpus import MEMORY_GB
 from envscaler_airflow.spec.models import Runtime
@@ -23,7 +27,7 @@ def test_an_old_wheel_on_a_new_gpu_names_the_versions_that_do():
 
     assert got == (
         "torch 2.1.0+cu118 built for CUDA 11.8 has no kernels for B200 (compute capability 10); "
-        "torch 2.7 to 2.10 for CUDA 12.8, 12.9, 13.0, 13.2 has"
+        "torch 2.7 to 2.10 for CUDA 12.8, 12.9, 13.0, 13.2 have them"
     )
 
 
@@ -95,3 +99,19 @@ def test_the_tables_cover_each_other():
     """Every NVIDIA GPU of the catalog has a capability, every wheel's CUDA its architectures."""
     assert {name for name in MEMORY_GB if not name.startswith("MI")} == set(CAPABILITY)
     assert {cuda for cudas in WHEELS.values() for cuda in cudas} <= set(ARCHITECTURES)
+
+
+def test_a_plan_passes_over_gpus_that_the_packages_have_no_kernels_for(tmp_path, monkeypatch):
+    """CUDA 11.8 has none for a B200: an H100 is chosen, and without it the reason says which versions do."""
+    monkeypatch.chdir(tmp_path)
+    head = "version: v1\nname: s\nruntimes: [{type: python, packages: ['torch==2.3.0+cu118']}]\n"
+    (tmp_path / "any.yaml").write_text(head + "resources: {accelerators: {B200: 8, H100: 8}}\n")
+    (tmp_path / "one.yaml").write_text(head + "resources: {accelerators: 'B200:8'}\n")
+
+    body = json.loads(CliRunner().invoke(main, ["plan", "-f", "any.yaml", "--json"]).stdout)
+    none = CliRunner().invoke(main, ["plan", "-f", "one.yaml"])
+
+    assert {tuple(item["accelerators"]) for item in body["candidates"]} == {("H100",)}
+    assert none.exit_code == 2
+    assert "torch 2.3.0+cu118 built for CUDA 11.8 has no kernels for B200" in none.output
+    assert "torch 2.7 to 2.10" in none.output
