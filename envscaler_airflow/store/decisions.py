@@ -73,14 +73,22 @@ class DecisionLog:
         self._lines, self._bytes, self._opened = [], 0, self._monotonic()
 
 
-def read_decisions(store: Store, prefix: str) -> Iterator[tuple[Check, int]]:
+def read_decisions(
+    store: Store, prefix: str, *, newest_chunks: int | None = None
+) -> Iterator[tuple[Check, int]]:
     """Recorded checks with how often each was repeated, oldest first.
 
     Chunks of other major versions and torn lines are left out: they explain, they do not decide.
+
+    Args:
+        store: Run store.
+        prefix: The run's folder.
+        newest_chunks: Read no more than so many; all if not given.
     """
     checks: list[tuple[tuple[int, float], Check, int]] = []
     folder = join(prefix, "decisions")
-    for name in store.children(folder):
+    names = sorted(store.children(folder), key=_number)
+    for name in names if newest_chunks is None else names[-newest_chunks:]:
         text = store.read(f"{folder}/{name}", max_bytes=MAX_CHUNK_BYTES) or b""
         for line in text.splitlines():
             found = _read(line)

@@ -1,0 +1,130 @@
+"""Serves the page: who may see it is Airflow's to say, what it shows is in the run store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity
+from airflow.api_fastapi.core_api.security import requires_access_dag
+from airflow.models.dag import DagModel
+from airflow.models.renderedtifields import RenderedTaskInstanceFields
+from airflow.utils.session import create_session
+from fastapi import Depends, FastAPI, Query
+from fastapi.responses import HTMLResponse
+from sqlalchemy import select
+
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.hooks.settings import StorePlace, setting, store_place
+from envscaler_airflow.plugin.facts import RunFacts, read_facts
+from envscaler_airflow.plugin.page import POLICY, message_page, run_page
+from envscaler_airflow.store import RunKey, Store, deployment_of
+from envscaler_airflow.store.base import DEPLOYMENT
+
+_log = logging.getLogger(__name__)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_SCHEMES = frozenset({"", "file", "s3", "gs", "gcs", "abfs", "abfss", "az", "oss"})
+"""Of stores that a DAG may name. Chosen: folders and buckets; else it would send the API server anywhere."""
+_UNMAPPED = "{MAP_INDEX}"
+"""What Airflow's UI leaves in the address for a task that is not mapped."""
+
+Name = Annotated[str, Query(min_length=1, max_length=1000)]
+
+
+def make_app() -> FastAPI:
+    """The application below ``/envscaler``."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    may_read = Depends(requires_access_dag("GET", DagAccessEntity.TASK_INSTANCE))
+    app.get("/dags/{dag_id}/training", response_class=HTMLResponse, dependencies=[may_read])(training)
+    return app
+
+
+def training(
+    dag_id: str, run_id: Name, task_id: Name, map_index: Annotated[str, Query(max_length=20)] = "-1"
+) -> HTMLResponse:
+    """The page of one task instance; an HTTP status besides, for whoever is no browser."""
+    index = _index(map_index)
+    try:
+        page, status = _page(dag_id, run_id, task_id, index)
+    except Exception as err:  # noqa: BLE001 - outermost edge: whatever a record holds, the reader is told
+        _log.exception("page of dag_id=%s run_id=%s task_id=%s map_index=%s", dag_id, run_id, task_id, index)
+        name = type(err).__name__
+        page = message_page("This page cannot be made", f"{name}; the API server's log has the details.")
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+    return HTMLResponse(page, status_code=status, headers=_HEADERS)
+
+
+def _page(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[str, HTTPStatus]:
+    try:
+        found = _find(dag_id, run_id, task_id, map_index)
+    except StoreError as err:
+        return message_page("The run store cannot be read now", str(err), again=True), _unavailable()
+    except ProtocolError as err:
+        return message_page("The record of this run is broken", str(err)), HTTPStatus.BAD_GATEWAY
+    except SpecError as err:
+        return message_page("There is no run store to read", str(err)), _unavailable()
+    if isinstance(found, str):
+        return message_page("No training has begun here", found, again=True), HTTPStatus.NOT_FOUND
+    return run_page(found, now=time.time()), HTTPStatus.OK
+
+
+def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> RunFacts | str:
+    """The run of a task instance, or where none was found, in words."""
+    place = _place(dag_id, run_id, task_id, map_index)
+    store = place.open()
+    where = f"Neither events nor checkpoints of it lie in {store.url}. Only stages (EnvStageOperator) train."
+    deployment = _deployment(store)
+    if deployment is None:
+        return where
+    key = RunKey(deployment, dag_id, run_id, task_id, map_index, DagModel.get_team_name(dag_id))
+    return read_facts(store, key.prefix) or where
+
+
+def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace:
+    """The store that the task itself uses: its own arguments, as they were rendered, come first.
+
+    Raises:
+        SpecError: None is set, or its URL is of a kind that no store has.
+    """
+    fields = RenderedTaskInstanceFields
+    wanted = (fields.dag_id == dag_id, fields.run_id == run_id, fields.task_id == task_id)
+    with create_session() as session:
+        query = select(fields.rendered_fields).where(*wanted, fields.map_index == map_index)
+        rendered: Any = session.scalar(query) or {}
+    url, conn_id = (_text(rendered.get(name)) for name in ("store_url", "store_conn_id"))
+    scheme, mark, _ = (url or "").partition("://")
+    if mark and scheme not in _SCHEMES:
+        raise SpecError(f"the task's store_url begins with {scheme!r:.40}, which is no kind of run store")
+    return store_place(url, conn_id)
+
+
+def _deployment(store: Store) -> str | None:
+    """As :func:`deployment_of`, but nothing is written: None where a folder has no name yet.
+
+    Raises:
+        SpecError: The store may be shared and the setting is empty.
+        StoreError: The store cannot be read.
+    """
+    configured = setting("deployment")
+    if not configured and store.url.startswith("file://") and store.read(DEPLOYMENT) is None:
+        return None
+    return deployment_of(store, configured)
+
+
+def _index(text: str) -> int:
+    return -1 if text == _UNMAPPED or not text.lstrip("-").isdecimal() else int(text)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value not in ("", "None") else None
+
+
+def _unavailable() -> HTTPStatus:
+    return HTTPStatus.SERVICE_UNAVAILABLE

@@ -1,0 +1,178 @@
+"""Where the marks of a chart stand: numbers in, coordinates out. Pure; the template draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from envscaler_airflow.controller.report import why_ended
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.plugin.facts import Rate
+
+WIDTH = 960.0
+"""Of all charts, in units of their viewBox; they shrink with the page. Chosen."""
+LEFT = 150.0
+"""Room for labels at the left. Chosen: twenty letters."""
+LANE = 26.0
+"""Height of an allocation's lane. Chosen likewise."""
+MOST_LANES = 12
+"""Allocations with a lane of their own; the rest share the last one. Chosen: a screen."""
+TOP, HEIGHT = 8.0, 140.0
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+_PERIODS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_TICKS = 6
+_SIZES = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Time from left to right.
+
+    Attributes:
+        start, end: Seconds since the epoch; ``end > start``.
+    """
+
+    start: float
+    end: float
+
+    def x(self, at: float) -> float:
+        """Where a moment stands; outside it stands at the edge."""
+        part = (at - self.start) / (self.end - self.start)
+        return round(LEFT + min(1.0, max(0.0, part)) * (WIDTH - LEFT), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and labels: time since the start, in round numbers."""
+        whole = self.end - self.start
+        days = math.ceil(whole / _TICKS / _PERIODS[-1]) * _PERIODS[-1]
+        every = next((period for period in _PERIODS if whole / period <= _TICKS), days)
+        return [
+            (self.x(self.start + number * every), clock(number * every))
+            for number in range(int(whole // every) + 1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """An attempt in its lane.
+
+    Attributes:
+        waits_x, x, end_x: From the decision to begin it over its start to its end.
+        lane: From 0.
+        kind: ``good``, ``moved``, ``bad`` or ``live``.
+        text: What it was and how it ended.
+    """
+
+    number: int
+    waits_x: float
+    x: float
+    end_x: float
+    lane: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Allocation over time."""
+
+    names: tuple[str, ...]
+    bars: tuple[Bar, ...]
+
+    @property
+    def height(self) -> float:
+        """Of all lanes."""
+        return LANE * len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Speed over time.
+
+    Attributes:
+        lines: Points of one line for each attempt, as SVG writes them.
+        ticks: Heights and labels.
+    """
+
+    lines: tuple[str, ...]
+    ticks: tuple[tuple[float, str], ...]
+
+
+def time_axis(attempts: Sequence[AttemptState], *, now: float) -> Axis | None:
+    """From the first intent to the last end, or to *now* while one lives; None without an attempt."""
+    if not attempts:
+        return None
+    start = min(item.intended_at for item in attempts)
+    ends = [now if item.ended_at is None else item.ended_at for item in attempts]
+    return Axis(start, max(*ends, start + 1.0))
+
+
+def lanes(attempts: Sequence[AttemptState], axis: Axis, *, now: float) -> Lanes:
+    """One lane for each allocation, in the order in which they were first held."""
+    names = list(dict.fromkeys(item.allocation.name for item in attempts))
+    if len(names) > MOST_LANES:
+        names = [*names[: MOST_LANES - 1], "others"]
+    return Lanes(tuple(names), tuple(_bar(item, names, axis, now) for item in attempts))
+
+
+def _bar(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> Bar:
+    name = attempt.allocation.name
+    end = now if attempt.ended_at is None else attempt.ended_at
+    start = end if attempt.started_at is None else attempt.started_at
+    ended = why_ended(attempt)
+    return Bar(
+        number=attempt.number,
+        waits_x=axis.x(attempt.intended_at),
+        x=axis.x(start),
+        end_x=axis.x(end),
+        lane=names.index(name) if name in names else len(names) - 1,
+        kind=kind_of(ended),
+        text=f"attempt {attempt.number} on {name}: {ended or attempt.phase}",
+    )
+
+
+def kind_of(ended: str) -> str:
+    """Class of an end, by which it is coloured; ``live`` for none."""
+    return {"": "live", "succeeded": "good", "moved": "moved", "stopped": "moved"}.get(ended, "bad")
+
+
+def curve(rates: Iterable[Rate], axis: Axis) -> Curve | None:
+    """A line for each attempt; None when nothing was measured."""
+    known = list(rates)
+    most = max((rate.per_s for rate in known), default=0.0)
+    if most <= 0:
+        return None
+    top = _round_up(most)
+    lines = []
+    for _, group in groupby(known, key=lambda rate: rate.attempt):
+        points = [(axis.x(rate.at), round(TOP + HEIGHT * (1 - rate.per_s / top), 1)) for rate in group]
+        if len(points) == 1:  # a line of one point would not be seen
+            points.append((points[0][0] + 3, points[0][1]))
+        lines.append(" ".join(f"{x:g},{y:g}" for x, y in points))
+    ticks = tuple((TOP + HEIGHT * (1 - part), f"{top * part:.4g}") for part in (0.0, 0.5, 1.0))
+    return Curve(tuple(lines), ticks)
+
+
+def _round_up(value: float) -> float:
+    """The next of 1, 2, 5, 10, 20, ..."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in _STEPS if step * power >= value)
+
+
+def clock(seconds: float) -> str:
+    """A duration as people say it.
+
+    >>> clock(45), clock(90), clock(3 * 3600 + 240), clock(90000)
+    ('45 s', '1 min 30 s', '3 h 4 min', '1 d 1 h')
+    """
+    whole = round(max(0.0, seconds))
+    for size, name, part_size, part_name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // part_size
+            return f"{whole // size} {name}" + (f" {rest} {part_name}" if rest else "")
+    return f"{whole} s"

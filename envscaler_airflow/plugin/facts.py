@@ -1,0 +1,204 @@
+"""What the page shows of a run, read from its folder in the store: bounded, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.lifecycle import AttemptState, Event, RunState
+from envscaler_airflow.protocol import Status
+from envscaler_airflow.scaling import Check
+from envscaler_airflow.store import EventLog, Store
+from envscaler_airflow.store.decisions import read_decisions
+
+MOST_NODES = 16
+"""Nodes whose status is shown. Chosen: the rest are told by their number."""
+MOST_EVENTS = 200
+"""Newest events among which requests and answers are looked for. Chosen: a run has tens."""
+MOST_DECISION_CHUNKS = 12
+"""Newest chunks of decisions read. Chosen: two hours of an observer that writes every ten minutes."""
+MOST_CHECKS = 40
+"""Newest checks shown. Chosen: two screens."""
+MOST_CHUNKS = 24
+"""Chunks of metrics read, evenly over the run. Chosen: as many reads as take a second from a bucket."""
+CHUNK_BYTES = 1 << 20
+"""Largest chunk of metrics read, bytes. Source: the agent closes one at that size."""
+POINTS_PER_CHUNK = 8
+"""Rates told of one chunk. Chosen: 24 chunks then make a line of 200 points."""
+
+ANSWERS = ("move-requested", "move-accepted", "move-refused", "stop-requested")
+_CHUNK = re.compile(r"g(\d{1,9})-a(\d{1,9})-n0-(\d{1,12})\.jsonl\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Speed of an attempt at one time.
+
+    Attributes:
+        attempt: Its number.
+        at: Owner's clock, seconds since the epoch.
+        per_s: Samples or steps a second.
+    """
+
+    attempt: int
+    at: float
+    per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """One run, as far as the page shows it.
+
+    Attributes:
+        url: Its folder.
+        state: Fold of its events.
+        statuses: What the nodes of the current attempt last said; None: nothing that can be believed.
+        answers: Requests and what the owner answered, oldest first.
+        checks: Recorded scaling checks of this generation and how often each was repeated, newest first.
+        unit: What *rates* count: ``samples`` or ``steps``.
+        rates: Speeds of the attempts of this generation, in order of time.
+    """
+
+    url: str
+    state: RunState
+    statuses: tuple[Status | None, ...] = ()
+    answers: tuple[Event, ...] = ()
+    checks: tuple[tuple[Check, int], ...] = ()
+    unit: str = "steps"
+    rates: tuple[Rate, ...] = ()
+
+
+def read_facts(store: Store, prefix: str) -> RunFacts | None:
+    """The run below *prefix*; None where none has begun.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: Its events are not ours, or torn.
+    """
+    log = EventLog(store, prefix, snapshots=False)
+    state = log.load()
+    if state.number == 0:
+        return None
+    newest = log.read(after=max(0, state.number - MOST_EVENTS))
+    unit, rates = _rates(store, prefix, state)
+    return RunFacts(
+        url=store.uri(prefix),
+        state=state,
+        statuses=_statuses(store, prefix, state.current),
+        answers=tuple(event for event in newest if event.type in ANSWERS),
+        checks=_checks(store, prefix, state.generation),
+        unit=unit,
+        rates=rates,
+    )
+
+
+def _statuses(store: Store, prefix: str, attempt: AttemptState | None) -> tuple[Status | None, ...]:
+    if attempt is None:
+        return ()
+    key = (attempt.generation, attempt.number)
+    nodes = range(min(MOST_NODES, attempt.allocation.nodes))
+    return tuple(read_status(store, prefix, attempt=key, node=node) for node in nodes)
+
+
+def _checks(store: Store, prefix: str, generation: int) -> tuple[tuple[Check, int], ...]:
+    try:
+        found = list(read_decisions(store, prefix, newest_chunks=MOST_DECISION_CHUNKS))
+    except ProtocolError:  # a chunk that is too large explains nothing
+        return ()
+    of_this = [item for item in found if item[0].observation.generation == generation]
+    return tuple(reversed(of_this[-MOST_CHECKS:]))
+
+
+def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate, ...]]:
+    """Speeds of node 0 over time, in samples where every line has them, else in steps."""
+    began = {item.number: item.started_at or item.intended_at for item in state.attempts_of(state.generation)}
+    told = [
+        (attempt, began[attempt], _lines(store, f"{prefix}/metrics/{name}"))
+        for attempt, name in _chunks(store, prefix, state.generation)
+        if attempt in began
+    ]
+    unit = "samples" if _all_have_samples(lines for _, _, lines in told) else "steps"
+    place = 2 if unit == "samples" else 1
+    rates = [
+        Rate(attempt, start + t, per_s)
+        for attempt, start, lines in told
+        for t, per_s in speeds([(line[0], line[place]) for line in lines if line[place] is not None])
+    ]
+    return unit, tuple(sorted(rates, key=lambda rate: rate.at))
+
+
+def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, str]]:
+    """Attempt and name of the chunks to read: all when they are few, else evenly spread."""
+    found = []
+    for name in store.children(f"{prefix}/metrics"):
+        match = _CHUNK.match(name)
+        if match and int(match[1]) == generation:
+            found.append((int(match[2]), int(match[3]), name))
+    found.sort()
+    if len(found) > MOST_CHUNKS:
+        step = (len(found) - 1) / (MOST_CHUNKS - 1)
+        found = [found[round(place * step)] for place in range(MOST_CHUNKS)]
+    return [(attempt, name) for attempt, _, name in found]
+
+
+Line = tuple[float, float | None, float | None]
+"""Seconds since the wrapper began, steps, samples."""
+
+
+def _lines(store: Store, name: str) -> list[Line]:
+    """Lines of a chunk that tell a step; what is torn, or of a form that nobody writes, is left out."""
+    try:
+        text = store.read(name, max_bytes=CHUNK_BYTES) or b""
+    except ProtocolError:
+        return []
+    found = []
+    for line in text.splitlines():
+        if b'"step"' not in line:
+            continue
+        try:
+            body = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(body, dict):
+            t, step, samples = (_number(body.get(key)) for key in ("t", "step", "samples"))
+            if t is not None and step is not None:
+                found.append((t, step, samples))
+    return sorted(found)
+
+
+def _all_have_samples(chunks: Iterable[Sequence[Line]]) -> bool:
+    lines = [line for chunk in chunks for line in chunk]
+    return bool(lines) and all(line[2] is not None for line in lines)
+
+
+def speeds(counts: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    """Time and speed of at most :data:`POINTS_PER_CHUNK` parts of a chunk; a count that falls tells none.
+
+    >>> speeds([(0.0, 0.0), (10.0, 50.0), (20.0, 150.0)])
+    [(5.0, 5.0), (15.0, 10.0)]
+    """
+    last = len(counts) - 1
+    parts = min(POINTS_PER_CHUNK, last)
+    ends = [counts[round(part * last / parts)] for part in range(parts + 1)] if parts > 0 else []
+    found = []
+    for (then, before), (now, count) in pairwise(ends):
+        if before is not None and count is not None and now > then and count >= before:
+            found.append(((then + now) / 2, (count - before) / (now - then)))
+    return found
+
+
+def _number(value: object) -> float | None:
+    """A finite number >= 0 that a float can hold, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
