@@ -1,0 +1,126 @@
+"""HTTP to clouds: silence, trickles, floods and nonsense, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from envscaler_airflow.clouds.http import PAGE_BYTES, PAGE_S, PAUSES_S, TIMEOUT_S, Caller
+from envscaler_airflow.errors import BackendError
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self):
+        """Begin at 0."""
+        self.now = 0.0
+        self.slept = []
+
+    def __call__(self):
+        """Now."""
+        return self.now
+
+    def sleep(self, seconds):
+        """Let time pass."""
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def ask(answer, clock=None):
+    """The JSON of one page that *answer* gives, or the error."""
+    clock = clock or Clock()
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        return Caller(client, sleep=clock.sleep, clock=clock).json("https://cloud.test/prices", "Prices")
+
+
+def test_silence_is_an_error_that_may_pass():
+    """A connection that says nothing for as long as is waited."""
+
+    def silent(request):
+        raise httpx.ReadTimeout("timed out", request=request)
+
+    clock = Clock()
+    with pytest.raises(BackendError, match=r"no answer within 20 s: timed out") as caught:
+        ask(silent, clock)
+
+    assert caught.value.transient
+    assert clock.slept == []  # it was waited for long enough
+    assert TIMEOUT_S < 30
+
+
+def test_a_client_of_its_own_waits_no_longer():
+    """For connecting and for each read."""
+    with Caller() as caller:
+        assert caller._client.timeout == httpx.Timeout(TIMEOUT_S)
+
+
+def test_a_page_that_trickles_is_given_up():
+    """A byte every 19 s keeps a connection alive, and is not waited for without end."""
+    clock = Clock()
+
+    def trickle():
+        while True:
+            clock.now += 19
+            yield b" "
+
+    with pytest.raises(BackendError, match="not there after 60 s") as caught:
+        ask(lambda _: httpx.Response(200, content=trickle()), clock)
+
+    assert caught.value.transient
+    assert PAGE_S < clock.now < PAGE_S + 20
+
+
+def test_a_flood_is_given_up():
+    """More bytes than any page has."""
+    read = 0
+
+    def flood():
+        nonlocal read
+        while True:
+            read += 1 << 20
+            yield b" " * (1 << 20)
+
+    with pytest.raises(BackendError, match="more than 64 MiB") as caught:
+        ask(lambda _: httpx.Response(200, content=flood()))
+
+    assert not caught.value.transient
+    assert read <= PAGE_BYTES + (1 << 20)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_pass_is_asked_again_after_a_pause(status):
+    """Twice; the third answer counts."""
+    answers = [httpx.Response(status), httpx.Response(status), httpx.Response(200, json={"ok": True})]
+    clock = Clock()
+
+    assert ask(lambda _: answers.pop(0), clock) == {"ok": True}
+    assert clock.slept == list(PAUSES_S)
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 403, 404])
+def test_a_refusal_is_asked_once(status):
+    """Asking again would not help; what the cloud said is told."""
+    seen = []
+
+    def refuse(request):
+        seen.append(request)
+        return httpx.Response(status, content=b"\xffno " + b"x" * 1000)
+
+    with pytest.raises(BackendError, match=f"Prices answered {status}: .no x") as caught:
+        ask(refuse)
+
+    assert (caught.value.status, caught.value.transient) == (status, False)
+    assert len(seen) == 1
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b'{"Items": [', b"<html>", b"\xff\xfe", b"[" * 100_000],
+    ids=["empty", "torn", "page", "binary", "deep"],
+)
+def test_what_is_no_json_is_an_error(body):
+    """Never half an answer."""
+    with pytest.raises(BackendError, match="no whole JSON"):
+        ask(lambda _: httpx.Response(200, content=body))
