@@ -20,8 +20,7 @@ from envscaler_airflow.build.resolve import find_conflicts, resolve
 from envscaler_airflow.build.scan import SEVERITIES, scan_image
 from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.cli.environment import find_lock, lock_of
-from envscaler_airflow.cli.run import environment_secret
-from envscaler_airflow.cli.specs import pairs, spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, pairs, spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec, load_spec
 from envscaler_airflow.store.base import open_store

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import click
 
+from envscaler_airflow.build.access import index_access
 from envscaler_airflow.build.artefacts import Artefact
 from envscaler_airflow.build.render import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.build.render import render as render_target
-from envscaler_airflow.build.requirements import read_requirements
-from envscaler_airflow.cli.specs import spec_options, spec_registry, write_artefact
+from envscaler_airflow.build.requirements import Requirements, read_requirements
+from envscaler_airflow.build.resolve import resolve
+from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry, write_artefact
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.spec.loading import load_with_sources
 
 
@@ -21,6 +25,7 @@ from envscaler_airflow.spec.loading import load_with_sources
 )
 @click.option("--variant", help="Target overlay of the spec to apply; the artefact's own without it.")
 @click.option("--image", help="Name of the stage's image, for kubernetes and vm.")
+@click.option("--lock", "is_locked", is_flag=True, help="Exact versions with hashes: venv, dockerfile.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder to write to; else standard output."
 )
@@ -32,6 +37,8 @@ def render(
     variant: str | None,
     image: str | None,
     output: Path | None,
+    *,
+    is_locked: bool,
 ) -> None:
     """Show what a spec becomes: the composed spec, an environment, a Dockerfile, a Job, user-data."""
     kind = {"docker": "dockerfile", "local": "venv"}.get(target, target)
@@ -42,8 +49,21 @@ def render(
     if kind == "spec":
         found = render_spec(loaded)
     else:
-        found = render_target(kind, loaded.spec, read_requirements(loaded.spec), image=image)
+        requirements = read_requirements(loaded.spec)
+        if is_locked:
+            requirements = _locked(kind, loaded.spec, requirements)
+        found = render_target(kind, loaded.spec, requirements, image=image)
     _give(found, output)
+
+
+def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirements:
+    """*requirements* with the versions of today; a virtual environment sees nothing of the base."""
+    is_conda = requirements.runtime is not None and requirements.runtime.package_manager == "conda"
+    if kind not in ("venv", "dockerfile") or is_conda:
+        raise SpecError("--lock: is for --target venv and dockerfile, and for packages of pip and uv")
+    with index_access(requirements, resolve_secret=environment_secret) as env:
+        found = resolve(spec, requirements, hashes=True, with_base=kind == "dockerfile", env=env)
+    return requirements.with_lock(found.text)
 
 
 def _give(found: list[Artefact], output: Path | None) -> None:

@@ -16,16 +16,15 @@ from envscaler_airflow.build.locks import LOCK
 from envscaler_airflow.cli.common import shell_key, store_option
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
-from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.errors import SpecError
 from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.spec import load_spec, parse_reference
+from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.logs import read_logs
@@ -147,20 +146,3 @@ def _print_new_logs(
         )
         if data:
             click.echo(data.decode("utf-8", errors="replace"), nl=False)
-
-
-def environment_secret(reference: str) -> str:
-    """Value of ``env:NAME``; outside Airflow and a cluster there is no other place for secrets.
-
-    Raises:
-        SpecError: Another kind of reference, or the variable is not set.
-    """
-    found = parse_reference(reference)
-    if found.kind != "env":
-        raise SpecError(
-            f"{reference}: from a shell only env:NAME can be resolved; export it and write env:NAME"
-        )
-    value = os.environ.get(found.name)
-    if value is None:
-        raise SpecError(f"{reference}: the variable {found.name} is not set")
-    return value

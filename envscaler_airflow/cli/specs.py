@@ -13,6 +13,7 @@ import click
 from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import parse_reference
 from envscaler_airflow.store.base import open_store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -57,6 +58,23 @@ def pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:
             raise SpecError(f"{option} {text!r}: write {option} NAME=VALUE")
         found[name] = value
     return found
+
+
+def environment_secret(reference: str) -> str:
+    """Value of ``env:NAME``; outside Airflow and a cluster there is no other place for secrets.
+
+    Raises:
+        SpecError: Another kind of reference, or the variable is not set.
+    """
+    found = parse_reference(reference)
+    if found.kind != "env":
+        raise SpecError(
+            f"{reference}: from a shell only env:NAME can be resolved; export it and write env:NAME"
+        )
+    value = os.environ.get(found.name)
+    if value is None:
+        raise SpecError(f"{reference}: the variable {found.name} is not set")
+    return value
 
 
 def write_artefact(folder: Path, name: str, text: str, *, is_executable: bool) -> Path:

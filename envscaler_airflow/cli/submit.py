@@ -12,8 +12,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.cli.cluster import cluster_options
 from envscaler_airflow.cli.common import shell_key, store_option
-from envscaler_airflow.cli.run import environment_secret
-from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.hold import Holder

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import zipfile
 
 import pytest
+from click.testing import CliRunner
 
 from envscaler_airflow.build.programs import uv_program
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import Finding, find_conflicts, resolve
+from envscaler_airflow.cli import main
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.spec.models import Runtime
@@ -179,3 +182,20 @@ def test_without_uv_the_extra_that_brings_it_is_named(monkeypatch, tmp_path):
 
     with pytest.raises(SpecError, match=r"pip install 'envscaler-airflow\[build\]'"):
         uv_program()
+
+
+def test_a_rendering_is_locked_when_asked_to(tmp_path, index, monkeypatch):
+    """The requirements name every file by its hash and the script insists on them; conda's cannot be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requirements.txt").write_text(f"--no-index\n--find-links {index}\ntrainer\n")
+    runtime = "{type: python, version: '3.11', requirements: requirements.txt}"
+    (tmp_path / "envscaler.yaml").write_text(f"version: v1\nname: s\nruntimes: [{runtime}]\n")
+
+    got = CliRunner().invoke(main, ["render", "--target", "venv", "--lock", "-o", "out"])
+    refused = CliRunner().invoke(main, ["render", "--target", "conda", "--lock"])
+
+    assert got.exit_code == 0, got.output
+    text = (tmp_path / "out" / "requirements.txt").read_text()
+    assert re.search(r"^trainer==5.0 .*\n +--hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
+    assert "--require-hashes" in (tmp_path / "out" / "venv.sh").read_text()
+    assert refused.exit_code == 2
