@@ -88,7 +88,12 @@ def render_dockerfile(
     known = facts(spec.base)
     python = _Python.of(spec, requirements, known)
     parts = [
-        comment([f"Environment of {spec.name}, rendered by envscaler from its spec.", *_notes(spec, known)]),
+        comment(
+            [
+                f"Environment of {spec.name}, rendered by envscaler from its spec.",
+                *_notes(spec, known, options),
+            ]
+        ),
         python.stages(),
         (comment([known.image]) if options.base else "") + f"FROM {options.base or known.image}\n",
         _system_packages(spec, known, has_ca=options.has_ca),
@@ -114,8 +119,10 @@ def needs_build(spec: EnvSpec) -> bool:
     return bool(spec.system_packages or spec.runtimes or spec.workdir or spec.base is None)
 
 
-def _notes(spec: EnvSpec, known: BaseFacts) -> list[str]:
+def _notes(spec: EnvSpec, known: BaseFacts, options: ImageOptions) -> list[str]:
     notes = []
+    if options.has_workdir and not options.has_agent:
+        notes.append(f"work/ is {spec.workdir} beside the spec: copy it here, as `envscaler build` does")
     if not known.is_known:
         notes.append("The base's package manager is a guess: base.distro says which")
     for item in spec.env:

@@ -8,6 +8,7 @@ import click
 
 from envscaler_airflow.build.access import index_access
 from envscaler_airflow.build.artefacts import Artefact
+from envscaler_airflow.build.dockerfile import ImageOptions
 from envscaler_airflow.build.render import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.build.render import render as render_target
 from envscaler_airflow.build.requirements import Requirements, read_requirements
@@ -52,7 +53,8 @@ def render(
         requirements = read_requirements(loaded.spec)
         if is_locked:
             requirements = _locked(kind, loaded.spec, requirements)
-        found = render_target(kind, loaded.spec, requirements, image=image)
+        options = ImageOptions(has_workdir=loaded.spec.workdir is not None)
+        found = render_target(kind, loaded.spec, requirements, image=image, options=options)
     _give(found, output)
 
 

@@ -114,6 +114,17 @@ def test_a_target_takes_its_overlay(call):
     assert "FROM python:3.11-slim" in call("render", "--target", "docker").output
 
 
+def test_a_dockerfile_copies_the_code_and_says_where_it_must_lie(call, tmp_path):
+    """A stage with a workdir is no stage without it."""
+    (tmp_path / "envscaler.yaml").write_text(GOOD + "workdir: code\n")
+    (tmp_path / "code").mkdir()
+
+    got = call("render", "--target", "dockerfile").output
+
+    assert "COPY --chown=10001:10001 work/ /app/\n" in got
+    assert "# work/ is code beside the spec" in got
+
+
 def test_a_job_needs_the_name_of_an_image_when_the_base_is_not_enough(call):
     """The message says how to get one."""
     got = call("render", "--target", "kubernetes")
