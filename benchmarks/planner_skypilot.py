@@ -24,6 +24,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+PARTS = ("accelerator_name", "accelerator_count", "accelerator_memory_gib", "region", "zone")
+CATALOGS = Path(".sky") / "catalogs" / "v8"
 COLUMNS = (
     "InstanceType",
     "AcceleratorName",
@@ -44,7 +46,11 @@ def main(folder: Path, number: int | None) -> None:
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"HOME": home, "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
         scope = json.loads((folder / "skypilot_scope.json").read_text())
-        rows = sum(write_catalog(folder, Path(home), cloud, set(regions)) for cloud, regions in scope.items())
+        names: dict[str, float] = {}
+        rows = sum(
+            write_catalog(folder, Path(home), cloud, set(regions), names) for cloud, regions in scope.items()
+        )
+        write_names(Path(home), names)
         try:
             sky = importlib.import_module("sky")
         except ImportError:
@@ -56,24 +62,54 @@ def main(folder: Path, number: int | None) -> None:
         ask_all(chosen)
 
 
-def write_catalog(folder: Path, home: Path, cloud: str, regions: set[str]) -> int:
-    """The rows of a cloud in SkyPilot's own form; how many."""
-    path = home / ".sky" / "catalogs" / "v8" / cloud / "vms.csv"
+def write_names(home: Path, names: dict[str, float]) -> None:
+    """GPUs that SkyPilot knows by name, and their memory."""
+    folder = home / CATALOGS / "common"
+    folder.mkdir(parents=True)
+    everywhere = "AWS GCP Azure Lambda Nebius"
+    lines = [f"{name},{everywhere}" for name in sorted(names)]
+    (folder / "accelerators.csv").write_text("\n".join(["AcceleratorName,Clouds", *lines]) + "\n")
+    lines = [f"{name},{gib},{'AMD' if name.startswith('MI') else 'NVIDIA'}" for name, gib in names.items()]
+    (folder / "metadata.csv").write_text("\n".join(["GPU,MemoryGB,Manufacturer", *lines]) + "\n")
+
+
+def write_catalog(
+    folder: Path, home: Path, cloud: str, regions: set[str], gpu_names: dict[str, float]
+) -> int:
+    """The rows of a cloud in SkyPilot's own form; how many. Adds to *gpu_names*."""
+    path = home / CATALOGS / cloud / "vms.csv"
     path.parent.mkdir(parents=True)
-    count = 0
+    count, built_in = 0, set()
     with gzip.open(folder / f"offers-{cloud}.csv.gz", "rt") as source, path.open("w") as target:
         out = csv.writer(target)
         out.writerow(COLUMNS)
         for row in csv.DictReader(source):
             if row["region"] not in regions or (cloud == "aws" and not row["zone"]):
                 continue
-            gib = row["accelerator_memory_gib"]
-            gpu = {"Gpus": [{"MemoryInfo": {"SizeInMiB": int(float(gib) * 1024)}}]} if gib else ""
-            names = ("instance_type", "accelerator_name", "accelerator_count", "vcpus", "memory_gib")
-            prices = ("price_usd_per_hour", "spot_price_usd_per_hour", "region", "zone", "arch")
-            out.writerow([*(row[name] for name in names), gpu, *(row[name] for name in prices)])
+            if row["accelerator_name"]:
+                gib = float(row["accelerator_memory_gib"] or 0)
+                gpu_names.setdefault(row["accelerator_name"], gib)
+            without = {}
+            if cloud == "gcp" and row["instance_type"] and row["accelerator_name"]:
+                # There GPUs are rows of their own, also those that a type has: the type's row has the price.
+                built_in.add(tuple(row[name] for name in PARTS))
+                without = dict.fromkeys(PARTS[:3], "")
+            out.writerow(cells_of(row | without))
             count += 1
+        for part in sorted(built_in):
+            blank = dict.fromkeys(("instance_type", "vcpus", "memory_gib", "arch"), "")
+            free = {"price_usd_per_hour": "0", "spot_price_usd_per_hour": "0"}
+            out.writerow(cells_of({**blank, **free, **dict(zip(PARTS, part, strict=True))}))
     return count
+
+
+def cells_of(row: dict[str, str]) -> list[Any]:
+    """A row of the tables as SkyPilot has it."""
+    gib = row["accelerator_memory_gib"]
+    gpu = {"Gpus": [{"MemoryInfo": {"SizeInMiB": int(float(gib) * 1024)}}]} if gib else ""
+    names = ("instance_type", "accelerator_name", "accelerator_count", "vcpus", "memory_gib")
+    prices = ("price_usd_per_hour", "spot_price_usd_per_hour", "region", "zone", "arch")
+    return [*(row[name] for name in names), gpu, *(row[name] for name in prices)]
 
 
 def ask_all(examples: list[dict[str, str]]) -> None:

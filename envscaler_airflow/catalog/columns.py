@@ -13,17 +13,17 @@ from importlib import resources
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.table import Kind, Machine, OfferTable
 
-MAGIC = b"ESOFFER3"
+MAGIC = b"ESOFFER4"
 SNAPSHOT = "offers.bin"
 _COLUMNS = {
     "starts": "I",
     "ends": "I",
-    "place": "H",
+    "place": "I",
     "usd": "d",
     "spot_usd": "d",
     "risk": "B",
-    "source": "H",
-    "spot_source": "H",
+    "source": "I",
+    "spot_source": "I",
     "spot_rows": "I",
     "spot_starts": "I",
 }

@@ -88,6 +88,7 @@ class _Reader:
         self.faults: list[str] = []
         self.refused = 0
         self.kinds: dict[tuple[str, ...], Kind | None] = {}
+        self.seen: set[tuple[Kind, str, str]] = set()
 
     def read(self, file: Path) -> None:
         try:
@@ -123,6 +124,10 @@ class _Reader:
         kind = self.kinds[key]
         if kind is None:
             return
+        if (kind, cells[1], cells[2]) in self.seen:
+            self.refuse(name, number, f"{cells[3] or cells[6]!r:.40} there is listed twice; the first counts")
+            return
+        self.seen.add((kind, cells[1], cells[2]))
         cloud, price_kind, spot_kind = cells[0], cells[13], cells[14]
         source, spot_source = self._source(cloud, price_kind), self._source(cloud, spot_kind)
         spot_usd = self._price(name, number, cells[10])

@@ -262,9 +262,9 @@ class _Columns:
     def __init__(self) -> None:
         self.places: dict[tuple[str, str, str], int] = {}
         self.sources: dict[str, int] = {}
-        self.starts, self.ends, self.place = array("I", [0]), array("I"), array("H")
+        self.starts, self.ends, self.place = array("I", [0]), array("I"), array("I")
         self.usd, self.spot_usd = array("d"), array("d")
-        self.risk, self.source, self.spot_source = array("B"), array("H"), array("H")
+        self.risk, self.source, self.spot_source = array("B"), array("I"), array("I")
         self.spot_rows, self.spot_starts = array("I"), array("I", [0])
 
     def add(self, cloud: str, ordered: Sequence[Row]) -> None:

@@ -13,6 +13,7 @@ from envscaler_airflow.catalog.sources import open_catalog, read_scope
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.planning import Requirements
 from envscaler_airflow.planning.market import Scope, Search, search
+from envscaler_airflow.planning.table import Kind, Row, build_table
 
 HEAD = ",".join(COLUMNS)
 G5 = "aws,us-east-1,us-east-1a,g5.xlarge,4.0,16.0,A10G,1.0,22.35,1.006,0.4,x86_64,>20%,list,derived-2025"
@@ -226,3 +227,30 @@ def test_the_snapshot_answers_by_nominal_memory():
     assert {item.allocation.offer.gpu_name for item in h200.candidates} == {"H200"}
     names = {item.allocation.offer.gpu_name for item in large.candidates}
     assert names == {"MI300X", "H200", "B200", "B300", "RTXPRO6000"}
+
+
+def test_an_offer_that_is_listed_twice_has_the_first_lines_price(tmp_path):
+    """Two prices of one thing cannot both be right; the second is named."""
+    line = "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,{usd},,x86_64,,list,"
+    (tmp_path / "offers.csv").write_text(
+        "\n".join([",".join(COLUMNS), line.format(usd=0.5), line.format(usd=0.1)])
+    )
+
+    table = read_tables(tmp_path)
+
+    assert [offer.usd_per_hour for offer in table.offers()] == [0.5]
+    assert table.faults == ("offers.csv:3: 'g4dn.xlarge' there is listed twice; the first counts",)
+
+
+def test_a_table_may_have_more_places_than_a_short_number_counts(tmp_path):
+    """70,000 regions of one type."""
+    rows = {
+        Kind("own", "box", 4, 16): [
+            Row(f"r{number}", usd=1.0, source=f"s{number}") for number in range(70_000)
+        ]
+    }
+
+    table = unpack(pack(build_table(rows)))
+
+    assert len(table) == len(table.places) == 70_000
+    assert table.offer(0, 69_999, "on-demand").price_source == f"s{table.places[69_999][1][1:]}"
