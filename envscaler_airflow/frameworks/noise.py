@@ -92,7 +92,8 @@ class GradientNoise:
         self._pending: Optional[Tuple[Any, int, Any]] = None
         self._between_ranks = _is_parallel(model)
         if self._between_ranks:
-            model.register_comm_hook(None, self._reduce)
+            # A lambda, since torch refuses a hook whose annotations are text.
+            model.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
     @property
     def samples(self) -> Optional[float]:
@@ -141,7 +142,7 @@ class GradientNoise:
         )
         self._session.report(noise_scale=self._scale.samples)
 
-    def _reduce(self, _state: object, bucket: Any) -> Any:
+    def _reduce(self, bucket: Any) -> Any:
         """Average a bucket over the ranks, as DDP would; before it, on a look, take this rank's norm."""
         if self._steps % self._every == 0:
             self._squares.append(_square([bucket.buffer()]))

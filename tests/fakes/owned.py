@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ class Owned:
     def __init__(self, folder: Path, spec: Path, python: Path, **changes) -> None:
         """Write the spec for this machine: *python* in place of an environment that is built."""
         self.folder = folder
+        self._owners: list[subprocess.Popen[str]] = []
         self.store = open_store(f"file://{folder}/store")
         body = yaml.safe_load(spec.read_text()) | changes
         body.pop("runtimes", None)
@@ -44,7 +46,7 @@ class Owned:
     def start(self, *arguments: str, name: str = "one") -> subprocess.Popen[str]:
         """Begin to own the run *name*."""
         command = ["run", "-f", str(self.spec), "--name", name, *arguments]
-        return subprocess.Popen(
+        owner = subprocess.Popen(
             [sys.executable, "-m", "envscaler_airflow.cli", *command],
             env=self.env,
             cwd=self.folder,
@@ -53,6 +55,16 @@ class Owned:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._owners.append(owner)
+        return owner
+
+    def close(self) -> None:
+        """Leave no process."""
+        for owner in self._owners:
+            if owner.poll() is None:
+                os.killpg(owner.pid, signal.SIGKILL)
+            owner.communicate()
+        self.lose_machine()
 
     def prefix(self, name: str = "one") -> str:
         """Folder of the run."""

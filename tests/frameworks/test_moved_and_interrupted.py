@@ -29,11 +29,12 @@ def difference(ours: Path, theirs: Path) -> float:
     return float(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
-def undisturbed(framework: str, folder: Path) -> Path:
+def undisturbed(framework: str, folder: Path, *, epochs: int = 3) -> Path:
     """The model of a training that is no stage and that nobody disturbed."""
     script = EXAMPLES / f"frameworks/train_{framework}.py"
+    launcher = ["-m", "torch.distributed.run", "--standalone"] if framework == "elastic" else []
     subprocess.run(
-        [PYTHON, script, f"--output={folder}"],
+        [PYTHON, *launcher, script, f"--output={folder}", f"--epochs={epochs}"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
         capture_output=True,
@@ -52,7 +53,7 @@ def owned(tmp_path):
 
     yield make
     for run in made:
-        run.lose_machine()
+        run.close()
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -75,3 +76,32 @@ def test_lost_and_moved_it_ends_with_the_parameters_of_the_undisturbed(framework
     assert difference(run.output(), undisturbed(framework, tmp_path / "whole")) == 0
 
 
+def test_one_worker_two_and_one_again_train_the_model_of_one(owned, tmp_path):
+    """Rescaled while it runs: the global batch stays, and the end is within 1e-5 of the fixed run's."""
+    run = owned("elastic_torch.yaml")
+    owner = run.start("--set", "epochs=8")
+    first = run.await_checkpoint(attempt=1)
+    run.move(to="cpu-1", nodes=2)
+    second = run.await_checkpoint(attempt=2)
+    run.move(to="cpu-1", nodes=1)
+    output, _ = owner.communicate(timeout=150)
+
+    assert owner.returncode == 0, output
+    attempts = run.state().attempts
+    assert [each.outcome for each in attempts] == ["left", "left", "succeeded"], output
+    assert [each.allocation.nodes for each in attempts] == [1, 2, 1]
+    assert [body["world_size"] for body in (first, second)] == [1, 2]
+    assert [body["global_batch"] for body in (first, second)] == [32, 32]
+    assert difference(run.output(), undisturbed("elastic", tmp_path / "whole", epochs=8)) <= 1e-5
+
+
+def test_the_shards_of_all_workers_are_one_checkpoint(owned):
+    """Two nodes' shards, torch's index and the random state of each rank stand in one manifest."""
+    run = owned("elastic_torch.yaml", num_nodes=2, scaling={"min_nodes": 2, "max_nodes": 2})
+    run.start()
+    body = run.await_checkpoint(attempt=1)
+
+    by_node = {node: {item["path"] for item in body["files"] if item["node"] == node} for node in (0, 1)}
+    assert ".metadata" in by_node[0]
+    assert {"__0_0.distcp", "random-00000.json"} <= by_node[0]
+    assert {"__1_0.distcp", "random-00001.json"} <= by_node[1]
