@@ -161,7 +161,15 @@ def request_for(harness, **changes):
         "command": harness.command(),
         "secret_env": {"API_KEY": CANARY},
     }
-    return AttemptRequest(**(fields | getattr(harness, "fields", {}) | changes))
+    request = AttemptRequest(**(fields | getattr(harness, "fields", {}) | changes))
+    if hasattr(harness, "prepare"):
+        harness.prepare(request)
+    return request
+
+
+def of_another_run(harness):
+    """Fields of a request: an attempt of the same run would not begin before the first has ended."""
+    return {"run_prefix": f"{getattr(harness, 'fields', {}).get('run_prefix', 'dep/dag/run/train/-1')}-other"}
 
 
 def eventually(harness, handle, claim):
@@ -387,7 +395,7 @@ def test_what_others_hold_cannot_be_had(harness):
     offers = {offer.vcpus: offer for offer in harness.backend.offers()}
     whole = Allocation(offers[harness.full])
     _, first = started(harness, allocation=whole)
-    second = request_for(harness, attempt=2, allocation=whole)
+    second = request_for(harness, allocation=whole, **of_another_run(harness))
 
     with pytest.raises(CapacityError):
         harness.backend.submit(second)
@@ -406,7 +414,7 @@ def test_a_slice_of_a_lost_machine_is_free(harness):
     harness.vanish(first)
     eventually(harness, first, lambda status: status.is_over)
 
-    _, second = started(harness, attempt=2, allocation=whole)
+    _, second = started(harness, allocation=whole, **of_another_run(harness))
 
     assert is_running(harness.backend.observe(second))
 

@@ -51,14 +51,16 @@ class ClusterHarness:
                 "resources": {"requests": {"memory": "128Mi"}},
             },
         }
-        store = for_run(place.store, self.fields["run_prefix"])
-        store.write("spec.yaml", b'{"version": "v1", "name": "train", "entrypoint": ["x"]}')
-        for attempt in (1, 2):
-            store.write(control_name(1, attempt), Control().to_json())
-        renew_lease(place.store, self.fields["run_prefix"], holder="test")
         self.full = max(offer.vcpus for offer in self.backend.offers())
         spec = self.fields["spec"]
         self.small = {"spec": {**spec, "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}}}}
+
+    def prepare(self, request):
+        """Write what an owner writes before it starts an attempt."""
+        store = for_run(self._place.store, request.run_prefix)
+        store.write("spec.yaml", b'{"version": "v1", "name": "train", "entrypoint": ["x"]}')
+        store.write(control_name(request.generation, request.attempt), Control().to_json())
+        renew_lease(self._place.store, request.run_prefix, holder="test")
 
     def command(self):
         """Print what comes before a number, and exit with that."""
@@ -89,9 +91,10 @@ class ClusterHarness:
         return [pod for _, pod in self.backend.pods(handle)]
 
     def end(self, handle, exit_code):
-        """Let the command of every node end."""
-        for pod in self._pods(handle):
-            self._order(pod, str(exit_code))
+        """Let the command of every node end, once all have begun: none begins after node 0 has ended."""
+        for text in ("", str(exit_code)):
+            for pod in self._pods(handle):
+                self._order(pod, text)
 
     def vanish(self, handle):
         """Somebody deletes the Job, and what it held is free."""
