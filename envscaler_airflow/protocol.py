@@ -227,6 +227,8 @@ class Control(Message):
             attempts write later is void. Checkpoints of this very attempt may be used besides.
         restore_from: URI of another run's checkpoint folder, for a fresh run that begins from it.
         orphan_after_s: Seconds without a change of the lease after which the courier ends the attempt.
+        checkpoint_every_s: Seconds between checkpoints where fewer than the spec's are better; None: the
+            spec's. Counts at the start of an attempt.
     """
 
     sequence: int = 0
@@ -238,13 +240,17 @@ class Control(Message):
     candidates: Tuple[str, ...] = ()
     restore_from: Optional[str] = None
     orphan_after_s: float = 1800.0
+    checkpoint_every_s: Optional[float] = None
 
     def __post_init__(self) -> None:
         """Refuse what no reader could carry out."""
         _check(self.action, ACTIONS, "action")
         _check(self.align, ALIGNMENTS, "align")
         _check_finite(
-            align_timeout_s=self.align_timeout_s, grace_s=self.grace_s, orphan_after_s=self.orphan_after_s
+            align_timeout_s=self.align_timeout_s,
+            grace_s=self.grace_s,
+            orphan_after_s=self.orphan_after_s,
+            checkpoint_every_s=self.checkpoint_every_s,
         )
         for name in self.candidates:
             if parse_checkpoint_name(name) is None:

@@ -15,7 +15,18 @@ from typing import Any
 
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Handle, MendsNodes, RunsMixed
-from envscaler_airflow.controller import choose, facts, freeze, inplace, judge, limits, report
+from envscaler_airflow.controller import (
+    choose,
+    deadline_table,
+    facts,
+    freeze,
+    inplace,
+    judge,
+    limits,
+    losses,
+    report,
+)
+from envscaler_airflow.controller.observe import START_S
 from envscaler_airflow.controller.owner import Owner, live_of
 from envscaler_airflow.controller.spans import spans_of
 from envscaler_airflow.controller.stage import (
@@ -195,7 +206,10 @@ class Controller(Owner):
         spec, begun = self._spec(state), state.attempts_of(state.generation)
         sizes = inplace.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
         memory = action.memory_bytes if sizes.memory_bytes is None else sizes.memory_bytes
-        found = {"memory_bytes": memory, "vcpus": sizes.vcpus}
+        every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._clock())
+        found = {"memory_bytes": memory, "vcpus": sizes.vcpus, "checkpoint_every_s": every_s}
+        if every_s is not None:
+            found["losses_per_hour"] = losses.losses_per_hour(state, now=self._clock())
         body |= {name: value for name, value in found.items() if value is not None}
         return self._append(state, "attempt-intended", body)
 
@@ -220,6 +234,7 @@ class Controller(Owner):
         renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
         self._first_control(state, live)
         freeze.publish(self._store, self._prefix, state.spec_hash)
+        self._build_tables(state, live)
         request = freeze.attempt_request(
             self._store,
             self._key,
@@ -243,6 +258,22 @@ class Controller(Owner):
         body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
         return self._append(state, "attempt-started", body)
 
+    def _build_tables(self, state: RunState, live: AttemptState) -> None:
+        """What the sensor's policy looks up, built here: nothing decides for long in a triggerer."""
+        scaling, deadline_s = self._spec(state).scaling, self._stage.deadline_s
+        if scaling is None or scaling.policy != "deadline" or deadline_s is None:
+            return
+        left_s = deadline_s - (0.0 if state.begun_at is None else self._clock() - state.begun_at)
+        start_s = facts.start_s(state)
+        job = deadline_table.job_of(
+            live.allocation,
+            self._backend.offers(),
+            deadline_s=left_s,
+            start_s=START_S if start_s is None else start_s,
+        )
+        if job is not None:
+            deadline_table.publish(self._store, self._prefix, job)
+
     def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
         deadline_s = self._stage.deadline_s
         since = 0.0 if state.begun_at is None else self._clock() - state.begun_at
@@ -261,6 +292,7 @@ class Controller(Owner):
             restore_from=state.begun.get("restore_from"),
             orphan_after_s=self._spec(state).failure.orphan_after_s,
             grace_s=limits.grace_s(state),
+            checkpoint_every_s=live.checkpoint_every_s,
         )
         name = protocol.control_name(live.generation, live.number)
         self._store.create(f"{self._prefix}/{name}", control.to_json())

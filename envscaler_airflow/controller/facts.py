@@ -113,6 +113,12 @@ def move_pauses_s(state: RunState) -> list[float]:
     return pauses
 
 
+def start_s(state: RunState) -> float | None:
+    """Mean pause of the moves of this generation, seconds; None before the first."""
+    pauses = move_pauses_s(state)
+    return sum(pauses) / len(pauses) if pauses else None
+
+
 def void_free_candidates(store: Store, state: RunState) -> tuple[str, ...]:
     """Checkpoints that the next attempt may resume from, best first.
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.controller import choose
 from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, Request, RunState
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Observation, validate
-from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
 
@@ -63,14 +63,30 @@ def judge(
     rest = None if target.rest is None else fresh[target.rest.name]
     target = replace(target, offer=fresh[target.offer.name], rest=rest)
     observer = Observer(store=store, prefix=prefix, backend=backend, candidates=(target,), clock=clock)
-    return _validate(observer, state, live, request, target)
+    return _validate(observer, state, live, request, target, backend)
+
+
+def _free_nodes(backend: Backend, target: Allocation) -> Mapping[str, int]:
+    """What can be had right now, so that growing pushes nobody out; nothing where it cannot be told."""
+    if not isinstance(backend, CountsFree):
+        return {}
+    try:
+        return backend.free_nodes([part.offer for part in target.parts])
+    except BackendError:
+        return {}
 
 
 def _validate(
-    observer: Observer, state: RunState, live: AttemptState, request: Request, target: Allocation
+    observer: Observer,
+    state: RunState,
+    live: AttemptState,
+    request: Request,
+    target: Allocation,
+    backend: Backend,
 ) -> Verdict:
     now = observer.observation(state, live)
     asked = _asked_with(request)
+    free = _free_nodes(backend, target)
     others = tuple(item for item in state.pending if item.number != request.number)
     now = replace(
         now,
@@ -78,9 +94,12 @@ def _validate(
         health="ok" if now.health == "unknown" and now.units_done is not None else now.health,
         speeds={**(asked.speeds if asked else {}), **now.speeds},
         pending=None if not others and live.phase != "stopping" else now.pending,
+        free_nodes=free,
     )
     is_forced = bool(request.body.get("forced"))
-    decision = validate(now, observer.policy(state), target, is_forced=is_forced, policies=all_policies())
+    policy = observer.policy(state)
+    policies = observer.policies(state, policy)
+    decision = validate(now, policy, target, is_forced=is_forced, policies=policies)
     numbers = {**json.loads(json.dumps(dict(decision.numbers))), "units_left": now.units_left}
     if decision.action != "move":
         return Verdict(None, decision.reason, numbers)

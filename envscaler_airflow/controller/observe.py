@@ -6,10 +6,11 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.controller import facts
+from envscaler_airflow.controller import deadline_table, facts, losses
 from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.lifecycle import AttemptState, RunState, fold
@@ -20,15 +21,18 @@ from envscaler_airflow.scaling import (
     Memory,
     Observation,
     Policy,
+    Propose,
     Sample,
     decide,
     is_asked,
+    meet_deadline,
     recent,
     remember,
     usage_samples,
     window_s,
     work_of,
 )
+from envscaler_airflow.scaling.deadline import Table
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.spec import EnvSpec
@@ -45,7 +49,9 @@ old machine, seconds. Chosen: a task slice of Airflow 3.3 begins within 2 to 3 s
 STALE_S = 90.0
 """A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
 STATUS_S = 15.0
-"""How often a node speaks, seconds. Source: DESIGN section 4."""
+"""How often a node speaks, seconds. Source: ``courier.loop.STATUS_S``."""
+CHECKPOINT_S = 10.0
+"""Pause for a checkpoint before one was measured, seconds. Chosen: some gigabytes to a local disk."""
 MAX_POINTS = 240
 """Progress points kept for a speed. Chosen: an hour of statuses."""
 
@@ -118,6 +124,7 @@ class Observer:
         self._attempt: _Attempt | None = None
         self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
         self._plan: Mapping[str, Any] = {}
+        self._table: tuple[tuple[int, int], Table | None] | None = None
         self._spec: tuple[str, EnvSpec] | None = None
 
     def look(self) -> Sight:
@@ -140,7 +147,8 @@ class Observer:
             return Sight("no-attempt", state)
         observation = self.observation(state, live)
         policy = self.policy(state)
-        check = Check(observation, policy, decide(observation, policy, policies=all_policies()))
+        decision = decide(observation, policy, policies=self.policies(state, policy))
+        check = Check(observation, policy, decision)
         self._memory = self._memory.after(check)
         self._last = check
         return Sight("seen", state, check)
@@ -156,16 +164,29 @@ class Observer:
         """The stage's policy, with the value of an hour that the plan was made with."""
         return policy_of(self.spec(state), value_of_hour=float(self._plan.get("value_of_hour_usd") or 0.0))
 
+    def policies(self, state: RunState, policy: Policy) -> Mapping[str, Propose]:
+        """All that there are, the deadline policy with the table of this stage."""
+        live = state.live
+        if policy.name != "deadline" or live is None:
+            return all_policies()
+        key = (live.generation, live.number)
+        if self._table is None or self._table[0] != key:
+            self._table = (key, deadline_table.read(self._store, self._prefix))
+        table = self._table[1]
+        return {**all_policies(), "deadline": partial(meet_deadline, table=table)}
+
     def _read_plan(self) -> Mapping[str, Any]:
         text = self._store.read(f"{self._prefix}/plan.json")
         body = json.loads(text) if text else {}
         return body if isinstance(body, dict) else {}
 
     def candidates(self, state: RunState) -> tuple[Allocation, ...]:
-        """What the stage may move to."""
+        """What the stage may move to; not what the next attempt gets anyway."""
         self.spec(state)
         planned = [Allocation.from_dict(item) for item in self._plan.get("targets", ())]
-        return self._candidates or tuple(planned)
+        put_off = state.live.next_allocation if state.live is not None else None
+        names = {put_off.name} if put_off is not None else set()
+        return tuple(item for item in self._candidates or planned if item.name not in names)
 
     def observation(self, state: RunState, live: AttemptState) -> Observation:
         """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
@@ -177,9 +198,11 @@ class Observer:
             mine.epoch = head.progress.epoch
         self._take_point(mine, head)
         done = work_of(head.progress) if head else None
+        candidates, now = self.candidates(state), self._clock()
+        offers = [part.offer for item in (live.allocation, *candidates) for part in item.parts]
         return Observation(
             current=live.allocation,
-            candidates=self.candidates(state),
+            candidates=candidates,
             elapsed_s=now_s,
             generation=live.generation,
             attempt=live.number,
@@ -192,8 +215,9 @@ class Observer:
             speeds=self._speeds(live, mine),
             speedups=speedups_of(spec),
             overheads=self._overheads(state, live, head),
+            interruptions_per_hour=losses.interruptions(offers, losses.losses_per_hour(state, now=now)),
             samples=self._samples,
-            spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
+            spent_usd=facts.spent_usd(state, self._backend, now=now),
             budget_usd=_number(state.begun.get("budget_usd")),
             deadline_left_s=self._deadline_left_s(state),
             since_move_s=now_s - mine.since_s if _moves(state) else None,
@@ -281,14 +305,15 @@ class Observer:
 
     def _overheads(self, state: RunState, live: AttemptState, head: Status | None) -> Overheads:
         spec = self.spec(state)
-        pauses = facts.move_pauses_s(state)
-        every = spec.checkpoint.every if spec.checkpoint else None
+        pauses, measured = facts.move_pauses_s(state), facts.start_s(state)
+        every = spec.checkpoint.every.seconds if spec.checkpoint else None
         expected = expected_pause_s(live, head)
+        known = next((item for item in (measured, expected) if item is not None), START_S)
         return Overheads(
-            start_s=sum(pauses) / len(pauses) if pauses else START_S if expected is None else expected,
+            start_s=known,
             start_stdev_s=START_STDEV_S / (1 + len(pauses) + (expected is not None)),
-            checkpoint_s=(head.checkpoint_s if head else None) or 0.0,
-            checkpoint_every_s=every.seconds if every else None,
+            checkpoint_s=_checkpoint_s(state, head),
+            checkpoint_every_s=every if live.checkpoint_every_s is None else live.checkpoint_every_s,
         )
 
     def _deadline_left_s(self, state: RunState) -> float | None:
@@ -296,6 +321,13 @@ class Observer:
         if deadline_s is None or state.begun_at is None:
             return None
         return deadline_s - (self._clock() - state.begun_at)
+
+
+def _checkpoint_s(state: RunState, head: Status | None) -> float:
+    """As the attempt measured it, else the last one that did, else :data:`CHECKPOINT_S`."""
+    told = [attempt.ended.get("checkpoint_s") for attempt in reversed(state.attempts_of(state.generation))]
+    said = (head.checkpoint_s if head else None, *told)
+    return next((float(value) for value in said if isinstance(value, int | float)), CHECKPOINT_S)
 
 
 def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:

@@ -28,6 +28,7 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
         "setup_s": status.setup_s,
         "restore_s": status.restore_s,
         "checkpoint_s": status.checkpoint_s,
+        "checkpoints": status.checkpoints,
         "restored_from": status.restored_from,
         "rejected": list(status.rejected) or None,
         "cpu_seconds": status.cpu_seconds,

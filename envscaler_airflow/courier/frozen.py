@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -18,7 +18,7 @@ MAX_SPEC_BYTES = 1 << 22
 SNAPSHOT_EVERY: Mapping[str, float] = {"seconds": 600.0}
 """Between snapshots when the spec does not say. Chosen: at most ten minutes of work are lost."""
 KEEP = 3
-"""Checkpoints kept when the spec does not say. Source: issue of the product, ``checkpoint.keep``."""
+"""Checkpoints kept when the spec does not say. Source: the spec's own default, ``checkpoint.keep``."""
 
 _COUNT = re.compile(r"(\d+)\s*(step|epoch)s?\Z")
 
@@ -47,6 +47,13 @@ class Frozen:
     stall_min_s: float | None = None
     secret_env: tuple[str, ...] = ()
     workdir_archive: str | None = None
+
+    def with_interval(self, seconds: float | None) -> Frozen:
+        """The same with checkpoints at least every *seconds*, where they go by time; None changes nothing."""
+        every = (self.every or {}).get("seconds")
+        if not seconds or every is None or every <= seconds:
+            return self
+        return replace(self, every={"seconds": seconds})
 
 
 def read_frozen(body: bytes) -> Frozen:

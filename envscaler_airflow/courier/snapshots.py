@@ -19,7 +19,7 @@ from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import Control, Ended, Progress, Status, checkpoint_name
 
 QUIET_S = 5.0
-"""Seconds without a change before a tree is copied. Chosen: DESIGN section 4."""
+"""Seconds without a change before a tree is copied. Chosen: writers flush more often while they write."""
 SCAN_S = 1.0
 """Between two looks at the tree. Chosen: a fifth of the quiet time."""
 ASK_SHARE = 0.8

@@ -83,6 +83,7 @@ class AttemptState:
         memory_bytes: Memory per node where it is other than the spec says: raised after an out-of-memory, or
             changed in place; None as in the spec.
         vcpus: CPUs per node where they were changed in place; None as in the spec.
+        checkpoint_every_s: Seconds between its checkpoints, where that is other than the spec says.
         handle: The backend's, once started.
         stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled`` or ``timeout``; ``""``
             while running.
@@ -106,6 +107,7 @@ class AttemptState:
     candidates: tuple[str, ...] = ()
     memory_bytes: int | None = None
     vcpus: float | None = None
+    checkpoint_every_s: float | None = None
     handle: Mapping[str, Any] | None = None
     stop_why: str = ""
     stop_number: int = 0
@@ -289,7 +291,7 @@ def _without_old_stops(pending: tuple[Request, ...], owner_number: int) -> tuple
 
 def _intended(state: RunState, event: Event) -> RunState:
     body = event.body
-    memory, vcpus = body.get("memory_bytes"), body.get("vcpus")
+    memory, vcpus, every_s = body.get("memory_bytes"), body.get("vcpus"), body.get("checkpoint_every_s")
     attempt = AttemptState(
         generation=int(body["generation"]),
         number=int(body["attempt"]),
@@ -299,6 +301,7 @@ def _intended(state: RunState, event: Event) -> RunState:
         candidates=tuple(body.get("candidates", ())),
         memory_bytes=int(memory) if memory is not None else None,
         vcpus=float(vcpus) if vcpus is not None else None,
+        checkpoint_every_s=float(every_s) if every_s is not None else None,
         intended_at=event.at,
     )
     return replace(state, attempts=(*state.attempts, attempt))

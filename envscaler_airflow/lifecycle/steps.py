@@ -318,7 +318,9 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
             return Action("fail", reason=str(last.stop.get("reason", "")), failure=last.stop_why)
         return Action("start", reason=f"taken up again after a stop ({last.stop_why})")
     if last.stop_why == "move" and last.target is not None:
-        return Action("start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target))
+        return Action(
+            "start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target)
+        )
     if last.stop_why == "spec-changed":
         return Action("start", reason="the spec changed")
     return None

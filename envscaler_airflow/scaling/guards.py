@@ -35,10 +35,11 @@ def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
         return f"{target.name} is outside {policy.min_nodes} to {policy.max_nodes} nodes"
     if target.nodes * max(1, target.offer.gpus) % policy.model_parallel:
         return f"{target.name} does not hold whole model-parallel groups of {policy.model_parallel}"
-    free = observation.free_nodes.get(target.offer.name)
-    held = here.nodes if target.offer.name == here.offer.name else 0
-    if free is not None and target.nodes > free + held:
-        return f"{target.name} needs {target.nodes - held} more nodes, {free} are free"
+    held = {part.offer.name: part.nodes for part in here.parts}
+    for part in target.parts:
+        free, more = observation.free_nodes.get(part.offer.name), part.nodes - held.get(part.offer.name, 0)
+        if free is not None and more > free:
+            return f"{target.name} needs {more} more nodes, {free} are free"
     return _over_budget(observation, want) or _over_deadline(observation, want)
 
 

@@ -112,10 +112,9 @@ class Observation(Record):
             since_move_epochs=self.since_move_epochs,
             moves=self.moves,
             next_phase_in_s=self.next_phase_in_s,
-            **self.interruptions_per_hour,
-            **self.phase_lasts_s,
-            **self.wanted,
         )
+        for amounts in (self.interruptions_per_hour, self.phase_lasts_s, self.wanted):
+            check_finite(**amounts)  # apart: the same offer may stand in several
         if self.deadline_left_s is not None and not math.isfinite(self.deadline_left_s):
             raise ValueError(f"deadline_left_s must be finite, got {self.deadline_left_s!r}")
 

@@ -11,15 +11,16 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.observe import Observer, Sight
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.states import OVER
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.triggers.sensor_lease import SensorLease
-from envscaler_airflow.triggers.stage import OVER
 
 DEADLINE_MARGIN_S = 3600.0
-"""How long after a stage's deadline its sensor gives up, seconds. Source: DESIGN section 7."""
+"""How long after a stage's deadline its sensor gives up, seconds. Chosen: the stage's own
+last retries end before."""
 
 
 @dataclass(slots=True)

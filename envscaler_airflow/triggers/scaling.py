@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from envscaler_airflow.triggers.checks import Checks
 
 CHECK_S = 30.0
-"""Seconds between two checks. Source: the sensor's default in DESIGN section 7."""
+"""Seconds between two checks. Chosen: two statuses of a node; also the sensor's own default."""
 
 
 class ScalingTrigger(BaseTrigger):

@@ -1,0 +1,118 @@
+"""The table of a stage's deadline: built in the worker at each start, looked up in the triggerer.
+
+``tables/deadline.bin`` beside ``tables/deadline.json``, which says for what it was built.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.protocol import SCHEMA, read_object
+from envscaler_airflow.scaling.deadline import SpotJob, Table, build_table
+from envscaler_airflow.scaling.deadline.live import TICK_S
+from envscaler_airflow.store.base import Store
+
+log = logging.getLogger(__name__)
+
+NAME, KEY = "tables/deadline.bin", "tables/deadline.json"
+MAX_BYTES = 1 << 25
+"""Largest table read, bytes. Chosen: five times that of a deadline of a month."""
+MAX_TICKS = 6 * 24 * 60
+"""Longest deadline that a table is built for: 60 days. Chosen: half a minute of a worker."""
+MAX_SLACK_S = 12 * 3600.0
+"""Slack beyond which the table is not told finer, seconds. Chosen: with so much, spot is always safe."""
+ALIKE = 1.1
+"""Starts and prices that differ by no more than this factor need no other table. Chosen: as the tolerance of
+a move."""
+MAX_ROWS = 32
+"""Ticks kept of a table. Chosen: 7 MB in the store, 18 MB in the triggerer, 2 s to build for four days."""
+
+
+def job_of(
+    allocation: Allocation, offers: Iterable[Offer], *, deadline_s: float, start_s: float
+) -> SpotJob | None:
+    """The job as a table sees it; None when it is not to be had on both markets, or a price is unknown.
+
+    Its work is not known before it was measured: the table holds every amount, by the slack that it leaves.
+
+    Args:
+        allocation: What the attempt begins on; its machine is meant.
+        offers: All that can be had.
+        deadline_s: Seconds to the deadline.
+        start_s: Seconds that every launch takes.
+    """
+    kind = allocation.offer.instance_type
+    prices: dict[str, float] = {}
+    for offer in offers:
+        if offer.instance_type == kind and offer.usd_per_hour:
+            known = prices.get(offer.capacity_type, math.inf)
+            prices[offer.capacity_type] = min(known, offer.usd_per_hour)
+    ticks = math.ceil(deadline_s / TICK_S)
+    if len(prices) < 2 or not 0 < ticks <= MAX_TICKS or ticks * TICK_S <= start_s:
+        return None
+    return SpotJob(
+        ticks=ticks,
+        gap_s=TICK_S,
+        work_s=max(0.0, ticks * TICK_S - start_s - MAX_SLACK_S),
+        overhead_s=start_s,
+        on_demand_usd=prices["on-demand"],
+        spot_usd=prices["spot"],
+    )
+
+
+def publish(store: Store, prefix: str, job: SpotJob) -> bool:
+    """Build the table of *job* unless it is there; False when that cannot be done here. For the owner alone.
+
+    Raises:
+        StoreError: The store cannot be read or written.
+    """
+    if _serves(_known(store, prefix), job):
+        return True
+    try:
+        table = build_table(job, every=max(4, job.ticks // MAX_ROWS))
+    except ModuleNotFoundError as err:
+        log.warning(
+            "run=%s no table of its deadline: %s; pip install envscaler-airflow[simulate]", prefix, err
+        )
+        return False
+    store.write(f"{prefix}/{NAME}", table.to_bytes())
+    store.write(f"{prefix}/{KEY}", json.dumps({"schema": SCHEMA, **job.to_dict()}).encode())
+    return True
+
+
+def read(store: Store, prefix: str) -> Table | None:
+    """The table of the run; None without one, and when it cannot be understood.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    try:
+        data = store.read(f"{prefix}/{NAME}", max_bytes=MAX_BYTES)
+        return None if data is None else Table.from_bytes(data)
+    except (ProtocolError, ValueError):
+        return None
+
+
+def _serves(known: SpotJob | None, job: SpotJob) -> bool:
+    """True when the table of *known* is good for *job* too; less time to the deadline needs no other."""
+    if known is None or known.ticks < job.ticks:
+        return False
+    pairs = ((known.overhead_s, job.overhead_s), (_price(known), _price(job)))
+    return all(max(one, other) <= ALIKE * min(one, other) for one, other in pairs)
+
+
+def _price(job: SpotJob) -> float:
+    return job.spot_usd / job.on_demand_usd
+
+
+def _known(store: Store, prefix: str) -> SpotJob | None:
+    try:
+        text = store.read(f"{prefix}/{KEY}", max_bytes=1 << 12)
+        return None if text is None else SpotJob.from_dict(read_object(text, where=f"{prefix}/{KEY}"))
+    except (ProtocolError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,90 @@
+"""End and remove what no live run owns: for a shell, and for a task of Airflow that is run now and then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from envscaler_airflow.backends.kubernetes import KubernetesBackend, paths
+from envscaler_airflow.backends.kubernetes.reap import Orphan, orphans
+from envscaler_airflow.controller.request import kill_quietly
+from envscaler_airflow.errors import BackendError, ProtocolError
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+
+MAX_KEY_BYTES = 1 << 16
+"""Largest ``run.json`` read, bytes. Chosen: a key is below a kilobyte."""
+
+
+def reap(
+    store: Store,
+    backend: KubernetesBackend,
+    *,
+    task_is_over: Callable[[RunKey], str | None] = lambda _key: None,
+    grace_s: float = 30.0,
+    dry_run: bool = False,
+) -> Iterator[Orphan]:
+    """Remove Jobs of the backend's namespace that no live run of *store* owns; yields each.
+
+    A Job is left alone for its first 15 minutes, and when it belongs to another store. A live attempt whose
+    task is over is asked to save and go, as by a kill; its Job is removed by a later call.
+
+    Args:
+        store: Run store.
+        backend: Of the namespace.
+        task_is_over: Why the task of a run will not come back to it; None when it may, or nobody knows.
+        grace_s: Seconds that pods may take to end.
+        dry_run: True only yields.
+
+    Raises:
+        StoreError: The store cannot be read.
+        BackendError: The API server does not answer, or does not tell the time.
+    """
+    answer = backend.cluster.list(paths.jobs(backend.namespace), {"limit": 1})
+    if answer.server_time is None:
+        raise BackendError("the API server does not tell the time: ages cannot be known")
+
+    def ownerless(prefix: str) -> str | None:
+        key = _key(store, prefix)
+        return task_is_over(key) if key is not None else None
+
+    for orphan in orphans(
+        backend,
+        store.url,
+        lambda prefix: _state(store, prefix),
+        server_time=answer.server_time,
+        ownerless=ownerless,
+    ):
+        if not dry_run:
+            _end(store, backend, orphan, grace_s)
+        yield orphan
+
+
+def _state(store: Store, prefix: str) -> RunState | None:
+    """Fold of a run's events; None when there is no such run."""
+    state = EventLog(store, prefix, snapshots=False).load()
+    return state if state.number else None
+
+
+def _key(store: Store, prefix: str) -> RunKey | None:
+    """Whose run it is; None when its folder does not say, or says that it is another's."""
+    text = store.read(f"{prefix}/run.json", max_bytes=MAX_KEY_BYTES)
+    try:
+        key = RunKey.from_dict(json.loads(text or b"{}")["key"])
+    except (ValueError, KeyError, TypeError, ProtocolError):
+        return None
+    return key if key.prefix == prefix else None
+
+
+def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: float) -> None:
+    if orphan.is_live and orphan.runs:
+        state = _state(store, orphan.prefix)
+        owner = state.owner.ti_id if state is not None and state.owner is not None else ""
+        kill_quietly(store, orphan.prefix, backend, ti_id=owner, reason=orphan.reason)
+        return
+    if orphan.runs:
+        backend.stop(orphan.handle, grace_s=grace_s)
+    uid = str(orphan.handle.details["uid"])
+    backend.cluster.delete(paths.jobs(backend.namespace, orphan.handle.name), uid=uid)

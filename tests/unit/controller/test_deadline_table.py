@@ -1,0 +1,112 @@
+"""The table of a deadline is built where there is time, kept, and looked up where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.controller import deadline_table
+from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.scaling.deadline import Table
+
+DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
+SPOT = replace(DEMAND, capacity_type="spot", usd_per_hour=1.0)
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1}}
+entrypoint: [python, train.py]
+checkpoint: {every: 10m}
+scaling: {policy: deadline, warmup: 1s, stabilization: 1s, cooldown: 1s, min_epochs_between: 0}
+"""
+
+
+@pytest.fixture
+def world(new_world):
+    """A run with a deadline that has not begun."""
+    return new_world((DEMAND, SPOT), spec=SPEC)
+
+
+def owner_of(world, deadline_s=4 * 3600.0):
+    """A controller whose stage has a deadline."""
+    owner = world.controller()
+    owner._stage = replace(owner._stage, strategy="deadline", deadline_s=deadline_s)
+    return owner
+
+
+def test_the_table_is_there_when_the_attempt_runs(world):
+    """Four hours are 24 ticks of ten minutes; the owner builds the table, any other process reads it."""
+    owner_of(world).enter()
+
+    table = deadline_table.read(world.store, world.prefix)
+
+    assert isinstance(table, Table)
+    assert table.ticks[-1] == 24
+
+
+def test_a_table_serves_every_later_start_of_the_same_kind(world):
+    """Less time left needs no other table; a price that is half, or starts that take twice as long, do."""
+    job = deadline_table.job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=4 * 3600.0, start_s=60.0)
+    deadline_table.publish(world.store, world.prefix, job)
+    written = []
+    write = world.store.write
+
+    class Counted:
+        def __getattr__(self, name):
+            return getattr(world.store, name)
+
+        def write(self, name, data):
+            written.append(name)
+            write(name, data)
+
+    for change in ({}, {"ticks": 12}, {"spot_usd": 1.01}, {"spot_usd": 0.5}, {"overhead_s": 120.0}):
+        written.append(str(change))
+        deadline_table.publish(Counted(), world.prefix, replace(job, **change))
+
+    built = f"{world.prefix}/{deadline_table.NAME}"
+    assert [name for name in written if not name.endswith(".json")] == [
+        "{}", "{'ticks': 12}", "{'spot_usd': 1.01}", "{'spot_usd': 0.5}", built,
+        "{'overhead_s': 120.0}", built,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("offers", "deadline_s"),
+    [
+        ((DEMAND,), 14_400.0),
+        ((DEMAND, replace(SPOT, usd_per_hour=None)), 14_400.0),
+        ((DEMAND, SPOT), -1.0),
+        ((DEMAND, SPOT), 1e9),
+    ],
+)
+def test_there_is_no_table_of_what_cannot_be_told(offers, deadline_s):
+    """One market, an unknown price, a deadline that has passed or is years away."""
+    assert deadline_table.job_of(Allocation(DEMAND), offers, deadline_s=deadline_s, start_s=60.0) is None
+
+
+def test_a_torn_table_is_none(world):
+    """The policy then goes by its rule of two starts."""
+    world.store.write(f"{world.prefix}/{deadline_table.NAME}", b"torn")
+
+    assert deadline_table.read(world.store, world.prefix) is None
+
+
+def test_the_sensor_decides_by_the_table(new_world):
+    """On demand with hours to spare: the numbers are ticks of on-demand, as only the table gives them."""
+    world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
+    owner_of(world, deadline_s=10 * 3600.0).enter()
+    observer = Observer(
+        store=world.store, prefix=world.prefix, backend=world.backend,
+        candidates=(Allocation(DEMAND), Allocation(SPOT)),
+        monotonic=world.clock.monotonic, clock=world.clock.time,
+    )  # fmt: skip
+    for step in range(1, 6):
+        world.say(step=10 * step, elapsed_s=60.0 * step)
+        world.clock.advance(60)
+        check = observer.look().check
+
+    ticks = check.decision.numbers["ticks_of_on_demand"]
+    assert 0 < ticks["spot"] < ticks["on_demand"]
+    assert (check.decision.action, check.decision.target) == ("move", Allocation(SPOT))
