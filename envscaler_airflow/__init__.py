@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from envscaler_airflow.hooks.checkpoint import CheckpointHook as CheckpointHook
     from envscaler_airflow.hooks.pricing import CloudPricingHook as CloudPricingHook
     from envscaler_airflow.operators.params import spec_params as spec_params
+    from envscaler_airflow.operators.reap import ReapOperator as ReapOperator
     from envscaler_airflow.operators.stage import EnvStageOperator as EnvStageOperator
     from envscaler_airflow.sensors.scaling import ScalingSensor as ScalingSensor
 
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointHook",
     "CloudPricingHook",
     "EnvStageOperator",
+    "ReapOperator",
     "ScalingSensor",
     "__version__",
     "agent",
@@ -33,6 +35,7 @@ _HOMES = {
     "CheckpointHook": "envscaler_airflow.hooks.checkpoint",
     "CloudPricingHook": "envscaler_airflow.hooks.pricing",
     "EnvStageOperator": "envscaler_airflow.operators.stage",
+    "ReapOperator": "envscaler_airflow.operators.reap",
     "ScalingSensor": "envscaler_airflow.sensors.scaling",
     "spec_params": "envscaler_airflow.operators.params",
 }
@@ -65,50 +68,40 @@ def get_provider_info() -> Dict[str, Any]:
         "name": name,
         "description": "Machine-learning stages from one environment spec, right-sized and resumable.",
         "integrations": [{"integration-name": name, "tags": ["software"]}],
-        "operators": [{"integration-name": name, "python-modules": ["envscaler_airflow.operators.stage"]}],
-        "sensors": [{"integration-name": name, "python-modules": ["envscaler_airflow.sensors.scaling"]}],
-        "triggers": [
-            {
-                "integration-name": name,
-                "python-modules": [
-                    "envscaler_airflow.triggers.stage",
-                    "envscaler_airflow.triggers.scaling",
-                ],
-            }
-        ],
-        "hooks": [
-            {
-                "integration-name": name,
-                "python-modules": ["envscaler_airflow.hooks.checkpoint", "envscaler_airflow.hooks.pricing"],
-            }
-        ],
+        "operators": _modules(name, "operators.stage", "operators.reap"),
+        "sensors": _modules(name, "sensors.scaling"),
+        "triggers": _modules(name, "triggers.stage", "triggers.scaling"),
+        "hooks": _modules(name, "hooks.checkpoint", "hooks.pricing"),
         "connection-types": [_store_connection()],
         "extra-links": ["envscaler_airflow.operators.links.RunStoreLink"],
-        "config": {
-            "envscaler": {
-                "description": "Settings of envscaler-airflow.",
-                "options": {
-                    "store_url": _option(
-                        "URL of the run store, as operators, triggerer, API server and machines all see "
-                        "it: an absolute path, file://, s3:// or another fsspec URL.",
-                        "s3://ml-runs/envscaler",
-                    ),
-                    "deployment": _option(
-                        "Name of this Airflow within the store. Required for a store that several "
-                        "deployments can reach; a file store without one gets a generated name.",
-                        "production",
-                    ),
-                    "local_root": _option(
-                        "Folder for attempts of the local backend; /var/tmp/envscaler-<uid> when empty.",
-                        "/scratch/envscaler",
-                    ),
-                    "kubernetes": _option(
-                        "Settings of the Kubernetes backend, JSON; those of a connection go over them.",
-                        '{"namespace": "training"}',
-                    ),
-                },
-            }
-        },
+        "config": {name: {"description": "Settings of envscaler-airflow.", "options": _settings()}},
+    }
+
+
+def _modules(name: str, *modules: str) -> List[Dict[str, Any]]:
+    return [{"integration-name": name, "python-modules": [f"{__name__}.{module}" for module in modules]}]
+
+
+def _settings() -> Dict[str, Any]:
+    return {
+        "store_url": _option(
+            "URL of the run store, as operators, triggerer, API server and machines all see "
+            "it: an absolute path, file://, s3:// or another fsspec URL.",
+            "s3://ml-runs/envscaler",
+        ),
+        "deployment": _option(
+            "Name of this Airflow within the store. Required for a store that several "
+            "deployments can reach; a file store without one gets a generated name.",
+            "production",
+        ),
+        "local_root": _option(
+            "Folder for attempts of the local backend; /var/tmp/envscaler-<uid> when empty.",
+            "/scratch/envscaler",
+        ),
+        "kubernetes": _option(
+            "Settings of the Kubernetes backend, JSON; those of a connection go over them.",
+            '{"namespace": "training"}',
+        ),
     }
 
 

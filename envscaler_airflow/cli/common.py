@@ -15,12 +15,9 @@ from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.keys import SHELL_DAG, RunKey
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-SHELL_DAG = "shell"
-"""``dag_id`` of runs that are started without Airflow. Chosen."""
 
 
 def default_store_url() -> str:

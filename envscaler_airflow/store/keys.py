@@ -10,6 +10,8 @@ from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
 
+SHELL_DAG = "shell"
+"""``dag_id`` of runs that are started without Airflow. Chosen."""
 MAX_PART_BYTES = 80
 """Longest part of a run's folder, bytes. Chosen: six of them and what lies below stay under a path's 1024."""
 _HASH_DIGITS = 10  # chosen: 40 bits, for names that already agree in 69 bytes

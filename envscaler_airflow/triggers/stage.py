@@ -13,6 +13,7 @@ from airflow.sdk.exceptions import AirflowException
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError
+from envscaler_airflow.hooks.states import OVER, task_state
 from envscaler_airflow.triggers.threads import in_thread
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ KILL_S = 9.0
 
 Source: Airflow cuts it after 30 s ([triggerer] on_kill_timeout).
 """
-
-OVER = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
-"""States that Airflow leaves only by a clear."""
 
 
 def settle_s() -> float:
@@ -126,16 +124,8 @@ class StageTrigger(BaseTrigger):
 
     def _task_state(self) -> str | None:
         """Airflow's state of the task; ``removed`` when it is gone with its DAG run."""
-        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (in the thread)
-
         ti = self.task_instance
-        if ti is None:
-            return None
-        found = RuntimeTaskInstance.get_task_states(
-            dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=[ti.task_id], map_index=ti.map_index
-        )
-        states = list(found.get(ti.run_id, {}).values())
-        return states[0] if states else "removed"
+        return None if ti is None else task_state(ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
 
     async def _watched(self) -> dict[str, Any]:
         look: Look | None = None

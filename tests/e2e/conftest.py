@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from fakes.kubernetes import PODS, Cluster
+from fakes.kubernetes.processes import Processes
 
 from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.rbac import rbac
 from envscaler_airflow.backends.local.render import attempt_name
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
 from envscaler_airflow.store import EventLog, RunKey, Store, open_store
@@ -24,6 +28,8 @@ from envscaler_airflow.store.checkpoints import complete_checkpoints
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 DAGS = Path(__file__).parent / "dags"
+NAMESPACE = "ml"
+"""Where stages on the cluster run."""
 CANARIES = {"connection": "canary-k7Qp2wZx", "env": "canary-Vb93mLtR", "variable": "canary-T5hyN8sd"}
 """Secrets that must be found nowhere, by where they come from."""
 
@@ -50,10 +56,41 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def airflow(tmp_path_factory: pytest.TempPathFactory, gates: Path) -> Iterator[AirflowServices]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of two nodes whose containers are processes of this machine, with a namespace for stages."""
+    executor = Processes(tmp_path_factory.mktemp("cluster"))
+    with Cluster(nodes=2, executor=executor, namespaces=(NAMESPACE,), tls=True) as made:
+        yield made
+
+
+def way_in(cluster: Cluster, home: Path) -> str:
+    """The connection to *cluster* that a deployment would have: no rights but those that are shipped."""
+    rules = [rule for document in rbac(NAMESPACE) for rule in document.get("rules", ())]
+    path = cluster.kubeconfig(home / "kubeconfig", token=cluster.user("airflow", rules), namespace=NAMESPACE)
+    store = home / "store"
+    store.mkdir()
+    settings = {
+        "store_volume": {"hostPath": {"path": str(store)}},
+        "store_mount": str(store),
+        "cluster_prices": [
+            {"name": "small", "vcpus": 1, "memory_gib": 1, "usd_per_hour": 0.05},
+            {"name": "large", "vcpus": 2, "memory_gib": 2, "usd_per_hour": 0.08},
+        ],
+    }
+    extra = {"kube_config_path": str(path), "namespace": NAMESPACE, "envscaler": json.dumps(settings)}
+    return json.dumps({"conn_type": "kubernetes", "extra": extra})
+
+
+@pytest.fixture(scope="session")
+def airflow(
+    tmp_path_factory: pytest.TempPathFactory, gates: Path, cluster: Cluster
+) -> Iterator[AirflowServices]:
     """A running Airflow with the DAGs of ``tests/e2e/dags``, shared by all tests."""
     home = tmp_path_factory.mktemp("airflow")
+    connection = way_in(cluster, home)
     given = {
+        "AIRFLOW_CONN_CLUSTER": connection,
+        "AIRFLOW_CONN_KUBERNETES_DEFAULT": connection,  # of the example that clears up
         "E2E_GATES": str(gates),
         "E2E_CANARY": CANARIES["env"],
         "AIRFLOW_CONN_CANARY": f"generic://someone:{CANARIES['connection']}@nowhere",
@@ -67,9 +104,10 @@ def airflow(tmp_path_factory: pytest.TempPathFactory, gates: Path) -> Iterator[A
 
 @dataclass
 class Run:
-    """One run of the stage ``train`` in a DAG run, seen from outside: Airflow, store and processes."""
+    """One run of the stage ``train`` in a DAG run, seen from outside: Airflow, store, processes and pods."""
 
     airflow: AirflowServices
+    cluster: Cluster
     dag_id: str
     run_id: str
     ledger: Path
@@ -112,7 +150,7 @@ class Run:
             lambda: any(s >= step and attempt in (None, a) for _, a, s in self.steps()),
             timeout_s=timeout_s,
         )
-        assert self.processes(), "steps are made, so its processes must be found"
+        assert self.lives(), "steps are made, so what makes them must be found"
 
     def wait_checkpoint(self, *, timeout_s: float = 60) -> None:
         """Return once a checkpoint of the current generation is complete in the store."""
@@ -181,18 +219,28 @@ class Run:
             command=(),
         )
 
+    def pods(self) -> list[dict[str, Any]]:
+        """Pods of this run that are not over."""
+        mine = names.run_hash(self.store.url, self.key.prefix)
+        pods = [pod for pod in self.cluster.list(PODS, NAMESPACE) if _label(pod, names.RUN) == mine]
+        return [pod for pod in pods if pod["status"].get("phase") in ("Pending", "Running")]
+
+    def lives(self) -> list[Any]:
+        """Whatever may make steps of this run."""
+        return [*self.processes(), *self.pods()]
+
     def wait_gone(self, *, timeout_s: float = 60) -> None:
-        """Return once no process of this run is left."""
-        self.until("no process", lambda: not self.processes(), timeout_s=timeout_s)
+        """Return once nothing of this run is left that may make steps."""
+        self.until("nothing lives", lambda: not self.lives(), timeout_s=timeout_s)
 
     def check(self) -> None:
-        """At most one live attempt ever, no process left, and no committed step made again.
+        """At most one live attempt ever, nothing of it left, and no committed step made again.
 
         A committed step is one that a complete checkpoint holds: the next attempt starts there.
         """
         self._check_one_at_a_time()
         self._check_resumes()
-        assert self.processes() == []
+        assert self.lives() == []
 
     def _check_one_at_a_time(self) -> None:
         order = [(generation, attempt) for generation, attempt, _ in self.steps()]
@@ -218,12 +266,18 @@ class Run:
                 committed[attempt.generation] = newest
 
 
+def _label(body: Mapping[str, Any], name: str) -> str | None:
+    return (body["metadata"].get("labels") or {}).get(name)
+
+
 class Starter:
     """Starts DAG runs for one test: ``begin("stage", steps=50, held="before")``."""
 
-    def __init__(self, airflow: AirflowServices, gates: Path, folder: Path, name: str) -> None:
+    def __init__(
+        self, airflow: AirflowServices, cluster: Cluster, gates: Path, folder: Path, name: str
+    ) -> None:
         """Ledgers go to *folder*; run ids begin with the test's *name*."""
-        self._airflow, self._gates, self._folder = airflow, gates, folder
+        self._airflow, self._cluster, self._gates, self._folder = airflow, cluster, gates, folder
         self._name = re.sub(r"[^a-zA-Z0-9_]", "_", name)[:50]
         self._runs: list[Run] = []
 
@@ -231,7 +285,8 @@ class Starter:
         """One DAG run with *conf* as params, held at a gate if told so."""
         number = len(self._runs)
         run_id = f"{self._name}_{number}_{os.getpid()}"
-        run = Run(self._airflow, dag_id, run_id, self._folder / f"ledger-{number}", self._gates)
+        ledger = self._folder / f"ledger-{number}"
+        run = Run(self._airflow, self._cluster, dag_id, run_id, ledger, self._gates)
         if held:
             run.gate(held).touch()
         self._airflow.trigger_dag(dag_id, run_id=run_id, conf={"ledger": str(run.ledger), **conf})
@@ -246,10 +301,14 @@ class Starter:
 
 @pytest.fixture
 def begin(
-    airflow: AirflowServices, gates: Path, tmp_path: Path, request: pytest.FixtureRequest
+    airflow: AirflowServices,
+    cluster: Cluster,
+    gates: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Starter]:
     """Start DAG runs of this test."""
-    starter = Starter(airflow, gates, tmp_path, request.node.name)
+    starter = Starter(airflow, cluster, gates, tmp_path, request.node.name)
     yield starter
     starter.end()
 
@@ -257,6 +316,7 @@ def begin(
 @pytest.fixture(scope="module")
 def crowd(
     airflow: AirflowServices,
+    cluster: Cluster,
     gates: Path,
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
@@ -264,7 +324,7 @@ def crowd(
     """The selected scenarios of the module, two at a time: each holds one of two CPUs, and mostly waits."""
 
     def play(name: str, scenario: Callable[[Starter], None]) -> None:
-        starter = Starter(airflow, gates, tmp_path_factory.mktemp("scenario"), name)
+        starter = Starter(airflow, cluster, gates, tmp_path_factory.mktemp("scenario"), name)
         try:
             scenario(starter)
         finally:

@@ -23,13 +23,17 @@ class Orphan:
 
     Attributes:
         handle: Of the attempt.
+        prefix: Folder of its run in the store.
         reason: Why, for people.
         runs: True when pods of it may still run.
+        is_live: True for the live attempt of its run, whose owner is gone: it may still save.
     """
 
     handle: Handle
+    prefix: str
     reason: str
     runs: bool
+    is_live: bool = False
 
 
 def orphans(
@@ -38,6 +42,7 @@ def orphans(
     state_of: Callable[[str], RunState | None],
     *,
     server_time: float,
+    ownerless: Callable[[str], str | None] = lambda _prefix: None,
 ) -> Iterator[Orphan]:
     """Jobs of the namespace whose run in this store does not count them as its live attempt.
 
@@ -46,6 +51,8 @@ def orphans(
         store_url: Jobs of other stores are left alone: their runs cannot be seen from here.
         state_of: Fold of a run's events by its folder; None when there is no such run.
         server_time: Clock of the API server, seconds since the epoch.
+        ownerless: Why nobody owns the live attempt of a run any more, though its events do not say so; None
+            when somebody does.
     """
     for job in backend.jobs():
         metadata = job["metadata"]
@@ -55,9 +62,13 @@ def orphans(
         born = timestamp(metadata["creationTimestamp"])
         if born is None or server_time - born < YOUNG_S:
             continue
-        reason = _why(job, state_of(str(annotations.get(names.PREFIX))))
+        prefix = str(annotations.get(names.PREFIX))
+        reason = _why(job, state_of(prefix))
+        is_live = reason is None
+        if is_live:
+            reason = ownerless(prefix)
         if reason is not None:
-            yield Orphan(handle_of([job]), reason, job_end(job) is None)
+            yield Orphan(handle_of([job]), prefix, reason, job_end(job) is None, is_live)
 
 
 def _why(job: dict[str, Any], state: RunState | None) -> str | None:

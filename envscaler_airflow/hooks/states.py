@@ -1,0 +1,32 @@
+"""Airflow's own word on a stage's task, asked from a worker or a triggerer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from envscaler_airflow.store.keys import RunKey
+
+OVER = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
+"""States that Airflow leaves only by a clear."""
+
+
+def task_state(dag_id: str, run_id: str, task_id: str, map_index: int | None) -> str | None:
+    """Airflow's state of a task; ``removed`` when it is gone with its DAG run. Blocks."""
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (slow to load)
+
+    found = RuntimeTaskInstance.get_task_states(
+        dag_id=dag_id, run_ids=[run_id], task_ids=[task_id], map_index=map_index
+    )
+    states = list(found.get(run_id, {}).values())
+    return states[0] if states else "removed"
+
+
+def why_over(key: RunKey) -> str | None:
+    """Why the task of the run *key* will not come back to it; None when it may, or the run is no task's."""
+    from envscaler_airflow.store.keys import SHELL_DAG  # noqa: PLC0415  (triggers do without)
+
+    if key.dag_id == SHELL_DAG:
+        return None
+    state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
+    return f"its task is {state} in Airflow" if state in OVER else None

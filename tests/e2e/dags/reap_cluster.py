@@ -1,0 +1,1 @@
+../../../dags/examples/reap_cluster.py

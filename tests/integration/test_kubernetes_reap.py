@@ -1,0 +1,137 @@
+"""What is left on a cluster is removed when nobody owns it, and only then."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from fakes.kubernetes import JOBS, PODS, Cluster, Program
+
+from envscaler_airflow import ReapOperator
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes import reap as reap_module
+from envscaler_airflow.controller.reap import reap
+from envscaler_airflow.hooks import states
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
+
+ALLOCATION = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0))
+
+
+class World:
+    """A cluster, a store, and runs that each have a live attempt."""
+
+    def __init__(self, cluster, folder):
+        """Nothing runs."""
+        self.cluster = cluster
+        self.store = open_store(f"file://{folder}/store")
+        check_store(self.store)
+        self.kubeconfig = str(cluster.kubeconfig(folder / "config"))
+        self.backend = KubernetesBackend(
+            kubeconfig=self.kubeconfig, image="train:1", wait_for_node_s=0, sleep=lambda _s: time.sleep(0.01)
+        )
+
+    def run(self, key):
+        """Start an attempt of the run *key*; the name of its Job."""
+        log, owner = EventLog(self.store, key.prefix), Actor("ti-1", 1, 3)
+        self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
+        request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION, ("train",))
+        handle = self.backend.submit(request)
+        attempt = {"generation": 1, "attempt": 1}
+        log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=owner)
+        log.append(1, "attempt-intended", {**attempt, "allocation": ALLOCATION.to_dict()}, actor=owner)
+        log.append(2, "attempt-started", {**attempt, "handle": handle.to_dict()}, actor=owner)
+        return handle.name
+
+    def live(self):
+        """Names of Jobs whose pods run."""
+        pods = [
+            pod for pod in self.cluster.list(PODS, "default") if "deletionTimestamp" not in pod["metadata"]
+        ]
+        return {
+            pod["metadata"]["labels"]["batch.kubernetes.io/job-name"]
+            for pod in pods
+            if pod["status"].get("phase") in ("Pending", "Running")
+        }
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Jobs are old from the start."""
+    monkeypatch.setattr(reap_module, "YOUNG_S", -60.0)
+    with Cluster(nodes=1, speed=5) as cluster:
+        cluster.script(Program(seconds=0), container="install")
+        cluster.script(Program(term_code=0), container="courier")
+        cluster.script(Program(term_code=87), container="main")
+        yield World(cluster, tmp_path)
+
+
+GOOD, GONE = RunKey("prod", "dag", "good", "train"), RunKey("prod", "dag", "gone", "train")
+OTHER = RunKey("staging", "dag", "gone", "train")
+
+
+def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
+    """It may still save; then its Job is removed. Others stay."""
+    good, gone = world.run(GOOD), world.run(GONE)
+
+    def over(key):
+        return "its task is failed in Airflow" if key == GONE else None
+
+    only_said = list(reap(world.store, world.backend, task_is_over=over, dry_run=True))
+    assert world.live() == {good, gone}
+    first = list(reap(world.store, world.backend, task_is_over=over))
+    until = time.monotonic() + 20
+    while gone in world.live():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    world.cluster.advance(60)
+    list(reap(world.store, world.backend, task_is_over=over))
+
+    assert [(one.handle.name, one.reason) for one in first] == [(gone, "its task is failed in Airflow")]
+    assert only_said == first
+    assert [one["metadata"]["name"] for one in world.cluster.list(JOBS, "default")] == [good]
+    assert [one.type for one in EventLog(world.store, GONE.prefix).load().pending] == ["stop-requested"]
+
+
+def test_a_job_whose_run_has_ended_is_removed(world):
+    """Nobody has to be asked: its events say so."""
+    name = world.run(GONE)
+    EventLog(world.store, GONE.prefix).append(3, "failed", {"generation": 1, "reason": "r"}, actor=None)
+    ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
+    EventLog(world.store, GONE.prefix).append(4, "attempt-ended", ended, actor=None)
+
+    assert [one.handle.name for one in reap(world.store, world.backend)] == [name]
+    assert world.cluster.list(JOBS, "default") == []
+
+
+def test_the_operator_asks_airflow_for_tasks_of_its_own_deployment(world, monkeypatch):
+    """What another Airflow owns on the same store is judged by its events alone."""
+    good, gone, other = (world.run(key) for key in (GOOD, GONE, OTHER))
+    asked = []
+
+    def task_state(dag_id, run_id, task_id, map_index):
+        asked.append((dag_id, run_id, task_id, map_index))
+        return "removed" if run_id == "gone" else "deferred"
+
+    monkeypatch.setattr(states, "task_state", task_state)
+    monkeypatch.setenv("KUBECONFIG", world.kubeconfig)
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", world.store.url)
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "prod")
+
+    found = ReapOperator(task_id="reap").execute(SimpleNamespace())
+
+    assert found == [{"job": gone, "run": GONE.prefix, "reason": "its task is removed in Airflow"}]
+    assert sorted(asked) == [("dag", "gone", "train", -1), ("dag", "good", "train", -1)]
+    assert world.live() == {good, other}
+
+
+def test_a_run_from_a_shell_is_no_task(monkeypatch):
+    """Airflow knows nothing of it, and that is no reason to end it."""
+    monkeypatch.setattr(states, "task_state", lambda *_: "removed")
+
+    assert states.why_over(RunKey("prod", "shell", "first", "train")) is None
+    assert states.why_over(GONE) == "its task is removed in Airflow"
