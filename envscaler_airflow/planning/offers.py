@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 CapacityType = Literal["spot", "on-demand"]
 
@@ -52,9 +52,11 @@ class Offer:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be finite and > 0, got {value!r}")
-        if self.usd_per_hour is not None and not 0 <= self.usd_per_hour < math.inf:
-            raise ValueError(f"usd_per_hour must be finite and >= 0, got {self.usd_per_hour!r}")
-        if self.gpus < 0 or (self.gpus > 0) != (self.gpu_name is not None):
+        for name in ("usd_per_hour", "gpu_memory_gb", "gpus"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+        if (self.gpus > 0) != (self.gpu_name is not None):
             raise ValueError(f"gpus={self.gpus!r} does not go with gpu_name={self.gpu_name!r}")
 
     @property
@@ -81,12 +83,41 @@ class Offer:
         """Read what :meth:`to_dict` wrote; unknown fields are ignored.
 
         Raises:
-            ValueError: A field is missing or out of range.
+            ValueError: A field is missing, of another type, or out of range.
         """
+        if not isinstance(body, Mapping):
+            raise ValueError(f"offer: got {type(body).__name__}, expected an object")  # noqa: TRY004 - bad text
+        values = {name: body[name] for name in cls.__slots__ if name in body}
+        for name, value in values.items():
+            _check_type(name, value)
         try:
-            return cls(**{name: body[name] for name in cls.__slots__ if name in body})
-        except TypeError as err:
+            return cls(**values)
+        except (TypeError, OverflowError) as err:
             raise ValueError(f"offer: {err}") from err
+
+
+_NUMBERS = {"vcpus": float, "memory_gib": float, "gpu_memory_gb": float, "usd_per_hour": float, "gpus": int}
+_MAY_BE_UNKNOWN = ("zone", "gpu_name", "gpu_memory_gb", "usd_per_hour", "arch")
+_MOST = 10**15
+"""Whole numbers from here on are none of a machine. Chosen: below what a float tells apart."""
+CAPACITY_TYPES: tuple[str, ...] = get_args(CapacityType)
+
+
+def _check_type(name: str, value: object) -> None:
+    """Refuse what a record cannot have as *name*: it comes from outside."""
+    if value is None and name in _MAY_BE_UNKNOWN:
+        return
+    if name == "capacity_type":
+        is_right = value in CAPACITY_TYPES
+    elif name == "is_attached":
+        is_right = isinstance(value, bool)
+    elif name in _NUMBERS:
+        is_whole = type(value) is int and abs(value) < _MOST
+        is_right = is_whole or type(value) is _NUMBERS[name]
+    else:
+        is_right = isinstance(value, str)
+    if not is_right:
+        raise ValueError(f"offer: {name}: got {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +212,15 @@ class Allocation:
         Raises:
             ValueError: A field is missing or out of range.
         """
-        try:
-            rest = body.get("rest")
-            return cls(
-                Offer.from_dict(body["offer"]),
-                nodes=int(body.get("nodes", 1)),
-                rest=None if rest is None else Offer.from_dict(rest),
-                rest_nodes=int(body.get("rest_nodes", 0)),
+        if not isinstance(body, Mapping) or "offer" not in body:
+            raise ValueError(f"allocation: got {body!r:.80}, expected an object with an offer")
+        nodes, rest, rest_nodes = body.get("nodes", 1), body.get("rest"), body.get("rest_nodes", 0)
+        if type(nodes) is not int or type(rest_nodes) is not int:
+            raise ValueError(
+                f"allocation: nodes={nodes!r:.40} and rest_nodes={rest_nodes!r:.40} must be whole"
             )
-        except (AttributeError, KeyError, TypeError) as err:
-            raise ValueError(f"allocation: {err!r}") from err
+        other = None if rest is None else Offer.from_dict(rest)
+        return cls(Offer.from_dict(body["offer"]), nodes, other, rest_nodes)
 
 
 def _joins(offer: Offer) -> tuple[object, ...]:
