@@ -287,6 +287,9 @@ class _Reader:
     def key(self, event: yaml.Event, path: str, line: int, depth: int) -> str:
         if not isinstance(event, yaml.ScalarEvent):
             self.stop(event, path, "a key that is no text; write a name")
+        if event.style is None and _BOOL_1_1.match(event.value):
+            self.fault(line, _join(path, event.value), _key_trap(event.value))
+            return str(event.value)
         node = self.node(event, path, line, depth + 1)
         text = node.raw if node.raw is not None else node.value
         if isinstance(node.value, str) or node.is_broken:
@@ -329,6 +332,11 @@ def _resolve(text: str) -> tuple[Scalar, str | None]:
     if _NOT_FINITE.match(text):
         return text, f"{text} is no finite number; write one, or leave the field out"
     return _number(text)
+
+
+def _key_trap(text: str) -> str:
+    wanted = "true" if text.lower() in ("yes", "on") else "false"
+    return f'key {text} is {wanted} for YAML 1.1 and text for YAML 1.2; write "{text}":'
 
 
 def _number(text: str) -> tuple[Scalar, str | None]:

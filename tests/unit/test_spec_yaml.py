@@ -47,7 +47,7 @@ def test_every_value_knows_its_line_and_path():
     [
         ("t: 10:30", 'spec:1: t: 10:30 without quotes is a number of base 60 for YAML 1.1; write "10:30"'),
         ("t: yes", 'spec:1: t: yes is true for YAML 1.1 and text for YAML 1.2; write true, or "yes"'),
-        ("on: 1", 'spec:1: on is true for YAML 1.1 and text for YAML 1.2; write true, or "on"'),
+        ("on: 1", 'spec:1: on: key on is true for YAML 1.1 and text for YAML 1.2; write "on":'),
         ("t: 010", 'spec:1: t: 010 is octal for YAML 1.1; write "010", or the number without the leading 0'),
         ("t: .inf", "spec:1: t: .inf is no finite number; write one, or leave the field out"),
         ("t: .nan", "spec:1: t: .nan is no finite number; write one, or leave the field out"),
