@@ -120,20 +120,22 @@ def random_requests(number: int) -> list[list[Requirements]]:
 
 def show_speed(requests: list[list[Requirements]], table: OfferTable, scope: Scope) -> None:
     """Warm time of one plan."""
-    took = []
+    took, used = [], []
     how = Search(scope=scope)
     for needs in requests:
         search(needs, table, how=how)
     for _ in range(3):
         for needs in requests:
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.thread_time()
             search(needs, table, how=how)
             took.append((time.perf_counter() - begun) * 1e3)
-    took.sort()
-    print(
-        f"plan, {len(requests)} requests x 3, warm: median {statistics.median(took):.2f} ms, "
-        f"p99 {took[int(0.99 * len(took))]:.2f} ms, max {took[-1]:.2f} ms"
-    )
+            used.append((time.thread_time() - cpu) * 1e3)
+    for what, found in (("", took), (", CPU", used)):
+        found.sort()
+        print(
+            f"plan, {len(requests)} requests x 3, warm{what}: median {statistics.median(found):.2f} ms, "
+            f"p99 {found[int(0.99 * len(found))]:.2f} ms, max {found[-1]:.2f} ms"
+        )
 
 
 def show_start(folder: Path | None) -> None:

@@ -96,7 +96,7 @@ class Offer:
             raise ValueError(f"offer: {err}") from err
 
 
-_NUMBERS = {"vcpus": float, "memory_gib": float, "gpu_memory_gb": float, "usd_per_hour": float, "gpus": int}
+_NUMBERS = ("vcpus", "memory_gib", "gpu_memory_gb", "usd_per_hour", "gpus")
 _MAY_BE_UNKNOWN = ("zone", "gpu_name", "gpu_memory_gb", "usd_per_hour", "arch")
 _MOST = 10**15
 """Whole numbers from here on are none of a machine. Chosen: below what a float tells apart."""
@@ -113,7 +113,7 @@ def _check_type(name: str, value: object) -> None:
         is_right = isinstance(value, bool)
     elif name in _NUMBERS:
         is_whole = type(value) is int and abs(value) < _MOST
-        is_right = is_whole or type(value) is _NUMBERS[name]
+        is_right = is_whole or (name != "gpus" and type(value) is float)
     else:
         is_right = isinstance(value, str)
     if not is_right:
