@@ -287,6 +287,7 @@ class _Reader:
     def key(self, event: yaml.Event, path: str, line: int, depth: int) -> str:
         if not isinstance(event, yaml.ScalarEvent):
             self.stop(event, path, "a key that is no text; write a name")
+        assert isinstance(event, yaml.ScalarEvent)
         if event.style is None and _BOOL_1_1.match(event.value):
             self.fault(line, _join(path, event.value), _key_trap(event.value))
             return str(event.value)
