@@ -226,13 +226,18 @@ def _exists(kubectl: Callable[[list[str]], Output], words: list[str]) -> bool:
 
 def _raise_unless_absent(done: Output) -> None:
     if not any(word in done.err.lower() for word in _ABSENT):
-        raise BackendError(f"the cluster cannot be asked: {done.err.strip()}", transient=True)
+        raise BackendError(f"the cluster cannot be asked: {_last_line(done.err)}", transient=True)
+
+
+def _last_line(text: str) -> str:
+    """What kubectl says in the end; above it stands each try's log."""
+    return text.strip().rpartition("\n")[2]
 
 
 def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[str]:
     done = kubectl(["get", "nodes", "-o", "json"])
     if done.code != 0:
-        raise BackendError(f"the cluster cannot be asked: {done.err.strip()}", transient=True)
+        raise BackendError(f"the cluster cannot be asked: {_last_line(done.err)}", transient=True)
     nodes = [item for item in json.loads(done.out).get("items", []) if not _is_closed(item)]
     wanted = spec.num_nodes.min
     best = max(sum(_fits(need, item) for item in nodes) for need in spec.resources.alternatives)
