@@ -19,6 +19,10 @@ LEAST_SPOT_SHARE = 1 / 50
 """A first spot price below this share of the on-demand price is not believed. Chosen: clouds state
 savings of 91 % at most."""
 
+LEAST_USD = 0.0002
+"""A price below this is not believed of any machine. Chosen: the smallest ones of all clouds cost more than
+five times that; stand-ins of clouds answer 0.00001."""
+
 HOUR_S = 3600.0
 
 TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
@@ -155,6 +159,8 @@ def refreshed(
 
 
 def _leaps(quote: Quote, old: float | None, on_demand: float | None) -> bool:
+    if quote.usd < LEAST_USD:
+        return True
     if old is not None:
         return not old / LEAP <= quote.usd <= old * LEAP
     if quote.capacity == "spot" and on_demand is not None:

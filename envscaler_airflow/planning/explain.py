@@ -127,11 +127,9 @@ def unknown_gpus(needs: Sequence[Requirements], table: OfferTable) -> list[str]:
         if asked.casefold() in lower:
             continue
         near = difflib.get_close_matches(asked.casefold(), lower, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(lower[name] for name in near)}?"
-            if near
-            else f"there are {', '.join(names)}"
-        )
+        hint = f"there are {', '.join(names)}" if names else "none has any"
+        if near:
+            hint = f"did you mean {' or '.join(lower[name] for name in near)}?"
         notes.append(f"no offer has a GPU named {asked}: {hint}")
     return notes
 

@@ -276,3 +276,14 @@ def test_a_machine_that_is_none_is_refused(shell, text):
     assert got.exit_code != 0
     assert f"--own '{text}'" in got.output
     assert "Traceback" not in got.output
+
+
+def test_an_empty_table_is_said_to_be_empty(shell, tmp_path):
+    """There is nothing to come near to."""
+    (tmp_path / "offers.csv").write_text(",".join(COLUMNS) + "\n")
+
+    got = shell("plan")
+
+    assert got.exit_code == 2
+    assert "there is no offer at all to choose from" in got.output
+    assert "note: no offer has a GPU named T4: none has any" in got.output

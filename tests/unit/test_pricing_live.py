@@ -94,6 +94,40 @@ def test_a_first_price_is_held_against_the_snapshot_and_spot_against_on_demand()
     assert set(odd.prices) == {LISTED.key}
 
 
+def test_a_spot_price_without_anything_to_hold_it_against_is_still_no_gift():
+    """A type whose on-demand price nobody tells: a thousandth of a cent is believed of no machine."""
+    odd = SPOT._replace(instance_type="g9.xlarge", usd=0.00001)
+
+    assert refresh(None, odd).quarantined == {odd.key: 0.00001}
+    assert refresh(None, odd._replace(usd=0.0013)).prices == {odd.key: Price(0.0013, HOUR)}
+
+
+def test_quarantine_outlives_restarts_and_gradual_changes_do_not_enter_it(tmp_path):
+    """Each process reads what the last one kept; the last good price is the measure, not the leap."""
+    day = 24 * HOUR
+    prices = [1.1, 50.0, 50.0, 4.0, 15.0]
+    seen = []
+    for number, usd in enumerate(prices):
+        shelf = Shelf(tmp_path)  # a new process
+        book = shelf.refresh(
+            Feed(fetched(LISTED._replace(usd=usd))), "us-east-1", clock=lambda at=number: at * day
+        )
+        seen.append((book.prices[LISTED.key].usd, book.quarantined.get(LISTED.key)))
+
+    assert seen == [(1.1, None), (1.1, 50.0), (1.1, 50.0), (4.0, None), (15.0, None)]
+    assert Shelf(tmp_path).book("aws", "us-east-1").prices[LISTED.key] == Price(15.0, 4 * day)
+
+
+def test_spot_dearer_than_on_demand_is_a_price_and_not_chosen():
+    """It happens when a zone is short; five times more is not believed."""
+    table = with_books(TABLE, [refresh(None, LISTED, SPOT._replace(usd=2.0))])
+
+    chosen = search(Requirements(gpus=1, region="us-east-1"), table).chosen
+
+    assert (chosen.allocation.offer.capacity_type, chosen.usd_per_hour) == ("on-demand", 1.1)
+    assert refresh(None, LISTED, SPOT._replace(usd=5.6)).quarantined == {SPOT.key: 5.6}
+
+
 def test_new_machines_and_zones_become_offers():
     """A type that the snapshot lacks, in the zones that the cloud names."""
     new = Kind("aws", "g9.xlarge", 8, 32, "B200", 1, 180, "x86_64")
