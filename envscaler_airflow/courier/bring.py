@@ -109,6 +109,9 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
         for name in names:
             _get(site, store, name, path / name)
         return
+    if mount.is_written_back:
+        path.mkdir(parents=True, exist_ok=True)  # nothing lies there yet
+        return
     parent, _, name = mount.source.rstrip("/").rpartition("/")
     store = open_store(parent, site.layout.store_options)
     if site.patiently(lambda: store.size(name), what=mount.name) is None:

@@ -39,13 +39,22 @@ class Who:
 
 
 class Mount(BaseModel):
-    """A volume to copy in before the start."""
+    """A volume to copy in before the start.
+
+    ``is_cached``: its path outlives the pod, so that what is still the same is not fetched again.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     name: str
     source: str
     path: str
     read_only: bool = False
+    is_cached: bool = False
+
+    @property
+    def is_written_back(self) -> bool:
+        """True for an object store's volume that the training may write."""
+        return not self.read_only and "://" in self.source and not self.source.startswith("file:")
 
 
 class Layout(BaseModel):

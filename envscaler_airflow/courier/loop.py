@@ -18,13 +18,15 @@ from envscaler_airflow.courier.site import Backoff, Site, WorkInterruptedError
 from envscaler_airflow.courier.snapshots import Snapshots
 from envscaler_airflow.courier.uploads import Checkpoints, Chunks, Outputs
 from envscaler_airflow.courier.watch import OwnerWatch
+from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Ended, Status, status_name
 
 ROUND_S = 0.5
 """Between two rounds. Chosen: half of the wrapper's second."""
 STATUS_S = 15.0
-"""Between two statuses without a change. Source: DESIGN section 4."""
+"""Between two statuses without a change, seconds. Chosen: a stall is seen within a minute, for 240 writes an
+hour and node."""
 WRAPPER_S = 120.0
 """How long a wrapper may say nothing after the set-up failed, before its end is told for it. Chosen."""
 
@@ -39,6 +41,7 @@ class Heavy:
         self._site = site
         self._checkpoints: Checkpoints | None = None
         self._outputs = Outputs(site)
+        self._volumes = WriteBack(site)
         self.frozen: Frozen | None = None
 
     def step(self) -> None:
@@ -57,7 +60,7 @@ class Heavy:
             return
         if self._checkpoints is None:
             self.frozen = setup.read_spec(site)
-            self._checkpoints = Checkpoints(site, self.frozen.keep)
+            self._checkpoints = Checkpoints(site, self.frozen.keep, volumes=self._volumes)
         has_left = self._checkpoints.step()
         if has_left and site.memory.state.is_final_snapshot_done:
             ended = site.ended()
@@ -66,9 +69,9 @@ class Heavy:
                 site.memory.update(is_drained=True)
 
     def _are_outputs_done(self, ended: Ended) -> bool:
-        if ended.reason != "succeeded" or self._site.who.node != 0:
+        if ended.reason != "succeeded":
             return True
-        return self._outputs.step()
+        return self._volumes.step() and (self._site.who.node != 0 or self._outputs.step())
 
 
 class Speaker:

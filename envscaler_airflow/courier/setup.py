@@ -14,6 +14,7 @@ from envscaler_airflow.courier.bring import bring
 from envscaler_airflow.courier.frozen import MAX_SPEC_BYTES, Frozen, read_frozen
 from envscaler_airflow.courier.restore import empty, restore
 from envscaler_airflow.courier.site import SetupCancelledError, Site
+from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.store import archive
@@ -50,6 +51,7 @@ def _lay_out(site: Site) -> dict[str, Any]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     if site.layout.checkpoint_path is not None:
         Path(site.layout.checkpoint_path).mkdir(parents=True, exist_ok=True)
+    WriteBack(site).mark()
     site.remember_places()
     site.wanted()
     restored = restore(site, control)
@@ -63,7 +65,7 @@ def _lay_out(site: Site) -> dict[str, Any]:
 
 
 def read_spec(site: Site) -> Frozen:
-    """The frozen spec of the run, from the store.
+    """The frozen spec of the run, from the store, with the interval that the owner asks for.
 
     Raises:
         ProtocolError: It is absent or cannot be read.
@@ -74,7 +76,7 @@ def read_spec(site: Site) -> Frozen:
         raise ProtocolError(
             f"{site.store.uri('spec.yaml')} is absent: courier and owner must see the same store"
         )
-    return read_frozen(body)
+    return read_frozen(body).with_interval(_first_control(site).checkpoint_every_s)
 
 
 def _first_control(site: Site) -> Control:

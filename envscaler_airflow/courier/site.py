@@ -115,6 +115,7 @@ class Site:
     def remember_places(self) -> None:
         """Note where outputs and checkpoints really are; before the start nobody could lay a link."""
         paths = [*self.layout.outputs.values(), self.layout.checkpoint_path]
+        paths += [mount.path for mount in self.layout.mounts if mount.is_written_back]
         places = {path: str(Path(path).parent.resolve()) for path in paths if path is not None}
         self.memory.update(places=places)
 

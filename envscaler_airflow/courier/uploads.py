@@ -11,6 +11,7 @@ from typing import Any
 
 from envscaler_airflow.courier.site import Backoff, Site
 from envscaler_airflow.courier.snapshots import snapshot_facts
+from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
 from envscaler_airflow.protocol import (
     Manifest,
@@ -71,9 +72,10 @@ class _Uploaded:
 class Checkpoints:
     """Uploads local saves, completes them with a manifest, lets old ones go."""
 
-    def __init__(self, site: Site, keep: int) -> None:
-        """Keep the *keep* newest good ones in the store."""
+    def __init__(self, site: Site, keep: int, *, volumes: WriteBack | None = None) -> None:
+        """Keep the *keep* newest good ones in the store; *volumes* go up with each."""
         self._site = site
+        self._volumes = volumes or WriteBack(site)
         self._keep = keep
         self._backoff = Backoff(site.monotonic)
         self._uploaded: dict[str, _Uploaded] = {}
@@ -125,6 +127,7 @@ class Checkpoints:
         files = [item for item in folders.walk(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
         done = folders.upload(site.store, prefix, files, node=site.who.node, between=site.between)
+        self._volumes.flush()  # what a resumed training meets there is no older than its checkpoint
         if site.who.node != 0:
             part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
             folders.write_manifest(site.store, prefix, part, name=folders.node_list(site.who.node))

@@ -97,9 +97,12 @@ class Runtime(Model):
 class Volume(Model):
     """Data under a path: an object store, a claim, NFS, a folder of the host, or a stage's output.
 
-    Object stores and outputs are copied in before the start, so they are read-only; what a stage makes
-    goes out by ``outputs``. ``region`` (of a claim also ``zone``) says where the data lie and ``size`` how
-    much is read, so that plans count what it costs elsewhere, or pass over where a claim cannot be used.
+    Object stores and outputs are copied in before the start. What a stage makes goes out by ``outputs``; of
+    an object store with ``access_mode: ReadWriteMany`` what changed is written back with each checkpoint.
+    A claim with ``size`` that does not exist is made, of ``storage_class``; ``retain`` says whether it goes
+    with the run or stays (``always``, the default). ``region`` (of a claim also ``zone``) says where the
+    data lie and ``size`` how much is read, so that plans count what it costs elsewhere, or pass over where a
+    claim cannot be used.
     """
 
     name: SafeName
@@ -109,6 +112,8 @@ class Volume(Model):
     region: Word | None = None
     zone: Word | None = None
     size: Memory | None = None
+    storage_class: Word | None = None
+    retain: Literal["run", "always"] | None = None
 
     @property
     def kind(self) -> str:
@@ -126,6 +131,11 @@ class Volume(Model):
     def is_read_only(self) -> bool:
         """True when the stage cannot write it."""
         return self.access_mode in ("ReadOnly", "ReadOnlyMany")
+
+    @property
+    def is_made(self) -> bool:
+        """True for a claim that is made when it does not exist."""
+        return self.kind == "pvc" and self.size is not None and not self.is_read_only
 
     @property
     def gib(self) -> float | None:
@@ -161,7 +171,8 @@ class Volume(Model):
 
     @model_validator(mode="after")
     def _default_access(self) -> Self:
-        if self.is_copied and self.access_mode not in (None, "ReadOnly", "ReadOnlyMany"):
+        is_writable = self.kind in OBJECT_STORES and self.kind != "hdfs"
+        if self.is_copied and not is_writable and self.access_mode not in (None, "ReadOnly", "ReadOnlyMany"):
             fix = "write access_mode: ReadOnly, and what is made under outputs"
             raise fault(
                 f"{self.access_mode}, but the source is copied in before the start; {fix}", at="access_mode"
@@ -170,6 +181,9 @@ class Volume(Model):
             raise fault("is of a claim; what is copied in has a region", at="zone")
         if self.access_mode is None:
             object.__setattr__(self, "access_mode", "ReadOnly" if self.is_copied else "ReadWriteOnce")
+        for name in ("storage_class", "retain"):
+            if getattr(self, name) is not None and not self.is_made:
+                raise fault("is of a claim that is made; write source: pvc://name and size: 10Gi", at=name)
         return self
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS, Cluster, Program
+from fakes.kubernetes.resources import CLAIMS
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, client, names, paths
@@ -409,6 +410,64 @@ def test_what_is_not_elastic_is_not_rescaled(cluster, connect):
             backend.rescale(handle, 2)
         assert not caught.value.transient
     assert {job["spec"]["completions"] for job in cluster.list(JOBS, "default")} == {1, 2}
+
+
+def with_claim(**fields):
+    """A spec with one claim."""
+    volume = {"name": "d", "source": "pvc://data", "mount_path": "/data", "size": "1Gi", **fields}
+    return {"volumes": [volume]}
+
+
+def test_a_claim_that_does_not_exist_is_made_and_stays(cluster, connect):
+    """By its own name, of the class that was asked for; the next attempt binds it."""
+    backend = connect()
+    spec = with_claim(storage_class="fast", access_mode="ReadWriteMany")
+
+    handle = backend.submit(request_for(spec=spec))
+    backend.submit(request_for(spec=spec, attempt=2))
+    running(backend, handle)
+    for job in backend.jobs():
+        backend.cluster.delete(paths.jobs("default", job["metadata"]["name"]), uid=job["metadata"]["uid"])
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+
+    [claim] = cluster.list(CLAIMS, "default")
+    assert claim["metadata"]["name"] == "data"
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "1Gi"
+
+
+def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connect):
+    """It outlives the first Job and goes with the last; another run has its own."""
+    backend, spec = connect(), with_claim(retain="run")
+    first = backend.submit(request_for(spec=spec))
+    second = backend.submit(request_for(spec=spec, attempt=2))
+    backend.submit(request_for(spec=spec, run_prefix="dep/dag/other/train/-1"))
+    assert len(cluster.list(CLAIMS, "default")) == 2
+
+    backend.cluster.delete(paths.jobs("default", first.name), uid=first.details["uid"])
+    eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 2)
+    running(backend, second)
+    assert len(cluster.list(CLAIMS, "default")) == 2
+    backend.cluster.delete(paths.jobs("default", second.name), uid=second.details["uid"])
+
+    eventually(lambda: len(cluster.list(CLAIMS, "default")), lambda count: count == 1)
+
+
+def test_a_claim_that_is_there_is_bound_as_it_is(cluster, connect):
+    """Somebody made it, of another size: nothing of it is changed."""
+    size = {"requests": {"storage": "9Gi"}}
+    cluster.create(
+        CLAIMS,
+        {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": size}},
+    )
+    backend = connect()
+
+    running(backend, backend.submit(request_for(spec=with_claim())))
+
+    [claim] = cluster.list(CLAIMS, "default")
+    assert claim["spec"]["resources"] == size
+    assert "ownerReferences" not in claim["metadata"]
 
 
 def test_free_is_what_nobody_holds(cluster, connect):

@@ -40,6 +40,17 @@ SPEC = {
         {"name": "Data.set", "source": "pvc://glue", "mount_path": "/data", "access_mode": "ReadOnly"},
         {"name": "raw", "source": "s3://b/raw", "mount_path": "/raw", "access_mode": "ReadOnly"},
         {"name": "home", "source": "nfs://10.0.0.9/exports/h", "mount_path": "/nfs"},
+        {
+            "name": "scratch",
+            "source": "pvc://scratch",
+            "size": "20Gi",
+            "storage_class": "fast",
+            "retain": "run",
+            "access_mode": "ReadWriteMany",
+            "mount_path": "/scratch",
+        },
+        {"name": "kept", "source": "pvc://kept", "size": "5Gi", "mount_path": "/kept"},
+        {"name": "out", "source": "s3://b/out", "mount_path": "/out", "access_mode": "ReadWriteMany"},
     ],
     "env": [
         {"name": "WANDB_API_KEY", "value_from": "secret:wandb/api-key"},
@@ -119,7 +130,7 @@ def documents(rendered):
     found = []
     for part in rendered.get("parts", [rendered]):
         secret = secret_object(part, dict.fromkeys(part["secret_keys"], "value"))
-        found += [part["job"], part["config_map"], *([secret] if secret else [])]
+        found += [part["job"], part["config_map"], *part.get("claims", ()), *([secret] if secret else [])]
     return found
 
 
@@ -230,6 +241,17 @@ def test_outputs_get_a_folder_that_may_be_replaced():
     paths = [mount["mountPath"] for mount in mounts_of(spec).training]
 
     assert paths == ["/envscaler", "/output", "/workspace/out"]
+
+
+def test_what_may_only_be_read_is_mounted_so_and_what_may_be_written_is_brought_back():
+    """The training's mounts of a claim and of a copy; of the object stores one is told to be written back."""
+    part = rendered_case("plain")
+
+    [main] = part["job"]["spec"]["template"]["spec"]["containers"]
+    read_only = {mount["mountPath"] for mount in main["volumeMounts"] if mount.get("readOnly")}
+    layout = json.loads(part["config_map"]["data"]["layout.json"])
+    assert read_only == {"/data", "/raw"}
+    assert {mount["name"]: mount["read_only"] for mount in layout["mounts"]} == {"raw": True, "out": False}
 
 
 def test_an_output_inside_a_volume_needs_nothing_of_its_own():

@@ -259,11 +259,28 @@ class KubernetesBackend:
             made.append((paths.secrets(self.namespace), secret))
         for path, body in made:
             body["metadata"] = {**body["metadata"], "ownerReferences": [owner]}
-            try:
-                self.cluster.create(path, body)
-            except RefusedError as err:
-                if err.status != 409:
-                    raise
+            self._create_once(path, body)
+        for claim in rendered.get("claims", ()):
+            self._claim(claim, {**owner, "controller": False})
+
+    def _claim(self, claim: Json, owner: Json) -> None:
+        """Make it where there is none; one that goes with its run is held by every attempt's Job."""
+        is_of_run = names.RUN in (claim["metadata"].get("labels") or {})
+        held = {"ownerReferences": [owner]} if is_of_run else {}
+        body = {**claim, "metadata": {**claim["metadata"], **held}}
+        if not self._create_once(paths.claims(self.namespace), body) and is_of_run:
+            where = paths.claims(self.namespace, claim["metadata"]["name"])
+            self.cluster.patch_strategic(where, {"metadata": held})
+
+    def _create_once(self, path: str, body: Json) -> bool:
+        """True when it was made, False when one of that name is there."""
+        try:
+            self.cluster.create(path, body)
+        except RefusedError as err:
+            if err.status != 409:
+                raise
+            return False
+        return True
 
     def _unsuspend(self, job: Json) -> Json:
         """Let its pods be made; where a Kueue queue decides that, mark it as ready."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.names import dns_label
+from envscaler_airflow.backends.kubernetes.names import claim_name, dns_label
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec
 
@@ -53,11 +53,9 @@ _IMAGE_FOLDERS = frozenset(
     )
 )
 """Folders that images fill: nothing is mounted over them. Chosen."""
-_PLACES = {
-    "pvc": "pvc",
-    "nfs": "nfs",
-    "hostPath": "hostPath",
-}
+_PLACES = ("pvc", "nfs", "hostPath")
+"""Sources that Kubernetes mounts by itself; any other is copied in."""
+_READ = "ReadOnly"
 
 
 @dataclass(slots=True)
@@ -86,8 +84,12 @@ class Mounts:
         self.training.append({**mount, "readOnly": True} if read_only else mount)
 
 
-def mounts_of(spec: Mapping[str, Any]) -> Mounts:
+def mounts_of(spec: Mapping[str, Any], *, run: str = "") -> Mounts:
     """Volumes and mounts of a stage, less ``/dev/shm`` and what the deployment adds.
+
+    Args:
+        spec: The frozen spec.
+        run: Hash of the run, for claims that go with it.
 
     Raises:
         SpecError: A source that cannot be had here, or a path with no folder of its own.
@@ -97,7 +99,7 @@ def mounts_of(spec: Mapping[str, Any]) -> Mounts:
     found.training.append(home)
     found.courier.append(home)
     for index, volume in enumerate(spec.get("volumes") or ()):
-        _volume(found, index, volume)
+        _volume(found, index, volume, run)
     for what, path in shared_paths(spec):
         _shared(found, what, path)
     return found
@@ -110,7 +112,7 @@ def shared_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     return paths + ([("checkpoint.path", str(checkpoint))] if checkpoint else [])
 
 
-def _volume(found: Mounts, index: int, volume: Mapping[str, Any]) -> None:
+def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str) -> None:
     path, source = str(volume["mount_path"]), str(volume.get("source") or "")
     read_only = volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany")
     kind = source.partition(":")[0]
@@ -123,7 +125,11 @@ def _volume(found: Mounts, index: int, volume: Mapping[str, Any]) -> None:
         found.share(path, read_only=read_only)
         return
     name = dns_label(f"v{index}-{volume['name']}")
-    found.volumes.append({"name": name, **_source(kind, source, read_only=read_only)})
+    if kind == "pvc":
+        claim = {"claimName": claim_name(volume, run)} | ({"readOnly": True} if read_only else {})
+        found.volumes.append({"name": name, "persistentVolumeClaim": claim})
+    else:
+        found.volumes.append({"name": name, **_source(kind, source, read_only=read_only)})
     mount = {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
     found.training.append(mount)
     found.courier.append(mount)
@@ -135,11 +141,31 @@ def _source(kind: str, source: str, *, read_only: bool) -> dict[str, Any]:
         path = "/" + place.lstrip("/")
         return {"hostPath": {"path": path, "type": "Directory" if read_only else "DirectoryOrCreate"}}
     flag = {"readOnly": True} if read_only else {}
-    where = place.removeprefix("//")
-    if kind == "pvc":
-        return {"persistentVolumeClaim": {"claimName": where, **flag}}
-    server, _, path = where.partition("/")
+    server, _, path = place.removeprefix("//").partition("/")
     return {"nfs": {"server": server, "path": f"/{path}", **flag}}
+
+
+def claims_of(spec: Mapping[str, Any], *, run: str, labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Claims that are made when they do not exist; those that go with the run bear its *labels*."""
+    made = []
+    for volume in spec.get("volumes") or ():
+        mode = str(volume.get("access_mode") or "ReadWriteOnce")
+        if (
+            not str(volume.get("source")).startswith("pvc:")
+            or not volume.get("size")
+            or mode.startswith(_READ)
+        ):
+            continue
+        metadata: dict[str, Any] = {"name": claim_name(volume, run)}
+        if volume.get("retain") == "run":
+            metadata["labels"] = dict(labels)
+        spec_of = {"accessModes": [mode], "resources": {"requests": {"storage": str(volume["size"])}}}
+        if volume.get("storage_class"):
+            spec_of["storageClassName"] = str(volume["storage_class"])
+        made.append(
+            {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec_of}
+        )
+    return made
 
 
 def _shared(found: Mounts, what: str, path: str) -> None:

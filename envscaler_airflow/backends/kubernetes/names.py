@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from envscaler_airflow.backends.base import AttemptRequest
 
@@ -55,6 +57,12 @@ def attempt_name(request: AttemptRequest) -> str:
 def part_name(attempt: str, part: int) -> str:
     """Name of the Job of that part; at most 3 characters more, which still leaves room for a pod's index."""
     return f"{attempt}-p{part}" if part else attempt
+
+
+def claim_name(volume: Mapping[str, Any], run: str) -> str:
+    """Claim of a ``pvc://`` volume; one that goes with its run carries the run's hash *run*."""
+    location = str(volume["source"]).partition("://")[2]
+    return dns_label(f"{location}-{run[:10]}") if volume.get("retain") == "run" else location
 
 
 def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:

@@ -28,6 +28,11 @@ def secrets(namespace: str, name: str = "") -> str:
     return _join(f"/api/v1/namespaces/{namespace}/secrets", name)
 
 
+def claims(namespace: str, name: str = "") -> str:
+    """Persistent volume claims of a namespace, or one of them."""
+    return _join(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims", name)
+
+
 def events(namespace: str) -> str:
     """Events of a namespace."""
     return f"/api/v1/namespaces/{namespace}/events"

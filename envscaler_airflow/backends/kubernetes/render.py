@@ -39,6 +39,7 @@ COURIER_MEMORY_BYTES = 256 * MIB
 """Memory that the courier is promised, bytes. Chosen: twice what a courier with boto3 holds."""
 MAX_CONFIG_BYTES = 1_000_000
 """Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
+_OF_RUN = (names.MANAGED_BY, names.RUN)
 _WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
 """Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
 _OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
@@ -95,7 +96,7 @@ def _render_part(part: _Attempt) -> dict[str, Any]:
             "data": {"layout.json": layout},
         },
         "secret_keys": part.own_secrets(),
-    }
+    } | ({"claims": claims} if (claims := part.claims()) else {})
 
 
 def secret_object(rendered: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any] | None:
@@ -177,6 +178,18 @@ class _Attempt:
             "spec": spec,
         }
 
+    @property
+    def run(self) -> str:
+        return names.run_hash(self.request.store_url, self.request.run_prefix)
+
+    def claims(self) -> list[dict[str, Any]]:
+        """Claims that are made with the attempt; those that stay are nobody's."""
+        labels = {name: value for name, value in names.labels_of(self.request).items() if name in _OF_RUN}
+        found = at.claims_of(self.request.spec, run=self.run, labels=labels)
+        for claim in found:
+            claim["metadata"]["namespace"] = self.settings.namespace
+        return found
+
     def own_secrets(self) -> list[str]:
         """Variables whose values go into a Secret of ours: all but those of the cluster's own Secrets."""
         return sorted(set(self.request.secret_env) - set(self._cluster_secrets()))
@@ -194,7 +207,7 @@ class _Attempt:
 
     def _template(self, labels: Mapping[str, str]) -> dict[str, Any]:
         request, settings = self.request, self.settings
-        mounts = at.mounts_of(request.spec)
+        mounts = at.mounts_of(request.spec, run=self.run)
         self._add_shm(mounts)
         self._add_store(mounts)
         where = affinity(self.offer, settings)

@@ -213,7 +213,7 @@ class _Node:
                     "name": volume["name"],
                     "source": host_source(volume),
                     "path": self._local(str(volume["mount_path"])),
-                    "read_only": volume.get("access_mode") == "ReadOnly",
+                    "read_only": volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany"),
                 }
                 for volume in self.spec.get("volumes") or ()
             ],

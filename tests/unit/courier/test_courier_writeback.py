@@ -1,0 +1,139 @@
+"""Volumes of an object store that the training may write: brought back with checkpoints, and at the end."""
+
+import os
+
+import pytest
+
+from envscaler_airflow.courier import setup
+from envscaler_airflow.courier.uploads import Checkpoints
+from envscaler_airflow.courier.writeback import WriteBack
+from envscaler_airflow.store import open_store
+
+NAME = "g1-step-00000300-a2"
+
+
+@pytest.fixture
+def bucket(request):
+    """An object store of its own with one file."""
+    url = f"memory://{request.node.name}/data"
+    store = open_store(url)
+    store.write("a/old.txt", b"old")
+    return store
+
+
+@pytest.fixture
+def bench(make_bench, bucket, tmp_path):
+    """A node whose volume was laid out."""
+    mounts = [
+        {"name": "data", "source": bucket.url, "path": str(tmp_path / "data")},
+        {"name": "raw", "source": bucket.url, "path": str(tmp_path / "raw"), "read_only": True},
+    ]
+    made = make_bench(layout={"mounts": mounts})
+    made.store.write("spec.yaml", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')
+    made.owner_asks()
+    setup.lay_out(made.site)
+    made.data = tmp_path / "data"
+    return made
+
+
+def puts_of(bucket, monkeypatch):
+    """Names that are uploaded from here on."""
+    found = []
+    kind = type(bucket)
+    real = kind.put_file
+
+    def put_file(self, name, path):
+        if self.url == bucket.url:
+            found.append(name)
+        real(self, name, path)
+
+    monkeypatch.setattr(kind, "put_file", put_file)
+    return found
+
+
+def test_what_changed_goes_up_once(bench, bucket, monkeypatch):
+    """New and changed files; what was only read, and what lies in the other volume, does not."""
+    mark = bench.exchange.root / "volume-0.mark"
+    os.utime(mark, ns=(mark.stat().st_mtime_ns + 20_000_000,) * 2)  # later than the coarse clock may err
+    (bench.data / "b").mkdir()
+    for path, text in (("b/new.txt", "new"), ("a/old.txt", "changed")):
+        (bench.data / path).write_text(text)
+        while (bench.data / path).stat().st_ctime_ns <= mark.stat().st_mtime_ns:
+            (bench.data / path).chmod(0o644)
+    (bench.data.parent / "raw" / "a" / "old.txt").write_text("read-only, and written all the same")
+    puts = puts_of(bucket, monkeypatch)
+
+    assert WriteBack(bench.site).step()
+
+    assert puts == ["a/old.txt", "b/new.txt"]
+    assert bucket.read("a/old.txt") == b"changed"
+    assert bucket.read("b/new.txt") == b"new"
+
+
+def test_an_old_time_hides_no_change(bench, bucket):
+    """Unpacked with the times of an archive: ctime tells."""
+    (bench.data / "unpacked").write_text("x")
+    os.utime(bench.data / "unpacked", (1, 1))
+
+    WriteBack(bench.site).flush()
+
+    assert bucket.read("unpacked") == b"x"
+
+
+def test_a_checkpoint_counts_only_after_its_volumes_are_up(bench, bucket, monkeypatch):
+    """Their store does not answer: no manifest; later both are there."""
+    (bench.data / "index").write_text("1")
+    bench.session_saves(NAME)
+    uploads = Checkpoints(bench.site, keep=3)
+    kind = type(bucket)
+    real = kind.put_file
+
+    def refuse(self, name, path):
+        raise OSError("away")
+
+    monkeypatch.setattr(kind, "put_file", refuse)
+    assert not uploads.step()
+    assert bench.store.read(f"checkpoints/{NAME}/manifest.json") is None
+    monkeypatch.setattr(kind, "put_file", real)
+    bench.clock.now += 60
+
+    assert uploads.step()
+
+    assert bucket.read("index") == b"1"
+    assert bench.store.read(f"checkpoints/{NAME}/manifest.json") is not None
+
+
+def test_a_courier_that_was_killed_meanwhile_uploads_again(bench, bucket, monkeypatch):
+    """The mark moves only after all is up."""
+    (bench.data / "one").write_text("1")
+    kind, real = type(bucket), type(bucket).put_file
+    monkeypatch.setattr(kind, "put_file", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    assert not WriteBack(bench.site).step()
+    monkeypatch.setattr(kind, "put_file", real)
+
+    assert WriteBack(bench.restarted()).step()
+
+    assert bucket.read("one") == b"1"
+
+
+def test_a_link_out_of_the_volume_is_refused(bench, tmp_path):
+    """What it leads to is not the training's."""
+    (tmp_path / "secret").write_text("x")
+    (bench.data / "link").symlink_to(tmp_path / "secret")
+
+    assert WriteBack(bench.site).step()
+
+    assert "leads to" in bench.state.failed
+
+
+def test_an_empty_volume_that_may_be_written_is_an_empty_folder(make_bench, tmp_path):
+    """One that may only be read has to hold something."""
+    mount = {"name": "out", "source": "memory://nothing/there", "path": str(tmp_path / "out")}
+    made = make_bench(layout={"mounts": [mount]})
+    made.store.write("spec.yaml", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')
+    made.owner_asks()
+
+    setup.lay_out(made.site)
+
+    assert made.start().get("failed") is None
+    assert list((tmp_path / "out").iterdir()) == []
