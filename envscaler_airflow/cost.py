@@ -337,6 +337,7 @@ def _split_hours(
 
 def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | None) -> StaticPlan:
     allocation = lines[0].use.allocation
+    steady = Allocation(allocation.offer, allocation.nodes)
     there = (line for line in lines if line.steps and line.use.allocation.name == allocation.name)
     first = next(there, lines[0])
     steps = total_steps if total_steps is not None else _steps_kept(lines)
@@ -345,14 +346,14 @@ def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | N
         trained = (first.hours.compute + first.hours.lost) / allocation.nodes
     if steps is None or trained is None or not first.steps or first.hours.provisioning is None:
         why = f"the speed of {first.use.name} on {allocation.name} is unknown"
-        return StaticPlan(allocation, assumption=why)
+        return StaticPlan(steady, assumption=why)
     start = first.hours.provisioning / allocation.nodes
     hours = start + trained / first.steps * steps
     price = on_demand
     if price is None and allocation.offer.capacity_type == "on-demand" and _is_of_one_type(allocation):
         price = allocation.offer.usd_per_hour
     return StaticPlan(
-        allocation,
+        steady,
         hours=hours,
         usd=None if price is None else hours * price * allocation.nodes,
         assumption=f"{steps} steps at the speed that {first.use.name} had, started once",

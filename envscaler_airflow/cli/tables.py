@@ -12,6 +12,7 @@ from rich.text import Text
 
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
 
@@ -163,6 +164,8 @@ def _against_static(bill: Mapping[str, Any]) -> str:
 
 
 def _name(allocation: Mapping[str, Any]) -> str:
+    if allocation.get("rest"):
+        return Allocation.from_dict(allocation).name  # which part is which is in the market alone
     offer, nodes = allocation["offer"], allocation.get("nodes", 1)
     parts = [offer["cloud"], offer.get("region"), offer.get("zone"), offer["instance_type"]]
     name = "/".join(part for part in parts if part)

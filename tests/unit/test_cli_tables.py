@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 from envscaler_airflow.cli.story import describe
-from envscaler_airflow.cli.tables import print_run
+from envscaler_airflow.cli.tables import print_report, print_run
+from envscaler_airflow.cost import Held, Use, bill
 from envscaler_airflow.lifecycle import Event, RunState
+from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Status
 
 
@@ -39,3 +45,21 @@ def test_what_a_run_waits_for_is_its_last_line(capsys):
     print_run("d/run", RunState(status="active"), [], waits="scheduling: 0/2 nodes are available")
 
     assert capsys.readouterr().out.splitlines()[-1] == "waits: scheduling: 0/2 nodes are available"
+
+
+def test_a_bill_names_both_parts_of_a_mixed_attempt():
+    """Which nodes were on which market, and what they cost an hour on the mean."""
+    core = Offer(
+        "aws", "us-east-1", "p3.2xlarge", "on-demand", 8, 61, gpu_name="V100", gpus=1, usd_per_hour=3.0
+    )
+    spot = replace(core, capacity_type="spot", usd_per_hour=1.0)
+    held = (Held(0, 0.0, 3600.0), Held(1, 0.0, 3600.0))
+    found = bill([Use(1, 1, Allocation(core, 2, rest=spot, rest_nodes=1), held, "succeeded")], now=0)
+    console = Console(width=200, file=io.StringIO())
+
+    print_report({"bill": found.to_dict()}, console)
+
+    shown = " ".join(console.file.getvalue().split())
+    assert (
+        "g1-a1 1 x aws/us-east-1/p3.2xlarge/on-demand + 1 x aws/us-east-1/p3.2xlarge/spot 3600 2.0000 4.000000"
+    ) in shown

@@ -166,6 +166,7 @@ def test_the_static_plan_of_a_mixed_start_is_all_on_demand():
     other = replace(MIXED, rest=replace(REST, instance_type="p3dn.large"))
 
     assert got.static.usd == 24.0
+    assert got.static.allocation == Allocation(CORE, 4)
     assert got.saved_usd == 24.0 - (6.0 + 6.0)
     assert bill([used(*held, allocation=other)], now=0).static.usd is None
 
