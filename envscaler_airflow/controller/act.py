@@ -57,13 +57,16 @@ from envscaler_airflow.lifecycle import (
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import for_run
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.lease import ages_of, renew_lease
 from envscaler_airflow.store.stockouts import forget, remember
 
 log = logging.getLogger(__name__)
 
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
+
+KILL_AGAIN_S = 60.0
+"""Between two kills of an attempt that does not go, seconds. Chosen: a kubelet has long answered."""
 
 _Result = RunState | Waiting | Delivered
 
@@ -400,7 +403,13 @@ class Controller(Owner):
         self._check_still_owner(state)
         if live.handle is not None:
             self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
-        return self._waiting(state, action.reason)
+        waiting = self._waiting(state, action.reason)
+        watching = waiting.watching
+        if watching.overdue_after_s is None:
+            return waiting
+        lasted_s = ages_of(self._store, self._prefix).get(watching.age, 0.0)
+        again_s = max(watching.overdue_after_s, lasted_s) + KILL_AGAIN_S
+        return replace(waiting, watching=replace(watching, overdue_after_s=again_s))
 
     def _judge(self, state: RunState, action: Action) -> _Result:
         if action.request is None:
@@ -450,7 +459,12 @@ class Controller(Owner):
     def _waiting_for_change(self, state: RunState, got: inplace.Outcome) -> Waiting:
         live, waiting = live_of(state), self._waiting(state, got.reason)
         assert live.change is not None
-        watching = replace(waiting.watching, changing=live.change.kind, overdue_after_s=inplace.CHANGE_S)
+        watching = replace(
+            waiting.watching,
+            changing=live.change.kind,
+            age=f"change-{live.change.number}",
+            overdue_after_s=inplace.CHANGE_S,
+        )
         if got.handle is not None:
             watching = replace(watching, handle=got.handle.to_dict(), nodes=live.change.target.nodes)
         return Waiting(watching, got.reason)
@@ -485,6 +499,7 @@ class Controller(Owner):
             nodes=live.allocation.nodes,
             handle=live.handle,
             stopping=stopping,
+            age=f"stopping-g{live.generation}-a{live.number}" if stopping else "",
             overdue_after_s=overdue,
             usd_left=None if stopping else self._usd_left(state, live),
             spans=[span.to_dict() for span in spans_of(live)],

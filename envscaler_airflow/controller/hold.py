@@ -80,8 +80,9 @@ class Holder:
         while True:
             try:
                 waits = "" if watch.observed is None else watch.observed.waits
+                ages = None if told is None else watch.ages()  # nothing is known before the first look
                 if waits != told or self.monotonic() - renewed >= RENEW_EVERY_S:
-                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id, waits=waits)
+                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id, waits=waits, ages=ages)
                     renewed, told = self.monotonic(), waits
                 wake = watch.poll()
                 self.on_look(watch)

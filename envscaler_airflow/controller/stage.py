@@ -102,7 +102,8 @@ class Watching:
         handle: The backend's; None when only a wait is to be sat out.
         backoff_s: Seconds to wait from now; None for no wait.
         stopping: True when the attempt was asked to go.
-        overdue_after_s: Seconds from now after which it is overdue; None when it was not asked.
+        age: Name in the lease under which watchers count how long it was asked to go, or is being changed.
+        overdue_after_s: So many of these seconds, and it is overdue; None when it was not asked.
         usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
         changing: ``resize`` or ``rescale`` while it is changed in place; then *handle* and *nodes* are those
             that it will have.
@@ -117,6 +118,7 @@ class Watching:
     handle: Mapping[str, Any] | None = None
     backoff_s: float | None = None
     stopping: bool = False
+    age: str = ""
     overdue_after_s: float | None = None
     usd_left: float | None = None
     changing: str = ""

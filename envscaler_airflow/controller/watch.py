@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from envscaler_airflow import protocol
@@ -17,6 +17,7 @@ from envscaler_airflow.lifecycle.ends import LOST_AFTER_S
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.lease import ages_of
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
 BUDGET_EVERY_S = 30.0
@@ -63,6 +64,8 @@ class Watch:
         self._spans = tuple(Span.from_dict(item) for item in watching.spans)
         self._sequences: dict[int, int] = {}
         self._heard = self._began
+        self._is_heard = self._has_read = False
+        self._ages: Mapping[str, float] | None = None
         self._billed = self._began
         self.statuses: dict[int, Status] = {}
         """What each node last said, for whoever shows it."""
@@ -75,6 +78,8 @@ class Watch:
         Raises:
             StoreError: The store cannot be read; nothing is known, try again.
         """
+        if self._ages is None:
+            self._ages = ages_of(self._store, self._prefix)
         wake = self._new_events()
         if wake is not None:
             return wake
@@ -83,7 +88,28 @@ class Watch:
             return Wake("backoff") if elapsed >= self._watching.backoff_s else None
         if self._watching.handle is None:
             return Wake("status", detail="nothing to watch")
-        return self._attempt(Handle.from_dict(self._watching.handle), elapsed)
+        return self._attempt(Handle.from_dict(self._watching.handle))
+
+    def ages(self) -> dict[str, float]:
+        """How long what is watched has lasted, over all watchers: what the next one is to go on from."""
+        found = {}
+        if self._watching.age:
+            found[self._watching.age] = self._lasted_s()
+        if self._silent_s() >= BUDGET_EVERY_S:
+            found[self._silence] = self._silent_s()
+        return found
+
+    @property
+    def _silence(self) -> str:
+        return f"silent-g{self._watching.generation}-a{self._watching.attempt}"
+
+    def _lasted_s(self) -> float:
+        before = (self._ages or {}).get(self._watching.age, 0.0)
+        return before + self._monotonic() - self._began
+
+    def _silent_s(self) -> float:
+        before = 0.0 if self._is_heard else (self._ages or {}).get(self._silence, 0.0)
+        return before + self._monotonic() - self._heard
 
     def _new_events(self) -> Wake | None:
         for event in self._log.read(after=self._number):
@@ -102,7 +128,7 @@ class Watch:
         key = (event.body.get("generation"), event.body.get("attempt"))
         return key != (self._watching.generation, self._watching.attempt)
 
-    def _attempt(self, handle: Handle, elapsed: float) -> Wake | None:
+    def _attempt(self, handle: Handle) -> Wake | None:
         self._read_statuses()
         try:
             self.observed = observed = self._backend.observe(handle)
@@ -118,8 +144,11 @@ class Watch:
         except BackendError:
             is_known = False
         if is_known:
-            self._heard = self._monotonic()
-        return self._from_statuses(is_known=is_known) or self._overdue(elapsed) or self._over_budget(handle)
+            self._hear()
+        return self._from_statuses(is_known=is_known) or self._overdue() or self._over_budget(handle)
+
+    def _hear(self) -> None:
+        self._heard, self._is_heard = self._monotonic(), True
 
     def _has_changed(self, handle: Handle, observed: AttemptStatus) -> bool:
         """True when a change that is awaited is done, or cannot be."""
@@ -134,10 +163,12 @@ class Watch:
             status = read_status(self._store, self._prefix, attempt=attempt, node=node)
             if status is None:
                 continue
-            if self._sequences.get(node) != status.sequence:
-                self._sequences[node] = status.sequence
-                self._heard = self._monotonic()
+            last = self._sequences.get(node, None if self._has_read else status.sequence)
+            if last != status.sequence:  # what is there at the first look may be of long ago
+                self._hear()
+            self._sequences[node] = status.sequence
             self.statuses[node] = status
+        self._has_read = True
 
     def _from_statuses(self, *, is_known: bool) -> Wake | None:
         said = self.statuses.values()
@@ -145,14 +176,14 @@ class Watch:
             return Wake("status", detail="every node said that it ended")
         if not self._watching.stopping and any(status.health == "stalled" for status in said):
             return Wake("status", detail="stalled")
-        silent = self._monotonic() - self._heard
+        silent = self._silent_s()
         if silent >= LOST_AFTER_S:
             return Wake("silent", silent_s=silent, detail="neither backend nor nodes were heard")
         return None
 
-    def _overdue(self, elapsed: float) -> Wake | None:
+    def _overdue(self) -> Wake | None:
         after = self._watching.overdue_after_s
-        return Wake("overdue") if after is not None and elapsed >= after else None
+        return Wake("overdue") if after is not None and self._lasted_s() >= after else None
 
     def _over_budget(self, handle: Handle) -> Wake | None:
         """The money is looked at here too: between two slices of the owner an attempt may run for days."""

@@ -29,12 +29,15 @@ class Lease:
         holder: Who renewed it: a trigger or a slice. For people.
         log_cursor: Node to ``[chunk, byte offset]``: how far the training's log was shown.
         waits: What nodes of the live attempt were last seen to wait for; "" for nothing. For people.
+        ages: Seconds that watchers saw something last, each by its own clock, so that the next one goes on:
+            ``stopping-g1-a3`` since an attempt was asked to go, ``silent-g1-a3`` since it was heard.
     """
 
     counter: int
     holder: str = ""
     log_cursor: Mapping[str, list[int]] = field(default_factory=dict)
     waits: str = ""
+    ages: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_lease(store: Store, prefix: str = "") -> Lease | None:
@@ -53,7 +56,10 @@ def read_lease(store: Store, prefix: str = "") -> Lease | None:
         body = json.loads(text)
         check_schema(body.get("schema"), where=where)
         cursor = {str(node): [int(at[0]), int(at[1])] for node, at in body.get("log_cursor", {}).items()}
-        return Lease(int(body["counter"]), str(body.get("holder", "")), cursor, str(body.get("waits", "")))
+        ages = {str(name): max(0.0, float(seconds)) for name, seconds in body.get("ages", {}).items()}
+        return Lease(
+            int(body["counter"]), str(body.get("holder", "")), cursor, str(body.get("waits", "")), ages
+        )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as err:
         raise ProtocolError(f"{where}: not a lease: {err!r}") from err
 
@@ -71,6 +77,19 @@ def waits_of(store: Store, prefix: str = "") -> str:
     return lease.waits if lease else ""
 
 
+def ages_of(store: Store, prefix: str = "") -> Mapping[str, float]:
+    """How long what is watched had lasted when the lease was last renewed; {} when nothing is known.
+
+    Raises:
+        StoreError: It cannot be told.
+    """
+    try:
+        lease = read_lease(store, prefix)
+    except ProtocolError:
+        return {}
+    return lease.ages if lease else {}
+
+
 def renew_lease(
     store: Store,
     prefix: str = "",
@@ -78,8 +97,9 @@ def renew_lease(
     holder: str,
     log_cursor: Mapping[str, Any] | None = None,
     waits: str | None = None,
+    ages: Mapping[str, float] | None = None,
 ) -> Lease:
-    """Raise the counter by one, say how far the log was shown and what is waited for; None keeps either.
+    """Raise the counter by one, and say what else is given; None keeps what was said before.
 
     A lease that cannot be understood is begun anew: to renew it is this side's job alone.
 
@@ -97,15 +117,18 @@ def renew_lease(
     )
     if waits is None:
         waits = last.waits if last else ""
+    if ages is None:
+        ages = last.ages if last else {}
     body = {
         "schema": SCHEMA,
         "counter": counter,
         "holder": holder,
         "log_cursor": dict(cursor),
         "waits": waits,
+        "ages": {name: round(seconds, 1) for name, seconds in ages.items()},
     }
     store.write(join(prefix, LEASE), json.dumps(body, separators=(",", ":")).encode())
-    return Lease(counter, holder, cursor, waits)
+    return Lease(counter, holder, cursor, waits, dict(ages))
 
 
 class LeaseWatch:

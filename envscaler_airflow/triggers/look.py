@@ -54,6 +54,7 @@ class Look:
         self._store, self._prefix, self._holder = store, prefix, holder
         self._nodes = watching.nodes if watching.attempt else 0
         self._waits = waits_of(store, prefix)
+        self._is_begun = False
         self._told = frozenset({self._waits} - {""})
         backend = open_backend(compute)
         if isinstance(backend, SharesWatch):
@@ -100,14 +101,19 @@ class Look:
         Raises:
             StoreError: The store cannot be read or written; nothing is known.
         """
-        for shown in self._tail.read(budget=LOG_BYTES_PER_LOOK):
+        for shown in self._tail.read(budget=LOG_BYTES_PER_LOOK, ages=self._ages()):
             for line in labelled(shown, nodes=self._nodes):
                 say(line)
         if self._sensor is not None and (news := self._sensor.news()) is not None:
             say(news)
         wake: Wake | None = self._watch.poll()
+        self._is_begun = True
         self._tell_waits(say)
         return wake.to_dict() if wake else None
+
+    def _ages(self) -> Mapping[str, float] | None:
+        """What the next watcher goes on from; None, which keeps what is there, before the first look."""
+        return self._watch.ages() if self._is_begun else None
 
     def _tell_waits(self, say: Callable[[str], object]) -> None:
         """What the machines wait for, once per change: in the log, and in the lease for ``envscaler status``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from envscaler_airflow.errors import ProtocolError
@@ -47,8 +47,8 @@ class Tail:
         self._monotonic = monotonic
         self._renewed: float | None = None
 
-    def read(self, *, budget: int) -> list[Shown]:
-        """Whole new lines, at most *budget* bytes over all nodes; renews the lease when it is due.
+    def read(self, *, budget: int, ages: Mapping[str, float] | None = None) -> list[Shown]:
+        """Whole new lines, at most *budget* bytes over all nodes; renews the lease, with *ages*, when due.
 
         Raises:
             StoreError: The store cannot be read or written; nothing was shown.
@@ -71,7 +71,7 @@ class Tail:
                 after[str(node)] = [chunk, offset]
                 found.append(Shown(node, _lines(data)))
         if found or self._is_due():
-            renew_lease(self._store, self._prefix, holder=self._holder, log_cursor=after)
+            renew_lease(self._store, self._prefix, holder=self._holder, log_cursor=after, ages=ages)
             self._renewed = self._monotonic()
         return found
 

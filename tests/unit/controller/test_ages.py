@@ -1,0 +1,138 @@
+"""What lasts too long does so over all watchers, whoever dies: by counted seconds, never by clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.controller.stage import Wake, Watching
+from envscaler_airflow.store.lease import Lease, ages_of, read_lease, renew_lease
+
+OVERDUE_S = 90.0
+"""Grace of 30 s and the margin of 60 s."""
+
+
+def watch_again(world, waiting):
+    """A watcher in another process, from serialized arguments."""
+    waiting = type(waiting)(Watching.from_dict(waiting.watching.to_dict()), waiting.reason)
+    return world.watch(waiting)
+
+
+def renew(world, watch):
+    """As a trigger does every minute."""
+    renew_lease(world.store, world.prefix, holder="trigger", ages=watch.ages())
+
+
+def stopping(world):
+    """A run whose attempt was asked to go."""
+    owner = world.controller()
+    owner.enter()
+    world.say()
+    request_stop(world.store, world.prefix, reason="enough", by="me")
+    return owner, owner.resume(Wake("request"))
+
+
+def test_an_attempt_that_does_not_go_is_killed_though_its_watcher_changes(world):
+    """60 s under one trigger and 30 s under the next are 90 s."""
+    _, waiting = stopping(world)
+    first = watch_again(world, waiting)
+    first.poll()
+    world.clock.advance(60)
+    before = first.poll()
+    renew(world, first)
+    second = watch_again(world, waiting)
+    second.poll()
+    world.clock.advance(29)
+    almost = second.poll()
+    world.clock.advance(1)
+
+    assert (before, almost) == (None, None)
+    assert second.poll().kind == "overdue"
+
+
+def test_a_slice_in_between_begins_nothing_anew(world):
+    """The owner looks again and again: the time goes on."""
+    owner, waiting = stopping(world)
+    for _ in range(3):
+        watch = watch_again(world, waiting)
+        watch.poll()
+        world.clock.advance(30)
+        wake = watch.poll()
+        renew(world, watch)
+        waiting = owner.resume(Wake("status"))
+
+    assert wake.kind == "overdue"
+    assert ages_of(world.store, world.prefix) == {"stopping-g1-a1": OVERDUE_S}
+
+
+def test_a_kill_is_repeated_after_a_minute_and_not_at_once(world):
+    """A machine that does not answer is not killed in a loop."""
+    owner, waiting = stopping(world)
+    watch = watch_again(world, waiting)
+    watch.poll()
+    world.clock.advance(95)
+    renew(world, watch)
+    world.backend.stop = lambda _handle, **_how: None
+    killed = owner.resume(watch.poll())
+    watch = watch_again(world, killed)
+    at_once = watch.poll()
+    world.clock.advance(60)
+
+    assert at_once is None
+    assert watch.poll().kind == "overdue"
+
+
+def test_silence_is_counted_over_all_watchers(world):
+    """Neither backend nor node is heard: 400 s and 200 s are ten minutes."""
+    waiting = world.controller().enter()
+    world.say()
+    world.backend.hide(world.handle)
+    first = watch_again(world, waiting)
+    first.poll()
+    world.clock.advance(400)
+    first.poll()
+    renew(world, first)
+    second = watch_again(world, waiting)
+    second.poll()
+    world.clock.advance(199)
+    almost = second.poll()
+    world.clock.advance(1)
+    wake = second.poll()
+
+    assert almost is None
+    assert (wake.kind, wake.silent_s) == ("silent", 600.0)
+
+
+def test_one_word_ends_the_silence(world):
+    """The node's status changes: what others counted is over."""
+    waiting = world.controller().enter()
+    world.say()
+    world.backend.hide(world.handle)
+    renew_lease(world.store, world.prefix, holder="trigger", ages={"silent-g1-a1": 590.0})
+    watch = watch_again(world, waiting)
+    watch.poll()
+    world.say(step=20)
+    watch.poll()
+    world.clock.advance(30)
+
+    assert watch.poll() is None
+    assert watch.ages() == {"silent-g1-a1": 30.0}
+
+
+def test_ages_of_another_attempt_count_for_nothing(world):
+    """The lease still tells of attempt 7."""
+    _, waiting = stopping(world)
+    renew_lease(world.store, world.prefix, holder="trigger", ages={"stopping-g1-a7": 1e6})
+
+    assert watch_again(world, waiting).poll() is None
+
+
+@pytest.mark.parametrize("ages", [None, {"stopping-g1-a1": 5.0}])
+def test_a_renewal_that_does_not_know_the_ages_keeps_them(world, ages):
+    """Whoever renews for another reason takes nothing away."""
+    renew_lease(world.store, world.prefix, holder="trigger", ages={"stopping-g1-a1": 3.0})
+    renew_lease(world.store, world.prefix, holder="slice", ages=ages)
+
+    found = read_lease(world.store, world.prefix)
+
+    assert found == Lease(2, "slice", {}, "", ages or {"stopping-g1-a1": 3.0})
