@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
@@ -140,7 +141,7 @@ class ResumableLoader(DataLoader):
         order = list(range(count))
         if self.shuffle:
             generator = torch.Generator()
-            generator.manual_seed((self.seed << 32) + self.epoch)
+            generator.manual_seed(_mixed(self.seed, self.epoch))
             order = torch.randperm(count, generator=generator).tolist()
         share = self.global_batch // self.world_size
         begins = range(self.position, self._steps * self.global_batch, self.global_batch)
@@ -276,6 +277,12 @@ class ShardedState(TrainingState):
 
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """Return a seed of 32 bits: of a larger one torch's generator for the CPU uses the lower 32 alone."""
+    digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 def _unwrapped(part: Any) -> Any:

@@ -1,0 +1,35 @@
+"""Run by the interpreter that has the frameworks: ``make test-frameworks``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes.session_rig import LAUNCHER, Rig
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """What frameworks warn of among themselves is theirs; what our modules warn of is an error."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("default"))
+        item.add_marker(pytest.mark.filterwarnings("error:::envscaler_airflow"))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No launcher's and no stage's variables."""
+    for name in (*LAUNCHER, "ENVSCALER_GLOBAL_BATCH", "ENVSCALER_MICRO_BATCH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    """An exchange folder and a clock by hand."""
+    return Rig(tmp_path / "exchange")
+
+
+@pytest.fixture
+def rig_every(tmp_path):
+    """The same with checkpoints every so many steps."""
+    return lambda steps: Rig(tmp_path / "exchange", every={"steps": steps})

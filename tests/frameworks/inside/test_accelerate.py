@@ -1,0 +1,120 @@
+"""Accelerate with a session: what is saved, when, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from envscaler_airflow.frameworks.accelerate import AcceleratedSession
+from envscaler_airflow.protocol import EXIT_LEFT
+
+ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(2))
+
+
+def train(rig, *, epochs=3, accumulation=1, on_epoch=None):
+    """Six batches of four rows an epoch, shuffled, with dropout; the model and the session."""
+    set_seed(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with AcceleratedSession(accelerator, loader, rig.session()) as session:
+        while session.epoch < epochs:
+            for batch in session.batches():
+                with accelerator.accumulate(model):
+                    loss = model(torch.nn.functional.dropout(batch, 0.5)).square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                session.step(loss=loss)
+            if on_epoch is not None:
+                on_epoch(session.epoch)
+    return model, session
+
+
+def resume(rig, name):
+    """Have the next session go on from the checkpoint *name*."""
+    body = json.loads(rig.exchange.start.read_bytes())
+    body["restore"] = {"path": str(rig.exchange.checkpoints / name), "name": name}
+    body["session"]["attempt"] += 1
+    rig.exchange.start.write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize(("every", "accumulation"), [(4, 1), (6, 1), (13, 1), (2, 2), (3, 2)])
+def test_a_resume_ends_with_the_same_weights(rig_every, every, accumulation):
+    """In the middle of an epoch and at its end, with what follows an epoch: to the bit, and none twice."""
+    rig = rig_every(every)
+    seen, again_seen = [], []
+
+    def note(where):
+        return lambda epoch: where.append((epoch, torch.rand(1).item()))
+
+    whole, _ = train(rig, accumulation=accumulation, on_epoch=note(seen))
+    name = rig.names()[0]
+    resume(rig, name)
+    again, session = train(rig, accumulation=accumulation, on_epoch=note(again_seen))
+
+    assert name == f"g1-step-{every:08d}-a2"
+    assert torch.equal(again.weight, whole.weight)
+    assert session.session.steps == 18 // accumulation
+    assert again_seen == [item for item in seen if item[0] * 6 // accumulation > every]
+
+
+def test_accumulated_gradients_count_as_one_step(rig):
+    """Two batches a step: three steps an epoch, of eight samples."""
+    train(rig, accumulation=2)
+
+    progress = rig.said().progress
+    assert (progress.step, progress.samples, progress.batch) == (9, 72, 8)
+
+
+def test_asked_to_leave_it_saves_and_ends(rig):
+    """``SystemExit`` with the protocol's code."""
+    rig.ask("leave")
+
+    with pytest.raises(SystemExit) as left:
+        train(rig)
+
+    assert left.value.code == EXIT_LEFT
+    assert rig.names() == ["g1-step-00000001-a2"]
+
+
+def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig):
+    """What is asked when nothing is left to do is not done."""
+
+    def ask(_epoch):
+        rig.ask("leave")
+        rig.now += 10
+
+    _, session = train(rig, epochs=1, on_epoch=ask)
+
+    assert session.epoch == 1
+    assert rig.names() == []
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch):
+    """The training goes on, and the next one is saved."""
+    rig = rig_every(5)
+    save, calls = Accelerator.save_state, []
+
+    def full(self, *arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return save(self, *arguments, **named)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    train(rig)
+
+    assert rig.names() == ["g1-step-00000010-a2", "g1-step-00000015-a2"]
+
+
+def test_a_loader_that_was_not_prepared_is_refused(rig):
+    """Its place could not be known on several ranks."""
+    with pytest.raises(ValueError, match="what accelerator"):
+        AcceleratedSession(Accelerator(cpu=True), torch.utils.data.DataLoader(ROWS), rig.session())
