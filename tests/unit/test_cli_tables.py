@@ -61,5 +61,6 @@ def test_a_bill_names_both_parts_of_a_mixed_attempt():
 
     shown = " ".join(console.file.getvalue().split())
     assert (
-        "g1-a1 1 x aws/us-east-1/p3.2xlarge/on-demand + 1 x aws/us-east-1/p3.2xlarge/spot 3600 2.0000 4.000000"
+        "g1-a1 1 x aws/us-east-1/p3.2xlarge/on-demand + 1 x aws/us-east-1/p3.2xlarge/spot "
+        "3600 2.0000 4.000000"
     ) in shown
