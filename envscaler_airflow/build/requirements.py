@@ -5,12 +5,13 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from envscaler_airflow.backends.local.files import read_bytes
 from envscaler_airflow.build.artefacts import Artefact
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
@@ -25,7 +26,9 @@ MAX_BYTES = 1 << 20
 MAX_FILES = 32
 """Most files that one names. Chosen."""
 
-_INCLUDE = re.compile(r"\s*(-r|--requirement|-c|--constraint)[ =]?\s*(?P<path>\S+)")
+_INCLUDE = re.compile(r"\s*(-r|--requirement|-c|--constraint)[ =]?\s*(?P<path>\S.*)")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._+-]+\Z")
+"""Names that a requirements file can hold without quotes, which installers read in different ways."""
 _INDEX = re.compile(r"\s*(--(extra-)?index-url|--find-links|-f|-i|--no-index|--trusted-host)([ =]|\s*$)")
 _LOCAL = re.compile(r"\s*(-e\b|--editable|\.{1,2}/|/|file:)|.*@\s*file:")
 
@@ -113,6 +116,11 @@ def read_requirements(spec: EnvSpec) -> Requirements:
         path = spec.resolve_path(f"runtimes[{index}].requirements")
         if path is None:
             return Requirements(runtime)
+        if not _PLAIN_NAME.match(path.name):
+            raise SpecError(
+                f"runtimes: requirements: {path.name!r:.100} has characters that installers take apart; "
+                "rename it, such as to requirements.txt"
+            )
         files: dict[str, str] = {}
         _read(path.parent.resolve(), path.name, files, by="runtimes: requirements")
         return Requirements(runtime, files, path.name)
@@ -125,7 +133,7 @@ def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
     if len(files) >= MAX_FILES:
         raise SpecError(f"{by}: more than {MAX_FILES} requirements files; write fewer")
     text = files[name] = _text(folder, name, by)
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in _joined(text):
         where = f"{name}:{number}"
         if has_userinfo(line) or has_secret_shape(line):
             raise SpecError(
@@ -138,11 +146,32 @@ def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
                 "publish it as a package, or ship it with workdir"
             )
         if match := _INCLUDE.match(line):
-            nested = posixpath.normpath(
-                posixpath.join(posixpath.dirname(name), shlex.split(match["path"])[0])
-            )
-            if "://" not in match["path"]:
-                _read(folder, nested, files, by=where)
+            nested = _included(match["path"], where)
+            if "://" not in nested:
+                place = posixpath.normpath(posixpath.join(posixpath.dirname(name), nested))
+                _read(folder, place, files, by=where)
+
+
+def _joined(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers; one that ends with a backslash goes on in the next, as pip reads them."""
+    begun, parts = 1, list[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        begun = begun if parts else number
+        if line.endswith("\\") and not line.lstrip().startswith("#"):
+            parts.append(line.rstrip("\\"))
+            continue
+        yield begun, "".join([*parts, line])
+        parts = []
+    if parts:
+        yield begun, "".join(parts)
+
+
+def _included(text: str, where: str) -> str:
+    """Name of the file that ``-r`` or ``-c`` is followed by."""
+    try:
+        return shlex.split(text, comments=True)[0]
+    except (ValueError, IndexError) as err:
+        raise SpecError(f"{where}: {text!r:.80} names no file ({err}); write -r other.txt") from err
 
 
 def _text(folder: Path, name: str, by: str) -> str:
@@ -150,9 +179,9 @@ def _text(folder: Path, name: str, by: str) -> str:
     try:
         if not path.resolve().is_relative_to(folder):
             raise SpecError(f"{by}: {name!r:.100} leads out of its folder; keep it beside the first file")
-        data = path.read_bytes()
-        if len(data) > MAX_BYTES:
-            raise SpecError(f"{by}: {path} has {len(data)} bytes, at most {MAX_BYTES} are read")
+        data = read_bytes(path.resolve(), MAX_BYTES)
+        if data is None:
+            raise FileNotFoundError(2, "No such file or directory")
         return data.decode("utf-8")
     except (OSError, ValueError) as err:
         raise SpecError(f"{by}: {path} cannot be read ({err}); write the path of a UTF-8 text file") from err
