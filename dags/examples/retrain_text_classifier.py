@@ -5,14 +5,17 @@ inputs. The training begins on the smallest offer; the sensor has it moved
 when another one finishes the work for less cost plus time.
 """
 
-from airflow.sdk import DAG
+from airflow.sdk import DAG, Param
 
 from envscaler_airflow import EnvStageOperator, ScalingSensor, spec_params
+
+COMPUTE = Param("local", type="string", enum=["local", "kubernetes"], description="Where the stages run.")
 
 with DAG(
     "retrain_text_classifier",
     schedule=None,
-    params=spec_params("envs/train.yaml"),
+    params={**spec_params("envs/train.yaml"), "compute": COMPUTE},
+    default_args={"compute": "{{ params.compute }}"},
     doc_md=__doc__,
     tags=["example"],
 ):

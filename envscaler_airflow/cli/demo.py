@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import shutil
 import signal
 import sys
@@ -23,7 +24,8 @@ from rich.text import Text
 
 import envscaler_airflow
 from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
+from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.story import StageStory, moves
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.report import run_report
@@ -31,7 +33,6 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.lifecycle import AttemptState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
@@ -52,6 +53,14 @@ PIPED_COLUMNS = 120
 
 
 @click.command()
+@click.option(
+    "--backend",
+    type=click.Choice(["local", "kubernetes"]),
+    default="local",
+    show_default=True,
+    help="kubernetes: the current context of the kubeconfig; see docs/how-to/kubernetes.md.",
+)
+@click.option("--set", "params", multiple=True, metavar="NAME=VALUE", help="Param of the DAG; repeat.")
 @click.option("--serve", is_flag=True, help="Keep Airflow's UI up at the end, until Ctrl-C.")
 @click.option("--keep", is_flag=True, help="Leave the throwaway home with store and logs where it is.")
 @click.option(
@@ -60,27 +69,42 @@ PIPED_COLUMNS = 120
     help="Folder of the example DAG; the default is that of the clone which this command runs from.",
 )
 @click.pass_context
-def demo(context: click.Context, *, serve: bool, keep: bool, dags: Path | None) -> None:
+def demo(
+    context: click.Context,
+    *,
+    backend: str,
+    params: tuple[str, ...],
+    serve: bool,
+    keep: bool,
+    dags: Path | None,
+) -> None:
     """Retrain a text classifier on a real Airflow: moved when that pays, and its machine lost once.
 
-    Everything runs on this machine, in a throwaway home, and is stopped at the end.
+    Airflow runs on this machine, in a throwaway home; stages run here too, or as pods. All that was started
+    is stopped at the end.
     """
     folder = dags or Path(envscaler_airflow.__file__).parents[1] / "dags" / "examples"
     if not (folder / f"{DAG_ID}.py").is_file():
         raise SpecError(
             f"{folder}: there is no {DAG_ID}.py; run this in a clone, or give its dags/examples by --dags"
         )
+    conf = {name: _value(text) for name, text in pairs(params, "--set").items()}
     home = Path(tempfile.mkdtemp(prefix="envscaler-demo-"))
+    place: Place | None = None
     code = 1
     try:
         with _interruptible():
-            code = Demo(home, folder, _console()).run(serve=serve)
+            made: Place = OnCluster() if backend == "kubernetes" else ThisMachine(home)
+            place = made
+            code = Demo(home, folder, _console(), made, conf).run(serve=serve)
     except KeyboardInterrupt:
         click.echo("interrupted: everything that was started is stopped", err=True)
         code = 130  # 128 + SIGINT, as shells say it
     except (RuntimeError, TimeoutError, httpx.HTTPError) as err:
         click.echo(f"the demo failed: {err}", err=True)
     finally:
+        if place is not None:
+            place.close()
         keep = keep or code not in (0, 130)
         if keep:
             click.echo(f"store and logs are kept in {home}", err=True)
@@ -89,14 +113,22 @@ def demo(context: click.Context, *, serve: bool, keep: bool, dags: Path | None) 
     context.exit(code)
 
 
+def _value(text: str) -> Any:
+    """A param as JSON where it is some, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 class Demo:
     """One run of the pipeline."""
 
-    def __init__(self, home: Path, dags: Path, console: Console) -> None:
-        """Name the places; nothing is started yet."""
-        self._home, self._dags, self._console = home, dags, console
+    def __init__(self, home: Path, dags: Path, console: Console, place: Place, conf: dict[str, Any]) -> None:
+        """Name the places; nothing is started yet. *conf* sets params of the DAG."""
+        self._home, self._dags, self._console, self._place = home, dags, console, place
+        self._conf = {"compute": place.compute, **conf}
         self._begun = time.monotonic()
-        self._backend = LocalBackend(home / "local")
         self._stories: dict[str, StageStory] = {}
         self._tasks: dict[str, str | None] = {}
         self._lost: str | None = None
@@ -105,9 +137,11 @@ class Demo:
     def run(self, *, serve: bool) -> int:
         """Exit code: 0 when the pipeline succeeded."""
         self._say("demo", f"starting a real Airflow in {self._home}")
-        with AirflowServices(self._home, self._dags) as airflow:
+        for note in self._place.notes:
+            self._say("demo", note)
+        with AirflowServices(self._home, self._dags, config=self._place.config()) as airflow:
             self._say("demo", f"Airflow answers at {airflow.url}")
-            run_id = airflow.trigger_dag(DAG_ID)
+            run_id = airflow.trigger_dag(DAG_ID, conf=self._conf)
             self._say("demo", f"triggered {DAG_ID} ({run_id})")
             self._open_stories(run_id)
             with self._view():
@@ -121,10 +155,9 @@ class Demo:
     # -- while it runs -------------------------------------------------------------------------
 
     def _open_stories(self, run_id: str) -> None:
-        store = open_store(str(self._home / "store"))
         for stage in STAGES:
-            prefix = RunKey("local", DAG_ID, run_id, stage).prefix
-            self._stories[stage] = StageStory(store, prefix, stage)
+            prefix = RunKey(self._place.deployment, DAG_ID, run_id, stage).prefix
+            self._stories[stage] = StageStory(self._place.store, prefix, stage)
 
     def _follow(self, airflow: AirflowServices, run_id: str) -> str:
         """Final state of the DAG run, told as it comes."""
@@ -155,16 +188,16 @@ class Demo:
         self._tasks = tasks
 
     def _lose_machine(self) -> None:
-        """Take the training's machine away, once, as a spot loss: SIGKILL to all of it, without notice."""
+        """Take the training's machine away, once."""
         story = self._stories["train"]
         why = None if self._lost else reason_to_lose(story)
         attempt = story.attempt()
         if why is None or attempt is None or attempt.handle is None:
             return
         self._lost = why
-        self._backend.take_away(Handle.from_dict(attempt.handle))
+        done = self._place.lose(Handle.from_dict(attempt.handle))
         step = story.status.progress.step if story.status else None
-        self._say("demo", f"took the machine of attempt {attempt.number} away at step {step}: {why}")
+        self._say("demo", f"{done.format(attempt=attempt.number, step=step)}: {why}")
 
     # -- what is shown -------------------------------------------------------------------------
 
@@ -288,10 +321,15 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
     scores = stories["score"].output_json("predictions", "scores.json")
     if scores:
         lines.append(
-            f"accuracy {scores.get('accuracy', 0):.3f} on {scores.get('documents')} held-out documents "
-            f"(always the most frequent label: {scores.get('majority', 0):.3f})"
+            f"accuracy {_share(scores.get('accuracy'))} on {scores.get('documents', '?')} held-out documents "
+            f"(always the most frequent label: {_share(scores.get('majority'))})"
         )
     return lines
+
+
+def _share(value: object) -> str:
+    """A share of 1 as the stage wrote it; ``?`` when it did not."""
+    return f"{value:.3f}" if isinstance(value, int | float) and not isinstance(value, bool) else "?"
 
 
 def _worth(bill: dict[str, Any], hour_usd: float | None) -> str | None:

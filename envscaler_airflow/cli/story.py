@@ -39,7 +39,7 @@ class StageStory:
         self.status: Status | None = None
         self._store = store
         self._log = EventLog(store, prefix)
-        self._resumed: set[tuple[int, int]] = set()
+        self._resumed: dict[tuple[int, int], int] = {}
         self._cursors: dict[tuple[int, int], tuple[int, int]] = {}
 
     def look(self) -> list[str]:
@@ -91,10 +91,13 @@ class StageStory:
         if current is None or status is None or status.start_step is None:
             return
         key = (current.generation, current.number)
-        if key in self._resumed:
+        before = self._resumed.get(key)
+        if before == status.start_step:
             return
-        self._resumed.add(key)
-        if status.start_step:
+        self._resumed[key] = status.start_step
+        if before is not None:
+            yield f"attempt {current.number} was made again, and goes on from step {status.start_step}"
+        elif status.start_step:
             yield f"attempt {current.number} goes on from step {status.start_step}{self._again(status)}"
 
     def _again(self, status: Status) -> str:
@@ -149,6 +152,23 @@ def _move_refused(body: Mapping[str, Any], _before: RunState) -> str:
     return f"move refused: {body.get('reason', '')}"
 
 
+def _move_deferred(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"the next attempt gets {_target(body)}: {body.get('reason', '')}"
+
+
+def _change_intended(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"attempt {body['attempt']} is changed in place to {_target(body)}: {body.get('reason', '')}"
+
+
+def _changed(body: Mapping[str, Any], _before: RunState) -> str:
+    step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
+    return f"attempt {body['attempt']} has {_target(body)}{step}, without a restart"
+
+
+def _change_undone(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"attempt {body['attempt']} stays as it was: {body.get('reason', '')}"
+
+
 def _stopping(body: Mapping[str, Any], _before: RunState) -> str:
     return f"attempt {body['attempt']} is asked to go: {body.get('reason') or body.get('why', '')}"
 
@@ -180,6 +200,10 @@ _TELL: Mapping[str, Callable[[Mapping[str, Any], RunState], str]] = {
     "move-requested": _move_requested,
     "move-accepted": _move_accepted,
     "move-refused": _move_refused,
+    "move-deferred": _move_deferred,
+    "change-intended": _change_intended,
+    "changed": _changed,
+    "change-undone": _change_undone,
     "failed": _failed,
     "stopped": _stopped,
 }

@@ -34,7 +34,7 @@ class ScalingSensor(BaseSensorOperator):
         store_url, store_conn_id: As the stage has them, when they cannot be read off its operator.
     """
 
-    template_fields: Sequence[str] = ("stage", "store_url", "store_conn_id")
+    template_fields: Sequence[str] = ("stage", "compute", "store_url", "store_conn_id")
     ui_color = "#f3efe0"
 
     def __init__(  # noqa: PLR0913  (what DAG authors set, each by name)
@@ -147,8 +147,8 @@ class ScalingSensor(BaseSensorOperator):
         """Backend and connection of the stage, in one."""
         from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
 
-        compute = self._of_stage("compute", context) or "local"
-        return self.compute or compute_place(compute, self._of_stage("kubernetes_conn_id", context))
+        compute = self.compute or self._of_stage("compute", context) or "local"
+        return compute_place(compute, self._of_stage("kubernetes_conn_id", context))
 
     def _ask(self, context: Context, event: Mapping[str, Any]) -> None:
         """Append the request, unless one is under way or the attempt has changed since."""

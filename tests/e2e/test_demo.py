@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes.kubernetes import JOBS
 
 from envscaler_airflow.testing.processes import MARK, belonging_to
 
@@ -55,6 +56,32 @@ def demo(tmp_path):
         started.process.kill()
         started.process.wait(timeout=10)
     started.process.stdout.close()
+
+
+def test_runs_on_a_cluster(tmp_path, cluster):
+    """Of the current context: every stage in pods, one of which is evicted; nothing of it is left there."""
+    store = tmp_path / "store"
+    store.mkdir()
+    env = {name: value for name, value in os.environ.items() if name != MARK} | {
+        "KUBECONFIG": str(cluster.kubeconfig(tmp_path / "config")),
+        "ENVSCALER_STORE_URL": f"file://{store}",
+        "ENVSCALER_DEMO_IMAGE": "everything:1",
+        "ENVSCALER_NAMESPACE": "default",
+        "TMPDIR": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "envscaler_airflow.cli", "demo", "--backend", "kubernetes"]
+
+    done = subprocess.run(
+        [*command, "--set", "epochs=12"], env=env, capture_output=True, text=True, timeout=220, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 1 on kubernetes/cpu-1/on-demand" in done.stdout
+    assert "evicted the pod of attempt" in done.stdout
+    assert "was made again, and goes on from step" in done.stdout
+    assert "held-out documents" in done.stdout
+    assert cluster.list(JOBS, "default") == []
+    assert belonging_to(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,23 @@ def test_cluster_and_store_are_those_of_the_stage(world, mapped):
     assert (arguments["compute"], arguments["store_url"]) == ("kubernetes:ml", world.url)
 
 
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, "kubernetes:ml"),
+        ({"compute": "kubernetes:own"}, "kubernetes:own"),
+        ({"compute": "local"}, "local"),
+    ],
+)
+def test_backend_and_connection_may_stand_in_default_args(world, given, seen):
+    """They reach the sensor's own argument too, which then means the stage's cluster."""
+    with DAG("dag", schedule=None, default_args={"compute": "kubernetes", "kubernetes_conn_id": "ml"}):
+        EnvStageOperator(task_id="train", spec="s.yaml")
+        sensor = ScalingSensor(task_id="autoscale", stage="train", **given)
+
+    assert deferred(lambda: sensor.execute(context_of()))["compute"] == seen
+
+
 def test_the_trigger_comes_back_from_its_serialized_arguments(world):
     """All state is in them."""
     arguments = deferred(lambda: sensor_of(world).execute(context_of()))

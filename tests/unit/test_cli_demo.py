@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.cli import main
-from envscaler_airflow.cli.demo import _interruptible, conclusions, progress_words, reason_to_lose
+from envscaler_airflow.cli import demo_places, main
+from envscaler_airflow.cli.demo import _interruptible, _share, conclusions, progress_words, reason_to_lose
 from envscaler_airflow.cli.story import StageStory
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -252,3 +252,57 @@ def test_a_termination_is_an_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_node_that_was_made_again_goes_on_within_its_attempt(run):
+    """As an evicted pod does: told once."""
+    run.say(1, start_step=0, step=10)
+    run.story.look()
+
+    run.say(1, start_step=8, step=9)
+
+    assert run.story.look() == ["attempt 1 was made again, and goes on from step 8"]
+    assert run.story.look() == []
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.7791, "0.779"), (0, "0.000"), (None, "?"), ("high", "?")])
+def test_an_accuracy_that_is_unknown_is_not_nought(value, shown):
+    """What a stage did not write is shown as a question."""
+    assert _share(value) == shown
+
+
+def test_the_demo_on_a_cluster_says_what_it_needs(monkeypatch):
+    """All of it at once, before anything is started."""
+    for name in ("ENVSCALER_STORE_URL", "ENVSCALER_DEMO_IMAGE"):
+        monkeypatch.delenv(name, raising=False)
+
+    result = CliRunner().invoke(main, ["demo", "--backend", "kubernetes"])
+
+    assert result.exit_code == 2
+    assert "ENVSCALER_STORE_URL: a run store that" in result.output
+    assert "ENVSCALER_DEMO_IMAGE: an image with" in result.output
+
+
+def test_the_demos_cluster_goes_by_the_environment(monkeypatch, tmp_path):
+    """A file store is mounted where it lies; a file of settings goes over the demo's own."""
+    (tmp_path / "config.yaml").write_text("{namespace: ml, cluster_prices: []}")
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("ENVSCALER_CONFIG", str(tmp_path / "config.yaml"))
+    store = open_store(str(tmp_path / "store"))
+
+    found = demo_places._settings(store, "train:1")
+    monkeypatch.delenv("ENVSCALER_CONFIG")
+    plain = demo_places._settings(store, "train:1")
+
+    mount = str(tmp_path / "store")
+    assert found == {
+        "cluster_prices": [],
+        "agent_image": "train:1",
+        "image": "train:1",
+        "namespace": "ml",
+        "store_volume": {"hostPath": {"path": mount}},
+        "store_mount": mount,
+    }
+    prices = [one["usd_per_hour"] for one in plain["cluster_prices"]]
+    assert [one["name"] for one in plain["cluster_prices"]] == ["cpu-1", "cpu-2"]
+    assert prices[1] == pytest.approx(2 * prices[0], rel=1e-4)
