@@ -12,7 +12,7 @@ from typing import Any
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.errors import BackendError, ProtocolError
-from envscaler_airflow.lifecycle import Event, RunState
+from envscaler_airflow.lifecycle import Event
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import Store
@@ -51,18 +51,6 @@ def request_move(
     """
     body = {**because, "target": target.to_dict(), "from_attempt": list(from_attempt)}
     return EventLog(store, prefix).append_request("move-requested", body, actor=None)
-
-
-def answer_to(state: RunState, request: int, log: EventLog) -> Event | None:
-    """The owner's answer to the request with that number, None while there is none."""
-    if any(item.number == request for item in state.pending):
-        return None
-    for event in log.read(after=request):
-        if event.type in ("move-accepted", "move-refused") and event.body.get("request") == request:
-            return event
-        if event.type in ("generation", "succeeded", "failed", "stopped"):
-            return event
-    return None
 
 
 def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str) -> bool:

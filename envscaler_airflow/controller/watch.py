@@ -137,6 +137,8 @@ class Watch:
                 return Wake("status", detail="the attempt ended")
             if any(node.state == "pending" and node.reason == "capacity" for node in observed.nodes):
                 return Wake("status", detail="none to be had")
+            if any(node.state == "pending" and node.reason == "image" for node in observed.nodes):
+                return Wake("status", detail="its image cannot be had")
             if any(node.state == "lost" for node in observed.nodes):
                 return Wake("status", detail="a node is lost")
             if self._has_changed(handle, observed):

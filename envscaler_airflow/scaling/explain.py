@@ -31,7 +31,62 @@ def explain(check: Check) -> str:
         lines.append(_estimate(f"moving to {name}", moving, moving.get("speed"), seen.unit))
     lines += [f"  {name}: speed unknown" for name in numbers.get("unknown_speed") or ()]
     lines += [f"  {item['reason']}" for item in numbers.get("metrics") or ()]
+    lines += [f"  {words}" for words in (*_deadline(numbers), *_phase(numbers), *_vertical(numbers))]
+    lines += [f"  {name}: {value}" for name, value in sorted(numbers.items()) if _is_of_others(name, value)]
     return "\n".join(lines)
+
+
+_TOLD = frozenset(
+    {
+        *("staying", "moving", "speed", "unknown_speed", "metrics", "unit", "units_left", "value_of_hour"),
+        *("slack_s", "start_s", "ticks_of_on_demand", "phase", "phase_from", "next", "lasts_s"),
+        *("time_to_out_of_memory_s", "memory_gib", "vcpus", "asked_memory_gib", "asked_vcpus"),
+    }
+)
+"""Numbers of our own policies: told in words above, or in the reason."""
+
+
+def _is_of_others(name: str, value: object) -> bool:
+    """A number of a policy that another package brought."""
+    return name not in _TOLD and isinstance(value, str | int | float)
+
+
+def _deadline(numbers: Mapping[str, Any]) -> list[str]:
+    found = []
+    if (slack := numbers.get("slack_s")) is not None:
+        found.append(f"{slack:.0f} s may still be lost; a start takes {numbers.get('start_s', 0):.0f} s")
+    if ticks := numbers.get("ticks_of_on_demand"):
+        found.append(
+            f"expected cost to finish by the table: {ticks['spot']:.4g} ticks of on-demand with spot now, "
+            f"{ticks['on_demand']:.4g} without"
+        )
+    return found
+
+
+def _phase(numbers: Mapping[str, Any]) -> list[str]:
+    if "phase_from" not in numbers:
+        return []
+    found = [f"phase {numbers.get('phase') or 'unknown'} ({numbers['phase_from']})"]
+    if numbers.get("next"):
+        found.append(f"next phase, by earlier runs: {numbers['next']}")
+    if numbers.get("lasts_s") is not None:
+        found.append(f"it lasts {numbers['lasts_s']:.0f} s, by earlier runs")
+    return found
+
+
+def _vertical(numbers: Mapping[str, Any]) -> list[str]:
+    found = []
+    for name, what in (("memory_gib", "memory"), ("vcpus", "CPU")):
+        used = numbers.get(name)
+        if not isinstance(used, Mapping) or used.get("peak") is None:
+            continue
+        text = f"{what}: peak {used['peak']:.0f} % of the machine's in the last 5 min"
+        if used.get("long_peak") is not None:
+            text += f", {used['long_peak']:.0f} % in 20 min"
+        found.append(text)
+    if (left := numbers.get("time_to_out_of_memory_s")) is not None:
+        found.append(f"memory rises steadily: full in {left:.0f} s")
+    return found
 
 
 def _estimate(what: str, numbers: Mapping[str, Any], speed: Mapping[str, Any] | None, unit: str) -> str:

@@ -196,6 +196,10 @@ class World:
             because=because,
         )
 
+    def answer(self, request):
+        """The owner's answer to *request*."""
+        return next(event for event in self.log.read() if event.body.get("request") == request.number)
+
     def watch(self, waiting):
         """What a trigger sees first."""
         return Watch(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from envscaler_airflow.controller.request import answer_to, kill_quietly, request_stop
+from envscaler_airflow.controller.request import kill_quietly, request_stop
 from envscaler_airflow.controller.stage import (
     Delivered,
     StoppedError,
@@ -70,7 +70,7 @@ def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
     owner.resume(world.watch(waiting).poll())
 
     assert wake.kind == "request"
-    assert answer_to(world.state, request.number, world.log).type == "move-accepted"
+    assert world.answer(request).type == "move-accepted"
     assert (asked.action, asked.align) == ("leave", "step")
     assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
     assert world.state.live.candidates == ("g1-step-00000050-a1",)
@@ -86,7 +86,7 @@ def test_a_move_to_what_is_not_offered_is_refused(world):
 
     got = owner.resume(Wake("request"))
 
-    answer = answer_to(world.state, request.number, world.log)
+    answer = world.answer(request)
     assert isinstance(got, Waiting)
     assert (answer.type, answer.body["reason"]) == (
         "move-refused",

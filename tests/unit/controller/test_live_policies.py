@@ -1,0 +1,194 @@
+"""Policies on a real run: those of other packages too, only recommending, and told in words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.cli import main
+from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
+from envscaler_airflow.scaling.registry import GROUP, all_policies
+from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.testing import ElasticBackend
+
+SMALL = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
+LARGE = replace(SMALL, instance_type="node:cpu-2", vcpus=2, memory_gib=8, usd_per_hour=2.0)
+SPEC = """\
+version: v1
+name: train
+resources: {{requests: {{cpu: 1}}}}
+num_nodes: 1..3
+entrypoint: [python, train.py]
+checkpoint: {{every: 10m}}
+scaling: {{policy: {policy}, warmup: 1s, stabilization: 1s, cooldown: 1s, min_epochs_between: 0{more}}}
+"""
+
+
+def largest(observation: Observation, policy: Policy) -> Proposal:
+    """What another package might bring: always the largest machine."""
+    del policy
+    target = max(observation.candidates, key=lambda item: item.offer.vcpus)
+    return Proposal((Want(target, "bigger is better"),), numbers={"mood": "bold"})
+
+
+@pytest.fixture
+def brought(monkeypatch):
+    """A package that brings the policy ``largest``."""
+    point = EntryPoint("largest", f"{__name__}:largest", GROUP)
+    found = importlib.metadata.entry_points
+
+    def both(**select):
+        return [point] if select.get("group") == GROUP else found(**select)
+
+    monkeypatch.setattr("envscaler_airflow.scaling.registry.entry_points", both)
+    all_policies.cache_clear()
+    yield
+    all_policies.cache_clear()
+
+
+def looked(world, *, looks=4):
+    """The last check of a sensor that looks every minute."""
+    observer = Observer(
+        store=world.store, prefix=world.prefix, backend=world.backend,
+        candidates=(Allocation(SMALL), Allocation(LARGE)),
+        monotonic=world.clock.monotonic, clock=world.clock.time,
+    )  # fmt: skip
+    log = DecisionLog(world.store, world.prefix, writer="sensor", monotonic=world.clock.monotonic)
+    for look in range(1, looks + 1):
+        world.say(step=10 * look, elapsed_s=60.0 * look)
+        world.clock.advance(60)
+        check = observer.look().check
+        log.add(check)
+    log.close()
+    return check
+
+
+def running(new_world, policy, more=""):
+    """A world in which the first attempt runs on the small slice."""
+    spec = SPEC.format(policy=policy, more=more)
+    world = new_world((SMALL, LARGE), spec=spec, backend=ElasticBackend)
+    world.controller(value_of_hour=0.0).enter()
+    return world
+
+
+def test_a_policy_of_another_package_decides_on_a_real_run(new_world, brought):
+    """Found by its entry point, behind our guards; its own numbers are recorded and told."""
+    world = running(new_world, "largest")
+
+    check = looked(world)
+
+    assert (check.decision.action, check.decision.target) == ("move", Allocation(LARGE))
+    assert check.decision.policy == "largest"
+    assert explain(check).endswith("\n  mood: bold")
+
+
+def test_the_owner_validates_by_the_same_policy(new_world, brought):
+    """The sensor's request of a policy that only another package has is judged by that."""
+    world = running(new_world, "largest")
+    check = looked(world)
+    from_check = {"reason": check.decision.reason, "check": check.to_dict()}
+    live = world.state.live
+    body = {**from_check, "target": Allocation(LARGE).to_dict(), "from_attempt": [1, live.number]}
+    world.log.append_request("move-requested", body, actor=None)
+
+    world.controller(value_of_hour=0.0).enter()
+
+    types = [event.type for event in world.log.read()]
+    assert "changed" in types
+    assert world.state.live.allocation == Allocation(LARGE)
+
+
+def test_only_recommending_records_every_number_and_asks_nobody(new_world, brought):
+    """``recommend_only``: the decision is there to read, and the owner refuses such a move."""
+    world = running(new_world, "largest", ", recommend_only: true")
+    check = looked(world)
+    world.log.append_request(
+        "move-requested",
+        {
+            "reason": "r",
+            "target": Allocation(LARGE).to_dict(),
+            "from_attempt": [1, 1],
+            "check": check.to_dict(),
+        },
+        actor=None,
+    )
+
+    world.controller(value_of_hour=0.0).enter()
+
+    assert (check.decision.action, check.decision.target) == ("recommend", Allocation(LARGE))
+    assert world.log.read()[-1].type == "move-refused"
+    assert world.state.live.allocation == Allocation(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("free", "event"), [(2, "move-accepted"), (1, "move-refused"), (None, "move-accepted")]
+)
+def test_growing_takes_only_what_is_free_when_it_is_validated(new_world, free, event):
+    """Two nodes more: two free ones are enough, one is not, and unknown is no bar."""
+    world = running(new_world, "cost-to-finish")
+    world.say(elapsed_s=60.0)
+    world.backend.free = {} if free is None else {SMALL.name: free}
+    world.ask_move(target=Allocation(SMALL, 3))
+
+    world.controller(value_of_hour=0.0).enter()
+
+    answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
+    assert answer.type == event
+    if event == "move-refused":
+        assert answer.body["reason"].endswith("needs 2 more nodes, 1 are free")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (
+            {"slack_s": 900.0, "start_s": 60.0, "ticks_of_on_demand": {"spot": 3.25, "on_demand": 7.5}},
+            [
+                "900 s may still be lost; a start takes 60 s",
+                "expected cost to finish by the table: 3.25 ticks of on-demand with spot now, 7.5 without",
+            ],
+        ),
+        (
+            {"phase": "loading", "phase_from": "announced", "next": "training", "lasts_s": 120.0},
+            [
+                "phase loading (announced)",
+                "next phase, by earlier runs: training",
+                "it lasts 120 s, by earlier runs",
+            ],
+        ),
+        (
+            {
+                "memory_gib": {"least": 80.0, "peak": 91.0, "long_peak": 92.0},
+                "vcpus": {"least": None, "peak": None, "long_peak": None},
+                "time_to_out_of_memory_s": 300.0,
+            },
+            [
+                "memory: peak 91 % of the machine's in the last 5 min, 92 % in 20 min",
+                "memory rises steadily: full in 300 s",
+            ],
+        ),
+    ],
+)
+def test_every_policy_s_numbers_are_told_in_words(numbers, words):
+    """A person reads why, not a dictionary."""
+    here = Allocation(SMALL)
+    check = Check(Observation(here), Policy(), Decision("keep", here, "why", "p", numbers))
+
+    assert explain(check).splitlines()[2:] == [f"  {line}" for line in words]
+
+
+def test_the_command_tells_it_of_a_run(new_world, brought):
+    """``envscaler explain`` reads what the sensor recorded."""
+    world = running(new_world, "largest")
+    looked(world)
+
+    got = CliRunner().invoke(main, ["explain", world.prefix, "--store", world.store.url])
+
+    assert got.exit_code == 0, got.output
+    assert "move to scripted/node:cpu-2/on-demand: bigger is better" in got.output

@@ -1,0 +1,30 @@
+"""What happened in place, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.cli.story import describe
+from envscaler_airflow.lifecycle import Event, RunState
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.testing.backend import cpu_offer
+
+BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason": "why"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "words"),
+    [
+        ("move-deferred", {}, "the next attempt gets 3 x scripted/cpu-2/on-demand: why"),
+        ("change-intended", {}, "attempt 1 is changed in place to 3 x scripted/cpu-2/on-demand: why"),
+        (
+            "changed",
+            {"step": 7},
+            "attempt 1 has 3 x scripted/cpu-2/on-demand at step 7, without a restart",
+        ),
+        ("change-undone", {}, "attempt 1 stays as it was: why"),
+    ],
+)
+def test_a_change_in_place_is_one_line(kind, more, words):
+    """For the log of a shell and of the demo."""
+    assert describe(Event(1, kind, {**BODY, **more}), RunState()) == words
