@@ -20,6 +20,8 @@ from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import ages_of
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
+NEVER = frozenset({"capacity", "image"})
+"""Reasons of a pending node for which waiting is over."""
 BUDGET_EVERY_S = 30.0
 """Between two looks at the money spent, seconds. Chosen: a dollar for a machine of $100/h."""
 
@@ -135,7 +137,7 @@ class Watch:
             is_known = all(node.state != "unknown" for node in observed.nodes)
             if observed.is_over:
                 return Wake("status", detail="the attempt ended")
-            if any(node.state == "pending" and node.reason == "capacity" for node in observed.nodes):
+            if any(node.state == "pending" and node.reason in NEVER for node in observed.nodes):
                 return Wake("status", detail="none to be had")
             if any(node.state == "pending" and node.reason == "image" for node in observed.nodes):
                 return Wake("status", detail="its image cannot be had")

@@ -103,11 +103,11 @@ def test_what_was_had_is_no_longer_sold_out(world):
 def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
     """An hour after the start, when a node is made again: no other attempt, and the reason is told."""
     owner = world.controller()
-    owner.enter()
+    waiting = owner.enter()
     world.clock.advance(3600)
     world.backend.set_state(world.handle, "pending", reason="image", detail=detail)
 
-    owner.resume(Wake("status"))
+    owner.resume(world.watch(waiting).poll())
     with pytest.raises(RunFailedError, match="its image can never be had: " + detail[:12]):
         owner.resume(Wake("status"))
 
@@ -118,7 +118,7 @@ def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
 @pytest.mark.parametrize(
     ("reason", "detail"),
     [
-        ("image", "ErrImagePull of x: rpc error: code = Unavailable desc = connection refused"),
+        ("pulling", "ErrImagePull of x: rpc error: code = Unavailable desc = connection refused"),
         ("quota", "exceeded quota: gpus"),
         ("scheduling", FULL),
         ("queue", "waits for its Kueue queue q"),
