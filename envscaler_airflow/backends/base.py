@@ -94,7 +94,7 @@ class NodeStatus:
         exit_code, signal: How it ended, when it did and the backend saw it.
         reason: One of protocol.END_REASONS or the provider's own word; ``""`` while it runs. ``capacity``
             of a pending node: it did not come within its time, and the owner gives the attempt up; of an
-            ended one: it never came.
+            ended one: it never came. ``image`` of a pending node: no waiting heals it, and the run fails.
         detail: One line for people.
     """
 

@@ -5,7 +5,6 @@ The controller carries the action out, records it as events, and asks again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -241,16 +240,10 @@ def _cannot_be_had(facts: Facts) -> str | None:
     return next((one.detail for one in nodes if one.state == "pending" and one.reason == "capacity"), None)
 
 
-_BAD_IMAGE = re.compile(r"InvalidImageName|ErrImageNeverPull|code = NotFound")
-"""What no waiting heals. Source: reasons of a waiting container (kubelet), and the code with which a
-container runtime hands on that the registry has no such image (gRPC ``NotFound``)."""
-
-
 def _bad_image(facts: Facts) -> str | None:
     """Why the image of a node can never be had; None when it may come."""
     nodes = facts.observed.nodes if facts.observed else ()
-    waiting = (one.detail for one in nodes if one.state == "pending" and one.reason == "image")
-    return next((detail for detail in waiting if _BAD_IMAGE.search(detail)), None)
+    return next((one.detail for one in nodes if one.state == "pending" and one.reason == "image"), None)
 
 
 def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:

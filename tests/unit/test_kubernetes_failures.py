@@ -144,6 +144,7 @@ ENDS = {
         ("deadline-exceeded", "fail", None, None),
     ),
 }
+NOT_FOUND = "rpc error: code = NotFound desc = no such image"
 WAITS = {
     "unschedulable": (
         pod(
@@ -157,9 +158,21 @@ WAITS = {
         pod(phase="Pending", node=None, conditions=[when("PodScheduled", "SchedulingGated", "", "False")]),
         ("gated", "waits for its scheduling gates"),
     ),
-    "image cannot be pulled": (
-        pod(phase="Pending", main=waiting("ImagePullBackOff", "not found")),
-        ("image", "ImagePullBackOff of train:1: not found"),
+    "image does not exist": (
+        pod(phase="Pending", main=waiting("ImagePullBackOff", f"Back-off: ErrImagePull: {NOT_FOUND}")),
+        ("image", f"ErrImagePull of train:1: {NOT_FOUND}"),
+    ),
+    "image may not be pulled": (
+        pod(phase="Pending", main=waiting("ErrImagePull", "unexpected status: 401 Unauthorized")),
+        ("image", "ErrImagePull of train:1: unexpected status: 401 Unauthorized"),
+    ),
+    "registry does not answer": (
+        pod(phase="Pending", main=waiting("ErrImagePull", "dial tcp: lookup r: no such host")),
+        ("pulling", "ErrImagePull of train:1: dial tcp: lookup r: no such host"),
+    ),
+    "image is not on the node": (
+        pod(phase="Pending", main=waiting("ErrImageNeverPull", "not present")),
+        ("image", "ErrImageNeverPull of train:1: not present"),
     ),
     "image name is wrong": (
         pod(phase="Pending", main=waiting("InvalidImageName", "couldn't parse")),
@@ -208,6 +221,37 @@ def test_no_node_within_the_time_given_is_want_of_capacity():
     ]
 
     assert kinds == ["scheduling", "capacity", "scheduling"]
+
+
+def test_an_image_that_does_not_come_within_its_time_never_comes():
+    """By the server's clock, from the moment that the pod had its node: waiting for one counts apart."""
+    bound = when("PodScheduled")
+    body = pod(phase="Pending", main=waiting("ErrImagePull", "i/o timeout"), conditions=[bound])
+
+    kinds = [
+        waiting_for(body, Seen(None, server_time=now, wait_for_image_s=600))[0]
+        for now in (NOW + 599, NOW + 600, None)
+    ]
+
+    assert kinds == ["pulling", "image", "pulling"]
+
+
+def test_a_pull_that_fails_and_is_tried_again_is_one_wait():
+    """The kubelet alternates between two reasons: what is shown stays the same."""
+    failed, backing_off = (
+        pod(phase="Pending", main=waiting(reason, before + "dial tcp: i/o timeout"))
+        for reason, before in (("ErrImagePull", ""), ("ImagePullBackOff", "Back-off pulling: ErrImagePull: "))
+    )
+
+    assert waiting_for(failed, Seen(None)) == waiting_for(backing_off, Seen(None))
+
+
+def test_an_image_that_never_comes_is_pending_until_it_is_given_up():
+    """The owner acts on a pending node; once it did, nothing more is asked of it."""
+    body, _ = WAITS["image does not exist"]
+
+    assert nodes_of(Seen(job(), (body,)))[0][:2] == ("pending", "image")
+    assert nodes_of(Seen(job(stop={"grace_s": 0}), (body,)))[0][:2] == ("starting", "pulling")
 
 
 def nodes_of(seen, nodes=1):

@@ -317,9 +317,7 @@ class KubernetesBackend:
                 if node.reason == "capacity":
                     self._take_back(handle)
                     raise CapacityError(f"{handle.name}: {node.detail}")
-                if node.reason == "image" and node.detail.startswith(
-                    ("InvalidImageName", "ErrImageNeverPull")
-                ):
+                if node.state == "pending" and node.reason == "image":
                     self._take_back(handle)
                     raise SpecError(f"{handle.name}: {node.detail}")
             if all(node.state != "pending" for node in status.nodes) or _waits_for_queue(status):
@@ -345,9 +343,8 @@ class KubernetesBackend:
 
     def _look(self, handle: Handle) -> list[tuple[Part, Seen]]:
         """Each Job of the attempt, and what is to be seen of it."""
-        wait_s = self.settings.wait_for_node_s
         return [
-            (part, look_at(part, self.cluster, self._view(part.namespace), wait_for_node_s=wait_s))
+            (part, look_at(part, self.cluster, self._view(part.namespace), self.settings))
             for part in self._parts(handle)
         ]
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import math
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -51,6 +53,18 @@ _BAD_IMAGE = (
     "ImagePullBackOff",
     "ImageInspectError",
 )
+_NEVER = ("InvalidImageName", "ErrImageNeverPull")
+"""What no waiting heals, by the kubelet's reason."""
+_NOT_THERE = re.compile(
+    r"code = NotFound|: not found\b|manifest unknown|pull access denied|repository does not exist"
+    r"|unauthorized|401 Unauthorized|403 Forbidden|no match for platform",
+    re.IGNORECASE,
+)
+"""The same, by the runtime's words: the registry answered, and has no such image for us.
+
+Source: recorded (containerd: gRPC NotFound); OCI distribution specification, error codes; containerd's
+and Docker's messages. Anything else, such as a registry that does not answer, may heal.
+"""
 _BAD_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -88,6 +102,7 @@ class Seen:
         events: Warnings about the Job or its pods, any order.
         server_time: Clock of the API server, seconds since the epoch; None when it did not say.
         wait_for_node_s: Longest wait for a node, seconds.
+        wait_for_image_s: Longest wait for an image once a node is there, seconds.
     """
 
     job: Json | None
@@ -96,6 +111,7 @@ class Seen:
     events: tuple[Json, ...] = ()
     server_time: float | None = None
     wait_for_node_s: float = 0.0
+    wait_for_image_s: float = math.inf
 
 
 # -- reading objects
@@ -251,15 +267,14 @@ def _joined(*parts: str) -> str:
 def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
     """``(kind, detail)`` of a pod that does not run yet.
 
-    Kinds: ``scheduling``, ``capacity`` (no node within the time given), ``gated``, ``image``,
-    ``config``, ``volume``, ``starting``.
+    Kinds: ``scheduling``, ``capacity`` (no node within the time given), ``gated``, ``pulling``, ``image``
+    (it can never be had, or did not come within the time given), ``config``, ``volume``, ``starting``.
     """
     scheduled = _any_condition(pod, "PodScheduled")
     if scheduled is not None and scheduled["status"] == "False":
         if scheduled.get("reason") == "SchedulingGated":
             return "gated", "waits for its scheduling gates"
-        since = timestamp(scheduled.get("lastTransitionTime"))
-        waited = None if since is None or seen.server_time is None else seen.server_time - since
+        waited = _since(scheduled, seen)
         is_over = not seen.wait_for_node_s or (waited is not None and waited >= seen.wait_for_node_s)
         message = first_sentence(str(scheduled.get("message") or "Unschedulable"))
         return ("capacity" if is_over else "scheduling"), message
@@ -267,13 +282,31 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
         state = _state(container, "waiting") or {}
         reason, message = str(state.get("reason") or ""), str(state.get("message") or "")
         if reason in _BAD_IMAGE:
-            return "image", _joined(f"{reason} of {container.get('image', '')}", message)
+            if reason == "ImagePullBackOff":  # alternates with the other: one wait is shown once
+                reason, message = "ErrImagePull", message.rpartition("ErrImagePull: ")[2]
+            detail = _joined(f"{reason} of {container.get('image', '')}", message)
+            return ("image" if _is_hopeless(reason, message, pod, seen) else "pulling"), detail
         if reason in _BAD_CONFIG:
             return "config", _joined(reason, message)
     mounts = [one for one in seen.events if one.get("reason") == "FailedMount" and _is_about(one, pod)]
     if mounts:
         return "volume", first_sentence(str(mounts[-1].get("message") or "FailedMount"))
     return "starting", ""
+
+
+def _since(condition: Json, seen: Seen) -> float | None:
+    """Seconds since it became what it is, by the API server's clock; None when nobody can tell."""
+    at = timestamp(condition.get("lastTransitionTime"))
+    return None if at is None or seen.server_time is None else seen.server_time - at
+
+
+def _is_hopeless(reason: str, message: str, pod: Json, seen: Seen) -> bool:
+    """True for an image that can never be had, or that has not come since its pod has a node."""
+    if reason in _NEVER or _NOT_THERE.search(message):
+        return True
+    bound = condition(pod, "PodScheduled")
+    waited = None if bound is None else _since(bound, seen)
+    return waited is not None and waited >= seen.wait_for_image_s
 
 
 def _waiting_containers(pod: Json) -> Iterable[Json]:
@@ -353,9 +386,9 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
     if _state(main, "running") is not None or _state(main, "terminated") is not None:
         return NodeStatus(node, "running", detail=_leaving(pod, job))
     kind, detail = waiting_for(pod, seen)
-    if kind == "capacity" and stop_asked(job) is not None:
-        kind = "scheduling"  # given up already
-    state: NodeState = "pending" if kind in ("scheduling", "capacity", "gated") else "starting"
+    if stop_asked(job) is not None:  # given up already
+        kind = {"capacity": "scheduling", "image": "pulling"}.get(kind, kind)
+    state: NodeState = "pending" if kind in ("scheduling", "capacity", "gated", "image") else "starting"
     return NodeStatus(node, state, reason="" if kind == "starting" else kind, detail=detail)
 
 

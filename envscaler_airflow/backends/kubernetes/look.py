@@ -9,10 +9,11 @@ from envscaler_airflow.backends.kubernetes import failures, names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
 from envscaler_airflow.backends.kubernetes.failures import Seen
 from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.watch import View
 
 
-def look_at(part: Part, cluster: Cluster, view: View | None, *, wait_for_node_s: float) -> Seen:
+def look_at(part: Part, cluster: Cluster, view: View | None, settings: Settings) -> Seen:
     """What the API server, or the *view* of the namespace, shows of that part.
 
     Raises:
@@ -24,7 +25,13 @@ def look_at(part: Part, cluster: Cluster, view: View | None, *, wait_for_node_s:
     if job is not None and job["metadata"]["uid"] != part.uid:
         job = None
     ours = tuple(pod for pod in pods if _is_owned(pod, part.uid))
-    seen = Seen(job, ours, server_time=server_time, wait_for_node_s=wait_for_node_s)
+    seen = Seen(
+        job,
+        ours,
+        server_time=server_time,
+        wait_for_node_s=settings.wait_for_node_s,
+        wait_for_image_s=settings.wait_for_image_s,
+    )
     return replace(seen, nodes=_silent_nodes(cluster, seen), events=_warnings(cluster, view, seen))
 
 

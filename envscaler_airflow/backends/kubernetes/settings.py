@@ -66,6 +66,8 @@ class Settings(BaseModel):
         usd_per_hour: Price of a whole node by instance type, for derived offers; None is unknown.
         node_selector: Labels of the nodes that stages may use, such as those of a pool; {} for all.
         wait_for_node_s: Longest wait for a node; 0 on clusters that add none.
+        wait_for_image_s: Longest wait for an image that cannot be pulled, once a node is there. Default
+            chosen: a registry is back by then, or somebody must look.
         queue: Kueue queue; the Job is made suspended and Kueue admits it.
         priority_class: Of the pods.
         pod_override: Pod template (metadata and spec) that is laid over ours.
@@ -95,6 +97,7 @@ class Settings(BaseModel):
     usd_per_hour: dict[str, float] = {}
     node_selector: dict[str, str] = {}
     wait_for_node_s: Annotated[float, Field(ge=0)] = 900.0
+    wait_for_image_s: Annotated[float, Field(gt=0)] = 1800.0
     queue: str | None = None
     priority_class: str | None = None
     pod_override: dict[str, Any] = {}
