@@ -1,8 +1,8 @@
 """GCP's Cloud Billing Catalog: prices of cores, memory and GPUs, summed to machines.
 
 Source: cloud.google.com/billing/docs/reference/rest/v1/services.skus/list (service 6F81-5844-456A is
-Compute Engine); an API key or a token is needed. Tested against recorded shapes; never run against the
-live service.
+Compute Engine); an API key or a token is needed. Tested against answers written after that page; never run
+against the live service.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class GcpPrices:
         self._kinds = tuple(kind for kind in kinds if kind.cloud == "gcp")
         self._caller = caller or Caller()
         self._url = url
-        self._params = {"key": api_key} if api_key else {}
+        # In a header and not in the address, which is logged.
+        if api_key:
+            self._caller.headers["X-Goog-Api-Key"] = api_key
         if token:
             self._caller.headers["Authorization"] = f"Bearer {token}"
         self._skus: list[Mapping[str, Any]] | None = None
@@ -81,7 +83,7 @@ class GcpPrices:
     def _pages(self) -> Iterator[Mapping[str, Any]]:
         token = ""
         for _ in range(MAX_PAGES):
-            params = {**self._params, "pageSize": "5000", **({"pageToken": token} if token else {})}
+            params = {"pageSize": "5000", **({"pageToken": token} if token else {})}
             page = self._caller.json(self._url, "GCP Cloud Billing Catalog", params)
             if not isinstance(page, dict) or not isinstance(page.get("skus"), list):
                 raise BackendError("GCP Cloud Billing Catalog: the answer has no skus", transient=True)

@@ -51,7 +51,7 @@ class Caller:
     def __enter__(self) -> Self:
         """Open connections."""
         if self._client is None:
-            self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True)
+            self._client = httpx.Client(timeout=TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -151,8 +151,8 @@ def test_gcp_reads_the_list_of_skus_once(cloud, caller):
         json.dumps(skus[0]).replace("G2 Instance Core", "Nvidia L4 GPU").replace("25000000", "560000000")
     )
 
-    def answer(_method, _path, query, *_):
-        assert query["key"] == "secret"
+    def answer(_method, _path, query, headers, _body):
+        assert headers["X-Goog-Api-Key"] == "secret"
         if query.get("pageToken") == "2":
             return 200, {"skus": [gpu], "nextPageToken": ""}
         return 200, {"skus": skus, "nextPageToken": "2"}
@@ -201,6 +201,46 @@ def test_a_cloud_that_says_nothing_is_given_up(cloud, caller):
 
     assert caught.value.transient
     assert len(cloud.seen) == 1
+
+
+def test_aws_that_says_nothing_is_given_up(cloud, caller, monkeypatch):
+    """After the SDK's own second try; no price of the region is taken."""
+    monkeypatch.setattr("envscaler_airflow.clouds.aws.TIMEOUT_S", 0.4)
+    given_up = threading.Event()
+    cloud.answer = lambda *_: (given_up.wait(), (200, b"{}"))[1]
+
+    with pytest.raises(BackendError, match=r"AWS pricing in us-east-1.*[Tt]ime") as caught:
+        aws_feed(cloud, caller).fetch("us-east-1")
+    given_up.set()
+
+    assert caught.value.transient
+    assert len(cloud.seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words", "transient"),
+    [
+        (403, b"no", "answered 403", False),
+        (429, b"slower", "answered 429", True),
+        (500, b"oh", "answered 500", True),
+        (200, b'{"skus": [{"descr', "no whole JSON", True),
+        (200, b'{"error": {}}', "has no skus", True),
+    ],
+)
+def test_every_bad_answer_of_gcp_is_an_error(cloud, caller, status, body, words, transient):
+    """And the list is asked for anew the next time."""
+    cloud.answer = lambda *_: (status, body)
+    feed = GcpPrices([], api_key="secret", caller=caller, url=cloud.url)
+
+    with pytest.raises(BackendError, match=words) as caught:
+        feed.fetch("us-central1")
+    asked = len(cloud.seen)
+    cloud.answer = lambda *_: (200, {"skus": []})
+
+    assert caught.value.transient is transient
+    assert "secret" not in str(caught.value)
+    assert feed.fetch("us-central1").quotes == ()
+    assert len(cloud.seen) == asked + 1
 
 
 def test_an_endless_list_of_pages_ends(cloud, caller, monkeypatch):
@@ -433,6 +473,6 @@ def test_the_hook_asks_as_the_connection_says(cloud, tmp_path, monkeypatch):
     assert book.error is None
     assert len(book.prices) == 3
     assert (ok, words) == (True, "3 prices of aws us-east-1")
-    assert feed._params == {"key": "k"}
+    assert feed._caller.headers == {"X-Goog-Api-Key": "k"}
     with pytest.raises(SpecError, match="prices are read from aws, gcp, azure"):
         CloudPricingHook("tencent")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from envscaler_airflow.clouds.gcp import GcpPrices
 from envscaler_airflow.clouds.http import PAGE_BYTES, PAGE_S, PAUSES_S, TIMEOUT_S, Caller
 from envscaler_airflow.errors import BackendError
 
@@ -124,3 +125,25 @@ def test_what_is_no_json_is_an_error(body):
     """Never half an answer."""
     with pytest.raises(BackendError, match="no whole JSON"):
         ask(lambda _: httpx.Response(200, content=body))
+
+
+def test_a_key_is_in_no_address(caplog):
+    """Addresses of requests are logged by the HTTP client, and by whatever is between."""
+    seen = []
+
+    def answer(request):
+        seen.append(request)
+        return httpx.Response(200, json={"skus": []})
+
+    with caplog.at_level("DEBUG"), httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        GcpPrices([], api_key="secret-key", caller=Caller(client)).fetch("us-central1")
+
+    assert seen[0].headers["X-Goog-Api-Key"] == "secret-key"
+    assert "HTTP Request" in caplog.text
+    assert "secret-key" not in caplog.text
+
+
+def test_a_key_follows_no_redirect():
+    """Another host has no business with it."""
+    with Caller() as caller:
+        assert not caller._client.follow_redirects
