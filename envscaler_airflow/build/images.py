@@ -19,6 +19,7 @@ from envscaler_airflow.build.builders import Access, Builder, Image, Order
 from envscaler_airflow.build.context import Context, assemble
 from envscaler_airflow.build.dockerfile import CA, CREDENTIALS, ImageOptions
 from envscaler_airflow.build.requirements import Requirements
+from envscaler_airflow.build.stage_image import slug
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.spec.models import EnvSpec
 
@@ -268,7 +269,7 @@ def _bring_base(
 
 
 def _name(spec: EnvSpec, options: BuildOptions, context: Context) -> str:
-    name = options.name or f"localhost/{re.sub(r'[^a-z0-9]+', '-', spec.name.lower()).strip('-') or 'stage'}"
+    name = options.name or f"localhost/{slug(spec.name)}"
     if not re.fullmatch(
         r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][\w.-]{0,127})?", name
     ):

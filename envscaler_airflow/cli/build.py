@@ -18,6 +18,7 @@ from envscaler_airflow.build.locks import apply_lock
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import find_conflicts, resolve
 from envscaler_airflow.build.scan import SEVERITIES, scan_image
+from envscaler_airflow.build.stage_image import image_name
 from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.specs import environment_secret, pairs, spec_options, spec_registry
@@ -28,7 +29,12 @@ from envscaler_airflow.store.base import open_store
 
 @click.command()
 @spec_options
-@click.option("-t", "--tag", "name", help="Name of the image; without a tag the content's hash is the tag.")
+@click.option(
+    "-t",
+    "--tag",
+    "name",
+    help="Name; without a tag the content's hash is the tag. Without a name, ENVSCALER_IMAGE_REPOSITORY's.",
+)
 @click.option("--target", default="docker", show_default=True, help="Variant of the spec, such as serving.")
 @click.option(
     "--builder",
@@ -63,6 +69,9 @@ def build(
     """
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
     requirements, options = read_requirements(spec), _options(given)
+    repository = os.environ.get("ENVSCALER_IMAGE_REPOSITORY")
+    if options.name is None and repository:
+        options = replace(options, name=image_name(spec, requirements, repository))
     check_base(spec, options.allowed_bases)
     lock = find_lock(given["locked"], open_store(default_store_url())) if given["locked"] else None
     if lock is not None:

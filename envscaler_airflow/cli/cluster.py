@@ -19,6 +19,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _ENVIRONMENT = {
     "agent_image": "ENVSCALER_AGENT_IMAGE",
     "image": "ENVSCALER_IMAGE",
+    "image_repository": "ENVSCALER_IMAGE_REPOSITORY",
     "namespace": "ENVSCALER_NAMESPACE",
 }
 

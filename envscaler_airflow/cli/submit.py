@@ -10,6 +10,7 @@ import click
 
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.cli.cluster import cluster_options
 from envscaler_airflow.cli.common import shell_key, store_option
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
@@ -17,7 +18,7 @@ from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
+from envscaler_airflow.controller.stage import Delivered, Stage, SupersededError, Waiting
 from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Actor
@@ -48,12 +49,15 @@ def submit(
 ) -> None:
     """Run the stage of a spec as a Job and wait for it; Ctrl-C checkpoints and stops it.
 
+    The same name again goes on with that run; a process that still holds it then ends.
+
     status, logs, cancel and report take the run's name, from any machine that reaches the store.
     """
     check_store(store)
     spec = load_spec(
         path, parameters=parameters, inputs=inputs, target="kubernetes", registry=spec_registry()
     )
+    spec = with_image(spec, image=backend.settings.image, repository=backend.settings.image_repository)
     name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
     key = shell_key(store, name, spec.name)
     stage = Stage(
@@ -106,6 +110,15 @@ class _Submission:
             on_wait=self._on_wait,
             on_look=self._on_look,
         )
+        try:
+            return self._hold(holder)
+        except SupersededError as err:
+            raise SupersededError(
+                f"{self._prefix}: another process was started with this name and goes on with the run; "
+                "`envscaler logs -f` shows it"
+            ) from err
+
+    def _hold(self, holder: Holder) -> Delivered:
         try:
             return holder.hold()
         except KeyboardInterrupt:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk._shared.secrets_masker import redact
 
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.build.registry import SpecRegistry
+from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
     from envscaler_airflow.operators.stage import EnvStageOperator
 
 
-def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) -> Stage:
+def stage_of(
+    operator: EnvStageOperator, context: Context, *, is_entry: bool, backend: Backend | None = None
+) -> Stage:
     """The stage as it is asked for now; without a spec in a resumed slice, which goes by the frozen one.
 
     Parameters come from the spec's defaults, then from DAG params of the same names (what a person
@@ -42,6 +47,9 @@ def stage_of(operator: EnvStageOperator, context: Context, *, is_entry: bool) ->
         target = operator.target or operator.compute
         _refuse_masked({"parameters": parameters, "inputs": inputs})
         spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=registry)
+        if isinstance(backend, KubernetesBackend):
+            settings = backend.settings
+            spec = with_image(spec, image=settings.image, repository=settings.image_repository)
         _refuse_masked(spec.to_dict())
     deadline_s, deadline_at = deadline_of(operator.deadline)
     return Stage(

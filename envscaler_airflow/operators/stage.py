@@ -165,7 +165,7 @@ class EnvStageOperator(_OnCluster):
 
         try:
             part = self._open(context)
-            stage = self._stage(context, is_entry=event is None)
+            stage = self._stage(context, part, is_entry=event is None)
             try:
                 result = part.advance(stage, event)
             finally:
@@ -195,10 +195,10 @@ class EnvStageOperator(_OnCluster):
         self.run_url = part.run_url
         return part
 
-    def _stage(self, context: Context, *, is_entry: bool) -> Stage:
+    def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
         from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
 
-        return stage_of(self, context, is_entry=is_entry)
+        return stage_of(self, context, is_entry=is_entry, backend=part.backend)
 
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
@@ -225,7 +225,7 @@ class EnvStageOperator(_OnCluster):
     def _time_out(self, context: Context) -> None:
         part = self._open(context)
         part.time_out(
-            self._stage(context, is_entry=False),
+            self._stage(context, part, is_entry=False),
             f"the task's execution_timeout of {self.execution_timeout} is over",
         )
         part.show_log(self.log.info)

@@ -21,6 +21,7 @@ from airflow.sdk.log import mask_secret
 
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import asked, slices
@@ -158,6 +159,27 @@ def test_the_log_says_where_the_attempt_runs(world, capsys):
         f"attempt 1 on scripted/cpu-1/on-demand ($0.0500/h) is {world.handle.name}" in capsys.readouterr().out
     )
     assert slices._whereabouts(attempt).endswith(" is ml/train-1")
+
+
+def test_a_stage_on_a_cluster_runs_in_an_image_that_has_its_packages(world, tmp_path):
+    """Named by the deployment's repository; refused before anything is asked of the cluster without one."""
+    (tmp_path / "requirements.txt").write_text("numpy==2.1.0\n")
+    (tmp_path / "train.yaml").write_text(
+        SPEC + "runtimes: [{type: python, requirements: requirements.txt}]\n"
+    )
+    operator = world.operator(compute="kubernetes")
+    context = world.context(operator, Ti())
+
+    made = asked.stage_of(
+        operator,
+        context,
+        is_entry=True,
+        backend=KubernetesBackend(image_repository="registry.example.com/team"),
+    )
+
+    assert made.spec.base.image.startswith("registry.example.com/team/train:env-")
+    with pytest.raises(SpecError, match="no image to run"):
+        asked.stage_of(operator, context, is_entry=True, backend=KubernetesBackend())
 
 
 def test_has_fewer_than_fifteen_arguments_of_its_own():

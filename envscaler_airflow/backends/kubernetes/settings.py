@@ -58,7 +58,8 @@ class Settings(BaseModel):
     Attributes:
         namespace: Where everything is made.
         agent_image: Image with the courier and the wrapper.
-        image: Image of the stage; None takes the spec's base image.
+        image: Image of every stage; None takes the spec's own, see ``build.stage_image``.
+        image_repository: Where `envscaler build` puts images of specs that install packages.
         service_account: Identity of the pods, by which the courier reaches the store.
         provider: Whose labels the nodes carry; None reads any.
         region: Name of the cluster in offers.
@@ -90,6 +91,7 @@ class Settings(BaseModel):
     namespace: str = "default"
     agent_image: str = "envscaler/agent:latest"
     image: str | None = None
+    image_repository: str | None = None
     service_account: str | None = None
     provider: Provider | None = None
     region: str = ""

@@ -1,0 +1,78 @@
+"""Which image a stage on a cluster runs in."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.build.stage_image import image_name, with_image
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec import load_spec
+
+REPOSITORY = "registry.example.com/team/"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    """Makes a spec of *text*, beside its code and requirements."""
+
+    def make(text="", *, packages="numpy==2.1.0\n"):
+        (tmp_path / "requirements.txt").write_text(packages)
+        (tmp_path / "train.py").write_text("print(1)")
+        whole = f"version: v1\nname: My_Stage\nentrypoint: [python, train.py]\nworkdir: .\n{text}"
+        (tmp_path / "spec.yaml").write_text(whole)
+        return load_spec(tmp_path / "spec.yaml")
+
+    return make
+
+
+BASE = 'base: {image: "python:3.11-slim"}\n'
+INSTALLS = "runtimes: [{type: python, requirements: requirements.txt}]\n"
+
+
+def test_a_base_on_which_nothing_is_installed_is_the_image(spec):
+    """The code comes with the run."""
+    plain = spec(BASE)
+
+    assert with_image(plain, image=None, repository=REPOSITORY) == plain
+    assert with_image(plain, image=None, repository=None) == plain
+
+
+def test_what_installs_packages_runs_in_its_built_image(spec):
+    """Named without a builder: by what is installed and on what."""
+    made = with_image(spec(BASE + INSTALLS), image=None, repository=REPOSITORY)
+
+    assert re.fullmatch(r"registry\.example\.com/team/my-stage:env-[0-9a-f]{16}", made.base.image)
+
+
+def test_the_name_follows_the_environment_and_not_the_code(spec, tmp_path):
+    """Another requirement, another base: another image. Another line of code: the same."""
+
+    def name(text=BASE + INSTALLS, **more):
+        one = spec(text, **more)
+        return image_name(one, read_requirements(one), REPOSITORY)
+
+    first = name()
+    (tmp_path / "more.py").write_text("print(2)")
+    names = [first, name(packages="numpy==2.2.0\n"), name(BASE.replace("3.11", "3.12") + INSTALLS)]
+
+    assert name() == first
+    assert len(set(names)) == 3
+    assert name(BASE + INSTALLS + "system_packages: [git]\n") not in names
+
+
+def test_the_deployments_image_is_that_of_every_stage(spec):
+    """Whoever names it says that it has what stages need."""
+    assert with_image(spec(INSTALLS), image="all:1", repository=REPOSITORY).base.image == "all:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(BASE + INSTALLS, "it installs packages on its base"), ("", r"it names no base\.image")],
+)
+def test_nothing_is_run_without_its_packages(spec, text, why):
+    """The message says what to set."""
+    with pytest.raises(SpecError, match=f"My_Stage: no image to run: {why}; set image_repository"):
+        with_image(spec(text), image=None, repository=None)
