@@ -120,10 +120,12 @@ def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[E
     known = lock.system_packages
     names = [text.partition("=")[0] for text in spec.system_packages]
     absent = [name for name in names if known is not None and name not in known]
-    if absent:
+    if absent and lock.image is not None:
         raise SpecError(f"--locked: the lock has no version of {', '.join(absent)}; run without it")
     if known is not None:
-        spec = spec.model_copy(update={"system_packages": tuple(f"{name}={known[name]}" for name in names)})
+        # What a run on a machine found missing, and did without, is in no lock.
+        exact = tuple(f"{name}={known[name]}" if name in known else name for name in names)
+        spec = spec.model_copy(update={"system_packages": exact})
     if lock.requirements is not None and not requirements.is_empty:
         requirements = requirements.with_lock(lock.requirements)
     return spec, requirements

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,29 +13,36 @@ from envscaler_airflow.backends.local.volumes import exists
 from envscaler_airflow.build.builders import Docker
 from envscaler_airflow.build.programs import find_program, run_program
 
+_QUERIES: dict[str, tuple[str, ...]] = {
+    "dpkg-query": ("--show", "--showformat", "${db:Status-Status} ${Version}\n"),
+    "rpm": ("--query", "--queryformat", "%{VERSION}-%{RELEASE}\n"),
+    "apk": ("info", "--installed", "--verbose"),
+}
+"""How a system is asked for one package, by the program that knows."""
+
 
 def has_variable(name: str) -> bool:
     """True when the environment has *name*."""
     return name in os.environ
 
 
-def absent_packages(names: Sequence[str]) -> list[str] | None:
-    """Those of *names* that the system does not have installed; None when nobody can tell."""
-    asked = {
-        "dpkg-query": ["--show", "--showformat", "${db:Status-Status}"],
-        "rpm": ["--query"],
-        "apk": ["info", "-e"],
-    }
-    for program, words in asked.items():
-        path = find_program(program)
-        if path is not None:
-            done = {name: run_program([path, *words, name.partition("=")[0]]) for name in names}
-            return [
-                name
-                for name, told in done.items()
-                if told.code != 0 or (program == "dpkg-query" and told.out.strip() != "installed")
-            ]
-    return None
+def installed_versions(names: Sequence[str]) -> dict[str, str] | None:
+    """Version of each of *names* that the system has installed; None when nobody can tell."""
+    found = ((path, words) for program, words in _QUERIES.items() if (path := find_program(program)))
+    path, words = next(found, (None, ()))
+    if path is None:
+        return None
+    told = {name: run_program([path, *words, name]) for name in names}
+    read = {name: _version(name, done.out) for name, done in told.items() if done.code == 0}
+    return {name: version for name, version in read.items() if version is not None}
+
+
+def _version(name: str, told: str) -> str | None:
+    """Of ``installed 1:2.39``, ``2.39-1`` or ``name-2.39-r0``; None for what is configured away."""
+    words = told.split()
+    if len(words) > 1:
+        return words[1] if words[0] == "installed" else None
+    return words[0].removeprefix(f"{name}-") if words else None
 
 
 def driver_version() -> str | None:
@@ -76,7 +84,7 @@ class Here:
         has_path: Tells whether a path exists.
         is_mounted: Tells whether something is mounted at a path.
         has_variable: Tells whether the environment has a variable.
-        absent_packages: Tells which system packages are not installed; None when nobody can tell.
+        installed_versions: Tells versions of the system packages that are there; None when nobody can.
         has_docker: Tells whether a docker daemon answers.
     """
 
@@ -88,8 +96,20 @@ class Here:
     has_path: Callable[[str], bool] = field(default=exists)
     is_mounted: Callable[[str], bool] = field(default=os.path.ismount)
     has_variable: Callable[[str], bool] = field(default=has_variable)
-    absent_packages: Callable[[Sequence[str]], list[str] | None] = field(default=absent_packages)
+    installed_versions: Callable[[Sequence[str]], dict[str, str] | None] = field(default=installed_versions)
     has_docker: Callable[[], bool] = field(default=has_docker)
+
+    def absent_packages(self, wanted: Sequence[str]) -> list[str] | None:
+        """Those of *wanted* (``git``, ``git=1:2.39``, ``git=1:2.*``) that are not here; None: not known."""
+        asked = {text: text.partition("=") for text in wanted}
+        versions = self.installed_versions([name for name, _, _ in asked.values()])
+        if versions is None:
+            return None
+        return [
+            text
+            for text, (name, _, version) in asked.items()
+            if name not in versions or (version and not fnmatch.fnmatchcase(versions[name], version))
+        ]
 
 
 def look_here() -> Here:

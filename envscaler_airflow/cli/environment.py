@@ -66,7 +66,10 @@ def local_environment(
     for link in _broken(spec, requirements, here):
         say(f"warning: {link}")
     gpus = tuple(gpu.name for gpu in here.gpus)
-    known = Lock(name=spec.name, python=python_version(spec), driver=here.driver, gpus=gpus)
+    known = Lock(
+        name=spec.name, python=python_version(spec), driver=here.driver, gpus=gpus,
+        system_packages=here.installed_versions([text.partition("=")[0] for text in spec.system_packages]),
+    )  # fmt: skip
     if requirements.runtime is None:
         return LocalEnvironment(spec, known)
     with index_access(requirements, resolve_secret=resolve_secret) as env:

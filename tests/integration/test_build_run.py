@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ SPEC = """\
 version: v1
 name: tiny
 base: {{image: python:3.11-slim}}
-system_packages: [no-such-package-of-debian]
+system_packages: [no-such-package-of-debian, bash]
 workdir: work
 runtimes: [{{type: python, version: "{version}", requirements: requirements.txt, index_url: "{url}"}}]
 resources: {{requests: {{gpu: {{count: 1}}}}, cpu_fallback: true}}
@@ -78,7 +79,11 @@ def test_a_run_has_its_own_environment_which_a_lock_makes_again(project):
     assert "hello True" in first.stdout
     assert "missing system packages: no-such-package-of-debian; run `apt-get install" in first.stderr
     assert "runs on CPUs, as resources.cpu_fallback allows" in first.stderr
-    assert lock_of(project.folder, "first")["packages"] == {"greeting": "1.0"}
+    lock = lock_of(project.folder, "first")
+    assert lock["packages"] == {"greeting": "1.0"}
+    assert "--hash=sha256:" in lock["requirements"]
+    if shutil.which("dpkg-query"):
+        assert list(lock["system_packages"]) == ["bash"]
 
     again = project("--name", "again", "--", "python", "-c", "import greeting; print(greeting.text * 2)")
     assert "hellohello" in again.stdout

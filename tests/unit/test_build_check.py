@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from envscaler_airflow.backends.local.machine import Gpu
 from envscaler_airflow.build.check import missing_on
-from envscaler_airflow.build.machine import Here, look_here
+from envscaler_airflow.build.machine import Here, installed_versions, look_here
 from envscaler_airflow.build.programs import Output
 from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.cli import main
@@ -27,7 +27,7 @@ def machine(**other) -> Here:
         "cpus": 4, "memory_bytes": 16 * GIB, "disk_bytes": 50 * GIB,
         "has_path": lambda path: path == "/srv/data", "is_mounted": lambda path: path == "/mnt/nfs",
         "has_variable": lambda name: name == "SET",
-        "absent_packages": lambda names: [], "has_docker": lambda: True,
+        "installed_versions": lambda names: dict.fromkeys(names, "1"), "has_docker": lambda: True,
     }  # fmt: skip
     return Here(**(facts | other))
 
@@ -115,7 +115,7 @@ def test_mounts_secrets_and_packages_that_are_not_here():
         system_packages=["git", "jq"],
     )
 
-    got = local(spec, absent_packages=lambda names: ["jq"])
+    got = local(spec, installed_versions=lambda names: {"git": "1"})
 
     assert [text.partition(";")[0] for text in got] == [
         "volumes: gone: /srv/gone does not exist here",
@@ -128,6 +128,35 @@ def test_mounts_secrets_and_packages_that_are_not_here():
     assert "apt-get install --yes --no-install-recommends jq" in got[-1]
 
 
+def test_a_package_of_another_version_is_absent():
+    """A lock's version is the one that must be there; a star stands for any rest."""
+    here = machine(installed_versions=lambda names: {"git": "1:2.39.5-0", "jq": "1.6"})
+
+    assert here.absent_packages(["git", "git=1:2.39.5-0", "git=1:2.39*", "jq=1.6"]) == []
+    assert here.absent_packages(["git=1:2.40", "jq=1.*", "curl=1"]) == ["git=1:2.40", "curl=1"]
+    assert machine(installed_versions=lambda names: None).absent_packages(["git"]) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "answer", "version"),
+    [
+        ("dpkg-query", "installed 1:2.39.5-0", "1:2.39.5-0"),
+        ("dpkg-query", "config-files 1:2.39.5-0", None),
+        ("rpm", "2.39-1.el9", "2.39-1.el9"),
+        ("apk", "git-2.40-r0", "2.40-r0"),
+        ("apk", "", None),
+    ],
+)
+def test_versions_are_asked_of_the_program_that_knows(program, answer, version, tmp_path, monkeypatch):
+    """What is removed but for its settings is not there; what it does not know has no version."""
+    stand_in = tmp_path / program
+    stand_in.write_text(f"#!/bin/sh\nfor name; do :; done\n[ $name = git ] || exit 1\necho '{answer}'\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert installed_versions(["git", "curl"]) == ({} if version is None else {"git": version})
+
+
 def test_docker_needs_its_daemon_and_no_system_packages():
     """Packages are in the image."""
     spec = stage(system_packages=["jq"])
@@ -136,7 +165,7 @@ def test_docker_needs_its_daemon_and_no_system_packages():
         "docker",
         spec,
         Requirements(),
-        here=machine(has_docker=lambda: False, absent_packages=lambda names: ["jq"]),
+        here=machine(has_docker=lambda: False, installed_versions=lambda names: {}),
     )
 
     assert got == ["docker: no daemon answers that can build; install and start docker.io"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_what_is_no_certificate_is_refused(tmp_path):
 
 LOCK = Lock(
     name="s", python="3.11", requirements="attrs==25.1.0 \\\n    --hash=sha256:00\n", base="b",
-    base_digest="sha256:0", system_packages={"git": "1:2.39"}, gpus=("T4",),
+    base_digest="sha256:0", system_packages={"git": "1:2.39"}, image="i:1", gpus=("T4",),
 )  # fmt: skip
 
 
@@ -183,6 +184,15 @@ def test_a_lock_of_another_environment_is_refused(body, fault):
     """It could not be made exactly."""
     with pytest.raises(SpecError, match=fault):
         apply_lock(stage(**body), Requirements(), LOCK)
+
+
+def test_a_lock_of_a_machine_holds_the_packages_that_were_there():
+    """The run did without the other, and so does its repetition."""
+    lock = replace(LOCK, image=None, requirements=None, system_packages={"git": "1:2.39"})
+
+    spec, _ = apply_lock(stage(system_packages=["git", "jq"]), Requirements(), lock)
+
+    assert spec.system_packages == ("git=1:2.39", "jq")
 
 
 def test_versions_of_every_package_manager_are_read():
