@@ -127,7 +127,7 @@ def test_the_example_that_clears_up_leaves_what_is_owned(begin: Callable):
 
 
 def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster: Cluster):
-    """No room at first, a pod evicted, a node gone, a triggerer killed: one attempt, each step shown once."""
+    """No room at first, a pod evicted, a node gone, a triggerer killed: one attempt, which resumes each time."""
     cluster.node("node-0").cordon()
     cluster.node("node-1").cordon()
     run = begin("on_cluster", steps=150, save_every=10)
@@ -151,7 +151,11 @@ def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster:
     assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
     log = shown(run)
     assert [pod["spec"]["nodeName"] for pod in (first, second, third)] == ["node-0", "node-0", "node-1"]
-    assert sum(line.startswith("starts at step") for line in log) == 3
+    # What the second pod printed may be gone with its node: output is uploaded every 10 s.
+    first_start, *later = [int(line.split()[-1]) for line in log if line.startswith("starts at step")]
+    assert first_start == 0
+    assert later
+    assert min(later) > 0
     assert log.count("counted") == 1
     run.wait_gone()
     run.check()
