@@ -39,6 +39,27 @@ COMPONENTS: tuple[Component, ...] = ("api-server", "scheduler", "dag-processor",
 """In the order in which they are started."""
 
 _HEALTH = {"scheduler": "scheduler", "dag-processor": "dag_processor", "triggerer": "triggerer"}
+_INTERVALS: dict[str, dict[str, object]] = {
+    "scheduler": {
+        "job_heartbeat_sec": 2,
+        "scheduler_heartbeat_sec": 1,
+        "scheduler_idle_sleep_time": 0.5,
+        "scheduler_health_check_threshold": 15,
+        "orphaned_tasks_check_interval": 10,
+        "task_instance_heartbeat_timeout": 20,
+        "task_instance_heartbeat_timeout_detection_interval": 3,
+        "trigger_timeout_check_interval": 3,
+    },
+    "triggerer": {"job_heartbeat_sec": 2, "triggerer_health_check_threshold": 6},
+    "dag_processor": {
+        "parsing_processes": 1,
+        "refresh_interval": 10,
+        "min_file_process_interval": 30,
+        "bundle_refresh_check_interval": 2,
+    },
+    "workers": {"min_heartbeat_interval": 1},
+}
+"""Seconds and counts of a throwaway Airflow. Chosen: what is waited for comes within seconds."""
 _START_S = 180.0
 """Longest start, seconds. Chosen: eight times what it takes on two idle cores."""
 _GRACE_S = 5.0
@@ -72,7 +93,7 @@ class AirflowServices(AirflowApi):
         settings = _settings(self.home, dags_folder.resolve(), self.url)
         settings["logging"] |= {"worker_log_server_port": log_port, "trigger_log_server_port": trigger_port}
         for section, values in (config or {}).items():
-            settings.setdefault(section, {}).update(values)
+            settings[section] = {**settings.get(section, {}), **values}
         _write_config(self.home / "airflow.cfg", settings)
         self.env = _environment(self.home) | dict(env or {})
         self._started: dict[Component, subprocess.Popen[bytes]] = {}
@@ -268,7 +289,6 @@ class AirflowServices(AirflowApi):
 
 def _settings(home: Path, dags: Path, url: str) -> dict[str, dict[str, object]]:
     """Short intervals for two cores; everything else is Airflow's default."""
-    port = url.rsplit(":", 1)[1]
     return {
         "core": {
             "dags_folder": dags,
@@ -285,33 +305,16 @@ def _settings(home: Path, dags: Path, url: str) -> dict[str, dict[str, object]]:
         "database": {"sql_alchemy_conn": f"sqlite:///{home}/airflow.db"},
         "api": {
             "host": "127.0.0.1",
-            "port": port,
+            "port": url.rsplit(":", 1)[1],
             "base_url": url,
             "workers": 1,
             "secret_key": secrets.token_hex(16),
         },
         "api_auth": {"jwt_secret": secrets.token_hex(32)},
         "logging": {"base_log_folder": home / "logs", "colored_console_log": False},
-        "scheduler": {
-            "job_heartbeat_sec": 2,
-            "scheduler_heartbeat_sec": 1,
-            "scheduler_idle_sleep_time": 0.5,
-            "scheduler_health_check_threshold": 15,
-            "orphaned_tasks_check_interval": 10,
-            "task_instance_heartbeat_timeout": 20,
-            "task_instance_heartbeat_timeout_detection_interval": 3,
-            "trigger_timeout_check_interval": 3,
-        },
-        "triggerer": {"job_heartbeat_sec": 2, "triggerer_health_check_threshold": 6},
-        "dag_processor": {
-            "parsing_processes": 1,
-            "refresh_interval": 10,
-            "min_file_process_interval": 30,
-            "bundle_refresh_check_interval": 2,
-        },
-        "workers": {"min_heartbeat_interval": 1},
         "usage_data_collection": {"enabled": False},
         "envscaler": {"store_url": home / "store", "local_root": home / "local", "deployment": "local"},
+        **_INTERVALS,
     }
 
 

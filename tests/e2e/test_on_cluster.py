@@ -127,7 +127,7 @@ def test_the_example_that_clears_up_leaves_what_is_owned(begin: Callable):
 
 
 def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster: Cluster):
-    """No room at first, a pod evicted, a node gone, a triggerer killed: one attempt, which resumes each time."""
+    """No room at first, a pod evicted, a node gone, a triggerer killed: one attempt, resumed each time."""
     cluster.node("node-0").cordon()
     cluster.node("node-1").cordon()
     run = begin("on_cluster", steps=150, save_every=10)
