@@ -135,7 +135,7 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
     """One search; where data are bound to a place, it is named what that excluded."""
     got = _Looker(table, how, goal, work).look(needs)
     if how.is_mixed:
-        found = _fleets(got, needs, table, how=how, goal=goal, work=work)
+        found = _fleets(got.value_of_hour_usd or 0.0, needs, table, how=how, goal=goal, work=work)
         got = with_fleets(got, found, goal, limit=how.limit)
     bound = [item for item in work.data if item.is_bound]
     if not bound:
@@ -152,35 +152,40 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
 
 
 def _fleets(
-    made: Plan, needs: Sequence[Requirements], table: OfferTable, *, how: Search, goal: Goal, work: Work
+    hour_usd: float, needs: Sequence[Requirements], table: OfferTable, *, how: Search, goal: Goal, work: Work
 ) -> Iterator[tuple[Requirements, Candidate]]:
     """Mixed fleets of the best types, where a stage that can lose a node may have more than it needs."""
-    offers = [item.allocation.offer for item in made.candidates]
-    types = list(dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers))
     # Limits are held against the fleet: what is too dear on demand alone may do with spot.
-    free = replace(goal, budget_usd=None, deadline_s=None)
+    free = replace(goal, budget_usd=None, deadline_s=None, value_of_hour_usd=hour_usd)
     some = replace(how, limit=FLEET_LIMIT, explain=False, is_mixed=False)
-    hour = made.value_of_hour_usd or 0.0
     for need in needs:
         if need.capacity != "auto" or not need.can_checkpoint or need.max_nodes == need.min_nodes:
             continue
-        for cloud, region, name in types[:FLEET_TYPES]:
-            here = replace(need, cloud=cloud, region=region, instance_type=name, max_usd_per_hour=None)
+        wide = replace(need, max_usd_per_hour=None)
+        for cloud, region, name in _best_types(wide, table, some, free, work):
+            here = replace(wide, cloud=cloud, region=region, instance_type=name)
             found = _Looker(table, some, free, work).look((here,)).candidates
             speeds = {item.allocation: item.speed for item in found}
             for allocation in mixed_allocations(speeds, min_nodes=need.min_nodes):
-                speed = speeds[Allocation(allocation.offer, allocation.nodes)]
-                losses = losses_per_hour(allocation, table.rates_of(allocation))
                 candidate = candidate_of(
                     allocation,
-                    speed,
+                    speeds[Allocation(allocation.offer, allocation.nodes)],
                     work,
                     goal,
-                    hour_usd=hour,
-                    losses_per_hour=losses,
+                    hour_usd=hour_usd,
+                    losses_per_hour=losses_per_hour(allocation, table.rates_of(allocation)),
                     extras=extras_at(cloud, region, data=work.data, disk_gib=need.disk_gib),
                 )
                 yield need, candidate
+
+
+def _best_types(
+    need: Requirements, table: OfferTable, how: Search, goal: Goal, work: Work
+) -> list[tuple[str, str, str]]:
+    """Cloud, region and type of the best few."""
+    offers = [item.allocation.offer for item in _Looker(table, how, goal, work).look((need,)).candidates]
+    found = dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers)
+    return list(found)[:FLEET_TYPES]
 
 
 class _Group(NamedTuple):

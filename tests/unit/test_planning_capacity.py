@@ -275,6 +275,35 @@ def test_both_planners_make_the_same_fleets():
     assert columns.chosen == whole.chosen
 
 
+@pytest.mark.parametrize(
+    ("need", "goal"),
+    [
+        (Requirements(gpus=1, max_nodes=2), Goal("deadline", budget_usd=19.0, deadline_s=13 * 3600)),
+        (Requirements(gpus=1, max_nodes=2, max_usd_per_hour=1.5), Goal("deadline", deadline_s=13 * 3600)),
+    ],
+    ids=["budget", "price an hour"],
+)
+def test_limits_are_held_against_the_fleet_and_not_its_parts(need, goal):
+    """All on demand is too dear and all on spot too late: both planners find what is between."""
+    offers = [SPOT, ON_DEMAND]
+    rates = {SPOT.name: ANY_RATE_PER_HOUR}
+    overheads = Overheads(5400, 0, 0, 5400)
+    speeds = {Allocation(offer, n).name: speed_of(offer, n) for offer in offers for n in (1, 2)}
+
+    small = plan(need, offers, goal=goal, work=Work(20, "units", speeds, overheads, rates), is_mixed=True)
+    large = search(
+        need,
+        table_of(offers),
+        goal=goal,
+        work=Work(20, "units", overheads=overheads),
+        how=Search(speed_of=speed_of, is_mixed=True),
+    )
+
+    mixed = Allocation(ON_DEMAND, 2, rest=SPOT, rest_nodes=1)
+    assert (small.chosen.allocation, small.candidates) == (mixed, ())
+    assert (large.chosen, large.candidates) == (small.chosen, ())
+
+
 def test_what_may_be_moved_to_has_fleets_where_they_are_asked_for():
     """After the others, which keep their order."""
     need = replace(GPU, max_nodes=2)
