@@ -1,11 +1,15 @@
 """``submit``, ``reap`` and ``kubernetes rbac`` as a person types them, on the fake cluster."""
 
 import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 
 import pytest
 import yaml
 from click.testing import CliRunner
-from fakes.kubernetes import JOBS, Cluster
+from fakes.kubernetes import JOBS, PODS, Cluster
 from fakes.kubernetes.processes import Processes
 from kubernetes_validate import validate
 from kubernetes_validate.utils import latest_version
@@ -66,6 +70,61 @@ def test_a_stage_is_submitted_shown_and_adopted(shell):
     assert "hello from the pod" in shell("logs", "first").output
     assert "succeeded" in shell("status", "first").output
     assert len(shell.cluster.list(JOBS, "default")) == 1
+
+
+def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):
+    """The one that was first ends and says why; the pod runs on; anybody can follow and stop it."""
+    forever = "import time; print('hello from the pod', flush=True); time.sleep(600)"
+    (tmp_path / "hello.yaml").write_text(SPEC.replace("print('hello from the pod', flush=True)", forever))
+    words = ("submit", "-f", "hello.yaml", "--name", "first", "--config", "settings.yaml")
+    with ExitStack() as stack:
+        first = started(stack, *words)
+        until(lambda: "hello from the pod" in shell("logs", "first").output if names_of(shell) else False)
+        [pod] = shell.cluster.list(PODS, "default")
+
+        second = started(stack, *words)
+        follower = started(stack, "logs", "-f", "first")
+        said = first.communicate(timeout=60)[1]
+        shell("cancel", "first")
+        end = second.communicate(timeout=90)[1]
+
+        assert (first.returncode, second.returncode) == (2, 2)
+        assert "another process was started with this name" in said
+        assert "stopped" in end
+        assert [one["metadata"]["uid"] for one in shell.cluster.list(PODS, "default")] in (
+            [],
+            [pod["metadata"]["uid"]],
+        )
+        assert len(shell.cluster.list(JOBS, "default")) == 1
+        assert follower.communicate(timeout=30)[0].count("hello from the pod") == 1
+
+
+def started(stack, *words):
+    """A process of its own, ended when the test is."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "envscaler_airflow.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(process.wait, 10)
+    stack.callback(process.stdout.close)
+    stack.callback(process.stderr.close)
+    stack.callback(process.kill)
+    return process
+
+
+def until(claim, *, seconds=60):
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end
+        time.sleep(0.3)
+
+
+def names_of(shell):
+    """Jobs that there are."""
+    return [job["metadata"]["name"] for job in shell.cluster.list(JOBS, "default")]
 
 
 def test_an_offer_whose_node_does_not_come_is_followed_by_the_next(shell, tmp_path):
