@@ -9,12 +9,14 @@ import subprocess
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.build.artefacts import comment, dockerfile_value, yaml_text
-from envscaler_airflow.build.render import render
+from envscaler_airflow.build.render import RENDERINGS, render
 from envscaler_airflow.build.requirements import Requirements, check_packages
+from envscaler_airflow.cli import main
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.spec.models import Runtime
@@ -166,17 +168,24 @@ def test_a_comment_cannot_leave_its_line():
     assert comment(["one\nUSER root"]) == "# one USER root\n"
 
 
-@pytest.mark.parametrize("target", ["conda", "venv", "dockerfile", "kubernetes", "vm"])
-def test_no_artefact_holds_a_secret(target, monkeypatch):
-    """A canary in the worker's environment, referred to by name, is in no rendering of any target."""
-    monkeypatch.setenv("WANDB_API_KEY", CANARY)
-    monkeypatch.setenv("REGISTRY", CANARY)
-    spec = stage("plain", env=[
+@pytest.mark.parametrize("target", RENDERINGS)
+def test_no_artefact_holds_a_secret(target, monkeypatch, tmp_path):
+    """Canaries in the environment of who renders, referred to by name, are in no rendering of any target."""
+    for name in ("WANDB_API_KEY", "REGISTRY", "WHEELS"):
+        monkeypatch.setenv(name, f"me:{CANARY}-{name}")
+    runtime = {"type": "python", "packages": ["attrs"], "credentials": "env:WHEELS"}
+    body = stage("plain", env=[
         {"name": "WANDB_API_KEY", "value_from": "env:WANDB_API_KEY"},
         {"name": "OTHER", "value_from": "secret:wandb/api-key"},
         {"name": "THIRD", "value_from": "connection:wandb/password"},
-    ], base={"image": "r.example.com/base:1", "credentials": "env:REGISTRY"})  # fmt: skip
+    ], base={"image": "r.example.com/base:1", "credentials": "env:REGISTRY"},
+        runtimes=[{**runtime, "index_url": "https://wheels.example.com/simple"}],
+    ).model_dump(mode="json", exclude_none=True, exclude_defaults=True)  # fmt: skip
+    (tmp_path / "envscaler.yaml").write_text(json.dumps({**body, "version": "v1"}))
+    monkeypatch.chdir(tmp_path)
 
-    got = texts_of(target, spec)
+    got = CliRunner().invoke(main, ["render", "--target", target, "--image", "i:1"])
+    told = CliRunner().invoke(main, ["validate", "--json"])
 
-    assert CANARY not in json.dumps(got)
+    assert got.exit_code == told.exit_code == 0, got.output + told.output
+    assert CANARY not in got.output + told.output
