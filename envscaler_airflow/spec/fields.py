@@ -100,6 +100,10 @@ def _absolute(text: str) -> str:
         raise ValueError(f"{text!r:.80} is no absolute path; write one such as /output/model")
     if any(part in ("", ".", "..") for part in text.rstrip("/").split("/")[1:]):
         raise ValueError(f"{text!r:.80} has an empty, '.' or '..' part; write the plain absolute path")
+    if ":" in text:
+        raise ValueError(
+            f"{text!r:.80} has a ':', which container programs take for a separator; leave it out"
+        )
     if text.split("/")[1] in ("proc", "sys", "dev"):
         raise ValueError(f"{text!r:.80} belongs to the system; write a path such as /data")
     return text.rstrip("/")
