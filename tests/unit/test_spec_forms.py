@@ -215,8 +215,8 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
         ("volumes: [{name: d, source: s3://b, mount_path: /d/../e}]",
          "3: volumes[0].mount_path: '/d/../e' has an empty, '.' or '..' part; write the plain absolute path"),
         ("volumes: [{name: d, source: s3://b, mount_path: '/d:ro'}]",
-         "3: volumes[0].mount_path: '/d:ro' has a ':', which container programs take for a separator; "
-         "leave it out"),
+         ("3: volumes[0].mount_path: '/d:ro' has a ':', which container programs take for a separator; "
+          "leave it out")),
         ("volumes: [{name: d, source: 'hostPath:/a/../b', mount_path: /d}]",
          "3: volumes[0].source: 'hostPath:/a/../b' has a '..' part; write the plain path"),
         ("volumes: [{name: d, source: file:///b, mount_path: /d, access_mode: ReadWriteMany}]",
