@@ -89,22 +89,20 @@ def demo(
             f"{folder}: there is no {DAG_ID}.py; run this in a clone, or give its dags/examples by --dags"
         )
     conf = {name: _value(text) for name, text in pairs(params, "--set").items()}
+    cluster = OnCluster() if backend == "kubernetes" else None
     home = Path(tempfile.mkdtemp(prefix="envscaler-demo-"))
-    place: Place | None = None
+    place: Place = cluster or ThisMachine(home)
     code = 1
     try:
         with _interruptible():
-            made: Place = OnCluster() if backend == "kubernetes" else ThisMachine(home)
-            place = made
-            code = Demo(home, folder, _console(), made, conf).run(serve=serve)
+            code = Demo(home, folder, _console(), place, conf).run(serve=serve)
     except KeyboardInterrupt:
         click.echo("interrupted: everything that was started is stopped", err=True)
         code = 130  # 128 + SIGINT, as shells say it
     except (RuntimeError, TimeoutError, httpx.HTTPError) as err:
         click.echo(f"the demo failed: {err}", err=True)
     finally:
-        if place is not None:
-            place.close()
+        place.close()
         keep = keep or code not in (0, 130)
         if keep:
             click.echo(f"store and logs are kept in {home}", err=True)
