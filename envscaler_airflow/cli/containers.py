@@ -139,7 +139,7 @@ def _volume_mounts(spec: EnvSpec, store: Store) -> Iterator[list[tuple[str, str,
                 source = volume.mount_path
             elif volume.is_copied:
                 source = str(_copied(volume, Path(name), index, store))
-            found.append((source, volume.mount_path, volume.is_read_only or volume.is_copied))
+            found.append((source, volume.mount_path, volume.is_read_only))
         yield found
 
 
