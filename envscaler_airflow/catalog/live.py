@@ -207,8 +207,15 @@ def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
     for book in by_place.values():
         for name, cells in book.machines.items():
             key = (book.cloud, name)
-            machines[key] = _joined(machines.get(key, Machine()), Machine(*cells))
+            machines[key] = _joined(machines.get(key, Machine()), _dated(Machine(*cells), book))
     return build_table(found, label=table.label, faults=table.faults, machines=machines)
+
+
+def _dated(machine: Machine, book: Book) -> Machine:
+    """With the day on which the feed told it."""
+    if book.at is None:
+        return machine
+    return machine._replace(source=f"{machine.source}, {datetime.fromtimestamp(book.at, UTC):%Y-%m-%d}")
 
 
 def _joined(old: Machine, new: Machine) -> Machine:

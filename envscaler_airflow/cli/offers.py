@@ -93,6 +93,7 @@ def _body(offer: Offer, table: OfferTable, terms: Mapping[str, float]) -> dict[s
         **offer_body(offer),
         **machine_body(machine),
         **billing_body(offer.cloud),
+        "interruption_range": table.range_of(offer),
         "committed_usd_per_node_hour": dict(terms),
     }
 

@@ -200,18 +200,22 @@ class OfferTable:
         found = {}
         for part in allocation.parts:
             if part.offer.capacity_type == "spot":
-                known = self._rate_of(part.offer)
+                known = RATES_PER_HOUR[self._risk_of(part.offer)]
                 found[part.offer.name] = ANY_RATE_PER_HOUR if known is None else known
         return found
 
-    def _rate_of(self, offer: Offer) -> float | None:
+    def range_of(self, offer: Offer) -> str | None:
+        """Range of :data:`RISKS` that a spot offer is interrupted in within a month; None is unknown."""
+        return RISKS[self._risk_of(offer)] or None if offer.capacity_type == "spot" else None
+
+    def _risk_of(self, offer: Offer) -> int:
         place = (offer.cloud, offer.region, offer.zone or "")
         for number, kind in enumerate(self.kinds):
             if (kind.cloud, kind.instance_type) == (offer.cloud, offer.instance_type):
                 for row in self.rows_of(number, "spot"):
                     if self.places[self.place[row]] == place:
-                        return self.rate_per_hour(row)
-        return None
+                        return self.risk[row]
+        return 0
 
     def offers(self) -> Iterator[Offer]:
         """Every offer, slowly."""

@@ -329,6 +329,8 @@ def test_the_risk_of_a_spot_part_is_that_of_its_place():
     assert table.rates_of(Allocation(by_zone["a"], 2)) == {by_zone["a"].name: RATES_PER_HOUR[5]}
     assert table.rates_of(Allocation(by_zone["b"])) == {by_zone["b"].name: ANY_RATE_PER_HOUR}
     assert table.rates_of(Allocation(ON_DEMAND)) == {}
+    assert [table.range_of(by_zone[zone]) for zone in "ab"] == [">20%", None]
+    assert table.range_of(replace(by_zone["a"], capacity_type="on-demand")) is None
 
 
 def test_time_is_billed_as_the_cloud_does():

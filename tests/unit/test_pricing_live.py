@@ -348,8 +348,9 @@ def test_facts_of_a_feed_stand_over_the_snapshot_and_outlive_a_failure():
 
     table = with_books(packed, [Book.from_dict(json.loads(json.dumps(later.to_dict())))])
 
-    assert table.machines == {("aws", "g5.xlarge"): live}
-    assert unpack(pack(table)).machines == {("aws", "g5.xlarge"): live}
+    dated = live._replace(source="DescribeInstanceTypes, 1970-01-01")
+    assert table.machines == {("aws", "g5.xlarge"): dated}
+    assert unpack(pack(table)).machines == {("aws", "g5.xlarge"): dated}
     assert with_books(packed, []).machines == {("aws", "g5.xlarge"): Machine(1.0)}
 
 
@@ -363,7 +364,9 @@ def test_what_a_feed_does_not_tell_of_a_machine_stays_known():
         return with_books(packed, [book]).machines["aws", "g5.xlarge"]
 
     assert joined(Machine(source="feed")) == old
-    assert joined(Machine(2.5, source="feed")) == Machine(2.5, 10.0, 250.0, "AMD, 3.3 GHz", "feed; snapshot")
+    assert joined(Machine(2.5, source="feed")) == Machine(
+        2.5, 10.0, 250.0, "AMD, 3.3 GHz", "feed, 1970-01-01; snapshot"
+    )
 
 
 AZURE = {
