@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -13,54 +11,55 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from envscaler_airflow.catalog.sources import cache_dir, open_catalog, read_scope
+from envscaler_airflow.cli.machines import nodes_table, own_offer
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
 from envscaler_airflow.planning.billing import BILLING
 from envscaler_airflow.planning.table import Machine, OfferTable, joined, table_of
-from envscaler_airflow.spec import gpus as gpu_names
-from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 ARCHES = ("x86_64", "arm64", "any")
 CAPACITIES = ("spot", "on-demand", "auto")
-OWN = "own"
-"""Cloud of machines that one has."""
 
 
-def market_options(command: _F) -> _F:
-    """Add ``--offers``, ``--scope``, ``--clouds``; the command gets ``table, scope, committed``."""
-
-    @click.option(
+_OPTIONS = (
+    click.option(
         "--offers",
         "offers_path",
         type=click.Path(path_type=Path),
         help="Tables of offers (CSV) to plan on instead of the catalog, for exercise.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--scope", "scope_path", type=click.Path(path_type=Path), help="JSON file of regions by cloud."
-    )
-    @click.option("--clouds", help="Look at these clouds alone: aws,gcp.")
-    @click.option(
+    ),
+    click.option("--clouds", help="Look at these clouds alone: aws,gcp."),
+    click.option(
         "--nodes",
         "nodes_file",
         type=click.File(encoding="utf-8"),
         help="Look at a cluster's nodes alone: `kubectl get nodes -o json`, a file or -.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--node-price",
         "node_prices",
         multiple=True,
         metavar="POOL=USD",
         help="What a node costs you an hour, by pool, type or *; before the catalog's price.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--own",
         "owned",
         multiple=True,
         metavar="NAME,cpus=N,memory=QTY[,gpu=TYPE:N][,usd=N]",
         help="A machine of your own among the others; it costs nothing unless told.",
-    )
+    ),
+)
+
+
+def market_options(command: _F) -> _F:
+    """Add the options above; the command gets ``table``, ``scope`` and ``committed``."""
+
     @functools.wraps(command)
     def with_market(
         *args: Any,
@@ -74,78 +73,29 @@ def market_options(command: _F) -> _F:
     ) -> Any:
         table = open_catalog(offers_path)
         if nodes_file is not None:
-            table = _nodes_table(nodes_file, table, node_prices)
+            table = nodes_table(nodes_file, table, node_prices)
         if owned:
-            table = joined(table, table_of((_own(text) for text in owned), label="your own machines"))
-        names = None if clouds is None else [name.strip() for name in clouds.split(",") if name.strip()]
-        known = {cloud for cloud, _, _ in table.places}
-        unknown = [name for name in names or () if name not in known]
-        if unknown:
-            raise SpecError(f"--clouds {', '.join(unknown)}: there are {', '.join(sorted(known))}")
-        scope = read_scope(scope_path, names)
+            table = joined(table, table_of((own_offer(text) for text in owned), label="your own machines"))
+        scope = read_scope(scope_path, _known_clouds(clouds, table))
         committed = _commitments if offers_path is None and nodes_file is None else _no_commitments
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
-    return with_market  # type: ignore[return-value]  # click's decorators keep the command's own type
+    found: Any = with_market
+    for option in reversed(_OPTIONS):
+        found = option(found)
+    return found  # type: ignore[no-any-return]  # click's decorators keep the command's own type
 
 
-def _nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
-    """The nodes of a cluster as offers."""
-    from envscaler_airflow.catalog.kubernetes import node_pools  # noqa: PLC0415  (few look at a cluster)
-
-    try:
-        body = json.load(file)
-        nodes = body["items"] if isinstance(body, dict) and "items" in body else [body]
-        pools = node_pools(nodes, prices=prices, cluster_prices=_own_prices(own))
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise SpecError(
-            f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
-        ) from err
-    if not pools:
-        raise SpecError(f"--nodes {file.name}: no node there is ready and lets pods in")
-    label = f"nodes of a cluster, unless told at the prices of: {prices.label}"
-    return table_of((pool.offer for pool in pools), label=label)
-
-
-def _own(text: str) -> Offer:
-    """A machine that one has: ``box,cpus=32,memory=128Gi,gpu=A100:2,usd=0.3``."""
-    name, *more = text.split(",")
-    given = dict(item.partition("=")[::2] for item in more)
-    known = {"cpus", "memory", "gpu", "usd"}
-    if not name or "=" in name or not given.keys() <= known or not {"cpus", "memory"} <= given.keys():
-        raise SpecError(f"--own {text!r}: write box,cpus=32,memory=128Gi,gpu=A100:2,usd=0")
-    gpu, _, count = given.get("gpu", "").partition(":")
-    gpu_name = gpu_names.canonical(gpu) or gpu or None
-    try:
-        return Offer(
-            cloud=OWN,
-            region="",
-            instance_type=name,
-            capacity_type="on-demand",
-            vcpus=cpu_cores(given["cpus"]),
-            memory_gib=memory_bytes(given["memory"]) / 2**30,
-            gpu_name=gpu_name,
-            gpus=int(count or 1) if gpu_name else 0,
-            gpu_memory_gb=gpu_names.MEMORY_GB.get(gpu_name or ""),
-            usd_per_hour=float(given.get("usd", "0")),
-            price_source="yours",
-        )
-    except ValueError as err:
-        raise SpecError(f"--own {text!r}: {err}") from err
-
-
-def _own_prices(texts: Sequence[str]) -> dict[str, float]:
-    found = {}
-    for text in texts:
-        name, _, number_text = text.rpartition("=")
-        try:
-            usd = float(number_text)
-        except ValueError:
-            usd = -1.0
-        if not name or not 0 <= usd < math.inf:
-            raise SpecError(f"--node-price {text!r}: write POOL=USD, such as gpu-pool=1.20")
-        found[name] = usd
-    return found
+def _known_clouds(text: str | None, table: OfferTable) -> list[str] | None:
+    """Names of ``--clouds``; None when all will do."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = {cloud for cloud, _, _ in table.places}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SpecError(f"--clouds {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+    return names
 
 
 Committed = Callable[[Iterable[Offer]], Mapping[str, Mapping[str, float]]]

@@ -110,12 +110,8 @@ def estimate(
         J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
         dumps, FGCS 22 (2006), equation 20: ``T = M e^(R/M) (e^((tau+delta)/M) - 1) W / tau``.
     """
-    check_finite(
-        units=units,
-        usd_per_hour=usd_per_hour,
-        value_of_hour=value_of_hour,
-        interruptions_per_hour=interruptions_per_hour,
-    )
+    check_finite(units=units, usd_per_hour=usd_per_hour)
+    check_finite(value_of_hour=value_of_hour, interruptions_per_hour=interruptions_per_hour)
     extra, also = overheads or Overheads(), charges or Charges()
     start_s = extra.start_s if is_start else 0.0
     train_s = speed.seconds_for(units)

@@ -1,0 +1,76 @@
+"""Machines that are not rented: nodes of a cluster, and those that one has."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TextIO
+
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning import Offer
+from envscaler_airflow.planning.table import OfferTable, table_of
+from envscaler_airflow.spec import gpus as gpu_names
+from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
+
+OWN = "own"
+"""Cloud of machines that one has."""
+
+
+def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
+    """The nodes of a cluster as offers."""
+    from envscaler_airflow.catalog.kubernetes import node_pools  # noqa: PLC0415  (few look at a cluster)
+
+    try:
+        body = json.load(file)
+        nodes = body["items"] if isinstance(body, dict) and "items" in body else [body]
+        pools = node_pools(nodes, prices=prices, cluster_prices=_own_prices(own))
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise SpecError(
+            f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
+        ) from err
+    if not pools:
+        raise SpecError(f"--nodes {file.name}: no node there is ready and lets pods in")
+    label = f"nodes of a cluster, unless told at the prices of: {prices.label}"
+    return table_of((pool.offer for pool in pools), label=label)
+
+
+def own_offer(text: str) -> Offer:
+    """A machine that one has: ``box,cpus=32,memory=128Gi,gpu=A100:2,usd=0.3``."""
+    name, *more = text.split(",")
+    given = dict(item.partition("=")[::2] for item in more)
+    known = {"cpus", "memory", "gpu", "usd"}
+    if not name or "=" in name or not given.keys() <= known or not {"cpus", "memory"} <= given.keys():
+        raise SpecError(f"--own {text!r}: write box,cpus=32,memory=128Gi,gpu=A100:2,usd=0")
+    gpu, _, count = given.get("gpu", "").partition(":")
+    gpu_name = gpu_names.canonical(gpu) or gpu or None
+    try:
+        return Offer(
+            cloud=OWN,
+            region="",
+            instance_type=name,
+            capacity_type="on-demand",
+            vcpus=cpu_cores(given["cpus"]),
+            memory_gib=memory_bytes(given["memory"]) / 2**30,
+            gpu_name=gpu_name,
+            gpus=int(count or 1) if gpu_name else 0,
+            gpu_memory_gb=gpu_names.MEMORY_GB.get(gpu_name or ""),
+            usd_per_hour=float(given.get("usd", "0")),
+            price_source="yours",
+        )
+    except ValueError as err:
+        raise SpecError(f"--own {text!r}: {err}") from err
+
+
+def _own_prices(texts: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        name, _, number_text = text.rpartition("=")
+        try:
+            usd = float(number_text)
+        except ValueError:
+            usd = -1.0
+        if not name or not 0 <= usd < math.inf:
+            raise SpecError(f"--node-price {text!r}: write POOL=USD, such as gpu-pool=1.20")
+        found[name] = usd
+    return found
