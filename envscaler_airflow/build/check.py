@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from envscaler_airflow.backends.local.machine import USABLE_MEMORY
 from envscaler_airflow.backends.local.volumes import volume_faults
@@ -18,9 +18,12 @@ from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.venv import install_command
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.spec import parse_reference
+from envscaler_airflow.spec.gpus import MEMORY_GB
 from envscaler_airflow.spec.models import EnvSpec
-from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
 from envscaler_airflow.spec.resources import GIB, Gpu, Resources
+
+if TYPE_CHECKING:
+    from envscaler_airflow.backends.kubernetes.offers import Room
 
 TARGETS = ("local", "docker", "kubernetes", "vm")
 """What ``missing_on`` looks at."""
@@ -238,42 +241,50 @@ def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[
     done = kubectl(["get", "nodes", "-o", "json"])
     if done.code != 0:
         raise BackendError(f"the cluster cannot be asked: {_last_line(done.err)}", transient=True)
-    nodes = [item for item in json.loads(done.out).get("items", []) if not _is_closed(item)]
-    wanted = spec.num_nodes.min
-    best = max(sum(_fits(need, item) for item in nodes) for need in spec.resources.alternatives)
+    from envscaler_airflow.backends.kubernetes.offers import (  # noqa: PLC0415 (only who asks a cluster)
+        is_usable,
+        kind_of,
+        room_of,
+    )
+
+    items = [item for item in json.loads(done.out).get("items", []) if is_usable(item)]
+    nodes = [_Node(kind_of(item).gpu_name, room_of(item)) for item in items]
     # Several pods of a stage may share a node: one that fits is enough to start, and a cluster may grow.
-    if best >= 1:
+    if any(node.fits(need) for need in spec.resources.alternatives for node in nodes):
         return []
     need = spec.resources.alternatives[0].requests
     parts = [f"{need.cpu} cores" if need.cpu else "", need.memory or "", _gpu_text(need.gpu)]
     text = ", ".join(part for part in parts if part) or "anything"
-    return [
-        f"nodes: none of {len(nodes)} fits {wanted} x ({text}); add a node pool that does, or ask for less"
-    ]
+    wanted = f"{spec.num_nodes.min} x ({text})"
+    return [f"nodes: none of {len(nodes)} fits {wanted}; add a node pool that does, or ask for less"]
 
 
 def _gpu_text(gpu: Gpu | None) -> str:
-    return "" if gpu is None else f"{gpu.count} x {' or '.join(gpu.type) or 'GPU'}"
+    if gpu is None:
+        return ""
+    memory = "" if gpu.memory is None else f" with {gpu.memory}"
+    return f"{gpu.count} x {' or '.join(gpu.type) or 'GPU'}{memory}"
 
 
-def _is_closed(node: Mapping[str, Any]) -> bool:
-    return bool(node.get("spec", {}).get("unschedulable"))
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node of a cluster: its GPUs, as far as its labels say, and what a training can have of it."""
 
+    gpu_name: str | None
+    room: Room
 
-def _fits(need: Resources, node: Mapping[str, Any]) -> bool:
-    has = node.get("status", {}).get("allocatable", {})
-    asked = need.requests
-    if asked.cpu_cores is not None and _amount(has.get("cpu"), cpu_cores) < asked.cpu_cores:
-        return False
-    if asked.memory_bytes is not None and _amount(has.get("memory"), memory_bytes) < asked.memory_bytes:
-        return False
-    if asked.gpu is None:
-        return True
-    resource = "amd.com/gpu" if asked.gpu.vendor == "amd" else "nvidia.com/gpu"
-    return int(has.get(resource, "0")) >= asked.gpu.count
-
-
-def _amount(text: str | None, read: Callable[[str], float]) -> float:
-    if text is None:
-        return 0.0
-    return float(text) if text.isdigit() else float(read(text))
+    def fits(self, need: Resources) -> bool:
+        asked, gpu = need.requests, need.requests.gpu
+        if asked.cpu_cores is not None and asked.cpu_cores > self.room.vcpus:
+            return False
+        if asked.memory_bytes is not None and asked.memory_bytes > self.room.memory_gib * GIB:
+            return False
+        if gpu is None or need.cpu_fallback:
+            return True
+        if gpu.count > self.room.gpus:
+            return False
+        has_gb = MEMORY_GB.get(self.gpu_name or "")
+        if has_gb is None:  # nothing is known of them
+            return True
+        is_large = gpu.memory_gb is None or has_gb >= gpu.memory_gb
+        return is_large and (not gpu.type or self.gpu_name in gpu.type)

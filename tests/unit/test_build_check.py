@@ -171,13 +171,16 @@ def test_docker_needs_its_daemon_and_no_system_packages():
     assert got == ["docker: no daemon answers that can build; install and start docker.io"]
 
 
-def cluster(nodes=(), claims=(), secrets=None):
-    """A kubectl that answers for a cluster of these nodes, claims and secrets."""
+def cluster(nodes=(), claims=(), secrets=None, labels=None):
+    """A kubectl that answers for a cluster of these nodes (all with *labels*), claims and secrets."""
 
     def ask(words: list[str]) -> Output:
         kind, name = words[1], words[2]
         if kind == "nodes":
-            return Output(0, json.dumps({"items": [{"status": {"allocatable": node}} for node in nodes]}), "")
+            items = [
+                {"metadata": {"labels": labels or {}}, "status": {"allocatable": node}} for node in nodes
+            ]
+            return Output(0, json.dumps({"items": items}), "")
         there = {"pvc": claims, "secret": secrets or {}}[kind]
         if name not in there:
             return Output(1, "", f'Error from server (NotFound): {kind} "{name}" not found')
@@ -186,6 +189,7 @@ def cluster(nodes=(), claims=(), secrets=None):
     return ask
 
 
+NOT_READY = {"type": "Ready", "status": "False"}
 NODE = {"cpu": "7910m", "memory": "32386544Ki", "nvidia.com/gpu": "1"}
 
 
@@ -225,6 +229,40 @@ def test_a_cluster_is_told_what_it_lacks():
     ]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "product", "lacks"),
+    [
+        ({"type": "T4"}, "Tesla-T4", False),
+        ({"type": "A100"}, "Tesla-T4", True),
+        ({"type": "A100"}, None, False),
+        ({"memory": "24GB"}, "Tesla-T4", True),
+        ({"memory": "16GB"}, "Tesla-T4", False),
+        ({"count": 2, "type": "T4"}, "Tesla-T4", True),
+    ],
+)
+def test_gpus_of_a_cluster_count_by_the_labels_of_its_nodes(gpu, product, lacks):
+    """Nodes without labels may have any."""
+    labels = {"nvidia.com/gpu.product": product} if product else {}
+
+    got = missing_on(
+        "kubernetes", stage({"gpu": {"count": 1, **gpu}}), kubectl=cluster([NODE], labels=labels)
+    )
+
+    assert [text.startswith("nodes: none of 1 fits") for text in got] == [True] * lacks
+
+
+def test_a_node_that_takes_no_pods_is_none():
+    """Cordoned, or not ready."""
+    for state in ({"spec": {"unschedulable": True}}, {"status": {"conditions": [NOT_READY]}}):
+        node = {"metadata": {}, "status": {"allocatable": NODE}}
+        node |= {"status": {**node["status"], **state.get("status", {})}, "spec": state.get("spec", {})}
+        answer = Output(0, json.dumps({"items": [node]}), "")
+
+        got = missing_on("kubernetes", stage({"cpu": 1}), kubectl=lambda words, answer=answer: answer)
+
+        assert [text.partition(" fits")[0] for text in got] == ["nodes: none of 0"]
+
+
 def test_a_cluster_that_does_not_answer_is_unknown():
     """Refused is not "absent": nothing is said to be missing."""
     said = 'E1129 memcache.go:265] "Unhandled Error"\nE1129 again\nThe connection was refused\n'
@@ -240,7 +278,7 @@ def test_a_secret_that_may_not_be_read_is_unknown_and_not_absent():
 
     def ask(words: list[str]) -> Output:
         if words[1] == "nodes":
-            return Output(0, json.dumps({"items": [{"status": {"allocatable": NODE}}]}), "")
+            return Output(0, json.dumps({"items": [{"metadata": {}, "status": {"allocatable": NODE}}]}), "")
         return Output(1, "", "Error from server (Forbidden): secrets is forbidden")
 
     spec = stage(env=[{"name": "K", "value_from": "secret:wandb/api-key"}])
