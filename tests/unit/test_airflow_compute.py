@@ -2,6 +2,7 @@
 
 import json
 import sys
+from datetime import timedelta
 
 import pytest
 from airflow.sdk import DAG
@@ -165,6 +166,7 @@ def test_mapped_stages_take_the_connection_too():
         ).expand(parameters=[{"rate": 1}, {"rate": 2}])
 
     assert mapped.partial_kwargs["kubernetes_conn_id"] == "team"
+    assert (mapped.retries, mapped.retry_delay) == (3, timedelta(minutes=1))
 
 
 def test_a_secret_of_the_cluster_is_left_to_the_pod(monkeypatch):
