@@ -179,7 +179,9 @@ def _kubectl() -> Callable[[list[str]], Output]:
 def _on_cluster(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[str]:
     found = _lacks_nodes(spec, kubectl)
     for volume in spec.volumes:
-        if volume.kind == "pvc" and not _exists(kubectl, ["get", "pvc", volume.location, "-o", "name"]):
+        if volume.kind != "pvc" or volume.is_made:
+            continue
+        if not _exists(kubectl, ["get", "pvc", volume.location, "-o", "name"]):
             found.append(
                 f"volumes: {volume.name}: no claim {volume.location}; make it in the namespace of the stage"
             )

@@ -251,6 +251,13 @@ def test_gpus_of_a_cluster_count_by_the_labels_of_its_nodes(gpu, product, lacks)
     assert [text.startswith("nodes: none of 1 fits") for text in got] == [True] * lacks
 
 
+def test_a_claim_that_will_be_made_is_not_missing():
+    """Its size says so."""
+    spec = stage(volumes=[{"name": "v", "source": "pvc://new", "mount_path": "/d", "size": "10Gi"}])
+
+    assert missing_on("kubernetes", spec, kubectl=cluster([NODE])) == []
+
+
 def test_a_node_that_takes_no_pods_is_none():
     """Cordoned, or not ready."""
     for state in ({"spec": {"unschedulable": True}}, {"status": {"conditions": [NOT_READY]}}):
