@@ -287,3 +287,27 @@ def test_an_empty_table_is_said_to_be_empty(shell, tmp_path):
     assert got.exit_code == 2
     assert "there is no offer at all to choose from" in got.output
     assert "note: no offer has a GPU named T4: none has any" in got.output
+
+
+def test_a_chosen_fleet_is_the_first_line_of_the_table(tmp_path, monkeypatch):
+    """Both on demand is too dear an hour, one on spot beside one on demand is not, and two must be had."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "s.yaml").write_text(
+        "{version: v1, name: x, resources: {accelerators: 'T4:1'}, num_nodes: 1..2, entrypoint: [a],"
+        " checkpoint: {path: /c}}"
+    )
+    (tmp_path / "offers.csv").write_text("\n".join([",".join(COLUMNS), LINES[0]]) + "\n")
+    command = ["plan", "-f", str(tmp_path / "s.yaml"), "--offers", str(tmp_path), "--arch", "any"]
+    slow = [*command, "--job", "resnet50-imagenet", "--work", "1e7", "--strategy", "deadline"]
+
+    free = json.loads(CliRunner().invoke(main, [*slow, "--json"]).output)
+    (fleet,) = free["fleets"]
+    spot = next(item for item in free["candidates"] if (item["capacity_type"], item["nodes"]) == ("spot", 2))
+    between = (fleet["expected_time_h_high"] + spot["expected_time_h_high"]) / 2
+    limits = ["--deadline", f"{int(between * 3600)}s", "--max-usd-per-hour", "0.9"]
+    got = CliRunner().invoke(main, [*slow, *limits])
+
+    lines = got.output.splitlines()
+    assert (fleet["rest"]["capacity_type"], fleet["rest_nodes"]) == ("spot", 1)
+    assert words(lines[1]).startswith("aws/us-east-1/us-east-1a 2 x g4dn.xlarge 4 16 T4:1 1 of them 0.7260")
+    assert lines[1].endswith("*")

@@ -214,3 +214,23 @@ def test_an_hour_without_a_known_price_is_unknown():
     assert value_of_hour("cost") == 0
     with pytest.raises(ValueError, match="strategy must be one of cost, balanced, performance, deadline"):
         value_of_hour("cheap")
+
+
+def test_how_long_a_start_takes_is_as_unsure_as_it_was_seen_to_be():
+    """An hour of work after half an hour of start, give or take 10 minutes: 80 % within 1.28 times that."""
+    speed = Speed(1 / 3600, 0.0, "user")
+    starts = Overheads(start_s=1800.0, start_stdev_s=600.0)
+
+    begun = estimate(1.0, speed, usd_per_hour=2.0, overheads=starts)
+    going_on = estimate(1.0, speed, usd_per_hour=2.0, overheads=starts, is_start=False)
+
+    assert begun.hours == pytest.approx(1.5)
+    assert (begun.hours_low, begun.hours_high) == (
+        pytest.approx(1.5 - 1.2816 / 6),
+        pytest.approx(1.5 + 1.2816 / 6),
+    )
+    assert (begun.usd_low, begun.usd_high) == (
+        pytest.approx(2 * begun.hours_low),
+        pytest.approx(2 * begun.hours_high),
+    )
+    assert (going_on.hours_low, going_on.hours, going_on.hours_high) == (1.0, 1.0, 1.0)
