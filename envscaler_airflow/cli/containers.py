@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -23,8 +23,9 @@ from envscaler_airflow.cli.environment import Resolve, lock_of, without_gpus
 from envscaler_airflow.courier.bring import bring
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Mount, Who
 from envscaler_airflow.courier.site import Site
+from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.errors import NoOfferError, SpecError
-from envscaler_airflow.spec.models import EnvSpec, Volume
+from envscaler_airflow.spec.models import EnvSpec
 from envscaler_airflow.spec.resources import Resources
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
@@ -64,8 +65,10 @@ def run_docker(
     store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
     folder = Path(OUTPUTS, key.run_id).resolve()
     words = command or launch_command(stage, 1)
-    with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as container:
+    with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as (container, bring_back):
         code = builder.run(image, words, container, click.echo)
+        if code == 0:
+            bring_back()
     if folder.is_dir():
         _say(f"outputs: {folder}")
     if code != 0:
@@ -107,52 +110,65 @@ def check_stage(spec: EnvSpec, here: Here) -> None:
 @contextmanager
 def container_of(
     spec: EnvSpec, need: Resources, folder: Path, store: Store, *, resolve_secret: Resolve
-) -> Iterator[Container]:
-    """A container for *spec*: its volumes, variables, and the limits of *need*.
+) -> Iterator[tuple[Container, Callable[[], None]]]:
+    """A container for *spec*: its volumes, variables, and the limits of *need*; and what brings back.
 
-    What is written below the folders of outputs and checkpoints stays in *folder*; what is copied in goes.
+    What is written below the folders of outputs and checkpoints stays in *folder*. What is copied in goes;
+    the call brings back first what the stage wrote to volumes of object stores that it may write.
 
     Raises:
         SpecError: A source that does not exist, or a secret that cannot be resolved here.
     """
     env = {item.name: item.value for item in spec.env if item.value is not None} | batch_env(spec, 1)
     env |= {item.name: resolve_secret(item.value_from) for item in spec.env if item.value_from is not None}
-    with _volume_mounts(spec, store) as volumes:
-        yield Container(
+    # Files of the image's user may be none of ours to remove.
+    with tempfile.TemporaryDirectory(
+        prefix="envscaler-volumes-", dir=SCRATCH, ignore_cleanup_errors=True
+    ) as name:
+        site = _lay_out(spec, Path(name), store)
+        container = Container(
             env=env,
-            mounts=(*volumes, *_kept_folders(spec, folder)),
+            mounts=(*_volume_mounts(spec, site), *_kept_folders(spec, folder)),
             cpus=need.limits.cpu_cores,
             memory_bytes=need.limits.memory_bytes,
             shm_bytes=need.shm_bytes,
             gpus=need.requests.gpu_count,
         )
+        volumes = WriteBack(site)
+        yield container, lambda: site.patiently(volumes.flush, what="volumes")
 
 
-@contextmanager
-def _volume_mounts(spec: EnvSpec, store: Store) -> Iterator[list[tuple[str, str, bool]]]:
-    """Mounts of the volumes; what a courier would copy in lies in a folder that goes afterwards."""
-    with tempfile.TemporaryDirectory(prefix="envscaler-volumes-", dir=SCRATCH) as name:
-        found = []
-        for index, volume in enumerate(spec.volumes):
-            source = volume.location
-            if volume.kind == "nfs":
-                source = volume.mount_path
-            elif volume.is_copied:
-                source = str(_copied(volume, Path(name), index, store))
-            found.append((source, volume.mount_path, volume.is_read_only))
-        yield found
+def _lay_out(spec: EnvSpec, scratch: Path, store: Store) -> Site:
+    """The courier's own surroundings, in which it has copied in what *spec* wants copied."""
+    mounts = tuple(
+        Mount(
+            name=volume.name,
+            source=volume.source,
+            path=str(scratch / volume.name / PurePosixPath(volume.mount_path).name),
+            read_only=volume.is_read_only,
+        )
+        for volume in spec.volumes
+        if volume.is_copied
+    )
+    exchange = Exchange(scratch / ".exchange")
+    site = Site(exchange, store, Who(1, 1, 0, 1), Layout(mounts=mounts), Memory(exchange))
+    for mount in mounts:
+        bring(site, mount)
+        for item in (Path(mount.path), *Path(mount.path).rglob("*")):  # the image's user is another than ours
+            if not item.is_symlink():
+                rights = 0o555 if item.is_dir() else 0o444
+                item.chmod(item.stat().st_mode | (rights if mount.read_only else rights | 0o222))
+    WriteBack(site).mark()
+    return site
 
 
-def _copied(volume: Volume, scratch: Path, index: int, store: Store) -> Path:
-    """Where the courier's own code laid *volume* out."""
-    path = scratch / str(index) / PurePosixPath(volume.mount_path).name
-    exchange = Exchange(scratch / f"{index}.exchange")
-    site = Site(exchange, store, Who(1, 1, 0, 1), Layout(), Memory(exchange))
-    bring(site, Mount(name=volume.name, source=volume.source, path=str(path)))
-    for item in (path, *path.rglob("*")):  # the image's user is another than ours
-        if not item.is_symlink():
-            item.chmod(item.stat().st_mode | (0o555 if item.is_dir() else 0o444))
-    return path
+def _volume_mounts(spec: EnvSpec, site: Site) -> list[tuple[str, str, bool]]:
+    copies = {mount.name: mount.path for mount in site.layout.mounts}
+    found = []
+    for volume in spec.volumes:
+        source = volume.mount_path if volume.kind == "nfs" else volume.location
+        found.append((copies.get(volume.name, source), volume.mount_path, volume.is_read_only))
+    return found
 
 
 def _kept_folders(spec: EnvSpec, folder: Path) -> list[tuple[str, str, bool]]:

@@ -243,7 +243,7 @@ def test_a_stage_runs_with_volumes_variables_limits_and_a_secret(project, monkey
 
 
 def test_a_bucket_is_copied_in_for_the_time_of_the_run(project, monkeypatch, tmp_path):
-    """By the courier's own code; the copy is gone afterwards."""
+    """By the courier's own code; what may be written is brought back after a success."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -256,14 +256,23 @@ def test_a_bucket_is_copied_in_for_the_time_of_the_run(project, monkeypatch, tmp
         client = boto3.client("s3")
         client.create_bucket(Bucket="corpus")
         client.put_object(Bucket="corpus", Key="glue/train/part-0", Body=b"rows of s3")
-        client.close()
-        project.write(volumes=[{"name": "data", "source": "s3://corpus/glue", "mount_path": "/data"}])
-
+        volume = {"name": "data", "source": "s3://corpus/glue", "mount_path": "/data"}
+        project.write(volumes=[volume])
         got = run(project, "--", "sh", "-c", "cat /data/train/part-0; echo; env | grep AWS_ || true")
+        refused = run(project, "--", "sh", "-c", "echo more > /data/train/part-1", code=2)
+        project.write(volumes=[{**volume, "access_mode": "ReadWriteMany"}])
+        run(project, "--", "sh", "-c", "echo lost > /data/lost; exit 3", code=3)
+        run(project, "--", "sh", "-c", "echo more > /data/train/part-1; echo new > /data/train/part-0")
+        listed = client.list_objects_v2(Bucket="corpus")["Contents"]
+        changed = client.get_object(Bucket="corpus", Key="glue/train/part-0")["Body"].read()
+        client.close()
     finally:
         server.stop()
 
     assert got.out.splitlines() == ["rows of s3"]
+    assert "Read-only file system" in refused.out
+    assert [item["Key"] for item in listed] == ["glue/train/part-0", "glue/train/part-1"]
+    assert changed == b"new\n"
     assert list(Path("/var/tmp").glob("envscaler-volumes-*")) == []
 
 

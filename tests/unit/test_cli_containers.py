@@ -52,7 +52,7 @@ def test_a_folder_of_the_host_is_the_folder_itself(made, tmp_path):
                 volume(f"hostPath:{tmp_path}", "/b", access_mode="ReadOnly"),
             ]
         )
-    ) as container:
+    ) as (container, _):
         assert container.mounts == ((str(tmp_path), "/a", False), (str(tmp_path), "/b", True))
 
 
@@ -66,7 +66,7 @@ def test_what_a_courier_copies_in_is_copied_and_goes_afterwards(made, tmp_path):
         volumes=[volume(f"file://{source}"), volume(f"file://{source}/deep/x.txt", "/one/vocabulary.txt")]
     )
 
-    with made(spec) as container:
+    with made(spec) as (container, _):
         (folder, at, is_read_only), (file, file_at, _) = container.mounts
         assert (at, file_at, is_read_only) == ("/data", "/one/vocabulary.txt", True)
         assert Path(folder, "deep", "x.txt").read_text() == Path(file).read_text() == "x"
@@ -89,7 +89,7 @@ def test_variables_secrets_and_limits_are_those_of_the_spec(made):
         outputs={"model": "/output/model"},
     )
 
-    with made(spec, TOKEN="canary") as container:
+    with made(spec, TOKEN="canary") as (container, _):
         assert container.env == {"A": "1", "KEY": "canary"}
         assert (container.cpus, container.memory_bytes, container.shm_bytes) == (1.5, 2 << 30, 64 << 20)
         assert container.gpus == 2
@@ -126,7 +126,7 @@ def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made):
     spec = stage(volumes=[volume("nfs://host/path", "/mnt/data")])
 
     check_stage(spec, replace(HERE, is_mounted=lambda path: path == "/mnt/data"))
-    with made(spec) as container:
+    with made(spec) as (container, _):
         assert container.mounts == (("/mnt/data", "/mnt/data", False),)
 
 
