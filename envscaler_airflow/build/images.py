@@ -118,18 +118,16 @@ def build_image(
     value, which private indexes and bases need.
 
     Raises:
-        SpecError: The base is not allowed or not to be had, or a step of the build fails; the message has
-            the log's last lines and its path.
-        BackendError: The image cannot be pushed.
+        SpecError: The base is not allowed or not to be had, or a step fails; the log's end is told.
+        BackendError: The image was built and is not there.
     """
     check_base(spec, options.allowed_bases)
     with tempfile.TemporaryDirectory(prefix="envscaler-build-") as name:
         kit = _Kit.of(spec, requirements, Path(name), options, resolve_secret)
         base, digest = _bring_base(spec, builder, options, kit.access)
         pinned = _pinned(base, digest) if digest is not None and _is_remote(base) else base
-        context = assemble(
-            spec, requirements, Path(name, "context"), ImageOptions(base=pinned, has_ca=kit.has_ca)
-        )
+        how = ImageOptions(base=pinned, has_ca=kit.has_ca)
+        context = assemble(spec, requirements, Path(name, "context"), how)
         whole = _name(spec, options, context)
         image = _existing(builder, whole, context.content, options, kit.access)
         if image is not None:
