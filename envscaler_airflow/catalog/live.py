@@ -13,7 +13,8 @@ from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.planning.table import CAPACITIES, Kind, Machine, OfferTable, Row, build_table
 
 LEAP = 5.0
-"""A price so many times the last one, or that part of it, is not believed. Source: the project's brief."""
+"""A price so many times the last one, or that part of it, is not believed. Chosen: spot prices
+move by tens of percent within days, list prices hardly; what multiplies is a unit or currency gone wrong."""
 
 LEAST_SPOT_SHARE = 1 / 50
 """A first spot price below this share of the on-demand price is not believed. Chosen: clouds state
