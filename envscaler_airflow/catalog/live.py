@@ -21,8 +21,8 @@ LEAST_SPOT_SHARE = 1 / 50
 savings of 91 % at most."""
 
 LEAST_USD = 0.0002
-"""A price below this is not believed of any machine. Chosen: the smallest ones of all clouds cost more than
-five times that; stand-ins of clouds answer 0.00001."""
+"""A price below this is not believed of any machine. Chosen: the smallest ones of all clouds cost several
+times that; stand-ins of clouds answer 0.00001."""
 
 HOUR_S = 3600.0
 
