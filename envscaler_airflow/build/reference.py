@@ -92,6 +92,7 @@ _BY_FIELD: dict[str, str] = {
     "Volume.region": "us-east-1",
     "Volume.zone": "us-east-1a",
     "Volume.size": "200Gi",
+    "Volume.storage_class": "fast-ssd",
     "EnvVar.value": '"4"',
     "EnvVar.value_from": "secret:wandb/api-key",
     "Checkpoint.path": "/output/checkpoints",

@@ -15,6 +15,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.spec.models import EnvSpec
 
+VOLUME = {"name": "v", "source": "pvc://claim", "mount_path": "/v"}
 RULE = {"metric": "gpu_utilization", "above": 80}
 SPEEDUP = {"offer": "local/cpu-2", "relative_to": "local/cpu-1", "mean": 1.7, "stdev": 0.2, "source": "x"}
 PLACES: dict[str, tuple[tuple[str | int, ...], dict]] = {
@@ -23,7 +24,7 @@ PLACES: dict[str, tuple[tuple[str | int, ...], dict]] = {
     "Runtime": (("runtimes", 0), {"type": "python"}),
     "Resources": (("resources",), {}),
     "NodeRange": (("num_nodes",), {"max": 4}),
-    "Volume": (("volumes", 0), {"name": "v", "source": "pvc://claim", "mount_path": "/v"}),
+    "Volume": (("volumes", 0), VOLUME),
     "EnvVar": (("env", 0), {"name": "A"}),
     "Distributed": (("distributed",), {}),
     "Checkpoint": (("checkpoint",), {}),
@@ -44,6 +45,8 @@ PLACES: dict[str, tuple[tuple[str | int, ...], dict]] = {
 }
 """Where a part stands in a document, and what it cannot be without."""
 BESIDE: dict[str, dict] = {
+    "Volume.storage_class": {**VOLUME, "size": "10Gi"},
+    "Volume.retain": {**VOLUME, "size": "10Gi"},
     "Runtime.channels": {"package_manager": "conda"},
     "EnvVar.name": {"value": "1"},
     "Scaling.min_nodes": {"max_nodes": 4},
