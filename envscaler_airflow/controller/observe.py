@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.catalog.library import gpu_facts
 from envscaler_airflow.controller import deadline_table, facts, losses
 from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.lifecycle import AttemptState, RunState, fold
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.protocol import Progress, Status
 from envscaler_airflow.scaling import (
     Check,
     Memory,
@@ -33,6 +34,7 @@ from envscaler_airflow.scaling import (
     work_of,
 )
 from envscaler_airflow.scaling.deadline import Table
+from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.spec import EnvSpec
@@ -213,6 +215,12 @@ class Observer:
             units_total=done.total if done else None,
             epoch=head.progress.epoch if head else None,
             speeds=self._speeds(live, mine),
+            measured=self._measured(live, head),
+            gpu_speeds={
+                item.offer.gpu_name: speed
+                for item in (live.allocation, *candidates)
+                if item.offer.gpu_name and (speed := _gpu_speed(item.offer.gpu_name)) is not None
+            },
             speedups=speedups_of(spec),
             overheads=self._overheads(state, live, head),
             interruptions_per_hour=losses.interruptions(offers, losses.losses_per_hour(state, now=now)),
@@ -303,6 +311,14 @@ class Observer:
             known[live.allocation.name] = speed
         return known
 
+    def _measured(self, live: AttemptState, head: Status | None) -> dict[str, Measured]:
+        """The steps of this generation by where they were made, the newest of each."""
+        known = dict(self._memory.measured) if self._memory.generation == live.generation else {}
+        step = None if head is None or head.phase != "running" else _step_of(head.progress)
+        if step is not None:
+            known[live.allocation.name] = step
+        return known
+
     def _overheads(self, state: RunState, live: AttemptState, head: Status | None) -> Overheads:
         spec = self.spec(state)
         pauses, measured = facts.move_pauses_s(state), facts.start_s(state)
@@ -321,6 +337,24 @@ class Observer:
         if deadline_s is None or state.begun_at is None:
             return None
         return deadline_s - (self._clock() - state.begun_at)
+
+
+def _step_of(said: Progress) -> Measured | None:
+    """A step as the training measures it; None when it does not tell its batch and time.
+
+    Synchronisation that it does not tell counts as none that is sure: what several GPUs take longer than
+    one does is learned from that.
+    """
+    if not said.batch or not said.step_time_s:
+        return None
+    sync_s = min(said.sync_time_s or 0.0, said.step_time_s)
+    return Measured(said.batch, said.step_time_s, sync_s, said.noise_scale)
+
+
+def _gpu_speed(name: str) -> float | None:
+    """Memory bandwidth of a GPU, by which types are compared before they were tried; None when unknown."""
+    facts_of = gpu_facts().get(name)
+    return None if facts_of is None else facts_of.bandwidth_gb_s
 
 
 def _checkpoint_s(state: RunState, head: Status | None) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from envscaler_airflow.planning import Allocation, Estimate, Speed
 from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.observation import Observation
 
 Action = Literal["keep", "move", "recommend"]
@@ -224,13 +225,16 @@ class Memory(Record):
     generation: int = 0
     wanted: Mapping[str, float] = field(default_factory=dict)
     speeds: Mapping[str, Speed] = field(default_factory=dict)
+    measured: Mapping[str, Measured] = field(default_factory=dict)
 
     def after(self, check: Check) -> Memory:
         """Memory once *check* is recorded; a new generation begins with none of the old."""
         seen = check.observation
         speeds = dict(self.speeds) if seen.generation == self.generation else {}
         speeds.update(seen.speeds)
-        return Memory(seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds)
+        steps = dict(self.measured) if seen.generation == self.generation else {}
+        steps.update(seen.measured)
+        return Memory(seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds, steps)
 
 
 def remember(checks: Iterable[Check]) -> Memory:

@@ -10,6 +10,7 @@ from typing import Literal
 from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
 from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.protocol import Progress
+from envscaler_airflow.scaling.explore import Measured
 
 Health = Literal["ok", "stalled", "unknown"]
 
@@ -53,6 +54,8 @@ class Observation(Record):
         units_done, units_total: Work done in this generation, and the whole.
         epoch: Epochs finished.
         speeds: Measured in this generation, by allocation name, in units a second.
+        measured: Steps by allocation name, of this generation; what the model of speeds learns from.
+        gpu_speeds: How GPUs compare before they were tried, by canonical name, in any unit.
         speedups: Stated in the spec.
         overheads: Of a move and of checkpoints.
         interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
@@ -81,6 +84,8 @@ class Observation(Record):
     units_total: float | None = None
     epoch: int | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    gpu_speeds: Mapping[str, float] = field(default_factory=dict)
     speedups: tuple[Speedup, ...] = ()
     overheads: Overheads = field(default_factory=Overheads)
     interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
@@ -113,7 +118,7 @@ class Observation(Record):
             moves=self.moves,
             next_phase_in_s=self.next_phase_in_s,
         )
-        for amounts in (self.interruptions_per_hour, self.phase_lasts_s, self.wanted):
+        for amounts in (self.interruptions_per_hour, self.phase_lasts_s, self.wanted, self.gpu_speeds):
             check_finite(**amounts)  # apart: the same offer may stand in several
         if self.deadline_left_s is not None and not math.isfinite(self.deadline_left_s):
             raise ValueError(f"deadline_left_s must be finite, got {self.deadline_left_s!r}")

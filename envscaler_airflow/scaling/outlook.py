@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds
 from envscaler_airflow.scaling.decision import Policy
+from envscaler_airflow.scaling.learned import learned
 from envscaler_airflow.scaling.observation import Observation
 
 
@@ -15,7 +16,7 @@ class Outlook:
 
     Attributes:
         observation, policy: As given.
-        speeds: Measured long enough, or stated relative to one that was.
+        speeds: Measured long enough, stated relative to one that was, or learned from those.
         staying: None when it cannot be told; then *unknown* says why.
     """
 
@@ -46,7 +47,8 @@ class Outlook:
 
 def outlook(observation: Observation, policy: Policy) -> Outlook:
     """What can be told of finishing, from the facts of one check."""
-    speeds = known_speeds(observation.speeds, observation.speedups, trusted_after_s=policy.warmup_s)
+    known = known_speeds(observation.speeds, observation.speedups, trusted_after_s=policy.warmup_s)
+    speeds = {**learned(observation), **known}
     here = observation.current
     if observation.units_left is None:
         return Outlook(observation, policy, speeds, None, f"work left is unknown: {_what(observation)}")

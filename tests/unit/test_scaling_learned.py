@@ -1,0 +1,85 @@
+"""Speeds where a stage has not been follow from where it was, and are unsure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from envscaler_airflow.planning import Allocation, Offer, Speed
+from envscaler_airflow.scaling import Observation, Policy, decide, outlook, remember
+from envscaler_airflow.scaling.decision import Check
+from envscaler_airflow.scaling.explore import Measured
+from envscaler_airflow.scaling.learned import learned
+
+T4 = Offer("aws", "r", "g4", "on-demand", vcpus=4, memory_gib=16, gpu_name="T4", gpus=1, usd_per_hour=1.0)
+A100 = replace(T4, instance_type="p4", gpu_name="A100", usd_per_hour=3.0)
+ONE, TWO, FOUR, OTHER = Allocation(T4), Allocation(T4, 2), Allocation(T4, 4), Allocation(A100)
+SEEN = Observation(
+    current=ONE,
+    candidates=(ONE, TWO, FOUR, OTHER),
+    units_done=100.0,
+    units_total=100_000.0,
+    speeds={ONE.name: Speed(2.0, 0.02, "measured", 600.0)},
+    measured={ONE.name: Measured(batch=256, step_s=0.5, sync_s=0.0)},
+    gpu_speeds={"T4": 320.0, "A100": 1555.0},
+)
+
+
+def test_more_nodes_are_faster_by_less_than_their_number_and_never_sure():
+    """2 steps a second on one node: more on two, less than twice as many, with a wide range."""
+    got = learned(SEEN)
+
+    assert got[TWO.name].source == "fitted"
+    assert 2.0 < got[TWO.name].mean < 4.0
+    assert got[TWO.name].mean < got[FOUR.name].mean < 8.0
+    assert got[TWO.name].relative_stdev > 0.02
+
+
+def test_another_type_is_as_its_datasheet_says_and_less_sure():
+    """An A100 reads its memory 4.9 times as fast."""
+    got = learned(SEEN)[OTHER.name]
+
+    assert 4.0 < got.mean < 10.0
+    assert got.relative_stdev >= 0.3
+
+
+def test_nothing_is_learned_before_a_step_was_measured():
+    """Neither without a step nor without a speed."""
+    assert learned(replace(SEEN, measured={})) == {}
+    assert learned(replace(SEEN, speeds={})) == {}
+
+
+def test_what_was_measured_teaches_about_the_rest():
+    """Two nodes hardly gained: four are expected to gain less than before."""
+    poor = Measured(batch=256, step_s=0.45, sync_s=0.2)
+    taught = replace(SEEN, measured={**SEEN.measured, TWO.name: poor})
+
+    assert learned(taught)[FOUR.name].mean < learned(SEEN)[FOUR.name].mean
+    assert TWO.name not in learned(taught)
+
+
+def test_a_measured_speed_stands_over_a_learned_one():
+    """The outlook believes what was seen."""
+    speeds = {**SEEN.speeds, TWO.name: Speed(3.0, 0.03, "measured", 600.0)}
+
+    assert outlook(replace(SEEN, speeds=speeds), Policy(max_nodes=4)).speeds[TWO.name].mean == 3.0
+
+
+def test_a_stage_goes_where_it_has_not_been_when_that_pays():
+    """Nothing is stated: on one T4 for 14 h at $50 an hour of waiting, more of them are worth a try."""
+    policy = Policy(max_nodes=4, value_of_hour=50.0, stabilization_s=0.0)
+
+    got = decide(SEEN, policy)
+
+    assert got.action == "move"
+    assert got.numbers["moving"][got.target.name]["speed"]["source"] == "fitted"
+
+
+def test_steps_are_remembered_until_the_next_generation():
+    """A restarted sensor goes on learning from what is recorded."""
+    check = Check(SEEN, Policy(), decide(SEEN, Policy()))
+    back = Check.from_dict(check.to_dict())
+    fresh = Check(replace(SEEN, generation=2, measured={}), Policy(), check.decision)
+
+    assert back == check
+    assert remember([back]).measured == SEEN.measured
+    assert remember([back, fresh]).measured == {}
