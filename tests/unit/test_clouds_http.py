@@ -127,7 +127,7 @@ def test_what_is_no_json_is_an_error(body):
         ask(lambda _: httpx.Response(200, content=body))
 
 
-def test_a_key_is_in_no_address(caplog):
+def test_a_key_is_in_no_address():
     """Addresses of requests are logged by the HTTP client, and by whatever is between."""
     seen = []
 
@@ -135,12 +135,11 @@ def test_a_key_is_in_no_address(caplog):
         seen.append(request)
         return httpx.Response(200, json={"skus": []})
 
-    with caplog.at_level("DEBUG"), httpx.Client(transport=httpx.MockTransport(answer)) as client:
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
         GcpPrices([], api_key="secret-key", caller=Caller(client)).fetch("us-central1")
 
     assert seen[0].headers["X-Goog-Api-Key"] == "secret-key"
-    assert "HTTP Request" in caplog.text
-    assert "secret-key" not in caplog.text
+    assert "secret-key" not in str(seen[0].url)
 
 
 def test_a_key_follows_no_redirect():

@@ -187,6 +187,8 @@ class Feed:
 def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
     """Refreshed, failed, torn: the catalog is of the last good prices, and at worst the snapshot."""
     monkeypatch.setattr("time.time", lambda: 3 * HOUR)
+    for module in ("shelf", "sources"):
+        monkeypatch.setattr(f"envscaler_airflow.catalog.{module}.packaged", lambda: TABLE)
     shelf = Shelf(tmp_path)
     refused = BackendError("AWS pricing answered 429", status=429, transient=True)
     price = LISTED._replace(usd=1.2)
