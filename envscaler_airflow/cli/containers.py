@@ -63,7 +63,7 @@ def run_docker(
     image, seen = _bring_image(spec, lock, builder, resolve_secret)
     seen = replace(seen, driver=here.driver, gpus=tuple(gpu.name for gpu in here.gpus))
     store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
-    folder = Path(OUTPUTS, key.run_id).resolve()
+    folder = outputs_folder(key)
     words = command or launch_command(stage, 1)
     with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as (container, bring_back):
         code = builder.run(image, words, container, click.echo)
@@ -73,6 +73,11 @@ def run_docker(
         _say(f"outputs: {folder}")
     if code != 0:
         raise SystemExit(code)
+
+
+def outputs_folder(key: RunKey) -> Path:
+    """Where a run keeps what it made: one folder below the working directory, whatever its name is."""
+    return Path(OUTPUTS, key.prefix.split("/")[2]).resolve()
 
 
 def _bring_image(

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from envscaler_airflow.build.machine import Here
 from envscaler_airflow.cli import containers, main
-from envscaler_airflow.cli.containers import check_stage, container_of
+from envscaler_airflow.cli.containers import check_stage, container_of, outputs_folder
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import open_store
@@ -165,3 +165,14 @@ def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
 
     assert got.exit_code == 2
     assert got.stderr.startswith("Error: volumes: d: pvc://claim is a claim of Kubernetes; write another")
+
+
+@pytest.mark.parametrize("name", ["nightly-1", "../../etc", "/etc", "a/b", "..", "x" * 300])
+def test_outputs_of_a_run_are_one_folder_below_the_working_directory(name, tmp_path, monkeypatch):
+    """As the store names it: no name leads out."""
+    monkeypatch.chdir(tmp_path)
+
+    folder = outputs_folder(RunKey("d", "shell", name, "task"))
+
+    assert folder.parent == tmp_path / "envscaler-outputs"
+    assert name != "nightly-1" or folder.name == name
