@@ -48,14 +48,17 @@ class Offer:
 
     def __post_init__(self) -> None:
         """Refuse NaN and nonsense here, once."""
-        for name in ("vcpus", "memory_gib"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and > 0, got {value!r}")
-        for name in ("usd_per_hour", "gpu_memory_gb", "gpus"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+        # Spelled out: catalogs have a hundred thousand of them.
+        if not (0 < self.vcpus < math.inf and 0 < self.memory_gib < math.inf):
+            raise ValueError(
+                f"vcpus and memory_gib must be finite and > 0, got {self.vcpus!r}, {self.memory_gib!r}"
+            )
+        if not 0 <= self.gpus < math.inf:
+            raise ValueError(f"gpus must be finite and >= 0, got {self.gpus!r}")
+        if self.usd_per_hour is not None and not 0 <= self.usd_per_hour < math.inf:
+            raise ValueError(f"usd_per_hour must be finite and >= 0, got {self.usd_per_hour!r}")
+        if self.gpu_memory_gb is not None and not 0 <= self.gpu_memory_gb < math.inf:
+            raise ValueError(f"gpu_memory_gb must be finite and >= 0, got {self.gpu_memory_gb!r}")
         if (self.gpus > 0) != (self.gpu_name is not None):
             raise ValueError(f"gpus={self.gpus!r} does not go with gpu_name={self.gpu_name!r}")
 

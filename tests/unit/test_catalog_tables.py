@@ -250,7 +250,7 @@ def test_a_table_may_have_more_places_than_a_short_number_counts(tmp_path):
         ]
     }
 
-    table = unpack(pack(build_table(rows)))
+    table = build_table(rows)
 
     assert len(table) == len(table.places) == 66_000
     assert table.offer(0, 65_999, "on-demand").price_source == f"s{table.places[65_999][1][1:]}"
