@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend, Handle, RescalesInPlace, ResizesInPlace
+from envscaler_airflow.controller.leaving import Leaving
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.lifecycle import AttemptState, Change
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.planning.offers import AllocationPart
 from envscaler_airflow.spec import EnvSpec
 
 CHANGE_S = 600.0
@@ -168,12 +168,6 @@ def _rescale(
     return Outcome("going", f"{nodes} nodes are awaited", handle=found)
 
 
-def is_of_last_nodes(leaving: tuple[int, ...], live: AttemptState, target: Allocation) -> bool:
-    """True when those that leave are the last ones: the only ones that a running attempt can give up."""
-    return set(leaving) == set(range(target.nodes, live.allocation.nodes))
-
-
-def part_of(allocation: Allocation, node: int) -> AllocationPart | None:
-    """The part that *node* is in; None when there is none."""
-    found = (part for part in allocation.parts if part.first_rank <= node < part.first_rank + part.nodes)
-    return next(found, None)
+def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:
+    """True when those that leave are the last ones, or none leaves."""
+    return {item.node for item in leaving} == set(range(target.nodes, live.allocation.nodes))
