@@ -1,44 +1,72 @@
-"""Choose how much faster than fitted the tables take losses and returns; prints the means of each candidate.
+"""Choose the two constants of the deadline policy that are not fitted; prints each candidate's ratios.
 
-    python benchmarks/policies/tune.py --data DIR --faster 1.0 1.3
+    python benchmarks/policies/tune.py --data DIR --faster 1.0 1.3 --together 0.5 0.7 0.9
 
-Twelve cells on the traces of 2023 (every third tick, as they were fitted) and of 2025. The
-traces of 2022 are not read.
+``FASTER``: how much faster than fitted the tables take losses and returns, over twelve cells.
+``TOGETHER``: how far zones come up together, over three zones at 52 h and 0.2 h. Jobs start every
+twelve hours in the quarters that were not fitted on and are not held out (``fit.TUNED``), and end
+inside them. The traces of 2022 are not read.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 
-from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, tables
+from fit import FILES, TUNED
+
+from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, policy, tables
 from envscaler_airflow.simulate.references import UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
-from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
+from envscaler_airflow.simulate.traces import read_traces
 
-CELLS = [(deadline, overhead) for deadline in (52, 70, 92) for overhead in (0.02, 0.05, 0.2, 0.4)]
-SETS = (("awsV100_2023_195s.csv", 195.0, 3), ("gcpH100_2025_600s_count16.csv", 600.0, 1))
+CELLS = tuple(product((52, 70, 92), (0.02, 0.05, 0.2, 0.4)))
+EVERY_H = 12
+"""Hours between two starts (chosen: windows of one series overlap anyway)."""
 
 
-def ratio(data: Path, faster: float, name: str, gap_s: float, every: int) -> float:
-    """Mean over the cells of our cost over Uniform Progress's."""
-    tables.FASTER = faster
-    traces = read_traces(data / name)
-    windows = of_dataset(read_windows(data / "windows.csv"), data / name)
-    ratios = []
-    for deadline, overhead in CELLS:
-        gap = gap_s * every
-        job = SpotJob(int(deadline * 3600 / gap), gap, 48 * 3600.0, overhead * 3600.0, 3.06, 0.9731)
-        policy, ours, theirs = DeadlinePolicy(), 0.0, 0.0
-        for window in windows:
-            row, at = traces.zones[window.zone][::every], (window.start_tick - traces.first) // every
-            if at + job.ticks <= len(row):
-                rows = {"z": row[at : at + job.ticks]}
-                ours += simulate_spot(job, rows, policy, history={"z": row[:at]}).cost_usd
-                theirs += simulate_spot(job, rows, UniformProgress()).cost_usd
-        ratios.append(ours / theirs)
-    return sum(ratios) / len(ratios)
+def zones_of(data: Path, at: int, zones: int) -> list[tuple[Mapping[str, Sequence[int]], int, int]]:
+    """Groups of *zones* columns in a row of each quarter, with the first tick and the end of their jobs."""
+    name, _, every = FILES[at]
+    rows = list(read_traces(data / name).zones.items())
+    found = []
+    for odd, late in TUNED:
+        columns = [(zone, row[::every]) for zone, row in rows[odd::2]]
+        middle, end = len(columns[0][1]) // 2, len(columns[0][1])
+        spans = [dict(columns[first : first + zones]) for first in range(len(columns) - zones + 1)]
+        found += [(group, middle if late else 0, end if late else middle) for group in spans]
+    return found
+
+
+def ratio(data: Path, at: int, cell: tuple[float, float], zones: int) -> float | None:
+    """Our cost over Uniform Progress's; None where no job fits into a quarter."""
+    (deadline, overhead), (_, gap_s, every) = cell, FILES[at]
+    gap = gap_s * every
+    job = SpotJob(int(deadline * 3600 / gap), gap, 48 * 3600.0, overhead * 3600.0, 3.06, 0.9731)
+    ours, theirs, mine = 0.0, 0.0, DeadlinePolicy()
+    for group, first, end in zones_of(data, at, zones):
+        for start in range(first, end - job.ticks + 1, int(EVERY_H * 3600 / gap)):
+            rows = {name: row[start : start + job.ticks] for name, row in group.items()}
+            past = {name: row[:start] for name, row in group.items()}
+            ours += simulate_spot(job, rows, mine, history=past).cost_usd
+            theirs += simulate_spot(job, rows, UniformProgress()).cost_usd
+    return ours / theirs if theirs else None
+
+
+def means(data: Path, faster: float, together: float) -> tuple[str, str]:
+    """Mean over sets and cells, of one zone and of three."""
+    tables.FASTER, policy.TOGETHER = faster, together
+    one = [ratio(data, at, cell, 1) for at in range(len(FILES)) for cell in CELLS]
+    three = [ratio(data, at, (52, 0.2), 3) for at in range(len(FILES))]
+    return _mean(one), _mean(three)
+
+
+def _mean(ratios: Sequence[float | None]) -> str:
+    known = [value for value in ratios if value is not None]
+    return f"{sum(known) / len(known):.5f}"
 
 
 def main() -> None:
@@ -47,14 +75,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the spot traces")
-    parser.add_argument("--faster", type=float, nargs="+", default=[1.0, 1.3])
+    parser.add_argument("--faster", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--together", type=float, nargs="+", default=[0.7])
+    parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
-    with ProcessPoolExecutor(2) as pool:
-        jobs = [pool.submit(ratio, asked.data, faster, *one) for faster in asked.faster for one in SETS]
-        for at, faster in enumerate(asked.faster):
-            found = [job.result() for job in jobs[at * len(SETS) : (at + 1) * len(SETS)]]
-            means = ", ".join(f"{value:.5f}" for value in found)
-            print(f"{faster:.1f}: {means}, mean {sum(found) / len(found):.5f}", flush=True)
+    candidates = list(product(asked.faster, asked.together))
+    with ProcessPoolExecutor(asked.workers) as pool:
+        rows = [pool.submit(means, asked.data, *candidate) for candidate in candidates]
+        for (faster, together), row in zip(candidates, rows, strict=True):
+            one, three = row.result()
+            print(
+                f"faster {faster:g}, together {together:g}: one zone {one}, three zones {three}", flush=True
+            )
 
 
 if __name__ == "__main__":

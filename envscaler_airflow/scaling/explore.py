@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Prior(Record):
-    """What is believed before anything was measured. Chosen, see docs/explanation/scaling.md.
+    """What is believed before anything was measured. Chosen, near the moments of the measured trainings.
 
     Attributes:
         sync: Logarithm of synchronisation over the compute of the first step, two GPUs of a node.
@@ -45,13 +45,13 @@ class Prior(Record):
         fixed_share: Part of the first step's compute that does not grow with the batch.
     """
 
-    sync: float = -2.7
-    sync_stdev: float = 1.1
-    per_doubling: float = 0.15
-    per_doubling_stdev: float = 0.2
-    across_nodes: float = 1.2
-    across_nodes_stdev: float = 0.9
-    local_stdev: float = 0.3
+    sync: float = -1.0
+    sync_stdev: float = 0.6
+    per_doubling: float = 0.1
+    per_doubling_stdev: float = 0.15
+    across_nodes: float = 0.7
+    across_nodes_stdev: float = 0.5
+    local_stdev: float = 0.2
     alike: float = 0.5
     type_stdev: float = 0.3
     noise: float = 0.15
@@ -85,22 +85,22 @@ def gain(batch: float, init_batch: float, noise_scale: float | None) -> float:
     return (noise_scale + 1) / (noise_scale * init_batch / batch + 1)
 
 
-EARLY, LATER_NOISE, GROWS = 0.1, 40.0, 1.3
-"""Gradient noise is small at first and grows a lot: over the first tenth of the work at least this scale
-is expected later, and from then on a third more than now. Chosen; direction and size: McCandlish et al.,
-An Empirical Model of Large-Batch Training, 2018, section 4."""
+GROWS = 1.6
+"""Gradient noise grows while a training runs; over what is left it is expected to be so many times the noise
+now. Chosen; direction and size: McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
+section 4."""
 
 
-def foreseen(noise_scale: float | None, share_done: float) -> float | None:
+def foreseen(noise_scale: float | None) -> float | None:
     """Noise scale to expect over the work left, from the one now."""
-    if noise_scale is None:
-        return None
-    return max(GROWS * noise_scale, LATER_NOISE * max(0.0, 1 - share_done / EARLY))
+    return None if noise_scale is None else GROWS * noise_scale
 
 
 ROOM = 4.0
-"""Batches of one GPU of another type than the first are believed up to this many times the largest that was
-seen: at first the noise asks for small ones. Chosen."""
+"""Batches of one GPU are believed to fit up to this many times the largest that was seen, until one was seen
+that the noise asks to exceed: at first it asks for small ones. Chosen."""
+LARGER = 1.05
+"""A batch twice as large that would be faster by this factor and is not run does not fit. Chosen."""
 SHORT_RESTARTS = 100.0
 """With less than so many restarts' time left a job is short, and steps are taken at once. Chosen."""
 UNSURE = 0.05
@@ -127,6 +127,7 @@ class Learner:
     seen: dict[Shape, Measured] = field(default_factory=dict)
     _base: tuple[Shape, float, float] | None = None
     _first: dict[str, Shape] = field(default_factory=dict)
+    _limited: set[str] = field(default_factory=set)
     _sync: dict[Shape, float] = field(default_factory=dict)
     _points: dict[str, dict[float, float]] = field(default_factory=dict)
     _compute: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -151,6 +152,8 @@ class Learner:
             self._compute[shape.gpu] = self._fit(shape.gpu, points)
         scale = self._base[2]
         self._sync = {item: self._sync_of(item, found) for item, found in self.seen.items()}
+        if self._is_limited(shape, measured):
+            self._limited.add(shape.gpu)
         self._rows = [
             (item, math.log(max(self._sync_told(item), 1e-3 * scale) / scale) - self._mean(item))
             for item in self.seen
@@ -159,13 +162,14 @@ class Learner:
         self._condition()
 
     def _sync_of(self, shape: Shape, measured: Measured) -> float:
-        fixed, slope = self._compute[shape.gpu]
-        return max(measured.step_s - fixed - slope * measured.batch / shape.gpus, measured.sync_s)
+        compute_s = self._step_of(shape.gpu, measured.batch / shape.gpus)
+        return max(_beyond(measured.step_s, compute_s), measured.sync_s)
 
     def _sync_told(self, shape: Shape) -> float:
         """For other places: what is no more than noise of the step teaches nothing."""
         found = self.seen[shape]
-        return max(found.sync_s, self._sync[shape] - UNSURE * found.step_s)
+        compute_s = self._step_of(shape.gpu, found.batch / shape.gpus)
+        return max(_beyond((1 - UNSURE) * found.step_s, compute_s), found.sync_s)
 
     def _step_of(self, gpu: str, local: float) -> float:
         fixed, slope = self._compute[gpu]
@@ -181,7 +185,7 @@ class Learner:
             raise ValueError("nothing was measured yet")
         unsure = 0.0 if shape.gpu in self._compute else self.prior.type_stdev
         if shape in self.seen:
-            return self._best(shape, self._sync[shape], noise_scale), 0.01
+            return self._progress(shape, noise_scale), 0.01
         if shape.gpus == 1:
             return self._best(shape, 0.0, noise_scale), max(unsure, 0.02)
         across = [self._kernel(shape, item) for item, _ in self._rows]
@@ -193,6 +197,13 @@ class Learner:
             for part in (-1, 0, 1)
         )
         return median, max(0.02, math.hypot(math.log(low / high) / 2, unsure))
+
+    def _progress(self, shape: Shape, noise_scale: float | None) -> float:
+        """What was measured on *shape*, changed as the model says that it changes with the noise."""
+        found = self.seen[shape]
+        measured = gain(found.batch, self.init_batch, found.noise_scale) / found.step_s
+        then = self._best(shape, self._sync[shape], found.noise_scale)
+        return measured * self._best(shape, self._sync[shape], noise_scale) / then
 
     def _fit(self, gpu: str, points: Mapping[float, float]) -> tuple[float, float]:
         """Fixed seconds and seconds a sample of compute on one GPU.
@@ -228,23 +239,40 @@ class Learner:
         """Most progress a second, over batches like those that were seen."""
         if self._base is None:
             raise ValueError("nothing was measured yet")
-        base, local, _ = self._base
+        local = self._base[1]
         fixed, slope = self._of_type(shape.gpu)
-        room = self.memory.get(shape.gpu, 1.0) / self.memory.get(base.gpu, 1.0)
-        seen = [m.batch / s.gpus for s, m in self.seen.items() if s.gpu == shape.gpu]
-        first = [m.batch / s.gpus for s, m in self.seen.items() if s.gpu == base.gpu]
-        largest = max([*seen, max(first) * room]) * (1.0 if shape.gpu == base.gpu else ROOM)
-        best, measured = 0.0, self.seen.get(shape)
+        largest = self._largest(shape.gpu)
+        best = 0.0
         for power in range(-6, 13):
             mine = local * 2 ** (power / 2)
             batch = min(max(mine * shape.gpus, self.init_batch), self.max_batch)
             if power > -6 and batch / shape.gpus > largest * 1.01:
                 break
-            step_s = fixed + slope * batch / shape.gpus + sync_s
+            step_s = math.hypot(fixed + slope * batch / shape.gpus, sync_s)
             best = max(best, gain(batch, self.init_batch, noise_scale) / step_s)
-        if measured is not None:
-            best = max(best, gain(measured.batch, self.init_batch, noise_scale) / measured.step_s)
         return best
+
+    def _largest(self, gpu: str) -> float:
+        """Largest batch of one GPU that is believed to fit: the largest seen when that was the limit."""
+        if self._base is None:
+            raise ValueError("nothing was measured yet")
+        base = self._base[0].gpu
+        of = gpu if gpu in self._first else base
+        room = self.memory.get(gpu, 1.0) / self.memory.get(of, 1.0)
+        seen = max(m.batch / s.gpus for s, m in self.seen.items() if s.gpu == of)
+        return seen * room * (1.0 if of in self._limited else ROOM)
+
+    def _is_limited(self, shape: Shape, measured: Measured) -> bool:
+        """True when the noise asks for a larger batch than the one that was run: no larger one fits."""
+        local = measured.batch / shape.gpus
+        fixed, slope = self._compute[shape.gpu]
+
+        def progress(batch: float) -> float:
+            step_s = math.hypot(fixed + slope * batch / shape.gpus, self._sync[shape])
+            return gain(batch, self.init_batch, measured.noise_scale) / step_s
+
+        more = min(2 * local * shape.gpus, self.max_batch)
+        return more > 1.5 * measured.batch and progress(more) > LARGER * progress(measured.batch)
 
     def _mean(self, shape: Shape) -> float:
         added = self.prior.per_doubling * (math.log2(shape.gpus) - 1)
@@ -278,6 +306,15 @@ class Learner:
             rest = sum(self._factor[j][i] * weights[j] for j in range(i + 1, size))
             weights[i] = (half[i] - rest) / self._factor[i][i]
         self._weights = weights
+
+
+def _beyond(step_s: float, compute_s: float) -> float:
+    """Synchronisation of a step: half of it is hidden behind compute, ``step^2 = compute^2 + sync^2``.
+
+    Source: Qiao et al., Pollux, OSDI 2021, equation 11, with an exponent of 2; chosen: of 1 to 6 it foretells
+    the step at other batches best over the trainings of docs/reference/policies.md.
+    """
+    return math.sqrt(max(step_s**2 - compute_s**2, 0.0))
 
 
 def _forward(factor: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from envscaler_airflow.scaling.explore import (
     SHORT_RESTARTS,
     Learner,
@@ -22,8 +24,12 @@ MEMORY_GB = {"T4": 16.0, "V100-32GB": 32.0, "A100-40GB": 40.0}
 """Source: vendor datasheets."""
 SETTLE = 2
 """Looks at a new configuration before the next move. Chosen: two minutes of steps."""
-TOLERANCE_GROWS, TOLERANCE_POWER = 0.3, 1.5
-"""After n moves one must save ``1 + grows * n ** power`` times the tolerance. Chosen: an end to see-saws."""
+BRIEF = 0.03
+"""A place that is left before this part of the work was done there has disappointed. Chosen."""
+BAR_GROWS, BAR_POWER = 0.7, 1.5
+"""After n disappointments a probe must save ``1 + grows * n ** power`` times what the first must. Chosen."""
+AGAIN_POWER = 2.0
+"""One that disappointed n times must save ``(1 + n) ** power`` times the tolerance. Chosen: an end to see-saws."""
 LOOKED_AT = 5
 """Moves that are held against the tolerance, best first. Chosen."""
 LOOK_AGAIN_S = 600.0
@@ -33,7 +39,7 @@ LOOK_AGAIN_S = 600.0
 class CostToFinish:
     """Least expected cost + value of time, learning as it goes."""
 
-    def __init__(self, *, tolerance: float = 0.02, probing: float = 0.01, prior: Prior | None = None) -> None:
+    def __init__(self, *, tolerance: float = 0.03, probing: float = 0.07, prior: Prior | None = None) -> None:
         """Parts of the objective that a move must save: to a place where it was, and to a new one.
 
         What a new place may disappoint by is in its expected objective already.
@@ -50,26 +56,48 @@ class CostToFinish:
         self._shapes = {Shape(c.gpu, c.nodes, c.gpus): c for c in job.configs}
         self._since: list[ElasticView] = []
         self._looked_s = -LOOK_AGAIN_S
-        self._moves = 0
+        self._came_with = 0.0
+        self._disappointed: dict[Shape, float] = {}
+        self._noise: float | None = None
 
     def choose(self, view: ElasticView) -> Config:
         """Stay, or move where the expected objective is least."""
         if self._since and self._since[-1].config != view.config:
             self._since, self._looked_s = [], -LOOK_AGAIN_S
         self._since = [*self._since[-9:], view]
+        self._forgive(view.noise_scale)
         if len(self._since) < self._looks(view) or view.elapsed_s - self._looked_s < LOOK_AGAIN_S:
             return view.config
         self._looked_s = view.elapsed_s
         here = Shape(view.config.gpu, view.config.nodes, view.config.gpus)
         self._learner.learn(here, self._measured(view))
         staying, found = probes(self._learner, self._stakes(view, here), list(self._shapes))
-        grown = 1 + TOLERANCE_GROWS * self._moves**TOLERANCE_POWER
         for probe in found[:LOOKED_AT]:
-            tolerance = self._tolerance if probe.shape in self._learner.seen else self._probing
-            if probe.objective < staying * (1 - tolerance * grown):
-                self._moves += 1
+            if probe.objective < staying * (1 - self._must_save(probe.shape)):
+                self._leave(here, view)
                 return self._shapes[probe.shape]
         return view.config
+
+    def _must_save(self, shape: Shape) -> float:
+        """Part of the objective."""
+        if shape in self._learner.seen:
+            return self._tolerance * math.pow(1 + self._disappointed.get(shape, 0.0), AGAIN_POWER)
+        return self._probing * (1 + BAR_GROWS * math.pow(sum(self._disappointed.values()), BAR_POWER))
+
+    def _leave(self, here: Shape, view: ElasticView) -> None:
+        """Count *here* as a disappointment when little was done there; the start is none."""
+        is_brief = view.work_done - self._came_with < BRIEF * (view.work_done + view.work_left)
+        if is_brief and self._came_with > 0:
+            self._disappointed[here] = self._disappointed.get(here, 0.0) + 1
+        self._came_with = view.work_done
+
+    def _forgive(self, noise_scale: float) -> None:
+        """Once the noise has doubled, half of what disappointed is forgotten: other counts suit it now."""
+        if self._noise is None:
+            self._noise = noise_scale
+        if noise_scale >= 2 * max(self._noise, 0.5):
+            self._noise = noise_scale
+            self._disappointed = {shape: count / 2 for shape, count in self._disappointed.items()}
 
     def _looks(self, view: ElasticView) -> int:
         """Looks before the first move from here; one when the work left is not worth waiting for more."""
@@ -90,6 +118,6 @@ class CostToFinish:
             here=here,
             restart_s=job.model.restart_s,
             probe_s=SETTLE * 60.0,
-            noise_scale=foreseen(view.noise_scale, view.work_done / (view.work_done + view.work_left)),
+            noise_scale=foreseen(view.noise_scale),
             usd_per_hour=lambda shape: job.usd_per_hour(self._shapes[shape]) + job.value_of_hour,
         )
