@@ -77,9 +77,9 @@ class Sight:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What this observer remembers of the live attempt."""
+    """What this observer remembers of the live attempt since its last change in place."""
 
-    key: tuple[int, int]
+    key: tuple[int, int, int]
     since_s: float
     epoch: int | None = None
     points: list[tuple[float, float]] = field(default_factory=list)
@@ -194,7 +194,7 @@ class Observer:
         """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
         now_s = self._monotonic() + self._offset_s
         spec = self.spec(state)
-        mine = self._remembered(live, now_s)
+        mine = self._remembered(state, live, now_s)
         head = self._statuses(state, live, mine, now_s).get(0)
         if mine.epoch is None and head is not None:
             mine.epoch = head.progress.epoch
@@ -270,12 +270,13 @@ class Observer:
         window = window_s(policy, interval_s=STATUS_S)
         self._samples = recent((*self._samples, *new), now_s=now_s, window_s=window)
 
-    def _remembered(self, live: AttemptState, now_s: float) -> _Attempt:
-        key = (live.generation, live.number)
+    def _remembered(self, state: RunState, live: AttemptState, now_s: float) -> _Attempt:
+        key = (live.generation, live.number, len(live.earlier))
         if self._attempt is None or self._attempt.key != key:
             since, epoch = now_s, None
             last = self._last.observation if self._last else None
-            if self._attempt is None and last is not None and (last.generation, last.attempt) == key:
+            was = None if last is None else (last.generation, last.attempt, last.moves)
+            if self._attempt is None and last is not None and was == (*key[:2], _moves(state)):
                 since = last.elapsed_s - (last.since_move_s or 0.0)
                 epoch = None if last.epoch is None else last.epoch - (last.since_move_epochs or 0)
             else:
@@ -378,8 +379,10 @@ def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
 
 
 def _moves(state: RunState) -> int:
+    """Moves that were carried out, those in place too."""
     attempts = state.attempts_of(state.generation)
-    return sum(attempt.stop_why == "move" and not attempt.is_live for attempt in attempts)
+    left = sum(attempt.stop_why == "move" and not attempt.is_live for attempt in attempts)
+    return left + sum(len(attempt.earlier) for attempt in attempts)
 
 
 def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:
@@ -391,6 +394,8 @@ def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:
 def _pending(state: RunState, live: AttemptState) -> str | None:
     if live.phase == "stopping":
         return f"attempt {live.number} was asked to go ({live.stop_why})"
+    if live.change is not None:
+        return f"attempt {live.number} is being changed to {live.change.target.name}"
     for request in state.pending:
         return f"request {request.number} ({request.type}) has no answer yet"
     return None

@@ -23,7 +23,7 @@ EVENT_TYPES = frozenset(
         "attempt-stopping",  # generation, attempt, why, grace_s, align, request, target
         "attempt-ended",  # generation, attempt, outcome, failure, detail, step, checkpoint, usage, usd, ...
         "move-requested",  # target, reason, numbers, from_attempt
-        "move-accepted",  # request, reason, numbers, and all of attempt-stopping (why is "move")
+        "move-accepted",  # request, reason, numbers, leaving, and all of attempt-stopping (why is "move")
         "move-refused",  # request, reason
         "move-deferred",  # request, reason, numbers, generation, attempt, target: for the next start
         "change-intended",  # request, reason, numbers, generation, attempt, kind, target, leaving

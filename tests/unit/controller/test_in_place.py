@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.backends.base import NodeStatus
+from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import Delivered, Wake
 from envscaler_airflow.errors import BackendError, CapacityError
@@ -413,3 +414,33 @@ def test_the_deaths_above_cover_every_call(new_world, tmp_path):
         found.append(lives["calls"])
 
     assert found == [RESIZE_CALLS, RESCALE_CALLS, MIXED_CALLS]
+
+
+def test_a_change_in_place_is_a_move_to_the_policy(world):
+    """Cool-down and count hold after it, and a change under way is one action at a time."""
+    world.backend.answers = ["going", "done"]
+    owner = started(world)
+    observer = Observer(
+        store=world.store, prefix=world.prefix, backend=world.backend,
+        monotonic=world.clock.monotonic, clock=world.clock.time,
+    )  # fmt: skip
+    world.clock.advance(100)
+    before = observer.look().check.observation
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    during = observer.look().check.observation
+    owner.resume(Wake("status"))
+    first = observer.look().check.observation
+    world.clock.advance(5)
+    later = observer.look().check
+    again = Observer(
+        store=world.store, prefix=world.prefix, backend=world.backend,
+        monotonic=world.clock.monotonic, clock=world.clock.time,
+    )  # fmt: skip
+
+    assert (before.moves, before.since_move_s) == (0, None)
+    assert during.pending == "attempt 1 is being changed to scripted/node:cpu-2/on-demand"
+    assert (first.moves, first.since_move_s) == (1, 0.0)
+    assert later.observation.since_move_s == 5.0
+    assert later.decision.reason.startswith("cool-down: 5 s of 10 s")
+    assert again.look().check.observation.moves == 1
