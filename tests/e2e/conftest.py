@@ -277,7 +277,7 @@ class Starter:
         self, airflow: AirflowServices, cluster: Cluster, gates: Path, folder: Path, name: str
     ) -> None:
         """Ledgers go to *folder*; run ids begin with the test's *name*."""
-        self._airflow, self._cluster, self._gates, self._folder = airflow, cluster, gates, folder
+        self._airflow, self.cluster, self._gates, self._folder = airflow, cluster, gates, folder
         self._name = re.sub(r"[^a-zA-Z0-9_]", "_", name)[:50]
         self._runs: list[Run] = []
 
@@ -286,7 +286,7 @@ class Starter:
         number = len(self._runs)
         run_id = f"{self._name}_{number}_{os.getpid()}"
         ledger = self._folder / f"ledger-{number}"
-        run = Run(self._airflow, self._cluster, dag_id, run_id, ledger, self._gates)
+        run = Run(self._airflow, self.cluster, dag_id, run_id, ledger, self._gates)
         if held:
             run.gate(held).touch()
         self._airflow.trigger_dag(dag_id, run_id=run_id, conf={"ledger": str(run.ledger), **conf})

@@ -58,6 +58,7 @@ def demo(tmp_path):
     started.process.stdout.close()
 
 
+@pytest.mark.timeout(420)
 def test_runs_on_a_cluster(tmp_path, cluster):
     """Of the current context: every stage in pods, one of which is evicted; nothing of it is left there."""
     store = tmp_path / "store"
@@ -72,7 +73,7 @@ def test_runs_on_a_cluster(tmp_path, cluster):
     command = [sys.executable, "-m", "envscaler_airflow.cli", "demo", "--backend", "kubernetes"]
 
     done = subprocess.run(
-        [*command, "--set", "epochs=12"], env=env, capture_output=True, text=True, timeout=220, check=False
+        [*command, "--set", "epochs=8"], env=env, capture_output=True, text=True, timeout=400, check=False
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

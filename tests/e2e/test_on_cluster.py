@@ -93,6 +93,22 @@ def test_a_clear_adopts_the_pod(begin: Callable):
 
 
 @together
+def test_an_image_that_does_not_exist_fails_the_task(begin: Callable):
+    """At once, for good, and with the kubelet's words: no retry brings it."""
+    begin.cluster.images.missing("nowhere/*")
+    run = begin("on_cluster", steps=5, image="nowhere/at-all:1")
+
+    assert run.wait_end() == "failed"
+
+    [attempt] = run.state().attempts
+    assert run.wait("failed")["try_number"] == 1
+    assert any("nowhere/at-all:1" in line for line in shown(run))
+    assert attempt.step is None
+    run.wait_gone()
+    run.check()
+
+
+@together
 def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
     """The sensor looks at the cluster of its stage; no step is lost or made twice."""
     run = begin("moved_on_cluster", steps=240, pause=0.25)
