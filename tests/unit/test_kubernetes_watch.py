@@ -36,7 +36,7 @@ class Server:
         self.lists, self.watches = list(lists), list(watches)
         self.asked = []
 
-    def list(self, path, query):
+    def list(self, path, query, *, page):
         """The next list."""
         self.asked.append(("list", path))
         return Answer({"metadata": {"resourceVersion": "10"}, "items": self.lists.pop(0)}, 1000.0)

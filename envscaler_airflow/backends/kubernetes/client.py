@@ -118,23 +118,23 @@ class Cluster:
                 return None
             raise
 
-    def list(self, path: str, query: Mapping[str, Any] | None = None) -> Answer:
-        """All objects, page by page; ``metadata`` is the last page's. Raises BackendError."""
+    def list(self, path: str, query: Mapping[str, Any] | None = None, *, page: int = PAGE) -> Answer:
+        """All objects, *page* at a time; ``metadata`` is the last page's. Raises BackendError."""
         items: list[Any] = []
         again = ""
         while True:
-            asked = {**(query or {}), "limit": PAGE} | ({"continue": again} if again else {})
+            asked = {**(query or {}), "limit": page} | ({"continue": again} if again else {})
             try:
-                page = self._call("GET", path, asked)
+                found = self._call("GET", path, asked)
             except RefusedError as err:
                 if err.status != 410 or not again:
                     raise
                 items, again = [], ""  # the list grew too old between two pages: from the beginning
                 continue
-            items += page.body.get("items") or []
-            again = str((page.body.get("metadata") or {}).get("continue") or "")
+            items += found.body.get("items") or []
+            again = str((found.body.get("metadata") or {}).get("continue") or "")
             if not again:
-                return Answer({**page.body, "items": items}, page.server_time)
+                return Answer({**found.body, "items": items}, found.server_time)
 
     def create(self, path: str, body: Mapping[str, Any]) -> Json:
         """Make an object. Raises RefusedError with status 409 when one of that name exists."""

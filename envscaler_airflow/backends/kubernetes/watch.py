@@ -26,6 +26,9 @@ FIRST_LOOK_S = 30.0
 """Longest wait for the first list. Chosen: as for any answer."""
 IDLE_S = 900.0
 """How long a view that nobody looks at goes on, seconds. Chosen: longer than a trigger's pause."""
+PAGE = 50
+"""Objects in one answer of a list. Chosen: reading JSON holds all threads of a process, an event loop's too;
+a pod takes about 0.1 ms of it (benchmarks/triggerer.py)."""
 WARNINGS_S = 30.0
 """Age from which the warnings of a namespace are listed anew, seconds, once for all who look. Chosen: a
 quota or a volume that is missing is shown within half a minute, by at most two calls a minute."""
@@ -173,7 +176,8 @@ class View:
     def _list_warnings(self) -> dict[str, list[Json]]:
         found: dict[str, list[Json]] = {}
         with suppress(BackendError):
-            answer = self._cluster.list(paths.events(self._namespace), {"fieldSelector": "type=Warning"})
+            query = {"fieldSelector": "type=Warning"}
+            answer = self._cluster.list(paths.events(self._namespace), query, page=PAGE)
             for event in answer.body["items"]:
                 found.setdefault(str((event.get("involvedObject") or {}).get("uid")), []).append(event)
         return found
@@ -228,7 +232,7 @@ class View:
     def _list(self, name: str, table: Table) -> None:
         self.lists += 1
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER}"}
-        answer = self._cluster.list(table.path, query)
+        answer = self._cluster.list(table.path, query, page=PAGE)
         with self._lock:
             table.fill(answer.body)
             self._heard[name] = self._monotonic()
