@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import pytest
+from click.testing import CliRunner
 
 from envscaler_airflow.build.requirements import read_requirements
 from envscaler_airflow.build.stage_image import image_name, with_image
+from envscaler_airflow.cli import main
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import load_spec
 
+build_command = import_module("envscaler_airflow.cli.build")
 REPOSITORY = "registry.example.com/team/"
 
 
@@ -76,3 +80,23 @@ def test_nothing_is_run_without_its_packages(spec, text, why):
     """The message says what to set."""
     with pytest.raises(SpecError, match=f"My_Stage: no image to run: {why}; set image_repository"):
         with_image(spec(text), image=None, repository=None)
+
+
+@pytest.mark.parametrize("given", [(), ("-t", "registry.example.com/own:1")])
+def test_a_build_takes_the_name_that_the_stage_will_look_for(spec, tmp_path, monkeypatch, given):
+    """Unless a person says another."""
+    one = spec(BASE + INSTALLS)
+    names = []
+
+    def build_image(_spec, _requirements, _builder, options, **_more):
+        names.append(options.name)
+        raise SpecError("no builder in this test")
+
+    monkeypatch.setattr(build_command, "find_builder", lambda _name: None)
+    monkeypatch.setattr(build_command, "build_image", build_image)
+    monkeypatch.setenv("ENVSCALER_IMAGE_REPOSITORY", REPOSITORY)
+
+    CliRunner().invoke(main, ["build", "-f", str(tmp_path / "spec.yaml"), "--no-resolve", *given])
+
+    looked_for = with_image(one, image=None, repository=REPOSITORY).base.image
+    assert names == [given[1] if given else looked_for]
