@@ -25,14 +25,14 @@ frameworks-venv: $(FRAMEWORKS)/.ready  ## Make .venv-frameworks with torch, tran
 
 $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< pytest pytest-timeout
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< pytest pytest-timeout pytest-xdist
 	touch $@
 
 test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cores at most).
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/contract tests/integration tests/compat $(ARGS)
 
 test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost and moved (4 minutes on 2 cores at most).
-	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest tests/frameworks/inside $(ARGS)
+	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
 e2e: venv  ## Run the rest against one real Airflow (12 minutes on 2 cores at most).

@@ -157,8 +157,11 @@ class AcceleratedSession:
             generator.set_state(torch.tensor(state["order"], dtype=torch.uint8))
 
     def _generator(self) -> Any:
-        for owner in (self._loader.get_sampler(), self._loader):
-            generator = getattr(owner, "generator", None)
-            if generator is not None:
-                return generator
-        return None
+        """Return what draws the order: on several ranks the one that accelerate keeps the same on all."""
+        sampler = self._loader.get_sampler()
+        found = (
+            getattr(self._loader, "synchronized_generator", None),
+            getattr(sampler, "generator", None),
+            self._loader.generator,
+        )
+        return next((generator for generator in found if generator is not None), None)
