@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import BudgetError
@@ -15,11 +16,14 @@ from envscaler_airflow.planning import (
     Offer,
     Plan,
     Requirements,
+    Work,
     feasible,
     is_ordered,
     plan,
     requirements_of,
 )
+from envscaler_airflow.planning.data import data_places
+from envscaler_airflow.planning.planner import data_misfits
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec
@@ -42,16 +46,19 @@ def make_plan(
     """Where the next attempt may run, best first.
 
     Offers that this run was just refused, and those in *sold_out* (names, as other runs met it), come
-    into play again only when nothing else fits. *is_mixed*: nodes may be of both capacity types.
+    into play again only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers
+    where the stage's volumes cannot be used are none.
     """
     requirements = _with_memory(requirements_of(spec), memory_bytes)
     refused = refused_offers(state) | sold_out
     all_offers = tuple(offers)
     left = [offer for offer in all_offers if offer.name not in refused]
-    made = plan(requirements, left, goal=goal, is_ordered=is_ordered(spec), is_mixed=is_mixed)
+    how: dict[str, Any] = {"goal": goal, "work": Work(data=data_places(spec))}
+    how |= {"is_ordered": is_ordered(spec), "is_mixed": is_mixed}
+    made = plan(requirements, left, **how)
     if made.chosen is not None or not refused:
         return made
-    return plan(requirements, all_offers, goal=goal, is_ordered=is_ordered(spec), is_mixed=is_mixed)
+    return plan(requirements, all_offers, **how)
 
 
 def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
@@ -120,7 +127,8 @@ def write_plan(
 ) -> None:
     """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
     running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
-    targets = [item.to_dict() for item in feasible(running, offers, is_mixed=is_mixed)]
+    found = feasible(running, offers, data=data_places(spec), is_mixed=is_mixed)
+    targets = [item.to_dict() for item in found]
     body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
     store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
 
@@ -162,6 +170,9 @@ def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | No
     gone = [part.offer.name for part in target.parts if part.offer.name not in known]
     if gone:
         return f"{' and '.join(gone)} is no longer offered"
+    for part in target.parts:
+        for found in data_misfits(data_places(spec), part.offer):
+            return found.reason
     bounds = spec.node_bounds
     if not bounds.min <= target.nodes <= bounds.max:
         return f"{target.nodes} nodes are outside {bounds.min}..{bounds.max}"

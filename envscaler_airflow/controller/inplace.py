@@ -23,13 +23,14 @@ Way = Literal["move", "resize", "rescale", "next-start"]
 def way_of(spec: EnvSpec, live: AttemptState, target: Allocation, backend: Backend) -> Way:
     """How the attempt comes to have *target*.
 
-    Other CPU and memory of the same nodes, in place where the backend can; less of them waits for the next
-    start, since taking it away gains nothing now. Another number of the same nodes in place, where the
-    launcher is elastic and the backend can. All else is a next attempt.
+    Under the vertical policy, other CPU and memory of the same nodes: in place where the backend can, and
+    less of them at the next start, since taking it away gains nothing now. Another number of the same nodes:
+    in place where the launcher is elastic and the backend can. All else is a next attempt, also more CPUs
+    under another policy: a training that sized itself by its CPUs at the start would not use them.
     """
     here = live.allocation
-    if _is_resize(here, target):
-        if _is_no_more(here.offer, target.offer) and _is_vertical(spec):
+    if _is_vertical(spec) and _is_resize(here, target):
+        if _is_no_more(here.offer, target.offer):
             return "next-start"
         return "resize" if isinstance(backend, ResizesInPlace) else "move"
     is_rescale = here.offer == target.offer and not here.is_mixed and not target.is_mixed

@@ -167,6 +167,18 @@ def test_another_machine_is_no_change_in_place(world):
     assert world.backend.sizes == {}
 
 
+def test_more_cpus_for_another_policy_are_a_restart(new_world):
+    """The training chose its threads at the start: only a new one uses more."""
+    spec = SPEC.replace("policy: vertical", "policy: cost-to-finish")
+    world = new_world((SMALL, LARGE), spec=spec, backend=ElasticBackend)
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+
+    owner.resume(Wake("request"))
+
+    assert types(world)[-1] == "move-accepted"
+
+
 def test_a_backend_that_cannot_is_not_asked(new_world):
     """The same request where machines cannot be changed."""
     world = new_world((SMALL, LARGE), spec=SPEC, backend=ScriptedBackend)

@@ -99,9 +99,9 @@ def test_the_owner_validates_by_the_same_policy(new_world, brought):
 
     world.controller(value_of_hour=0.0).enter()
 
-    types = [event.type for event in world.log.read()]
-    assert "changed" in types
-    assert world.state.live.allocation == Allocation(LARGE)
+    accepted = world.log.read()[-1]
+    assert (accepted.type, accepted.body["reason"]) == ("move-accepted", "bigger is better")
+    assert world.state.live.target == Allocation(LARGE)
 
 
 def test_only_recommending_records_every_number_and_asks_nobody(new_world, brought):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -185,3 +186,22 @@ def test_a_budget_of_which_nobody_knows_the_rest_buys_nothing():
 
     with pytest.raises(BudgetError, match=r"a budget of \$5.00 cannot be kept"):
         choose.goal_of(RunState(), stage, spent_usd=None, now=0.0)
+
+
+def test_a_claim_holds_a_stage_to_its_zone(new_world):
+    """The cheaper offer is in another zone: neither the start, nor a move, nor the sensor's targets go there."""
+    here, there = replace(GPU, zone="z-b"), replace(SPOT, zone="z-a")
+    claim = "volumes: [{name: data, source: pvc://data, mount_path: /d, region: r, zone: z-b}]\n"
+    world = new_world((here, there), spec=SPEC + claim)
+    world.controller().enter()
+
+    made = json.loads(world.store.read(f"{world.prefix}/plan.json"))
+
+    assert world.state.live.allocation == Allocation(here, 2)
+    assert [one["misfits"] for one in made["rejected"]] == [
+        [{"need": "data", "reason": "data can be used in r/z-b alone", "shortfall": 1.0}]
+    ]
+    assert {one["offer"]["zone"] for one in made["targets"]} == {"z-b"}
+    assert choose.fits(world.controller()._stage.spec, Allocation(there, 2), (here, there)) == (
+        "data can be used in r/z-b alone"
+    )
