@@ -67,10 +67,10 @@ class DataPlace(Record):
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
     def allows(self, cloud: str, region: str, zone: str) -> bool:
-        """True when a stage can use them there."""
+        """True when a stage can use them there, as far as that is known: machines may not say where they are."""
         if not self.is_bound:
             return True
-        is_there = self._is_at(cloud, region) if self.region else self._is_in(cloud)
+        is_there = self._is_at(cloud, region) if self.region and region else self._is_in(cloud)
         return is_there and (self.zone in (None, zone) or not zone)
 
     def usd_to(self, cloud: str, region: str) -> float | None:

@@ -281,7 +281,7 @@ def _split(
         met: dict[int, Requirements] = {}
         missed = []
         for need in needs:
-            found = (*misfits(need, offer), *_data_misfits(data, offer))
+            found = (*misfits(need, offer), *data_misfits(data, offer))
             counts = () if found else node_counts(need, offer.gpus)
             met |= {nodes: need for nodes in counts if nodes not in met}
             if not counts:
@@ -293,7 +293,8 @@ def _split(
     return fitting, rejected
 
 
-def _data_misfits(data: Sequence[DataPlace], offer: Offer) -> tuple[Misfit, ...]:
+def data_misfits(data: Sequence[DataPlace], offer: Offer) -> tuple[Misfit, ...]:
+    """Volumes that a stage cannot use where *offer* is."""
     place = (offer.cloud, offer.region, offer.zone or "")
     return tuple(
         Misfit("data", f"{item.name} can be used in {item.place} alone")

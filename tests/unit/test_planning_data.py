@@ -180,3 +180,13 @@ def test_the_shell_plans_by_the_volumes_of_the_spec(spec_of, tmp_path):
     body = json.loads(got.output)
     assert [item["region"] for item in body["candidates"]] == ["us-east-1"]
     assert any("exclude aws/us-west-2/us-west-2a/g5.xlarge/on-demand" in note for note in body["notes"])
+
+
+def test_machines_that_do_not_say_where_they_are_are_not_excluded():
+    """One's own machines, and a cluster without labels: unknown is not elsewhere."""
+    claim = DataPlace("claim", "", "us-east-1", zone="us-east-1b", is_bound=True)
+
+    assert claim.allows("kubernetes", "", "")
+    assert claim.allows("local", "", "")
+    assert not claim.allows("kubernetes", "us-west-2", "")
+    assert not claim.allows("kubernetes", "", "us-east-1a")
