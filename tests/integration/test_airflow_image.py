@@ -1,0 +1,170 @@
+"""The Airflow image: built by buildah on a base of Debian's packages, started; the compose file beside it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from envscaler_airflow import get_provider_info
+
+TOOLS = ("buildah", "mmdebstrap")
+ROOT = Path(__file__).parents[2]
+STARTER = ROOT / "tests/standins/airflow_start.py"
+COMPOSE = ROOT / "docker/compose.yaml"
+MOST_BYTES = 800 << 20
+"""Chosen: Debian's packages are 150 MiB of it, Airflow with its own 450 MiB."""
+
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("CI") and any(shutil.which(tool) is None for tool in TOOLS),
+        reason=f"needs {', '.join(TOOLS)}; CI installs them",
+    ),
+    pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the base has Python 3.11"),
+    pytest.mark.timeout(500),
+]
+
+
+def buildah(*words, **options):
+    """Run it; what it prints."""
+    done = subprocess.run(["buildah", *words], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory, base_tar):
+    """The image, in a storage of this module alone, isolated by chroot."""
+    folder = tmp_path_factory.mktemp("airflow-image")
+    config = folder / "storage.conf"
+    config.write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_STORAGE_CONF", str(config))
+        patch.setenv("BUILDAH_ISOLATION", "chroot")
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        shutil.copyfile(base_tar, folder / "base.tar")
+        (folder / "Base").write_text("FROM scratch\nADD base.tar /\n")
+        buildah("build", "--quiet", "-f", "Base", "-t", "localhost/base:1", ".", cwd=folder)
+        (folder / "base.tar").unlink()
+        make_wheels(folder / "wheels")
+        [pip] = (folder / "wheels").glob("pip-*.whl")
+        values = {
+            "BASE": "localhost/base:1",
+            "PIP": f"/wheels/{pip.name}/pip",
+            "PIP_FIND_LINKS": "/wheels",
+            "PIP_NO_INDEX": "1",
+        }
+        words = [
+            "build",
+            "--quiet",
+            "--file",
+            str(ROOT / "docker/airflow.Dockerfile"),
+            "--tag",
+            "airflow:test",
+        ]
+        words += [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
+        buildah(*words, "--volume", f"{folder}/wheels:/wheels:ro", str(ROOT))
+        yield "airflow:test"
+        buildah("rm", "--all")
+        buildah("rmi", "--all", "--force")
+
+
+def make_wheels(folder):
+    """What the image installs, for its Python, which is this one's."""
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
+    wanted = ["pip", "hatchling", f"{ROOT}[amazon,kubernetes]"]
+    subprocess.run([*words, "--constraint", str(ROOT / "constraints.txt"), *wanted], check=True, timeout=240)
+
+
+def run(image, *command, copy=None):
+    """What a command prints in a container of it, as the image's own user."""
+    container = buildah("from", image)
+    try:
+        if copy is not None:
+            buildah("copy", "--quiet", container, str(copy), f"/opt/{copy.name}")
+        return buildah("run", "--user", "50000:0", container, "--", *command)
+    finally:
+        buildah("rm", container)
+
+
+def test_airflow_starts_in_it_with_the_provider(image):
+    """All four parts are healthy, as nobody in particular; provider and plugin are there, none is broken."""
+    said = run(image, "python3", "/opt/airflow_start.py", copy=STARTER)
+
+    [line] = [line for line in said.splitlines() if line.startswith("FOUND ")]
+    found = json.loads(line.removeprefix("FOUND "))
+    assert set(found["health"]) == {"metadatabase", "scheduler", "triggerer", "dag_processor"}
+    assert get_provider_info()["package-name"] in found["providers"]
+    assert "apache-airflow-providers-cncf-kubernetes" in found["providers"]
+    assert "envscaler" in found["plugins"]
+    assert found["broken"] == []
+    assert found["version"].startswith("3.")
+    assert found["user"] == 50000
+
+
+def test_its_size_is_told(image, capsys):
+    """No compiler, no caches, not root."""
+    user = buildah("inspect", "--type", "image", "--format", "{{.OCIv1.Config.User}}", image)
+    size = int(run(image, "sh", "-c", "du -sbx / 2>/dev/null || true").split()[0])
+
+    with capsys.disabled():
+        sys.stdout.write(f"\nAirflow image: {size / (1 << 20):.0f} MiB\n")
+    assert user == "50000:0"
+    assert size < MOST_BYTES
+
+
+def test_every_service_of_the_compose_file_is_a_command_of_the_image(image):
+    """And what they share lies where the image's user may write."""
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    commands = sorted({service["command"][0] for service in services.values()})
+    folders = {
+        volume.split(":")[1]
+        for service in services.values()
+        for volume in service["volumes"]
+        if not volume.endswith(":ro")
+    }
+    script = " && ".join(
+        [
+            *(f"airflow {command} --help >/dev/null" for command in commands),
+            *(f"touch {folder}/x" for folder in sorted(folders)),
+        ]
+    )
+
+    run(image, "sh", "-ec", script)
+
+    assert commands == ["api-server", "dag-processor", "db", "scheduler", "triggerer"]
+    assert folders == {"/opt/airflow", "/var/lib/envscaler"}
+
+
+def test_the_compose_file_names_settings_that_exist():
+    """Airflow's by its own list, ours by the provider's."""
+    from airflow.configuration import conf
+
+    environment = yaml.safe_load(COMPOSE.read_text())["services"]["scheduler"]["environment"]
+    ours = get_provider_info()["config"]["envscaler"]["options"]
+    for name in environment:
+        _, section, option = name.lower().split("__")
+        known = ours if section == "envscaler" else conf.configuration_description[section]["options"]
+        assert option in known, name
+
+
+def test_the_compose_file_is_one():
+    """As docker's own program reads it; published to this machine alone."""
+    program = shutil.which("docker-compose")
+    if program is None and not os.environ.get("CI"):
+        pytest.skip("needs docker-compose; CI installs it")
+
+    done = subprocess.run(
+        [str(program), "--file", str(COMPOSE), "config"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    assert set(services) == {"init", "api-server", "scheduler", "triggerer", "dag-processor"}
+    assert [str(port) for port in services["api-server"]["ports"]] == ["127.0.0.1:8080:8080/tcp"]
