@@ -67,7 +67,7 @@ class DataPlace(Record):
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
     def allows(self, cloud: str, region: str, zone: str) -> bool:
-        """True when a stage can use them there, as far as that is known: machines may not say where they are."""
+        """True when a stage can use them there; machines that do not say where they are may be there."""
         if not self.is_bound:
             return True
         is_there = self._is_at(cloud, region) if self.region and region else self._is_in(cloud)

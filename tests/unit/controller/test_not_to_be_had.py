@@ -189,7 +189,7 @@ def test_a_budget_of_which_nobody_knows_the_rest_buys_nothing():
 
 
 def test_a_claim_holds_a_stage_to_its_zone(new_world):
-    """The cheaper offer is in another zone: neither the start, nor a move, nor the sensor's targets go there."""
+    """The cheaper offer is in another zone: neither start nor move nor the sensor goes there."""
     here, there = replace(GPU, zone="z-b"), replace(SPOT, zone="z-a")
     claim = "volumes: [{name: data, source: pvc://data, mount_path: /d, region: r, zone: z-b}]\n"
     world = new_world((here, there), spec=SPEC + claim)
