@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS, Cluster, Program
+from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS, Cluster, Program
 from fakes.kubernetes.resources import CLAIMS
 
 from envscaler_airflow.backends.base import AttemptRequest
@@ -13,7 +13,7 @@ from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.rbac import rbac
 from envscaler_airflow.backends.kubernetes.reap import orphans
 from envscaler_airflow.backends.kubernetes.watch import close_views
-from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, SpecError
+from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -170,6 +170,77 @@ def test_an_expired_token_and_a_server_that_is_gone_are_no_death(cluster, connec
     assert (unauthorized.value.status, unauthorized.value.transient) == (401, True)
     assert gone.value.transient
     running(backend, handle)
+
+
+def test_a_server_that_is_gone_for_ten_minutes_stops_no_training_and_starts_nothing(cluster, connect):
+    """Nothing is known meanwhile, and nobody is dead; the repeat of a start that met it makes one Job."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    [before] = backend.pods(handle)
+
+    cluster.outage()
+    cluster.advance(600)
+    with pytest.raises(BackendError) as looked:
+        backend.observe(handle)
+    with pytest.raises(BackendError) as started:
+        backend.submit(request_for(attempt=2))
+    cluster.outage(down=False)
+
+    assert looked.value.transient
+    assert started.value.transient
+    running(backend, handle)
+    [after] = backend.pods(handle)
+    assert after[1]["metadata"]["uid"] == before[1]["metadata"]["uid"]
+    second = backend.submit(request_for(attempt=2))
+    running(backend, second)
+    assert len(cluster.list(JOBS, "default")) == 2
+
+
+def test_a_write_that_met_another_is_tried_again(cluster, connect):
+    """409 of resource versions; one of uids would be final."""
+    backend = connect()
+    cluster.next_error("patch", "jobs", 409, times=2)
+
+    running(backend, backend.submit(request_for()))
+
+
+def test_what_no_node_could_ever_hold_is_refused(connect):
+    """By what the pod asks for; where nodes are added it waits, and the scheduler says why."""
+    for asked in ({"cpu": "4000"}, {"memory": "900Ti"}):
+        spec = {"resources": {"requests": asked}}
+        offer = replace(OFFER, vcpus=9999.0, memory_gib=1e6)
+        with pytest.raises(NoOfferError, match="has room for 0"):
+            connect().submit(request_for(spec=spec, allocation=Allocation(offer)))
+
+
+def test_a_label_that_is_too_long_is_a_fault_of_the_request(cluster, connect):
+    """70 characters in a pod_override: the API server names it, and nothing stays behind."""
+    override = {"metadata": {"labels": {"team": "x" * 70}}}
+
+    with pytest.raises(SpecError, match="must be no more than 63"):
+        connect(pod_override=override).submit(request_for())
+
+    assert cluster.list(JOBS, "default") == []
+
+
+def test_an_image_that_is_gone_when_a_pod_is_made_again_is_told(cluster, connect):
+    """Hours after the start: pending for want of an image that no waiting brings."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.images.missing("train:*")
+
+    cluster.pod(f"{handle.name}-0-").evict()
+    for one in cluster.list(NODES):
+        cluster.node(one["metadata"]["name"]).delete()
+    cluster.add_node("fresh")
+
+    [node] = eventually(
+        lambda: backend.observe(handle).nodes, lambda nodes: nodes[0].reason in ("image", "pulling")
+    )
+    assert (node.state, node.reason) == ("pending", "image")
+    assert "train:1" in node.detail
 
 
 def test_a_namespace_that_does_not_exist_is_a_fault_of_the_request(connect):

@@ -11,6 +11,8 @@ import pytest
 from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.backends.kubernetes import failures, names
 from envscaler_airflow.backends.kubernetes.failures import Seen, failure_of, read_attempt, waiting_for
+from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.lost import unneeded
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
 AT = "2026-11-29T17:00:00Z"
@@ -204,11 +206,39 @@ def test_a_wait_has_its_reason(name):
     assert waiting_for(body, Seen(None, server_time=NOW + 5, wait_for_node_s=60)) == expected
 
 
+OTHERS = {
+    "volume cannot be mounted": "test_a_volume_that_cannot_be_mounted_is_told_by_its_event",
+    "quota used up": "test_a_quota_and_a_queue_are_waits_with_a_reason",
+    "queue has not admitted it": "test_a_quota_and_a_queue_are_waits_with_a_reason",
+    "Job deadline": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
+    "stop that was asked for": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
+    "Job deleted": "test_a_job_that_is_gone_is_lost",
+    "node overdue": "test_a_pod_on_a_silent_node_is_lost_after_three_minutes",
+    "other part failed": "test_when_one_part_has_failed_the_others_are_not_needed",
+}
+"""Rows that are told from more than one pod, and the test of each."""
+
+
 def test_every_row_of_the_table_is_a_test():
     """And every test has its row."""
-    rows = [line.split("|")[1].strip() for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    cells = [line.split("|")[1].strip() for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    rows = [cell for cell in cells if cell != "class"]
 
-    assert set(rows[1:]) >= {*ENDS, *WAITS}
+    assert sorted(rows) == sorted([*ENDS, *WAITS, *OTHERS])
+    assert all(callable(globals().get(name)) for name in OTHERS.values())
+
+
+def test_when_one_part_has_failed_the_others_are_not_needed():
+    """A Job ends its own pods; those of the other Job are the owner's. Who went as asked ends nobody."""
+    head, rest = Part("ns", "a", "u", 1), Part("ns", "b", "v", 1, first=1)
+    runs = Seen(job(), (pod(main={"running": {}}),))
+    failed = Seen(job(when("Failed", "PodFailurePolicy")), (pod(phase="Failed", main=ended(3)),))
+    left = Seen(job(when("Failed", "PodFailurePolicy")), (pod(phase="Failed", main=ended(85)),))
+
+    assert unneeded([(head, runs), (rest, failed)]) == [(head, runs)]
+    assert unneeded([(head, runs), (rest, Seen(None))]) == [(head, runs)]
+    assert unneeded([(head, runs), (rest, left)]) == []
+    assert unneeded([(head, runs), (rest, runs)]) == []
 
 
 def test_no_node_within_the_time_given_is_want_of_capacity():

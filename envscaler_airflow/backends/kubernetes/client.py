@@ -47,8 +47,12 @@ class RefusedError(BackendError):
     """
 
     def __init__(self, message: str, *, status: int, reason: str, retry_after_s: float | None) -> None:
-        """Busy, broken and unauthenticated may pass; all else stays as it is."""
+        """Busy, broken, unauthenticated, and a write that met another's may pass; all else stays as it is.
+
+        Source: Kubernetes API concepts: a conflict of resource versions is tried again; of uids it is not.
+        """
         transient = status in (401, 408, 410, 429) or status >= 500
+        transient = transient or (status == 409 and "has been modified" in message)
         super().__init__(message, status=status, transient=transient)
         self.reason = reason
         self.retry_after_s = retry_after_s
