@@ -49,8 +49,8 @@ class Prior(Record):
     sync_stdev: float = 0.6
     per_doubling: float = 0.1
     per_doubling_stdev: float = 0.15
-    across_nodes: float = 0.7
-    across_nodes_stdev: float = 0.5
+    across_nodes: float = 0.3
+    across_nodes_stdev: float = 0.6
     local_stdev: float = 0.2
     alike: float = 0.5
     type_stdev: float = 0.3

@@ -13,7 +13,8 @@ from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import Outlook, outlook
 
 SIGNALS = (("loading", 20.0, 40.0), ("evaluation", 50.0, 70.0), ("training", 70.0, 95.0))
-"""GPU utilisation, percent, by which a phase is told. Source: the requirement's priors."""
+"""GPU utilisation, percent, by which a phase is told. Chosen: loading waits for its input, evaluation does
+no backward pass, training is bound by its GPU; the gaps between tell nothing."""
 LOOKS = 4
 """Looks in a row that must agree on a phase that was not announced. Chosen."""
 LEAD = 1.5

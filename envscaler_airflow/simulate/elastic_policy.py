@@ -29,7 +29,7 @@ BRIEF = 0.03
 BAR_GROWS, BAR_POWER = 0.7, 1.5
 """After n disappointments a probe must save ``1 + grows * n ** power`` times what the first must. Chosen."""
 AGAIN_POWER = 2.0
-"""One that disappointed n times must save ``(1 + n) ** power`` times the tolerance. Chosen: an end to see-saws."""
+"""One that disappointed n times must save ``(1 + n) ** power`` times the tolerance. Chosen: no see-saw."""
 LOOKED_AT = 5
 """Moves that are held against the tolerance, best first. Chosen."""
 LOOK_AGAIN_S = 600.0

@@ -46,7 +46,7 @@ class Hpa(_Ladder):
 
     Utilisation is the part of a step that is not synchronisation.
 
-    Source: kubernetes.io, Horizontal Pod Autoscaling; the thresholds are the requirement's.
+    Source: kubernetes.io, Horizontal Pod Autoscaling; thresholds chosen as those of the policy ``threshold``.
     """
 
     def choose(self, view: ElasticView) -> Config:
