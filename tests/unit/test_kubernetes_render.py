@@ -394,3 +394,12 @@ def test_every_job_has_a_deadline_and_goes_by_itself():
     spec = render_attempt(request_for(), Settings())["job"]["spec"]
 
     assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (30 * 86400, 86400)
+
+
+@pytest.mark.parametrize(("asked_s", "longest_s", "got"), [(600.0, 3600.0, 600), (3600.0, 600.0, 600)])
+def test_the_nearer_of_both_deadlines_counts(asked_s, longest_s, got):
+    """The owner always states one; the cluster's setting may be nearer."""
+    settings = Settings.read({"longest_s": longest_s})
+    job = render_attempt(request_for(deadline_s=asked_s), settings)["job"]
+
+    assert job["spec"]["activeDeadlineSeconds"] == got

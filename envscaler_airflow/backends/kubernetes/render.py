@@ -160,8 +160,9 @@ class _Attempt:
         spec |= (
             {"backoffLimit": 0} if self.most == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": self.most}
         )
-        deadline_s = settings.longest_s if request.deadline_s is None else request.deadline_s
-        spec["activeDeadlineSeconds"] = max(1, math.ceil(deadline_s))
+        asked_s = math.inf if request.deadline_s is None else request.deadline_s
+        longest_s = min(settings.longest_s, asked_s)
+        spec["activeDeadlineSeconds"] = max(1, math.ceil(longest_s))
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",

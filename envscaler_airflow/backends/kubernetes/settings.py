@@ -81,7 +81,7 @@ class Settings(BaseModel):
         store_secret: Secret whose keys become environment variables of the courier alone.
         keep: ``never``, ``on-failure``, or seconds: how long a failed pod stays for people to look at.
         ttl_s: Seconds that an ended Job nobody released stays.
-        longest_s: Deadline of an attempt that has none of its own, seconds: its Job ends then although
+        longest_s: Deadline of an attempt whose own is not nearer, seconds: its Job ends then although
             nobody asks.
         drain_s: Longest that uploads may take after the command ended, seconds.
         cluster_spread: ``zone`` keeps all nodes of an attempt in one zone, ``host`` spreads over hosts.
