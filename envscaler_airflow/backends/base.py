@@ -95,6 +95,8 @@ class NodeStatus:
         reason: One of protocol.END_REASONS or the provider's own word; ``""`` while it runs. ``capacity``
             of a pending node: it did not come within its time, and the owner gives the attempt up; of an
             ended one: it never came. ``image`` of a pending node: no waiting heals it, and the run fails.
+            ``unneeded`` of a running node: another part of its attempt has failed, and the owner ends it by
+            ``mend``.
         detail: One line for people.
     """
 

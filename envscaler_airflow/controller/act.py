@@ -177,7 +177,7 @@ class Controller(Asking):
 
     def _mend(self, live: AttemptState, observed: Observed) -> bool:
         """True when lost nodes of a live attempt are being made again; where nobody can, nothing is done."""
-        is_lost = any(node.state == "lost" for node in observed.nodes)
+        is_lost = any(node.state == "lost" or node.reason == "unneeded" for node in observed.nodes)
         if not is_lost or live.handle is None or not isinstance(self._backend, MendsNodes):
             return False
         try:

@@ -139,10 +139,10 @@ class Watch:
                 return Wake("status", detail="the attempt ended")
             if any(node.state == "pending" and node.reason in NEVER for node in observed.nodes):
                 return Wake("status", detail="none to be had")
-            if any(node.state == "pending" and node.reason == "image" for node in observed.nodes):
-                return Wake("status", detail="its image cannot be had")
             if any(node.state == "lost" for node in observed.nodes):
                 return Wake("status", detail="a node is lost")
+            if any(node.reason == "unneeded" for node in observed.nodes):
+                return Wake("status", detail="a part of it has failed")
             if self._has_changed(handle, observed):
                 return Wake("status", detail="the change in place is over")
         except BackendError:

@@ -432,7 +432,7 @@ def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster,
     other = backend.submit(request_for(allocation=MIXED, attempt=2))
     running(backend, other)
     cluster.pod(f"{other.name}-p1-1-").exit(1)
-    eventually(lambda: backend.observe(other).nodes[2].state, lambda state: state == "ended")
+    eventually(lambda: backend.observe(other).nodes[0].reason, lambda reason: reason == "unneeded")
     eventually(lambda: backend.mend(other) or backend.observe(other), lambda status: status.is_over)
 
     reasons = [node.reason for node in backend.observe(other).nodes]

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import (
@@ -512,8 +513,13 @@ class KubernetesBackend:
 
 def _status(found: Sequence[tuple[Part, Seen]]) -> AttemptStatus:
     """All nodes of an attempt, by what is to be seen of its Jobs."""
-    parts = (read_attempt(seen, part.nodes, first=part.first) for part, seen in found)
-    return AttemptStatus(tuple(node for part in parts for node in part.nodes))
+    rest = {part.name for part, seen in unneeded(found) if seen.job and failures.stop_asked(seen.job) is None}
+    nodes = []
+    for part, seen in found:
+        for node in read_attempt(seen, part.nodes, first=part.first).nodes:
+            is_unneeded = part.name in rest and node.state not in ("ended", "lost")
+            nodes.append(replace(node, reason="unneeded") if is_unneeded else node)
+    return AttemptStatus(tuple(nodes))
 
 
 def _may_start(job: Json) -> bool:
