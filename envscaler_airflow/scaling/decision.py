@@ -36,7 +36,8 @@ class ThresholdRule(Record):
             through the checks that agree; 0: only now.
 
     Source:
-        Defaults 80, 40 and 3: the requirement's own. The dead band between them is hysteresis.
+        Defaults 80, 40 and 3 are chosen: a busy GPU stays above 80 %, and two nodes at 40 % fit into one
+        with room to spare. The dead band between them is hysteresis.
         HPA's rule: kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale.
     """
 
@@ -96,8 +97,9 @@ class Policy(Record):
             default: KEP-4951, kubernetes/enhancements.
         stabilization_s: Seconds that a move must have been wanted without a break. Chosen: four
             checks of the sensor's default interval.
-        cooldown_s: Seconds between moves; an hour, as required.
-        min_epochs_between: Epochs between moves; one, as required.
+        cooldown_s: Seconds between moves. Chosen: an hour, many times what a move takes.
+        min_epochs_between: Epochs between moves. Chosen: one, so that a move is judged on
+            a whole epoch.
         warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer
             than the slow first steps of most trainings.
         max_moves: Moves in a generation; None: no limit.
