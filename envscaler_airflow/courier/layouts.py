@@ -6,6 +6,8 @@ What is copied (:func:`select`) depends on what lies in the folder:
   one that it names; the step is N.
 - torch distributed checkpoints: the newest folder with ``.metadata`` not older than its shards, and
   the loose files at the top; the step is the last number in the folder's name.
+- DeepSpeed: the folder that the file ``latest`` beside it names, which rank 0 writes after all ranks' files
+  (engine.py of 0.19.8, ``save_checkpoint``), and the loose files beside it; the step is as above.
 - Lightning ``*step=N*.ckpt``: the newest whole one, and ``last.ckpt``; the step is N.
 - anything else: the whole tree.
 
@@ -35,6 +37,8 @@ _HUGGING_FACE = re.compile(r"((?:.*/)?checkpoint-(\d+))/(.+)\Z")
 _LIGHTNING = re.compile(r"(?:.*/)?[^/]*step=(\d+)[^/]*\.ckpt\Z")
 _LIGHTNING_LAST = re.compile(r"(?:.*/)?last(?:-v\d+)?\.ckpt\Z")
 _SHARD = re.compile(r"((?:.*/)?)(?:[^/]*\.distcp|\.metadata)\Z")
+_DEEPSPEED = re.compile(r"((?:.*/)?)([^/]+)/[^/]*_(?:model|optim)_states\.pt\Z")
+_MAX_TAG_BYTES = 4096  # a file name and its end of line
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 
 
@@ -81,6 +85,8 @@ def select(folder: Path) -> Selection | None:
         return _hugging_face(files)
     if any(_SHARD.match(item.path) for item in files):
         return _distributed(files)
+    if any(_DEEPSPEED.match(item.path) for item in files):
+        return _deepspeed(files)
     if any(_LIGHTNING.match(item.path) for item in files):
         return _lightning(files)
     return Selection(files) if files else None
@@ -134,6 +140,31 @@ def _distributed(files: tuple[TreeFile, ...]) -> Selection | None:
             loose = [item for item in files if "/" not in item.path] if prefix else []
             return Selection((*loose, *chosen), _number(prefix))
     return None
+
+
+def _deepspeed(files: tuple[TreeFile, ...]) -> Selection | None:
+    prefix = next(match[1] for item in files if (match := _DEEPSPEED.match(item.path)))
+    mark = next((item for item in files if item.path == f"{prefix}latest"), None)
+    tag = _tag(mark) if mark is not None else None
+    if mark is None or tag is None:
+        return None
+    chosen = [item for item in files if item.path.startswith(f"{prefix}{tag}/")]
+    # A tag that is saved again in place is whole when its mark is written again.
+    if not chosen or any(item.mtime_ns > mark.mtime_ns for item in chosen):
+        return None
+    loose = [item for item in files if item.path.rpartition("/")[0] == prefix.rstrip("/")]
+    return Selection((*loose, *chosen), _number(tag))
+
+
+def _tag(mark: TreeFile) -> str | None:
+    """The folder that ``latest`` names; None when it names none, or is being written."""
+    if mark.size > _MAX_TAG_BYTES:
+        return None
+    try:
+        name = mark.source.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if name and "/" not in name else None
 
 
 def _is_in(item: TreeFile, prefix: str, groups: Iterable[str]) -> bool:

@@ -108,6 +108,51 @@ def test_distributed_written_in_place_waits_for_its_metadata(tmp_path):
     assert chosen(tmp_path) == ([".metadata", "__0_0.distcp", "__1_0.distcp"], None)
 
 
+def test_deepspeed_takes_what_latest_names_with_every_rank_s_file(tmp_path):
+    """Files of two ranks as DeepSpeed 0.19.8 writes them; step 4 is being saved and has no mark yet."""
+    put(
+        tmp_path,
+        {
+            "run/global_step2/mp_rank_00_model_states.pt": ZIP,
+            "run/global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt": ZIP,
+            "run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt": ZIP,
+            "run/zero_to_fp32.py": b"x",
+            "run/latest": b"global_step2\n",
+            "run/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt": ZIP,
+        },
+    )
+
+    assert chosen(tmp_path) == (
+        [
+            "run/latest",
+            "run/zero_to_fp32.py",
+            "run/global_step2/mp_rank_00_model_states.pt",
+            "run/global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ],
+        2,
+    )
+
+
+@pytest.mark.parametrize("mark", [None, b"", b"global_step9", b"../elsewhere", b"\xff", b"x" * 5000])
+def test_deepspeed_without_a_mark_that_names_a_folder_is_nothing(tmp_path, mark):
+    """Absent, empty, of a folder that is not there, or not a name at all."""
+    put(tmp_path, {"global_step2/mp_rank_00_model_states.pt": ZIP})
+    if mark is not None:
+        put(tmp_path, {"latest": mark})
+
+    assert chosen(tmp_path) is None
+
+
+def test_deepspeed_saved_again_under_one_name_waits_for_its_mark(tmp_path):
+    """A file younger than ``latest`` belongs to the save that is going on."""
+    put(tmp_path, {"latest": b"best", "best/mp_rank_00_model_states.pt": ZIP})
+    assert chosen(tmp_path) is None
+
+    put(tmp_path, {"best/mp_rank_00_model_states.pt": ZIP, "latest": b"best"})
+    assert chosen(tmp_path) == (["latest", "best/mp_rank_00_model_states.pt"], None)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
