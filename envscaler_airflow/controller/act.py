@@ -19,6 +19,7 @@ from envscaler_airflow.controller import (
     choose,
     deadline_table,
     facts,
+    foretold,
     freeze,
     inplace,
     judge,
@@ -260,6 +261,8 @@ class Controller(Asking):
     def _build_tables(self, state: RunState, live: AttemptState) -> None:
         """What the sensor's policy looks up, built here: nothing decides for long in a triggerer."""
         scaling, deadline_s = self._spec(state).scaling, self._stage.deadline_s
+        if scaling is not None and scaling.policy == "phase":
+            foretold.publish(self._store, self._key)
         if scaling is None or scaling.policy != "deadline" or deadline_s is None:
             return
         left_s = deadline_s - (0.0 if state.begun_at is None else self._clock() - state.begun_at)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.library import gpu_facts
-from envscaler_airflow.controller import deadline_table, facts, losses
+from envscaler_airflow.controller import deadline_table, facts, foretold, losses
+from envscaler_airflow.controller.foretold import Foretold
 from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.lifecycle import AttemptState, RunState, fold
@@ -126,6 +127,8 @@ class Observer:
         self._attempt: _Attempt | None = None
         self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
         self._plan: Mapping[str, Any] = {}
+        self._told = Foretold()
+        self._phases = _phases_of(checks)
         self._table: tuple[tuple[int, int], Table | None] | None = None
         self._spec: tuple[str, EnvSpec] | None = None
 
@@ -200,6 +203,7 @@ class Observer:
             mine.epoch = head.progress.epoch
         self._take_point(mine, head)
         done = work_of(head.progress) if head else None
+        next_phase, next_in_s = self._foretell(head, now_s)
         candidates, now = self.candidates(state), self._clock()
         offers = [part.offer for item in (live.allocation, *candidates) for part in item.parts]
         return Observation(
@@ -233,6 +237,9 @@ class Observer:
             moves=_moves(state),
             pending=_pending(state, live),
             training_phase=head.progress.phase if head else None,
+            next_phase=next_phase,
+            next_phase_in_s=next_in_s,
+            phase_lasts_s=self._told.lasts_s(),
             wanted=dict(self._memory.wanted),
         )
 
@@ -273,6 +280,7 @@ class Observer:
     def _remembered(self, state: RunState, live: AttemptState, now_s: float) -> _Attempt:
         key = (live.generation, live.number, len(live.earlier))
         if self._attempt is None or self._attempt.key != key:
+            self._told = foretold.read(self._store, self._prefix)
             since, epoch = now_s, None
             last = self._last.observation if self._last else None
             was = None if last is None else (last.generation, last.attempt, last.moves)
@@ -312,6 +320,16 @@ class Observer:
             known[live.allocation.name] = speed
         return known
 
+    def _foretell(self, head: Status | None, now_s: float) -> tuple[str | None, float | None]:
+        """What the run before went on with; phases are counted from the first check of this run."""
+        phase = head.progress.phase if head is not None else None
+        if phase is None:
+            return None, None
+        if not self._phases or self._phases[-1][0] != phase:
+            self._phases.append((phase, now_s))
+        phases = tuple(name for name, _ in self._phases)
+        return self._told.after(phases, now_s - self._phases[-1][1])
+
     def _measured(self, live: AttemptState, head: Status | None) -> dict[str, Measured]:
         """The steps of this generation by where they were made, the newest of each."""
         known = dict(self._memory.measured) if self._memory.generation == live.generation else {}
@@ -338,6 +356,16 @@ class Observer:
         if deadline_s is None or state.begun_at is None:
             return None
         return deadline_s - (self._clock() - state.begun_at)
+
+
+def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:
+    """Announced phases so far, each with when it was first seen."""
+    found: list[tuple[str, float]] = []
+    for check in checks:
+        seen = check.observation
+        if seen.training_phase is not None and (not found or found[-1][0] != seen.training_phase):
+            found.append((seen.training_phase, seen.elapsed_s))
+    return found
 
 
 def _step_of(said: Progress) -> Measured | None:

@@ -75,6 +75,7 @@ class Mortal:
 class World:
     """A run with its store, its scripted machines, and the training that lives on them."""
 
+    key = KEY
     prefix = KEY.prefix
     killed = Killed
 
@@ -132,10 +133,10 @@ class World:
         outputs=None,
         health="ok",
         phase="running",
-        checkpoint_s=None,
         **more,
     ):
-        """Let a node of the live attempt say something."""
+        """Let a node of the live attempt say something; *more* is of its progress, *training* its phase."""
+        checkpoint_s, training = more.pop("checkpoint_s", None), more.pop("training", None)
         live = self.state.live
         name = f"{KEY.prefix}/{status_name(live.generation, live.number, node)}"
         old = self.store.read(name)
@@ -148,7 +149,9 @@ class World:
             checkpoint_s=checkpoint_s,
             phase="ended" if ended else phase,
             health=health,
-            progress=Progress(step=step, total_steps=1000, epoch=step // 10, epochs=100, **more),
+            progress=Progress(
+                step=step, total_steps=1000, epoch=step // 10, epochs=100, phase=training, **more
+            ),
             start_step=0,
             last_checkpoint=checkpoint,
             last_checkpoint_step=step if checkpoint else None,

@@ -1,0 +1,118 @@
+"""What a run's phases will be, told by the run before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.controller import foretold
+from envscaler_airflow.controller.foretold import Foretold, Span
+from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.scaling import Check, Decision, Observation, Policy
+from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.testing import ElasticBackend
+
+NODE = Offer("scripted", "", "node", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
+FOUR, EIGHT, TWO = Allocation(NODE, 4), Allocation(NODE, 8), Allocation(NODE, 2)
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1}}
+num_nodes: 4
+entrypoint: [python, train.py]
+checkpoint: {every: 10m}
+scaling:
+  policy: phase
+  min_nodes: 2
+  max_nodes: 8
+  stabilization: 1s
+  cooldown: 1s
+  min_epochs_between: 0
+  phases: {loading: {nodes: 4}, training: {nodes: 8}, evaluation: {nodes: 2}}
+"""
+THREE = Foretold((Span("loading", 600.0), Span("training", 7200.0), Span("evaluation", 900.0)))
+
+
+def seen(phase, elapsed_s):
+    """A check at which the training was in *phase*."""
+    here = Observation(FOUR, elapsed_s=elapsed_s, training_phase=phase)
+    return Check(here, Policy(), Decision("keep", FOUR, f"{phase} is what it is"))
+
+
+def test_phases_last_from_the_end_of_the_one_before():
+    """Seen until 600 s, 7,800 s and 8,700 s; checks without a phase say nothing."""
+    checks = [
+        seen("loading", 30.0), seen("loading", 600.0), seen(None, 610.0), seen("training", 660.0),
+        seen("training", 7800.0), seen("evaluation", 8700.0),
+    ]  # fmt: skip
+
+    assert foretold.spans_of(checks) == THREE.spans
+
+
+@pytest.mark.parametrize(
+    ("phases", "in_phase_s", "comes"),
+    [
+        (("loading",), 100.0, ("training", 500.0)),
+        (("loading", "training"), 9000.0, ("evaluation", 0.0)),
+        (("loading", "training", "evaluation"), 1.0, (None, None)),
+        (("training",), 1.0, (None, None)),
+        ((), 0.0, (None, None)),
+    ],
+)
+def test_what_comes_next_is_told_only_on_the_same_way(phases, in_phase_s, comes):
+    """500 s are left of loading; a run that began otherwise foretells nothing."""
+    assert THREE.after(phases, in_phase_s) == comes
+
+
+def test_a_phase_that_comes_twice_lasts_its_mean():
+    """10 and 30 minutes."""
+    twice = Foretold((Span("training", 600.0), Span("evaluation", 60.0), Span("training", 1800.0)))
+
+    assert twice.lasts_s() == {"training": 1200.0, "evaluation": 60.0}
+
+
+def test_the_larger_need_is_met_before_its_phase_begins(new_world):
+    """Yesterday loading took 600 s: today eight nodes are asked for shortly before it ends, not at once."""
+    world = new_world((NODE,), spec=SPEC, backend=ElasticBackend)
+    before = world.prefix.replace("/run/", "/a-run-of-yesterday/")
+    log = DecisionLog(world.store, before, writer="sensor", monotonic=world.clock.monotonic)
+    for check in (seen("loading", 600.0), seen("training", 7800.0), seen("evaluation", 8700.0)):
+        log.add(check)
+    log.close()
+    world.controller(value_of_hour=0.0).enter()
+    observer = Observer(
+        store=world.store, prefix=world.prefix, backend=world.backend, candidates=(FOUR, EIGHT, TWO),
+        monotonic=world.clock.monotonic, clock=world.clock.time,
+    )  # fmt: skip
+    asked = []
+    for _ in range(22):
+        for node in range(4):
+            world.say(node=node, step=10, phase="running", elapsed_s=1.0, training="loading")
+        world.clock.advance(30)
+        check = observer.look().check
+        asked.append((check.decision.action, check.observation.next_phase))
+
+    first = [action for action, _ in asked].index("move")
+    assert {name for _, name in asked} == {"training"}
+    assert check.observation.phase_lasts_s == {"loading": 600.0, "training": 7200.0, "evaluation": 900.0}
+    assert 500 < 30 * first < 660
+    assert check.decision.target == EIGHT
+
+
+@pytest.mark.parametrize(
+    "text", [b"torn", b'{"schema": "1.0", "spans": [{"phase": 3}]}', b'{"schema": "9.0"}']
+)
+def test_what_cannot_be_read_foretells_nothing(world, text):
+    """The policy then goes by what is announced."""
+    world.store.write(f"{world.prefix}/{foretold.NAME}", text)
+
+    assert foretold.read(world.store, world.prefix) == Foretold()
+
+
+def test_a_first_run_has_nothing_to_go_by(world):
+    """No other run of the DAG is there."""
+    world.controller().enter()
+
+    assert foretold.publish(world.store, replace(world.key)) is False
