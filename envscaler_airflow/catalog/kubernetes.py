@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.catalog.gpus import canonical_gpu, nominal_memory_gb
@@ -13,7 +13,6 @@ from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.requirements import Requirements
 from envscaler_airflow.planning.table import OfferTable
 from envscaler_airflow.spec.gpus import MEMORY_GB
-from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
 
 GIB = 2**30
 _TYPE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
@@ -25,18 +24,21 @@ _POOL = (
     "cloud.google.com/gke-nodepool",
     "kubernetes.azure.com/agentpool",
 )
-_SPOT = {
-    "karpenter.sh/capacity-type": ("spot",),
-    "eks.amazonaws.com/capacityType": ("SPOT",),
-    "cloud.google.com/gke-spot": ("true",),
-    "cloud.google.com/gke-provisioning": ("spot",),
-    "cloud.google.com/gke-preemptible": ("true",),
-    "kubernetes.azure.com/scalesetpriority": ("spot",),
+SPOT_LABELS: Mapping[str, tuple[str, str]] = {
+    "eks": ("eks.amazonaws.com/capacityType", "SPOT"),
+    "karpenter": ("karpenter.sh/capacity-type", "spot"),
+    "gke": ("cloud.google.com/gke-spot", "true"),
+    "gke-provisioning": ("cloud.google.com/gke-provisioning", "spot"),
+    "gke-preemptible": ("cloud.google.com/gke-preemptible", "true"),
+    "aks": ("kubernetes.azure.com/scalesetpriority", "spot"),
+    "plain": ("envscaler.io/capacity-type", "spot"),
 }
-"""Labels that say spot, and the values that do. Source: documentation of Karpenter, EKS, GKE, AKS."""
+"""Labels that say spot. Source: documentation of EKS, Karpenter, GKE, AKS; the last is ours."""
 
+GPU_PRODUCT = "nvidia.com/gpu.product"
+"""Source: NVIDIA GPU feature discovery."""
 _GPU_NAME = (
-    "nvidia.com/gpu.product",
+    GPU_PRODUCT,
     "amd.com/gpu.product-name",
     "cloud.google.com/gke-accelerator",
     "karpenter.k8s.aws/instance-gpu-name",
@@ -44,11 +46,52 @@ _GPU_NAME = (
     "kubernetes.azure.com/accelerator-name",
 )
 _GPU_MIB = ("nvidia.com/gpu.memory", "karpenter.k8s.aws/instance-gpu-memory")
-_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 _CLOUDS = {"aws": "aws", "gce": "gcp", "azure": "azure", "alicloud": "alibaba", "qcloud": "tencent"}
 _ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
 UNNAMED_GPU = "GPU"
 """Name of a GPU that no label names: GPU feature discovery is not installed there."""
+
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i)?)\Z")
+_SUFFIXES = {
+    **{letter: 10.0 ** (3 * power) for power, letter in enumerate(("n", "u", "m"), start=-3)},
+    **{letter: 10.0 ** (3 * power) for power, letter in enumerate("kMGTPE", start=1)},
+    **{f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMGTPE", start=1)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """What a node object says that counts for whoever puts pods there.
+
+    Attributes:
+        name: Of the node.
+        vcpus, memory_gib, gpus: What can be allocated; 0 where the object does not say it readably.
+        is_usable: It takes pods: not cordoned, and not said to be unready.
+        capacity_type: By the labels of any convention.
+        instance_type, region, zone, pool: None where no label says it.
+        cloud: As the catalog names it, by the node's provider; None for another, or none.
+        arch: As an offer names it.
+        gpu_name: Canonical; :data:`UNNAMED_GPU` where no label names it; None without GPU.
+        gpu_product: As feature discovery says it.
+        gpu_memory_gb: Nominal.
+    """
+
+    name: str
+    vcpus: float
+    memory_gib: float
+    gpus: int
+    is_usable: bool
+    capacity_type: CapacityType
+    instance_type: str | None = None
+    region: str | None = None
+    zone: str | None = None
+    pool: str | None = None
+    cloud: str | None = None
+    arch: str | None = None
+    gpu_name: str | None = None
+    gpu_product: str | None = None
+    gpu_memory_gb: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +111,48 @@ class NodePool:
     pool: str | None = None
 
 
+def quantity(text: str) -> float:
+    """Value of a Kubernetes quantity as a server writes it: ``3920m``, ``16Gi``, ``8``.
+
+    Raises:
+        ValueError: It is none.
+
+    Source: Kubernetes API reference, Quantity.
+    """
+    found = _QUANTITY.match(text)
+    if found is None:
+        raise ValueError(f"{text!r:.60} is no quantity")
+    number, exponent, suffix = found.groups()
+    return float(number) * (10.0 ** int(exponent) if exponent else _SUFFIXES.get(suffix, 1.0))
+
+
+def read_node(node: Mapping[str, Any]) -> ClusterNode:
+    """What *node* says, as the API server gives it."""
+    meta, spec, status = (node.get(part) or {} for part in ("metadata", "spec", "status"))
+    found, labels = status.get("allocatable") or {}, meta.get("labels") or {}
+    gpus = int(sum(_amount(found.get(resource)) for resource in GPU_RESOURCES))
+    name, gpu_gb = _gpu(labels) if gpus else (None, None)
+    conditions = status.get("conditions") or ()
+    ready = next((one.get("status") for one in conditions if one.get("type") == "Ready"), "True")
+    return ClusterNode(
+        name=str(meta.get("name", "")),
+        vcpus=_amount(found.get("cpu")),
+        memory_gib=_amount(found.get("memory")) / GIB,
+        gpus=gpus,
+        is_usable=ready == "True" and not spec.get("unschedulable"),
+        capacity_type="spot" if _is_spot(labels) else "on-demand",
+        instance_type=_first(labels, _TYPE),
+        region=_first(labels, _REGION),
+        zone=_first(labels, _ZONE),
+        pool=_first(labels, _POOL),
+        cloud=_CLOUDS.get(str(spec.get("providerID", "")).partition(":")[0]),
+        arch=_ARCHES.get(labels.get("kubernetes.io/arch", "")),
+        gpu_name=name,
+        gpu_product=labels.get(GPU_PRODUCT) if gpus else None,
+        gpu_memory_gb=gpu_gb,
+    )
+
+
 def node_pools(
     nodes: Iterable[Mapping[str, Any]],
     *,
@@ -85,98 +170,83 @@ def node_pools(
     Returns:
         Pools by offer name. A price that neither tells is unknown.
     """
-    alike: dict[str, list[tuple[Offer, str, str | None, str]]] = {}
-    for node in nodes:
-        found = _read(node)
-        if found is not None:
-            alike.setdefault(found[0].name, []).append(found)
+    alike: dict[str, list[tuple[Offer, ClusterNode]]] = {}
+    for item in nodes:
+        node = read_node(item)
+        if node.is_usable and node.vcpus and node.memory_gib:
+            offer = _offer(node)
+            alike.setdefault(offer.name, []).append((offer, node))
     pools = []
-    for found_here in alike.values():
-        first, _, pool, provider = found_here[0]
-        offer = _smallest([item[0] for item in found_here])
-        usd, source = _price(offer, pool, provider, prices, cluster_prices or {})
-        priced = _with_price(offer, usd, source)
-        names = tuple(sorted(item[1] for item in found_here))
-        pools.append(NodePool(priced, len(names), names, pool))
-        assert first.name == priced.name
+    for found in alike.values():
+        usd, source = node_price(found[0][1], prices=prices, cluster_prices=cluster_prices or {})
+        offer = replace(
+            found[0][0],
+            vcpus=min(one.vcpus for one, _ in found),
+            memory_gib=min(one.memory_gib for one, _ in found),
+            gpus=min(one.gpus for one, _ in found),
+            usd_per_hour=usd,
+            price_source=source,
+        )
+        names = tuple(sorted(node.name for _, node in found))
+        pools.append(NodePool(offer, len(names), names, found[0][1].pool))
     return sorted(pools, key=lambda item: item.offer.name)
 
 
-def _read(node: Mapping[str, Any]) -> tuple[Offer, str, str | None, str] | None:
-    """One node as (offer, name, pool, cloud); None when nothing can be put on it."""
-    meta, spec, status = node.get("metadata", {}), node.get("spec", {}), node.get("status", {})
-    ready = any(
-        item.get("type") == "Ready" and item.get("status") == "True" for item in status.get("conditions", ())
-    )
-    allocatable = status.get("allocatable", {})
-    cpu, memory = _cores(allocatable.get("cpu")), _bytes(allocatable.get("memory"))
-    if spec.get("unschedulable") or not ready or not cpu or not memory:
-        return None
-    labels = meta.get("labels", {})
-    gpus = sum(_count(allocatable.get(resource)) for resource in _GPUS)
-    name, gpu_gb = _gpu(labels) if gpus else (None, None)
-    provider = _CLOUDS.get(str(spec.get("providerID", "")).partition(":")[0], "")
-    offer = Offer(
-        cloud="kubernetes",
-        region=_first(labels, _REGION) or "",
-        instance_type=_first(labels, _TYPE) or f"node-{round(cpu)}cpu-{round(memory / GIB)}gib",
-        capacity_type=_capacity(labels),
-        vcpus=cpu,
-        memory_gib=memory / GIB,
-        zone=_first(labels, _ZONE),
-        gpu_name=name,
-        gpus=gpus,
-        gpu_memory_gb=gpu_gb,
-        arch=_ARCHES.get(labels.get("kubernetes.io/arch", "")),
-    )
-    return offer, str(meta.get("name", "")), _first(labels, _POOL), provider
-
-
-def _smallest(offers: list[Offer]) -> Offer:
-    least = offers[0]
+def _offer(node: ClusterNode) -> Offer:
+    """All of one node, without a price."""
     return Offer(
-        **{
-            **{name: getattr(least, name) for name in Offer.__slots__},
-            "vcpus": min(offer.vcpus for offer in offers),
-            "memory_gib": min(offer.memory_gib for offer in offers),
-            "gpus": min(offer.gpus for offer in offers),
-        }
+        cloud="kubernetes",
+        region=node.region or "",
+        instance_type=_type_of(node),
+        capacity_type=node.capacity_type,
+        vcpus=node.vcpus,
+        memory_gib=node.memory_gib,
+        zone=node.zone,
+        gpu_name=node.gpu_name,
+        gpus=node.gpus,
+        gpu_memory_gb=node.gpu_memory_gb,
+        arch=node.arch,
     )
 
 
-def _with_price(offer: Offer, usd: float | None, source: str) -> Offer:
-    values = {name: getattr(offer, name) for name in Offer.__slots__}
-    return Offer(**{**values, "usd_per_hour": usd, "price_source": source})
+def _type_of(node: ClusterNode) -> str:
+    return node.instance_type or f"node-{round(node.vcpus)}cpu-{round(node.memory_gib)}gib"
 
 
-def _price(
-    offer: Offer,
-    pool: str | None,
-    provider: str,
-    prices: OfferTable | None,
-    own: Mapping[str, float],
+def node_price(
+    node: ClusterNode, *, prices: OfferTable | None, cluster_prices: Mapping[str, float]
 ) -> tuple[float | None, str]:
-    for key in (pool, offer.instance_type, "*"):
-        if key is not None and key in own:
-            return own[key], f"cluster_prices[{key}]"
-    if prices is None or not provider:
+    """USD an hour of all of *node*, and where that is from; None where neither tells it.
+
+    Args:
+        node: The node.
+        prices: Offers of clouds: the price of the same instance type, place and capacity type.
+        cluster_prices: The owner's, by pool, instance type or ``*``; these go before the clouds'.
+    """
+    for key in (node.pool, _type_of(node), "*"):
+        if key is not None and key in cluster_prices:
+            return cluster_prices[key], f"cluster_prices[{key}]"
+    if prices is None or node.cloud is None or node.instance_type is None:
         return None, "no price is known of this node"
     need = Requirements(
-        cloud=provider,
-        region=offer.region or None,
-        zone=offer.zone,
-        instance_type=offer.instance_type,
-        capacity=offer.capacity_type,
+        cloud=node.cloud,
+        region=node.region,
+        zone=node.zone,
+        instance_type=node.instance_type,
+        capacity=node.capacity_type,
     )
     chosen = search(need, prices, how=Search(limit=1)).chosen
     if chosen is None or chosen.usd_per_hour is None:
-        return None, f"no price of {provider} {offer.instance_type} is known in {offer.region}"
-    return chosen.usd_per_hour, f"as {provider} {offer.instance_type}: {chosen.allocation.offer.price_source}"
+        where = f" in {node.region}" if node.region else ""
+        return None, f"no price of {node.cloud} {node.instance_type} is known{where}"
+    return (
+        chosen.usd_per_hour,
+        f"as {node.cloud} {node.instance_type}: {chosen.allocation.offer.price_source}",
+    )
 
 
-def _capacity(labels: Mapping[str, str]) -> CapacityType:
-    is_spot = any(labels.get(label) in values for label, values in _SPOT.items())
-    return "spot" if is_spot else "on-demand"
+def _is_spot(labels: Mapping[str, str]) -> bool:
+    return any(labels.get(key) == value for key, value in SPOT_LABELS.values())
 
 
 def _gpu(labels: Mapping[str, str]) -> tuple[str, float | None]:
@@ -195,26 +265,9 @@ def _first(labels: Mapping[str, str], names: Iterable[str]) -> str | None:
     return next((labels[name] for name in names if labels.get(name)), None)
 
 
-def _cores(value: object) -> float | None:
+def _amount(value: object) -> float:
+    """What can be allocated; 0 when it is not said, or not readably."""
     try:
-        return cpu_cores(str(value))
+        return quantity(str(value))
     except ValueError:
-        return None
-
-
-def _bytes(value: object) -> float | None:
-    """A quantity of the API server, which also writes bytes without a unit."""
-    text = str(value)
-    if re.fullmatch(r"\d+", text):
-        return float(text)
-    if re.fullmatch(r"\d+m", text):
-        return float(text[:-1]) / 1000
-    try:
-        return float(memory_bytes(text))
-    except ValueError:
-        return None
-
-
-def _count(value: object) -> int:
-    text = str(value if value is not None else 0)
-    return int(text) if text.isdigit() else 0
+        return 0.0

@@ -1,15 +1,19 @@
 """Unit tests of offers, usage and resizes: what is read from a cluster's objects."""
 
+import math
+
 import pytest
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import Seen, timestamp
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.offers import derived_offers, quantity
+from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.resize import patch_of, state_of
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
+from envscaler_airflow.catalog.kubernetes import quantity
+from envscaler_airflow.errors import SpecError
 
 START, BOUND, END = "2026-11-29T17:00:00Z", "2026-11-29T17:01:00Z", "2026-11-29T18:00:00Z"
 PART = Part("ns", "job", "u", nodes=1, created=START)
@@ -26,10 +30,19 @@ def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, ready="True", label
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("3920m", 3.92), ("8", 8), ("16Gi", 2**34), ("1k", 1000), ("129M", 129e6)]
+    ("text", "value"),
+    [
+        ("3920m", 3.92),
+        ("8", 8),
+        ("16Gi", 2**34),
+        ("1k", 1000),
+        ("129M", 129e6),
+        ("2Ti", 2**41),
+        ("12e3", 12000),
+    ],
 )
 def test_quantities_of_a_server_are_read(text, value):
-    """Milli, decimal and binary."""
+    """Milli, decimal, binary, and with an exponent."""
     assert quantity(text) == pytest.approx(value)
 
 
@@ -61,6 +74,92 @@ def test_gpus_are_named_as_in_the_catalog_and_priced_by_their_share():
     assert two.name == "kubernetes/eks/p4de.24xlarge:gpu-2/spot"
     assert (two.gpu_name, two.gpu_memory_gb, two.vcpus, two.usd_per_hour) == ("A100-80GB", 80, 24.0, 8.0)
     assert [offer.gpus for offer in offers] == [1, 2, 4, 8]
+
+
+EKS = {"node.kubernetes.io/instance-type": "g5.xlarge", "topology.kubernetes.io/region": "us-east-1"}
+
+
+def rented(name="n", *, labels=None, cloud="aws"):
+    """A g5.xlarge of EKS in us-east-1 as its node says: one A10G, four CPUs less what is reserved."""
+    gpu = {"nvidia.com/gpu.product": "NVIDIA-A10G", "nvidia.com/gpu.memory": "23028"}
+    made = node(name, cpu="3920m", memory="15147812Ki", gpus=1, labels={**EKS, **gpu, **(labels or {})})
+    made["spec"]["providerID"] = f"{cloud}:///us-east-1a/{name}"
+    return made
+
+
+def test_a_rented_node_costs_what_its_cloud_asks_for_the_type():
+    """The list price of a g5.xlarge in us-east-1, and the region of the node rather than the setting."""
+    [offer] = derived_offers([rented()], Settings(region="mine"))
+
+    assert offer.name == "kubernetes/us-east-1/g5.xlarge:gpu-1/on-demand"
+    assert (offer.usd_per_hour, offer.gpu_memory_gb) == (1.006, 24)
+    assert offer.price_source == "as aws g5.xlarge: AWS list price of 2026-07-20, 1 of a node"
+
+
+@pytest.mark.parametrize("key", ["g5.xlarge", "pool", "*"])
+def test_the_owners_price_goes_before_the_clouds(key):
+    """By instance type, node pool, or for all; the catalog is not even opened."""
+
+    def catalog():
+        raise AssertionError("the catalog was opened")
+
+    nodes = [rented(labels={"eks.amazonaws.com/nodegroup": "pool"})]
+
+    [offer] = derived_offers(nodes, Settings(usd_per_hour={key: 0.25}), prices=catalog)
+
+    assert offer.usd_per_hour == 0.25
+    assert offer.price_source == "usd_per_hour of the configuration, 1 of a node"
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [rented(labels={"eks.amazonaws.com/capacityType": "SPOT"})],  # nobody published what spot costs
+        [rented(cloud="kind")],
+        [rented(labels={"node.kubernetes.io/instance-type": "g99.xlarge"})],
+        [rented(), rented("m", cloud="kind")],
+    ],
+)
+def test_a_price_that_nobody_tells_stays_unknown(nodes):
+    """Never 0, and never that of another market, cloud or node."""
+    [offer] = derived_offers(nodes, Settings())
+
+    assert offer.usd_per_hour is None
+
+
+def test_the_dearest_of_like_nodes_counts():
+    """A slice may be on either."""
+    dear, cheap = ({"eks.amazonaws.com/nodegroup": name} for name in ("dear", "cheap"))
+    settings = Settings(usd_per_hour={"dear": 2.0, "cheap": 1.0})
+
+    for nodes in ([dear, cheap], [cheap, dear]):
+        [offer] = derived_offers([rented(labels=labels) for labels in nodes], settings)
+        assert offer.usd_per_hour == 2.0
+
+
+@pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])
+def test_a_price_that_is_none_is_refused(price):
+    """Before anything is planned with it."""
+    with pytest.raises(SpecError, match=r"usd_per_hour\.g5\.xlarge"):
+        Settings.read({"usd_per_hour": {"g5.xlarge": price}})
+
+
+def test_preemptible_nodes_are_spot():
+    """They have no label of GKE's Spot VMs; who names gke asks for those by their label alone."""
+    nodes = [node(labels={"cloud.google.com/gke-preemptible": "true"})]
+
+    assert {offer.capacity_type for offer in derived_offers(nodes, Settings())} == {"spot"}
+    assert derived_offers(nodes, Settings(provider="gke")) == ()
+    marked = [node(labels={"cloud.google.com/gke-spot": "true"})]
+    assert {offer.capacity_type for offer in derived_offers(marked, Settings(provider="gke"))} == {"spot"}
+
+
+@pytest.mark.parametrize("text", ["", "lots", "5KM", "1e", "-1", "nan", "0x10", "1 Gi"])
+def test_what_is_no_quantity_is_refused(text):
+    """A node that says such a thing has none of it."""
+    with pytest.raises(ValueError, match="is no quantity"):
+        quantity(text)
+    assert derived_offers([node(cpu=text)], Settings()) == ()
 
 
 def test_a_node_that_only_names_its_gpu_is_found_by_that():

@@ -348,7 +348,7 @@ def test_an_override_appends_lists_and_replaces_fields():
 
 
 def test_spot_is_read_from_any_convention_unless_one_is_named():
-    """Four conventions and our own are alternatives; on-demand excludes them all."""
+    """Karpenter, EKS, GKE (3), AKS and our own are alternatives; on-demand excludes them all."""
 
     def terms(offer, **settings):
         job = render_attempt(
@@ -357,13 +357,13 @@ def test_spot_is_read_from_any_convention_unless_one_is_named():
         affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
         return affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
 
-    assert len(terms(GPU)) == 5
+    assert len(terms(GPU)) == 7
     [named] = terms(GPU, provider="gke")
     assert {"key": "cloud.google.com/gke-spot", "operator": "In", "values": ["true"]} in named[
         "matchExpressions"
     ]
     [on_demand] = terms(replace(GPU, capacity_type="on-demand"))
-    assert sum(one["operator"] == "NotIn" for one in on_demand["matchExpressions"]) == 5
+    assert sum(one["operator"] == "NotIn" for one in on_demand["matchExpressions"]) == 7
 
 
 @pytest.mark.parametrize(

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.backends.kubernetes.render import COURIER_CPUS, COURIER_MEMORY_BYTES
-from envscaler_airflow.backends.kubernetes.scheduling import (
-    ARCH,
-    BY_GPU,
-    GPU_LABELS,
-    GPU_PRODUCT,
-    INSTANCE_TYPE,
-    UNLABELLED,
-    borne_taints,
-    capacity_of,
-)
+from envscaler_airflow.backends.kubernetes.scheduling import BY_GPU, SPOT, UNLABELLED, borne_taints
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.catalog import canonical_gpu
-from envscaler_airflow.planning.offers import Offer
-from envscaler_airflow.spec.gpus import MEMORY_GB
-
-GIB = 1 << 30
-GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
-_ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
-_SUFFIXES = {
-    "": 1.0,
-    "m": 0.001,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "Ki": 2.0**10,
-    "Mi": 2.0**20,
-    "Gi": 2.0**30,
-    "Ti": 2.0**40,
-}
+from envscaler_airflow.catalog.columns import packaged
+from envscaler_airflow.catalog.kubernetes import GIB, ClusterNode, node_price, read_node
+from envscaler_airflow.planning.offers import CapacityType, Offer
+from envscaler_airflow.planning.table import OfferTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +25,16 @@ class Kind:
         capacity_type: ``spot`` or ``on-demand``.
         arch: As an offer names it; None is unknown.
         gpu_name: Canonical; None without GPU.
+        gpu_memory_gb: Nominal; None is unknown.
+        region: As its labels say; None is unknown.
     """
 
     instance_type: str
-    capacity_type: str
+    capacity_type: CapacityType
     arch: str | None
     gpu_name: str | None
+    gpu_memory_gb: float | None = None
+    region: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +46,69 @@ class Room:
     gpus: int
 
 
-def quantity(text: str) -> float:
-    """Value of a Kubernetes quantity as a server writes it: ``3920m``, ``16Gi``, ``8``.
+@dataclass(frozen=True, slots=True)
+class Price:
+    """USD an hour of a whole node, and where that is from; None is unknown."""
 
-    Raises:
-        ValueError: It is none.
+    usd: float | None
+    source: str
+
+
+def derived_offers(
+    nodes: Iterable[Mapping[str, Any]],
+    settings: Settings,
+    *,
+    prices: Callable[[], OfferTable] = packaged,
+) -> tuple[Offer, ...]:
+    """Slices of every kind of node, smallest first: powers of two and the whole.
+
+    A kind costs what the owner says of it, else what its cloud asks for such an instance in *prices*: the
+    highest of its nodes' prices, unknown where one of them is.
     """
-    number = text.rstrip("mkKMGTi")
-    return float(number) * _SUFFIXES[text[len(number) :]]
-
-
-def derived_offers(nodes: Iterable[Mapping[str, Any]], settings: Settings) -> tuple[Offer, ...]:
-    """Slices of every kind of node, smallest first: powers of two and the whole."""
     rooms: dict[Kind, Room] = {}
+    costs: dict[Kind, Price] = {}
+    priced: dict[ClusterNode, Price] = {}
     for node in nodes:
-        kind, room = kind_of(node), room_of(node)
-        if (
-            room.vcpus < 1
-            or room.memory_gib <= 0
-            or not is_usable(node)
-            or not is_borne(node, kind, settings)
-        ):
+        seen, kind, room = read_node(node), kind_of(node), room_of(node)
+        if room.vcpus < 1 or room.memory_gib <= 0 or not seen.is_usable:
+            continue
+        if not is_borne(node, kind, settings) or not _is_addressed(node, kind, settings):
             continue
         known = rooms.get(kind)
         rooms[kind] = room if known is None else _least(known, room)
-    offers = [offer for kind, room in rooms.items() for offer in _slices(kind, room, settings)]
+        alike = replace(seen, name="", vcpus=0.0, memory_gib=0.0)
+        if alike not in priced:
+            priced[alike] = _price(alike, kind, settings, prices)
+        costs[kind] = _dearer(costs.get(kind), priced[alike])
+    offers = [
+        offer for kind, room in rooms.items() for offer in _slices(kind, room, settings, price=costs[kind])
+    ]
     return tuple(sorted(offers, key=lambda offer: (offer.gpus, offer.vcpus, offer.name)))
+
+
+def _price(node: ClusterNode, kind: Kind, settings: Settings, prices: Callable[[], OfferTable]) -> Price:
+    """By the configuration, which may also name a kind that has no instance type; else by the cloud."""
+    named = node if node.instance_type else replace(node, instance_type=kind.instance_type)
+    usd, source = node_price(named, prices=None, cluster_prices=settings.usd_per_hour)
+    if usd is not None:
+        return Price(usd, "usd_per_hour of the configuration")
+    if node.cloud is None or node.instance_type is None:
+        return Price(None, source)
+    return Price(*node_price(node, prices=prices(), cluster_prices={}))
+
+
+def _dearer(one: Price | None, other: Price) -> Price:
+    if one is None or one.usd is None:
+        return one or other
+    return other if other.usd is None or other.usd > one.usd else one
+
+
+def _is_addressed(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
+    """False for a spot node that does not bear the one label by which this configuration asks for spot."""
+    if settings.provider is None or kind.capacity_type == "on-demand":
+        return True
+    mark, labels = SPOT[settings.provider], (node.get("metadata") or {}).get("labels") or {}
+    return bool(labels.get(mark.key) == mark.value)
 
 
 def _least(one: Room, other: Room) -> Room:
@@ -100,22 +117,16 @@ def _least(one: Room, other: Room) -> Room:
 
 def kind_of(node: Mapping[str, Any]) -> Kind:
     """What an offer says of this node."""
-    labels = node["metadata"].get("labels") or {}
-    gpu_label = next((labels[key] for key in GPU_LABELS if labels.get(key)), None)
-    has_gpu = room_of(node).gpus > 0
-    name = (_canonical(gpu_label, labels) if gpu_label else "GPU") if has_gpu else None
-    instance = labels.get(INSTANCE_TYPE)
-    if instance is None:
-        product = labels.get(GPU_PRODUCT) if has_gpu else None
-        instance = BY_GPU + product if product else UNLABELLED
-    return Kind(instance, capacity_of(labels), _ARCHES.get(labels.get(ARCH, "")), name)
-
-
-def _canonical(label: str, labels: Mapping[str, str]) -> str:
-    """The catalog's name of ``NVIDIA-A100-SXM4-80GB`` or ``nvidia-tesla-t4``."""
-    memory = labels.get("nvidia.com/gpu.memory", "")
-    measured = float(memory) * (1 << 20) / 1e9 if memory.isdigit() else None
-    return canonical_gpu(label.replace("NVIDIA-", "NVIDIA ").replace("Tesla-", "Tesla "), measured)
+    seen = read_node(node)
+    by_gpu = BY_GPU + seen.gpu_product if seen.gpu_product else UNLABELLED
+    return Kind(
+        seen.instance_type or by_gpu,
+        seen.capacity_type,
+        seen.arch,
+        seen.gpu_name,
+        seen.gpu_memory_gb,
+        seen.region,
+    )
 
 
 def room_of(node: Mapping[str, Any]) -> Room:
@@ -127,19 +138,13 @@ def room_of(node: Mapping[str, Any]) -> Room:
 
 def whole_of(node: Mapping[str, Any]) -> Room:
     """What all pods can have of this node when it is empty."""
-    found = (node.get("status") or {}).get("allocatable") or {}
-    gpus = sum(int(quantity(str(found.get(name, "0")))) for name in GPU_RESOURCES)
-    memory = quantity(str(found.get("memory", "0")))
-    return Room(quantity(str(found.get("cpu", "0"))), memory / GIB, gpus)
+    seen = read_node(node)
+    return Room(seen.vcpus, seen.memory_gib, seen.gpus)
 
 
 def is_usable(node: Mapping[str, Any]) -> bool:
     """True when it is ready and takes pods."""
-    if (node.get("spec") or {}).get("unschedulable"):
-        return False
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    ready = next((one["status"] for one in conditions if one["type"] == "Ready"), "True")
-    return bool(ready == "True")
+    return read_node(node).is_usable
 
 
 def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
@@ -153,9 +158,23 @@ def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
     )
 
 
-def _slices(kind: Kind, room: Room, settings: Settings) -> list[Offer]:
+def _slices(kind: Kind, room: Room, settings: Settings, *, price: Price) -> list[Offer]:
     full = room.gpus or math.floor(room.vcpus)
-    return [_slice(kind, room, settings, count, full) for count in _counts(full)]
+    whole = Offer(
+        cloud="kubernetes",
+        region=kind.region or settings.region,
+        instance_type=kind.instance_type,
+        capacity_type=kind.capacity_type,
+        vcpus=room.vcpus,
+        memory_gib=room.memory_gib,
+        gpu_name=kind.gpu_name,
+        gpus=room.gpus,
+        gpu_memory_gb=kind.gpu_memory_gb,
+        usd_per_hour=price.usd,
+        price_source=price.source,
+        arch=kind.arch,
+    )
+    return [_slice(whole, count, full) for count in _counts(full)]
 
 
 def _counts(full: int) -> Sequence[int]:
@@ -163,23 +182,15 @@ def _counts(full: int) -> Sequence[int]:
     return powers if full in powers else [*powers, full]
 
 
-def _slice(kind: Kind, room: Room, settings: Settings, count: int, full: int) -> Offer:
-    share = count / full
-    vcpus = max(1, math.floor(room.vcpus * share)) if room.gpus else count
-    suffix = f"gpu-{count}" if room.gpus else f"cpu-{count}"
-    price = settings.usd_per_hour.get(kind.instance_type)
-    gpu_memory = MEMORY_GB.get(kind.gpu_name) if kind.gpu_name else None
-    return Offer(
-        cloud="kubernetes",
-        region=settings.region,
-        instance_type=f"{kind.instance_type}:{suffix}",
-        capacity_type=kind.capacity_type,  # type: ignore[arg-type]  # capacity_of gives these two
-        vcpus=float(vcpus),
-        memory_gib=math.floor(room.memory_gib * share * 100) / 100,
-        gpu_name=kind.gpu_name,
-        gpus=count if room.gpus else 0,
-        gpu_memory_gb=gpu_memory,
-        usd_per_hour=None if price is None else price * share,
-        price_source="" if price is None else f"usd_per_hour of the configuration, {share:.3g} of a node",
-        arch=kind.arch,
+def _slice(whole: Offer, count: int, full: int) -> Offer:
+    """*count* of the *full* number of GPUs, or of CPUs, with their share of the rest."""
+    share, usd = count / full, whole.usd_per_hour
+    return replace(
+        whole,
+        instance_type=f"{whole.instance_type}:{'gpu' if whole.gpus else 'cpu'}-{count}",
+        vcpus=float(max(1, math.floor(whole.vcpus * share)) if whole.gpus else count),
+        memory_gib=math.floor(whole.memory_gib * share * 100) / 100,
+        gpus=count if whole.gpus else 0,
+        usd_per_hour=None if usd is None else usd * share,
+        price_source=whole.price_source if usd is None else f"{whole.price_source}, {share:.3g} of a node",
     )

@@ -7,18 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.offers import (
-    GIB,
-    GPU_RESOURCES,
-    Room,
-    is_borne,
-    is_usable,
-    kind_of,
-    quantity,
-    whole_of,
-)
+from envscaler_airflow.backends.kubernetes.offers import Room, is_borne, is_usable, kind_of, whole_of
 from envscaler_airflow.backends.kubernetes.render import COURIER_CPUS, COURIER_MEMORY_BYTES
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.catalog.kubernetes import GIB, GPU_RESOURCES, quantity
 from envscaler_airflow.planning.offers import AllocationPart, Offer
 
 Json = Mapping[str, Any]

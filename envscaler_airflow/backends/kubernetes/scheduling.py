@@ -9,6 +9,7 @@ from typing import Any
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.catalog.kubernetes import GPU_PRODUCT, SPOT_LABELS
 from envscaler_airflow.planning.offers import Offer
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
@@ -40,11 +41,7 @@ class Spot:
 
 
 SPOT: Mapping[str, Spot] = {
-    "eks": Spot("eks.amazonaws.com/capacityType", "SPOT"),
-    "karpenter": Spot("karpenter.sh/capacity-type", "spot"),
-    "gke": Spot("cloud.google.com/gke-spot", "true", taint=True),
-    "aks": Spot("kubernetes.azure.com/scalesetpriority", "spot", taint=True),
-    "plain": Spot("envscaler.io/capacity-type", "spot"),
+    name: Spot(key, value, taint=name in ("gke", "aks")) for name, (key, value) in SPOT_LABELS.items()
 }
 
 NOTICE_S: Mapping[str, int] = {"eks": 120, "karpenter": 120, "gke": 30, "aks": 30}
@@ -57,22 +54,12 @@ LONGEST_NOTICE_S = max(NOTICE_S.values())
 LEAST_GRACE_S = 30
 """Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
 
-GPU_PRODUCT = "nvidia.com/gpu.product"
-"""Source: NVIDIA GPU feature discovery."""
-GPU_LABELS = (GPU_PRODUCT, "cloud.google.com/gke-accelerator", "karpenter.k8s.aws/instance-gpu-name")
-"""Labels that name the GPU: feature discovery, GKE, Karpenter on AWS."""
-
 GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
     ("nvidia.com/gpu", None),
     ("amd.com/gpu", None),
     ("sku", "gpu"),
 )
 """Taints that keep other pods off GPU nodes: GKE and the GPU operator, AMD's, AKS' documented one."""
-
-
-def capacity_of(labels: Mapping[str, str]) -> str:
-    """``spot`` when any convention says so, else ``on-demand``."""
-    return "spot" if any(labels.get(mark.key) == mark.value for mark in SPOT.values()) else "on-demand"
 
 
 def node_type(offer: Offer) -> str:

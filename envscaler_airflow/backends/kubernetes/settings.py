@@ -29,7 +29,7 @@ class NodeClass(BaseModel):
     capacity_type: Literal["spot", "on-demand"] = "on-demand"
     zone: str | None = None
     arch: str | None = None
-    usd_per_hour: Annotated[float, Field(ge=0)] | None = None
+    usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()
 
@@ -62,9 +62,10 @@ class Settings(BaseModel):
         image_repository: Where `envscaler build` puts images of specs that install packages.
         service_account: Identity of the pods, by which the courier reaches the store.
         provider: Whose labels the nodes carry; None reads any.
-        region: Name of the cluster in offers.
+        region: Of the cluster in offers, where its nodes do not say theirs.
         cluster_prices: Node classes; () derives offers from the nodes themselves.
-        usd_per_hour: Price of a whole node by instance type, for derived offers; None is unknown.
+        usd_per_hour: Price of a whole node by node pool, instance type or ``*``, for derived offers; before
+            what the cloud asks for the type, which the catalog tells.
         node_selector: Labels of the nodes that stages may use, such as those of a pool; {} for all.
         wait_for_node_s: Longest wait for a node; 0 on clusters that add none.
         wait_for_image_s: Longest wait for an image that cannot be pulled, once a node is there. Default
@@ -96,7 +97,7 @@ class Settings(BaseModel):
     provider: Provider | None = None
     region: str = ""
     cluster_prices: tuple[NodeClass, ...] = ()
-    usd_per_hour: dict[str, float] = {}
+    usd_per_hour: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
     node_selector: dict[str, str] = {}
     wait_for_node_s: Annotated[float, Field(ge=0)] = 900.0
     wait_for_image_s: Annotated[float, Field(gt=0)] = 1800.0
