@@ -22,6 +22,7 @@ from envscaler_airflow.plugin.facts import MOST_CHUNKS, MOST_NODES, Rate, read_f
 from envscaler_airflow.plugin.page import MOST_TEXT, POLICY, message_page, moment, run_page, shown
 from envscaler_airflow.protocol import Progress, Status, status_name
 from envscaler_airflow.store import EventLog, open_store
+from envscaler_airflow.store import events as store_events
 
 RECORDED = Path(__file__).parents[1] / "compat/0.1.0/run"
 EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u202e\0"
@@ -115,8 +116,9 @@ def test_speed_is_told_on_the_owners_clock(recorded):
     assert second.started_at < facts.rates[-1].at < second.ended_at
 
 
-def test_the_folder_is_only_read(recorded, tmp_path):
-    """No snapshot, no check, nothing."""
+def test_the_folder_is_only_read(recorded, tmp_path, monkeypatch):
+    """No snapshot (due every 5 events here), no check, nothing."""
+    monkeypatch.setattr(store_events, "SNAPSHOT_EVERY", 5)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
     run_page(read_facts(recorded, "run"), now=2e9)
