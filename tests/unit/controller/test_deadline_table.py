@@ -47,7 +47,7 @@ def test_the_table_is_there_when_the_attempt_runs(world):
 
 
 def test_a_table_serves_every_later_start_of_the_same_kind(world):
-    """Less time left needs no other table; a price that is half, or starts that take twice as long, do."""
+    """Less time left needs no other table; half the price, starts twice as long, or more time do."""
     job = deadline_table.job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=4 * 3600.0, start_s=60.0)
     deadline_table.publish(world.store, world.prefix, job)
     written = []
@@ -61,14 +61,15 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
             written.append(name)
             write(name, data)
 
-    for change in ({}, {"ticks": 12}, {"spot_usd": 1.01}, {"spot_usd": 0.5}, {"overhead_s": 120.0}):
+    changes = ({}, {"ticks": 12}, {"spot_usd": 1.01}, {"spot_usd": 0.5}, {"overhead_s": 120.0}, {"ticks": 48})
+    for change in changes:
         written.append(str(change))
         deadline_table.publish(Counted(), world.prefix, replace(job, **change))
 
     built = f"{world.prefix}/{deadline_table.NAME}"
     assert [name for name in written if not name.endswith(".json")] == [
         "{}", "{'ticks': 12}", "{'spot_usd': 1.01}", "{'spot_usd': 0.5}", built,
-        "{'overhead_s': 120.0}", built,
+        "{'overhead_s': 120.0}", built, "{'ticks': 48}", built,
     ]  # fmt: skip
 
 
