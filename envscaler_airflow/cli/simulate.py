@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def spot(  # noqa: PLR0913  # one argument for each option
     windows = traces.of_dataset(traces.read_windows(windows_file), traces_file, dataset)
     names = [name.strip() for name in zones.split(",") if name.strip()]
     unknown = [name for name in names if name not in seen.zones]
+    if len(set(names)) < len(names):
+        raise SpecError(f"--zones: names a zone twice: {zones}")
     if unknown:
         raise SpecError(f"{traces_file}: has no zone {', '.join(unknown)}; it has {', '.join(seen.zones)}")
     jobs: list[dict[str, Any]] = []
@@ -132,8 +135,9 @@ def elastic(  # noqa: PLR0913  # one argument for each option
     known = world.load_models(profiles, gpus)
     names = [name for name in models.split(",") if name]
     unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SpecError(f"{profiles}: has no model {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    if unknown or not names:
+        asked = ", ".join(unknown) or "without a name"
+        raise SpecError(f"{profiles}: has no model {asked}; it has {', '.join(sorted(known))}")
     jobs = reports.elastic_jobs(
         [known[name] for name in names],
         world.gpu_prices(prices_file, gpus),
@@ -168,6 +172,8 @@ def _multiples(text: str) -> dict[str, float]:
             multiples[name.strip()] = float(value)
         except ValueError:
             raise SpecError(f"--work: got {part!r}; write MODEL=K, as in cifar10=40") from None
+        if not 0 < multiples[name.strip()] < math.inf:
+            raise SpecError(f"--work: got {part!r}; a multiple must be finite and > 0")
     return multiples
 
 

@@ -223,7 +223,7 @@ class Learner:
             return mean_y - slope * mean_x, slope
         most = (1 - self.prior.fixed_share) * points[large] / large
         if self._base is not None and gpu != self._base[0].gpu and self._base[0].gpu in self._compute:
-            ratio = self.speeds.get(gpu, 1.0) / self.speeds.get(self._base[0].gpu, 1.0)
+            ratio = _ratio(self.speeds, gpu, self._base[0].gpu)
             most = min(0.95 * points[large] / large, self._compute[self._base[0].gpu][1] / ratio)
         return points[large] - most * large, most
 
@@ -231,7 +231,7 @@ class Learner:
         if gpu in self._compute or self._base is None:
             return self._compute[gpu]
         base = self._base[0].gpu
-        speed = self.speeds.get(gpu, 1.0) / self.speeds.get(base, 1.0)
+        speed = _ratio(self.speeds, gpu, base)
         fixed, slope = self._compute[base]
         return fixed / speed, slope / speed
 
@@ -258,7 +258,7 @@ class Learner:
             raise ValueError("nothing was measured yet")
         base = self._base[0].gpu
         of = gpu if gpu in self._first else base
-        room = self.memory.get(gpu, 1.0) / self.memory.get(of, 1.0)
+        room = _ratio(self.memory, gpu, of)
         seen = max(m.batch / s.gpus for s, m in self.seen.items() if s.gpu == of)
         return seen * room * (1.0 if of in self._limited else ROOM)
 
@@ -306,6 +306,11 @@ class Learner:
             rest = sum(self._factor[j][i] * weights[j] for j in range(i + 1, size))
             weights[i] = (half[i] - rest) / self._factor[i][i]
         self._weights = weights
+
+
+def _ratio(of: Mapping[str, float], gpu: str, base: str) -> float:
+    """Of two types; 1 when one of them is not known."""
+    return of[gpu] / of[base] if gpu in of and base in of else 1.0
 
 
 def _beyond(step_s: float, compute_s: float) -> float:

@@ -14,6 +14,8 @@ from typing import Any
 from envscaler_airflow.errors import SpecError
 
 START_TYPE = "T4"
+SHEETS = {"T4": (320.0, 16.0), "V100-32GB": (900.0, 32.0), "A100-40GB": (1555.0, 40.0)}
+"""GB/s and GB of memory by type: how types compare before they are tried. Source: vendor datasheets."""
 GPU_HOUR_USD = {"T4": 0.978, "V100-32GB": 3.06, "A100-40GB": 2.7447}
 """$ per GPU-hour of the comparison. Source: AWS on-demand list, g4dn.12xlarge, p3.8xlarge, p4d.24xlarge."""
 
@@ -45,6 +47,11 @@ class Step:
     step_s: float
     sync_s: float
 
+    def __post_init__(self) -> None:
+        """Refuse a step that takes no time."""
+        if not 0 < self.step_s < math.inf or not 0 <= self.sync_s < math.inf:
+            raise ValueError(f"step_time must be > 0 and sync_time >= 0, got {self.step_s}, {self.sync_s}")
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -58,6 +65,7 @@ class Model:
         epochs: Progress at the end of each epoch, in iterations at *init_batch*.
         noise: By batch of ``stat_efficiency.csv``: gradient noise scale (variance over square) by epoch.
         gpus_per_node: By type.
+        bandwidth_gbs, memory_gb: Of a GPU by type, from data sheets.
     """
 
     name: str
@@ -68,17 +76,29 @@ class Model:
     epochs: tuple[float, ...]
     noise: Mapping[int, tuple[float, ...]]
     gpus_per_node: Mapping[str, int] = field(default_factory=dict)
+    bandwidth_gbs: Mapping[str, float] = field(default_factory=dict)
+    memory_gb: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse bounds and a restart that cannot be."""
+        if not 0 < self.init_batch <= self.max_batch:
+            raise ValueError(f"init_batch must be > 0 and <= max_batch, got {self.init_batch}")
+        if not 0 <= self.restart_s < math.inf:
+            raise ValueError(f"restart_s must be finite and >= 0, got {self.restart_s}")
 
     def noise_at(self, batch: int, epoch: int) -> float:
-        """Noise scale at *batch*: linear in log batch between the measured ones."""
+        """Noise scale at *batch*: linear in log batch between the measured ones; the last epoch stays."""
         batches = sorted(self.noise)
         at = bisect_left(batches, batch)
-        row = min(epoch, len(self.epochs) - 1)
         if at == 0 or at == len(batches):
-            return self.noise[batches[min(at, len(batches) - 1)]][row]
+            return self._noise_of(batches[min(at, len(batches) - 1)], epoch)
         low, high = batches[at - 1], batches[at]
         share = math.log(batch / low) / math.log(high / low)
-        return self.noise[low][row] * (1 - share) + self.noise[high][row] * share
+        return self._noise_of(low, epoch) * (1 - share) + self._noise_of(high, epoch) * share
+
+    def _noise_of(self, batch: int, epoch: int) -> float:
+        rows = self.noise[batch]
+        return rows[min(epoch, len(rows) - 1)]
 
     def gain(self, batch: int, epoch: int) -> float:
         """Progress of one step at *batch*: ``(var + sqr) / (var / s + sqr)``, ``s = batch / init_batch``.
@@ -106,20 +126,44 @@ def load_models(folder: Path, types: Sequence[str]) -> dict[str, Model]:
         facts = json.loads((folder / "models.json").read_text(encoding="utf-8"))
         statistics = _read(folder / "stat_efficiency.csv")
         throughputs = [row for path in sorted(folder.glob("throughput_*.csv")) for row in _read(path)]
-    except (OSError, ValueError) as err:
+        sheets = _sheets(folder / "gpus.csv")
+    except (OSError, ValueError, csv.Error) as err:
         raise SpecError(f"{folder}: profiles cannot be read: {err}") from err
-    per_node = {name: int(item["gpus_per_node"]) for name, item in facts["gpu_types"].items()}
     measured = [row for row in throughputs if "local_bsz" in row and row["gpu_type"] in types]
-    return {
-        name: _model(name, item, measured, statistics, per_node)
-        for name, item in facts["models"].items()
-        if any(row["model"] == name for row in statistics) and any(row["model"] == name for row in measured)
-    }
+    models, name = {}, ""
+    try:
+        per_node = {name: int(item["gpus_per_node"]) for name, item in facts["gpu_types"].items()}
+        for name, item in facts["models"].items():
+            mine = [row for row in statistics if row["model"] == name]
+            if mine and any(row["model"] == name and _is_measured(row) for row in measured):
+                models[name] = _model(name, item, measured, mine, per_node, sheets)
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as err:
+        what = f"has no {err}" if isinstance(err, KeyError) else str(err)
+        raise SpecError(f"{folder}: {name or 'models.json'}: {what}") from err
+    return models
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    for at, row in enumerate(rows):
+        if None in row or None in row.values():
+            raise ValueError(f"{path.name}:{at + 2}: has another number of cells than there are columns")
+    return rows
+
+
+def _sheets(path: Path) -> dict[str, tuple[float, float]]:
+    """Bandwidth and memory by type: those of a file ``gpus.csv``, on top of the known ones."""
+    found = dict(SHEETS)
+    for row in _read(path) if path.exists() else ():
+        if row.get("mem_bw_gbs") and row.get("mem_gb"):
+            found[row["gpu"]] = (float(row["mem_bw_gbs"]), float(row["mem_gb"]))
+    return found
+
+
+def _is_measured(row: Mapping[str, str]) -> bool:
+    """An empty or NaN time was not."""
+    return row["step_time"].strip().lower() not in ("", "nan")
 
 
 def _model(
@@ -128,8 +172,9 @@ def _model(
     measured: Sequence[Mapping[str, str]],
     statistics: Sequence[Mapping[str, str]],
     per_node: Mapping[str, int],
+    sheets: Mapping[str, tuple[float, float]],
 ) -> Model:
-    rows = [row for row in measured if row["model"] == name]
+    rows = [row for row in measured if row["model"] == name and _is_measured(row)]
     found: dict[Config, dict[int, Step]] = {}
     for is_exact in (False, True):  # exact placements replace those given as a number of nodes
         for row in rows:
@@ -142,11 +187,12 @@ def _model(
                 found.setdefault(config, {})[batch] = step
     by_batch: dict[int, list[tuple[int, float, float]]] = {}
     for row in statistics:
-        if row["model"] == name:
-            noise = float(row["grad_var"]) / float(row["grad_sqr"])
-            by_batch.setdefault(int(row["batch_size"]), []).append(
-                (int(row["epoch"]), float(row["progress"]), noise)
-            )
+        noise = float(row["grad_var"]) / float(row["grad_sqr"])
+        if not 0 <= noise < math.inf:
+            raise ValueError(f"grad_var / grad_sqr must be finite and >= 0, got {noise}")
+        by_batch.setdefault(int(row["batch_size"]), []).append(
+            (int(row["epoch"]), float(row["progress"]), noise)
+        )
     init = sorted(by_batch[min(by_batch)])
     return Model(
         name=name,
@@ -157,6 +203,8 @@ def _model(
         epochs=tuple(progress for _, progress, _ in init),
         noise={batch: tuple(n for _, _, n in sorted(items)) for batch, items in by_batch.items()},
         gpus_per_node=dict(per_node),
+        bandwidth_gbs={gpu: sheet[0] for gpu, sheet in sheets.items()},
+        memory_gb={gpu: sheet[1] for gpu, sheet in sheets.items()},
     )
 
 

@@ -18,10 +18,6 @@ from envscaler_airflow.scaling.explore import (
 from envscaler_airflow.simulate.elastic import Config
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticView
 
-BANDWIDTH_GBS = {"T4": 320.0, "V100-32GB": 900.0, "A100-40GB": 1555.0}
-"""Memory bandwidth, GB/s: how types compare before they are tried. Source: vendor datasheets."""
-MEMORY_GB = {"T4": 16.0, "V100-32GB": 32.0, "A100-40GB": 40.0}
-"""Source: vendor datasheets."""
 SETTLE = 2
 """Looks at a new configuration before the next move. Chosen: two minutes of steps."""
 BRIEF = 0.03
@@ -50,8 +46,9 @@ class CostToFinish:
     def begin(self, job: ElasticJob) -> None:
         """Forget."""
         self._job = job
+        model = job.model
         self._learner = Learner(
-            job.model.init_batch, job.model.max_batch, BANDWIDTH_GBS, MEMORY_GB, self._prior
+            model.init_batch, model.max_batch, model.bandwidth_gbs, model.memory_gb, self._prior
         )
         self._shapes = {Shape(c.gpu, c.nodes, c.gpus): c for c in job.configs}
         self._since: list[ElasticView] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from envscaler_airflow.scaling.explore import Learner, Measured, Shape
 from envscaler_airflow.simulate.elastic import Config
-from envscaler_airflow.simulate.elastic_policy import BANDWIDTH_GBS, MEMORY_GB
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticView
 
 
@@ -91,7 +90,8 @@ class Pollux(_Ladder):
     def begin(self, job: ElasticJob) -> None:
         """Forget the last job."""
         super().begin(job)
-        self._learner = Learner(job.model.init_batch, job.model.max_batch, BANDWIDTH_GBS, MEMORY_GB)
+        model = job.model
+        self._learner = Learner(model.init_batch, model.max_batch, model.bandwidth_gbs, model.memory_gb)
 
     def choose(self, view: ElasticView) -> Config:
         """The largest count inside the band."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,15 +55,22 @@ class SpotCell:
     spot_usd: float
 
     def job(self, gap_s: float) -> SpotJob:
-        """The job at this tick."""
-        return SpotJob(
-            ticks=int(self.deadline_h * 3600 / gap_s + 1e-9),
-            gap_s=gap_s,
-            work_s=self.work_h * 3600,
-            overhead_s=self.overhead_h * 3600,
-            on_demand_usd=self.on_demand_usd,
-            spot_usd=self.spot_usd,
-        )
+        """The job at this tick.
+
+        Raises:
+            SpecError: The deadline cannot be met, or a number is none.
+        """
+        try:
+            return SpotJob(
+                ticks=int(self.deadline_h * 3600 / gap_s + 1e-9),
+                gap_s=gap_s,
+                work_s=self.work_h * 3600,
+                overhead_s=self.overhead_h * 3600,
+                on_demand_usd=self.on_demand_usd,
+                spot_usd=self.spot_usd,
+            )
+        except (ValueError, OverflowError) as err:
+            raise SpecError(f"{self.work_h:g} h of work by {self.deadline_h:g} h: {err}") from err
 
 
 def spot_jobs(
@@ -111,6 +119,10 @@ def _starts(
     for window in windows:
         if window.zone in (zones or traces.zones) and window.zone in traces.zones:
             starts.setdefault(tuple(zones) or (window.zone,), {})[window.start_tick] = window
+    ends = traces.first + max(len(row) for row in traces.zones.values())
+    outside = [start for rows in starts.values() for start in rows if not traces.first <= start < ends]
+    if outside:
+        raise SpecError(f"start_tick {outside[0]} is outside of the traces, {traces.first} to {ends - 1}")
     if not starts:
         raise SpecError(f"no window is of a zone of the traces: {', '.join(zones or traces.zones)}")
     return starts
@@ -182,6 +194,8 @@ class Track:
         cheapest = min(prices[c.gpu] * c.gpus for c in configs)
         value = at * cheapest if value_of_hour is None else value_of_hour
         factor = self.work.get(model.name, LONG.get(model.name, 1.0) if self.is_long else 1.0)
+        if not 0 <= value < math.inf:
+            raise SpecError(f"--value-of-hour: must be finite and >= 0, got {value}")
         return ElasticJob(model, configs, prices, value, factor, start)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,23 +42,34 @@ class Window:
     n_ticks: int
     gap_s: float
 
+    def __post_init__(self) -> None:
+        """Refuse a tick without a length."""
+        if not 0 < self.gap_s < math.inf:
+            raise ValueError(f"gap_seconds must be finite and > 0, got {self.gap_s!r}")
+
 
 def read_traces(path: Path) -> Traces:
-    """Traces of one data set: column ``tick``, then one for each zone.
+    """Traces of one data set: column ``tick``, then one for each zone. An empty cell and NaN are unknown.
 
     Raises:
         SpecError: The file is not of that form; the message says where.
     """
     rows = _rows(path, ("tick",))
     zones = [name for name in rows[0] if name != "tick"]
+    if not zones:
+        raise SpecError(f"{path}: has no column of a zone beside tick")
     try:
         ticks = [int(row["tick"]) for row in rows]
-        values = {zone: tuple(int(float(row[zone])) for row in rows) for zone in zones}
-    except (TypeError, ValueError) as err:
+        values = {zone: tuple(_instances(row[zone]) for row in rows) for zone in zones}
+    except (TypeError, ValueError, OverflowError) as err:
         raise SpecError(f"{path}: every cell must be a whole number: {err}") from err
     if ticks != list(range(ticks[0], ticks[0] + len(ticks))):
         raise SpecError(f"{path}: ticks must rise by 1 from row to row")
     return Traces(ticks[0], values)
+
+
+def _instances(cell: str) -> int:
+    return -1 if cell.strip().lower() in ("", "nan") else int(float(cell))
 
 
 def read_windows(path: Path) -> list[Window]:
@@ -94,11 +106,21 @@ def of_dataset(windows: Sequence[Window], traces: Path, dataset: str | None = No
 
 
 def read_price_changes(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Spot $/h by zone: ``zone, tick, spot_usd_per_h``, a row at each change."""
+    """Spot $/h by zone: ``zone, tick, spot_usd_per_h``, a row at each change, in any order.
+
+    Raises:
+        SpecError: The file is not of that form, or a price is none.
+    """
     changes: dict[str, list[tuple[int, float]]] = {}
-    for row in _rows(path, ("zone", "tick", "spot_usd_per_h")):
-        changes.setdefault(row["zone"], []).append((int(row["tick"]), float(row["spot_usd_per_h"])))
-    return changes
+    for at, row in enumerate(_rows(path, ("zone", "tick", "spot_usd_per_h"))):
+        try:
+            tick, price = int(row["tick"]), float(row["spot_usd_per_h"])
+        except ValueError as err:
+            raise SpecError(f"{path}:{at + 2}: {err}") from err
+        if not 0 <= price < math.inf:
+            raise SpecError(f"{path}:{at + 2}: spot_usd_per_h must be finite and >= 0, got {price}")
+        changes.setdefault(row["zone"], []).append((tick, price))
+    return {zone: sorted(rows) for zone, rows in changes.items()}
 
 
 def prices_since(changes: Sequence[tuple[int, float]], start: int, ticks: int) -> list[float]:
@@ -113,13 +135,16 @@ def prices_since(changes: Sequence[tuple[int, float]], start: int, ticks: int) -
 
 def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
-    except OSError as err:
-        raise SpecError(f"{path}: cannot be read: {err.strerror}") from err
+    except (OSError, UnicodeDecodeError, csv.Error) as err:
+        raise SpecError(f"{path}: cannot be read: {err}") from err
     if not rows:
         raise SpecError(f"{path}: has no rows")
     missing = [name for name in columns if name not in rows[0]]
     if missing:
         raise SpecError(f"{path}: has no column {', '.join(missing)}")
+    for at, row in enumerate(rows):
+        if None in row or None in row.values():
+            raise SpecError(f"{path}:{at + 2}: has another number of cells than there are columns")
     return rows

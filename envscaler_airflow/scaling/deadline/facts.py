@@ -35,6 +35,8 @@ class SpotJob(Record):
         """Refuse NaN and a job that on-demand alone cannot finish."""
         check_finite(work_s=self.work_s, overhead_s=self.overhead_s, spot_usd=self.spot_usd)
         check_finite(on_demand_usd=self.on_demand_usd)
+        if self.on_demand_usd <= 0:
+            raise ValueError(f"on_demand_usd must be > 0, got {self.on_demand_usd!r}")
         if not 0 < self.gap_s < float("inf"):
             raise ValueError(f"gap_s must be finite and > 0, got {self.gap_s!r}")
         if self.ticks * self.gap_s < self.work_s + self.overhead_s:
