@@ -1,0 +1,32 @@
+"""A fake cluster and backends on it, for every test of the Kubernetes backend."""
+
+import time
+
+import pytest
+from fakes.kubernetes import Cluster, Program
+
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes.watch import close_views
+
+
+@pytest.fixture
+def cluster():
+    """One node; training plays the wrapper."""
+    with Cluster(nodes=1, speed=5) as made:
+        made.script(Program(seconds=0), container="install")
+        made.script(Program(term_code=0), container="courier")
+        made.script(Program(term_code=87), container="main")
+        yield made
+        close_views()
+
+
+@pytest.fixture
+def connect(cluster, tmp_path):
+    """Makes backends; *token* is another identity's."""
+
+    def make(*, token=None, **settings):
+        path = cluster.kubeconfig(tmp_path / f"config-{token is None}", token=token)
+        settings = {"image": "train:1", "wait_for_node_s": 0, "sleep": lambda _s: time.sleep(0.01)} | settings
+        return KubernetesBackend(kubeconfig=str(path), **settings)
+
+    return make

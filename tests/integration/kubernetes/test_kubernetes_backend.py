@@ -1,0 +1,335 @@
+"""The Kubernetes backend against an API server that has every kind of trouble."""
+
+from dataclasses import replace
+
+import pytest
+from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS
+from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
+
+from envscaler_airflow.backends.kubernetes import client, paths
+from envscaler_airflow.backends.kubernetes.reap import orphans
+from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.planning.offers import Allocation
+
+
+def test_with_its_job_everything_goes(cluster, connect):
+    """ConfigMap, Secret and pods are owned by the Job."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    kinds = (JOBS, PODS, CONFIG_MAPS, SECRETS)
+    assert [len(ours(cluster, kind)) for kind in kinds] == [1, 1, 1, 1]
+
+    backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
+
+    eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
+
+
+def test_a_job_of_somebody_else_is_refused(cluster, connect):
+    """The same name, another owner: nothing of it is touched."""
+    backend, request = connect(), request_for()
+    job = backend.render(request)["job"]
+    job["metadata"]["labels"] = job["spec"]["template"]["metadata"]["labels"] = {"app": "other"}
+    cluster.create(JOBS, job)
+
+    with pytest.raises(BackendError, match="is not of this run") as caught:
+        backend.submit(request)
+
+    assert not caught.value.transient
+    assert backend.find(request) is None
+
+
+@pytest.mark.parametrize("verb", ["create", "patch"])
+@pytest.mark.parametrize("drop", [True, False], ids=["no-answer", "500"])
+def test_a_lost_answer_starts_nothing_twice(cluster, connect, verb, drop):
+    """It happened, and nobody said so: the repeat finds it."""
+    backend = connect()
+    cluster.next_error(verb, "jobs", 500, when="after", drop=drop)
+
+    handle = backend.submit(request_for())
+
+    running(backend, handle)
+    assert len(cluster.list(JOBS, "default")) == 1
+    assert len(cluster.list(PODS, "default")) == 1
+
+
+@pytest.mark.parametrize("what", ["configmaps", "secrets", "jobs"])
+def test_a_start_that_was_cut_off_is_finished(cluster, connect, what):
+    """The owner dies at any line; no pod runs before all is there, and the next submit goes on."""
+    backend, request = connect(), request_for()
+    verb = "patch" if what == "jobs" else "create"
+    cluster.next_error(verb, what, 403)
+    with pytest.raises(BackendError):
+        backend.submit(request)
+    assert cluster.list(PODS, "default") == []
+    assert backend.find(request) is None
+
+    handle = backend.submit(request)
+
+    running(backend, handle)
+    assert backend.find(request) == handle
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_asked_again(cluster, connect, status):
+    """Three times, then it answers."""
+    backend = connect()
+    cluster.next_error("create", "jobs", status, times=3)
+
+    running(backend, backend.submit(request_for()))
+
+
+def test_an_expired_token_and_a_server_that_is_gone_are_no_death(cluster, connect):
+    """Unknown: the error is transient, and afterwards the attempt runs on."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+
+    cluster.next_error("get", "jobs", 401)
+    with pytest.raises(BackendError) as unauthorized:
+        backend.observe(handle)
+    cluster.outage()
+    with pytest.raises(BackendError) as gone:
+        backend.observe(handle)
+    cluster.outage(down=False)
+
+    assert (unauthorized.value.status, unauthorized.value.transient) == (401, True)
+    assert gone.value.transient
+    running(backend, handle)
+
+
+def test_a_server_that_is_gone_for_ten_minutes_stops_no_training_and_starts_nothing(cluster, connect):
+    """Nothing is known meanwhile, and nobody is dead; the repeat of a start that met it makes one Job."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    [before] = backend.pods(handle)
+
+    cluster.outage()
+    cluster.advance(600)
+    with pytest.raises(BackendError) as looked:
+        backend.observe(handle)
+    with pytest.raises(BackendError) as started:
+        backend.submit(request_for(attempt=2))
+    cluster.outage(down=False)
+
+    assert looked.value.transient
+    assert started.value.transient
+    running(backend, handle)
+    [after] = backend.pods(handle)
+    assert after[1]["metadata"]["uid"] == before[1]["metadata"]["uid"]
+    second = backend.submit(request_for(attempt=2))
+    running(backend, second)
+    assert len(cluster.list(JOBS, "default")) == 2
+
+
+def test_a_write_that_met_another_is_tried_again(cluster, connect):
+    """409 of resource versions; one of uids would be final."""
+    backend = connect()
+    cluster.next_error("patch", "jobs", 409, times=2)
+
+    running(backend, backend.submit(request_for()))
+
+
+def test_what_no_node_could_ever_hold_is_refused(connect):
+    """By what the pod asks for; where nodes are added it waits, and the scheduler says why."""
+    for asked in ({"cpu": "4000"}, {"memory": "900Ti"}):
+        spec = {"resources": {"requests": asked}}
+        offer = replace(OFFER, vcpus=9999.0, memory_gib=1e6)
+        with pytest.raises(NoOfferError, match="has room for 0"):
+            connect().submit(request_for(spec=spec, allocation=Allocation(offer)))
+
+
+def test_a_label_that_is_too_long_is_a_fault_of_the_request(cluster, connect):
+    """70 characters in a pod_override: the API server names it, and nothing stays behind."""
+    override = {"metadata": {"labels": {"team": "x" * 70}}}
+
+    with pytest.raises(SpecError, match="must be no more than 63"):
+        connect(pod_override=override).submit(request_for())
+
+    assert cluster.list(JOBS, "default") == []
+
+
+def test_an_image_that_is_gone_when_a_pod_is_made_again_is_told(cluster, connect):
+    """Hours after the start: pending for want of an image that no waiting brings."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.images.missing("train:*")
+
+    cluster.pod(f"{handle.name}-0-").evict()
+    for one in cluster.list(NODES):
+        cluster.node(one["metadata"]["name"]).delete()
+    cluster.add_node("fresh")
+
+    [node] = eventually(
+        lambda: backend.observe(handle).nodes, lambda nodes: nodes[0].reason in ("image", "pulling")
+    )
+    assert (node.state, node.reason) == ("pending", "image")
+    assert "train:1" in node.detail
+
+
+def test_a_namespace_that_does_not_exist_is_a_fault_of_the_request(connect):
+    """The message names it."""
+    with pytest.raises(SpecError, match="nowhere"):
+        connect(namespace="nowhere").submit(request_for())
+
+
+def test_an_image_that_cannot_be_named_fails_at_once(cluster, connect):
+    """And leaves no Job."""
+    with pytest.raises(SpecError, match="InvalidImageName"):
+        connect(image="Not An Image").submit(request_for())
+
+    assert cluster.list(JOBS, "default") == []
+
+
+def test_no_room_is_told_with_the_schedulers_words(cluster, connect):
+    """Nothing stays behind."""
+    backend = connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}])
+    [offer] = backend.offers()
+
+    with pytest.raises(CapacityError, match="0/1 nodes are available"):
+        backend.submit(request_for(allocation=Allocation(offer)))
+
+    assert cluster.list(JOBS, "default") == []
+
+
+def test_where_nodes_are_added_a_start_waits(connect):
+    """The node is on its way: pending, with the reason."""
+    backend = connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}], wait_for_node_s=600)
+    [offer] = backend.offers()
+
+    handle = backend.submit(request_for(allocation=Allocation(offer)))
+
+    [node] = backend.observe(handle).nodes
+    assert (node.state, node.reason) == ("pending", "scheduling")
+
+
+def test_a_preempted_pod_is_made_again_and_the_attempt_goes_on(cluster, connect):
+    """Disruptions are ignored by the policy: the same Job, another pod."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    first = cluster.pod(f"{handle.name}-0-").object["metadata"]["uid"]
+
+    cluster.pod(f"{handle.name}-0-").preempt()
+
+    eventually(
+        lambda: [pod["metadata"]["uid"] for pod in cluster.list(PODS, "default")],
+        lambda uids: uids and first not in uids,
+    )
+    running(backend, handle)
+
+
+def test_an_out_of_memory_is_told(cluster, connect):
+    """By the kubelet's word."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+
+    cluster.pod(f"{handle.name}-0-").oom()
+
+    assert over(backend, handle) == [("ended", "out-of-memory")]
+
+
+def test_a_refusal_of_the_kubelet_is_a_loss(cluster, connect):
+    """It counts as a failure of the Job, and is none of the training's."""
+    cluster.node("node-0").reject_next("UnexpectedAdmissionError", "Allocate failed")
+    backend = connect()
+
+    handle = backend.submit(request_for())
+
+    assert over(backend, handle) == [("lost", "lost")]
+
+
+def test_a_deadline_ends_the_attempt(connect):
+    """The machine's own."""
+    backend = connect()
+
+    handle = backend.submit(request_for(deadline_s=5.0))
+
+    assert over(backend, handle) == [("ended", "deadline-exceeded")]
+
+
+def test_one_node_that_went_leaves_the_others(cluster, connect):
+    """Code 85 fails its index only; code 1 ends the Job."""
+    backend = connect()
+    handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=3)))
+    running(backend, handle)
+
+    cluster.pod(f"{handle.name}-1-").exit(85)
+    eventually(lambda: backend.observe(handle).nodes[1].state, lambda state: state == "ended")
+    assert [node.state for node in backend.observe(handle).nodes] == ["running", "ended", "running"]
+    cluster.pod(f"{handle.name}-2-").exit(1)
+
+    reasons = [reason for _, reason in over(backend, handle)]
+    assert reasons[1:] == ["left", "failed"]
+    assert reasons[0] in ("killed", "stopped")
+
+
+def test_a_quota_is_waited_for(cluster, connect):
+    """Shown with its own words."""
+    quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
+    cluster.create(QUOTAS, quota)
+    backend = connect()
+
+    handle = backend.submit(request_for())
+
+    [node] = backend.observe(handle).nodes
+    assert (node.state, node.reason) == ("pending", "quota")
+    assert "exceeded quota: cpus" in node.detail
+
+
+def test_a_queue_admits_the_job(cluster, connect):
+    """It stays suspended until somebody else lets it go; a stop before that is an end."""
+    backend = connect(queue="team")
+    handle = backend.submit(request_for())
+    [node] = backend.observe(handle).nodes
+    assert (node.state, node.reason) == ("pending", "queue")
+    assert backend.find(request_for()) == handle
+
+    other = backend.submit(request_for(attempt=2))
+    backend.stop(other, grace_s=0)
+    assert over(backend, other) == [("ended", "stopped")]
+    backend.cluster.patch(paths.jobs("default", handle.name), {"spec": {"suspend": False}})
+
+    running(backend, handle)
+
+
+def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, monkeypatch):
+    """Overdue for three minutes: lost, until the owner gives it up and the Job makes another."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.node("node-0").silence()
+    cluster.add_node("node-1")
+
+    cluster.advance(50 + 60 + 30 + 170)
+    assert backend.observe(handle).nodes[0].state == "running"
+    assert backend.mend(handle) == ()
+    cluster.advance(30)
+
+    assert backend.observe(handle).nodes[0].state == "lost"
+    assert len(backend.mend(handle)) == 1
+    cluster.advance(60)
+    running(backend, handle)
+
+
+def test_reap_finds_what_no_run_owns(cluster, connect, monkeypatch):
+    """Old, of this store, and not the live attempt of its run."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    backend.submit(request_for(store_url="file:///other"))
+    now = cluster.clock.now()
+
+    def found(age, state):
+        return [
+            one.handle.name
+            for one in orphans(backend, "file:///store", lambda _prefix: state, server_time=now + age)
+        ]
+
+    assert found(60, None) == []
+    assert found(3600, None) == [handle.name]
+    assert found(3600, RunState(generation=1, status="failed")) == [handle.name]

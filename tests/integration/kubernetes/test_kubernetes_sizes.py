@@ -1,0 +1,249 @@
+"""Attempts of two offers, of a changing number of nodes, of other sizes, and with claims."""
+
+import pytest
+from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS
+from fakes.kubernetes.resources import CLAIMS
+from integration.kubernetes.rig import MIXED, eventually, ours, request_for, running, with_claim
+
+from envscaler_airflow.backends.kubernetes import paths
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.planning.offers import Allocation
+
+
+def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
+    """Ranks go on, each Job owns what is its own, and all of it goes."""
+    backend = connect()
+    request = request_for(allocation=MIXED)
+
+    handle = backend.submit(request)
+
+    running(backend, handle)
+    assert sorted(
+        (job["metadata"]["name"], job["spec"]["completions"]) for job in cluster.list(JOBS, "default")
+    ) == [(handle.name, 1), (f"{handle.name}-p1", 2)]
+    assert [node for node, _ in backend.pods(handle)] == [0, 1, 2]
+    assert list(backend.attempts()) == [handle]
+    for part in backend.jobs():
+        uid = part["metadata"]["uid"]
+        backend.cluster.delete(paths.jobs("default", part["metadata"]["name"]), uid=uid)
+    kinds = (JOBS, PODS, CONFIG_MAPS, SECRETS)
+    eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("verb", "what", "nth"),
+    [("create", "jobs", 2), ("create", "configmaps", 2), ("create", "secrets", 1), ("patch", "jobs", 2)],
+)
+def test_a_mixed_start_that_was_cut_off_is_finished(cluster, connect, verb, what, nth):
+    """Between any two calls: nothing is started twice, and both Jobs run in the end."""
+    backend, request = connect(), request_for(allocation=MIXED)
+    calls = []
+    real = getattr(backend.cluster, verb)
+
+    def cut(path, body):
+        if f"/{what}" in path:
+            calls.append(path)
+            if len(calls) == nth:
+                raise KeyboardInterrupt
+        return real(path, body)
+
+    setattr(backend.cluster, verb, cut)
+    with pytest.raises(KeyboardInterrupt):
+        backend.submit(request)
+
+    again = connect()
+    handle = again.submit(request)
+
+    running(again, handle)
+    assert again.find(request) == handle
+    assert len(cluster.list(JOBS, "default")) == 2
+    assert len(cluster.list(PODS, "default")) == 3
+
+
+def test_a_mixed_attempt_of_which_one_job_cannot_be_leaves_none(cluster, connect):
+    """The second name is another's: the first Job goes again, and nothing ran."""
+    backend, request = connect(), request_for(allocation=MIXED)
+    [_, second] = backend.render(request)["parts"]
+    second["job"]["metadata"]["labels"] = {"app": "other"}
+    cluster.create(JOBS, second["job"])
+
+    with pytest.raises(BackendError, match="is not of this run"):
+        backend.submit(request)
+
+    assert [job["metadata"]["name"] for job in cluster.list(JOBS, "default")] == [second["name"]]
+    assert cluster.list(PODS, "default") == []
+
+
+def test_a_quota_for_jobs_that_has_room_for_one_part_leaves_none(cluster, connect):
+    """The API server refuses the second Job itself."""
+    cluster.create(QUOTAS, {"metadata": {"name": "jobs"}, "spec": {"hard": {"count/jobs.batch": "1"}}})
+    backend = connect()
+
+    with pytest.raises(BackendError, match="exceeded quota"):
+        backend.submit(request_for(allocation=MIXED))
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
+
+
+def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster, connect):
+    """A Job ends its own pods; the other's would wait for ever. Who went as asked ends nobody."""
+    backend = connect()
+    handle = backend.submit(request_for(allocation=MIXED))
+    running(backend, handle)
+    cluster.pod(f"{handle.name}-0-").exit(85)
+    eventually(lambda: backend.observe(handle).nodes[0].state, lambda state: state == "ended")
+    backend.mend(handle)
+    assert [node.state for node in backend.observe(handle).nodes] == ["ended", "running", "running"]
+
+    other = backend.submit(request_for(allocation=MIXED, attempt=2))
+    running(backend, other)
+    cluster.pod(f"{other.name}-p1-1-").exit(1)
+    eventually(lambda: backend.observe(other).nodes[0].reason, lambda reason: reason == "unneeded")
+    eventually(lambda: backend.mend(other) or backend.observe(other), lambda status: status.is_over)
+
+    reasons = [node.reason for node in backend.observe(other).nodes]
+    assert (reasons[0], reasons[2]) == ("stopped", "failed")
+
+
+ELASTIC = {
+    "version": "v1",
+    "name": "train",
+    "entrypoint": ["x"],
+    "distributed": {"launcher": "torchrun", "elastic": True},
+    "num_nodes": {"min": 1, "max": 3},
+}
+
+
+def test_an_elastic_attempt_grows_and_shrinks_in_place(cluster, connect):
+    """The same Job and the same first pod; the highest numbers go first. A repeat changes nothing."""
+    backend = connect()
+    handle = backend.submit(request_for(spec=ELASTIC))
+    running(backend, handle)
+    [(_, first)] = backend.pods(handle)
+
+    grown = backend.rescale(handle, 3)
+    assert backend.rescale(handle, 3) == backend.rescale(grown, 3) == grown
+    assert [node.node for node in running(backend, grown).nodes] == [0, 1, 2]
+    shrunk = backend.rescale(grown, 1)
+
+    eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
+    [(_, last)] = backend.pods(shrunk)
+    assert last["metadata"]["uid"] == first["metadata"]["uid"]
+    assert len(running(backend, shrunk).nodes) == 1
+    assert len(cluster.list(JOBS, "default")) == 1
+    assert backend.find(request_for(spec=ELASTIC)) == shrunk
+
+
+def test_what_is_not_elastic_is_not_rescaled(cluster, connect):
+    """A fixed number, two offers, an end: for good, and nothing is changed."""
+    backend = connect()
+    fixed = backend.submit(request_for())
+    mixed = backend.submit(request_for(attempt=2, allocation=MIXED))
+    ended = backend.submit(request_for(attempt=3, spec=ELASTIC))
+    backend.stop(ended, grace_s=0)
+
+    for handle in (fixed, mixed, ended):
+        with pytest.raises(BackendError) as caught:
+            backend.rescale(handle, 2)
+        assert not caught.value.transient
+    assert {job["spec"]["completions"] for job in cluster.list(JOBS, "default")} == {1, 2}
+
+
+def test_a_claim_that_does_not_exist_is_made_and_stays(cluster, connect):
+    """By its own name, of the class that was asked for; the next attempt binds it."""
+    backend = connect()
+    spec = with_claim(storage_class="fast", access_mode="ReadWriteMany")
+
+    handle = backend.submit(request_for(spec=spec))
+    backend.submit(request_for(spec=spec, attempt=2))
+    running(backend, handle)
+    for job in backend.jobs():
+        backend.cluster.delete(paths.jobs("default", job["metadata"]["name"]), uid=job["metadata"]["uid"])
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+
+    [claim] = cluster.list(CLAIMS, "default")
+    assert claim["metadata"]["name"] == "data"
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "1Gi"
+
+
+def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connect):
+    """It outlives the first Job and goes with the last; another run has its own."""
+    backend, spec = connect(), with_claim(retain="run")
+    first = backend.submit(request_for(spec=spec))
+    second = backend.submit(request_for(spec=spec, attempt=2))
+    backend.submit(request_for(spec=spec, run_prefix="dep/dag/other/train/-1"))
+    assert len(cluster.list(CLAIMS, "default")) == 2
+
+    backend.cluster.delete(paths.jobs("default", first.name), uid=first.details["uid"])
+    eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 2)
+    running(backend, second)
+    assert len(cluster.list(CLAIMS, "default")) == 2
+    backend.cluster.delete(paths.jobs("default", second.name), uid=second.details["uid"])
+
+    eventually(lambda: len(cluster.list(CLAIMS, "default")), lambda count: count == 1)
+
+
+def test_a_claim_that_is_there_is_bound_as_it_is(cluster, connect):
+    """Somebody made it, of another size: nothing of it is changed."""
+    size = {"requests": {"storage": "9Gi"}}
+    cluster.create(
+        CLAIMS,
+        {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": size}},
+    )
+    backend = connect()
+
+    running(backend, backend.submit(request_for(spec=with_claim())))
+
+    [claim] = cluster.list(CLAIMS, "default")
+    assert claim["spec"]["resources"] == size
+    assert "ownerReferences" not in claim["metadata"]
+
+
+def test_free_is_what_nobody_holds(cluster, connect):
+    """Memory for six of the smallest slice, five beside one; where pods may not be read nobody can tell."""
+    backend = connect()
+    [offer] = [one for one in backend.offers() if one.vcpus == 1]
+
+    before = backend.free_nodes([offer])
+    running(backend, backend.submit(request_for(allocation=Allocation(offer))))
+
+    assert (before, backend.free_nodes([offer])) == ({offer.name: 6}, {offer.name: 5})
+    assert connect(wait_for_node_s=60).free_nodes([offer]) == {}
+    token = cluster.user("few", [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}])
+    assert connect(token=token).free_nodes([offer]) == {}
+
+
+def cpu_of(cluster, handle):
+    """What the kubelet gives to the training."""
+    [status] = cluster.pod(f"{handle.name}-0-").object["status"]["containerStatuses"]
+    return status["resources"]["requests"]["cpu"]
+
+
+def test_cpu_grows_in_place(cluster, connect):
+    """The same pod, not started again."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+
+    backend.resize(handle, vcpus=2.0, memory_bytes=None)
+
+    assert eventually(lambda: backend.resized(handle), lambda state: state != "going") == "done"
+    assert cpu_of(cluster, handle) in ("2", "2000m")
+
+
+def test_a_resize_without_room_waits_and_one_beyond_the_node_never_comes(cluster, connect):
+    """Deferred while others hold it; infeasible at once for more than the node has."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    other = backend.submit(request_for(attempt=2, spec={"resources": {"requests": {"cpu": "6"}}}))
+    running(backend, handle)
+    running(backend, other)
+
+    assert backend.resize(handle, vcpus=64.0, memory_bytes=None) == "infeasible"
+    backend.resize(handle, vcpus=4.0, memory_bytes=None)
+
+    assert eventually(lambda: backend.resized(handle), lambda state: state != "going") == "deferred"
+    backend.stop(other, grace_s=0)
+    assert eventually(lambda: backend.resized(handle), lambda state: state == "done") == "done"

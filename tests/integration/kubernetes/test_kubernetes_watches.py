@@ -1,0 +1,92 @@
+"""The one watch that a process keeps on a namespace."""
+
+import pytest
+from fakes.kubernetes import JOBS
+from integration.kubernetes.rig import over, request_for, running
+
+from envscaler_airflow.backends.kubernetes.handles import handle_of
+from envscaler_airflow.backends.kubernetes.watch import View
+from envscaler_airflow.errors import BackendError
+
+
+def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
+    """Two lists and two watches, however many look; a cut watch and an old version cost one more."""
+    backend = connect(watches=True)
+    handles = [backend.submit(request_for(attempt=number)) for number in range(1, 6)]
+    for handle in handles:
+        running(backend, handle)
+    calls = [path for method, path in cluster.requests if method == "GET" and "/pods?" in path]
+    assert len([path for path in calls if "watch=true" in path]) == 1
+    assert len(calls) <= 2
+
+    cluster.cut_watches()
+    cluster.pod(f"{handles[0].name}-0-").exit(3)
+    cluster.compact()
+
+    assert over(backend, handles[0]) == [("ended", "failed")]
+    running(backend, handles[1])
+
+
+def test_a_view_that_is_too_old_shows_nothing(cluster, connect):
+    """The API server is gone: unknown, and afterwards all is there again."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    now = [0.0]
+    view = View(backend.cluster, "default", monotonic=lambda: now[0])
+    view._list("jobs", view._tables["jobs"])
+    view._list("pods", view._tables["pods"])
+
+    assert view.attempt(handle.name)[0]["metadata"]["uid"] == handle.details["uid"]
+    now[0] = 121.0
+    with pytest.raises(BackendError, match="was not heard for 121 s"):
+        view.attempt(handle.name)
+
+
+def test_a_thousand_stages_cost_one_list_and_one_watch_of_each_kind(cluster, connect):
+    """However many look, each with a backend of its own, as triggers have; a look takes no call."""
+    maker = connect()
+    handles = []
+    for number in range(1000):
+        job = maker.render(request_for(run_prefix=f"dep/dag/run/train/{number}"))["job"]
+        handles.append(handle_of([cluster.create(JOBS, job)]))
+    backend = connect(watches=True)
+    backend.observe(handles[0])
+    before = len(cluster.requests)
+
+    states = {backend.observe(handle).nodes[0].state for handle in handles}
+
+    assert states == {"pending"}
+    assert len(cluster.requests) - before <= 2
+    watched = [path for method, path in cluster.requests if "watch=true" in path]
+    assert len(watched) == 2
+
+
+def test_a_watch_backs_off_while_the_server_is_busy(cluster, connect):
+    """No call for as long as it asks; then the view is whole again."""
+    backend = connect(watches=True)
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.next_error("watch", "pods", 429, retry_after=2, times=1)
+    cluster.next_error("list", "pods", 500, times=2)
+
+    cluster.cut_watches()
+    cluster.pod(f"{handle.name}-0-").exit(0)
+
+    assert over(backend, handle) == [("ended", "succeeded")]
+    calls = [path for method, path in cluster.requests if "/pods?" in path]
+    assert len(calls) < 12
+
+
+def test_a_job_that_the_view_has_not_seen_is_not_lost(cluster, connect):
+    """The watch lags: the server itself is asked before anything counts as gone."""
+    backend = connect(watches=True)
+    first = backend.submit(request_for())
+    running(backend, first)
+    cluster.next_error("watch", "*", 503, times=100)
+    cluster.next_error("list", "jobs", 503, times=100)
+    cluster.cut_watches()
+
+    second = connect().submit(request_for(attempt=2))
+
+    assert backend.observe(second).nodes[0].state != "lost"
+    cluster.do(cluster.faults.clear)
