@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from fakes.kubernetes import JOBS, PODS
 from integration.kubernetes.rig import eventually, running
 
@@ -125,12 +124,11 @@ def test_growing_beyond_what_is_free_is_refused(cluster, connect, tmp_path):
     assert len(cluster.list(PODS, "default")) == 1
 
 
-@pytest.mark.parametrize("status", [404])
-def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, connect, tmp_path, status):
+def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, connect, tmp_path):
     """Before 1.33 there is no such subresource: the attempt saves and goes."""
     backend = connect()
     run = Run(tmp_path, backend, scaling={"policy": "vertical", "cooldown": "1s"})
-    cluster.next_error("patch", "pods/resize", status)
+    cluster.next_error("patch", "pods/resize", 404)
 
     last = run.move(Allocation(offer_of(backend, 2)))
 
