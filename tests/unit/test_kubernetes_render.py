@@ -302,6 +302,14 @@ def test_settings_with_a_fault_name_it():
     assert len(caught.value.faults) == 3
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), (90, 90), ("never", "never"), (0, 0)])
+def test_how_long_a_failed_pod_stays_is_a_time(text, seconds):
+    """As every time is written, or in seconds."""
+    assert Settings.read({"keep": text}).keep == seconds
+    with pytest.raises(SpecError, match="keep"):
+        Settings.read({"keep": "a while"})
+
+
 def test_one_node_fails_its_job_and_of_several_one_may_go_alone():
     """A node that was asked to go ends its index only; any other failure ends the Job."""
     one = rendered_case("plain")["job"]["spec"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.spec.quantities import duration_s
 
 Provider = Literal["eks", "karpenter", "gke", "aks", "plain"]
 
@@ -80,7 +82,8 @@ class Settings(BaseModel):
             where ``store_mount`` says.
         store_mount: Where; the store's URL is then ``file://`` below it.
         store_secret: Secret whose keys become environment variables of the courier alone.
-        keep: ``never``, ``on-failure``, or seconds: how long a failed pod stays for people to look at.
+        keep: ``never``, ``on-failure``, or a time (``30m``, or seconds): how long a failed pod stays for
+            people to look at. It holds no resources of its node any more, and costs nothing.
         ttl_s: Seconds that an ended Job nobody released stays.
         longest_s: Deadline of an attempt whose own is not nearer, seconds: its Job ends then although
             nobody asks.
@@ -114,6 +117,14 @@ class Settings(BaseModel):
     longest_s: Annotated[float, Field(gt=0)] = 30 * 86400.0
     drain_s: Annotated[float, Field(ge=0)] = 3600.0
     cluster_spread: Literal["none", "zone", "host"] = "none"
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _read_keep(cls, value: Any) -> Any:
+        """``30m`` as seconds."""
+        if not isinstance(value, str) or value in ("never", "on-failure"):
+            return value
+        return math.ceil(duration_s(value))
 
     @field_validator("namespace")
     @classmethod
