@@ -32,8 +32,6 @@ _HEADERS = {
 }
 _SCHEMES = frozenset({"", "file", "s3", "gs", "gcs", "abfs", "abfss", "az", "oss"})
 """Of stores that a DAG may name. Chosen: folders and buckets; else it would send the API server anywhere."""
-_UNMAPPED = "{MAP_INDEX}"
-"""What Airflow's UI leaves in the address for a task that is not mapped."""
 
 Name = Annotated[str, Query(min_length=1, max_length=1000)]
 
@@ -119,7 +117,8 @@ def _deployment(store: Store) -> str | None:
 
 
 def _index(text: str) -> int:
-    return -1 if text == _UNMAPPED or not text.lstrip("-").isdecimal() else int(text)
+    """Airflow's UI leaves ``{MAP_INDEX}`` in the address for a task that is not mapped."""
+    return int(text) if text.isdecimal() else -1
 
 
 def _text(value: object) -> str | None:

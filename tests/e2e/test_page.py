@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support import expected_conditions as until
 from selenium.webdriver.support.ui import WebDriverWait
+
+from envscaler_airflow.testing.airflow_services import AirflowServices
 
 PICTURE = os.environ.get("ENVSCALER_PICTURE")
 FLAGS = (
@@ -118,3 +121,20 @@ def test_a_task_that_does_not_train_says_so(begin: Callable):
 
     assert answer.status_code == 404
     assert "No training has begun here" in answer.text
+
+
+def test_the_page_follows_a_stage_to_its_own_store(begin: Callable, airflow: AirflowServices):
+    """The store of the task's connection, which only the database knows."""
+    url = str(airflow.home / "elsewhere")
+    extra = json.dumps({"store_url": url})
+    body = {"connection_id": "elsewhere", "conn_type": "envscaler_store", "extra": extra}
+    airflow.call("POST", "/connections", body=body)
+    run = begin("elsewhere", steps=1)
+    run.wait_end()
+
+    address = f"{run.airflow.url}/envscaler/dags/elsewhere/training"
+    answer = httpx.get(address, params={"run_id": run.run_id, "task_id": "train"})
+
+    assert answer.status_code == 200, answer.text
+    assert "Training: succeeded" in answer.text
+    assert f"file://{url}/" in answer.text
