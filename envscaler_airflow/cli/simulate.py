@@ -192,13 +192,14 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
 @store_option
 def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
     """Decide RUN's recorded checks again; what follows a different decision is labelled."""
-    from envscaler_airflow.scaling.registry import all_policies  # noqa: PLC0415  # entry points
+    from envscaler_airflow.controller.deadline_table import with_tables  # noqa: PLC0415  # entry points
     from envscaler_airflow.simulate.recorded import replay_run  # noqa: PLC0415  # only here
 
-    checks = [check for check, _ in read_decisions(store, find_run(store, run))]
+    prefix = find_run(store, run)
+    checks = [check for check, _ in read_decisions(store, prefix)]
     if not checks:
         raise SpecError(f"{run}: no scaling check is recorded")
-    known = all_policies()
+    known = with_tables(store, prefix)
     if policy_name is not None and policy_name not in known:
         raise SpecError(f"--policy: got {policy_name!r}; known are {', '.join(sorted(known))}")
     report = replay_run(checks, policy_name, policies=known)

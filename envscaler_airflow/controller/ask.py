@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow import protocol
+from envscaler_airflow.backends.base import Handle, MarksNodes
 from envscaler_airflow.controller import inplace, limits
 from envscaler_airflow.controller.leaving import Leaving, who_leaves
 from envscaler_airflow.controller.owner import Owner, live_of
 from envscaler_airflow.controller.spans import spans_of
 from envscaler_airflow.controller.stage import Waiting, Watching
 from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Action, AttemptState, RunState
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.protocol import Control
@@ -64,7 +66,16 @@ class Asking(Owner):
             said = read_status(self._store, self._prefix, attempt=key, node=node)
             if said is not None and said.progress.step_time_s is not None:
                 step_s[node] = said.progress.step_time_s
-        return who_leaves(live.allocation, fewer, step_s=step_s)
+        return who_leaves(live.allocation, fewer, removable=self._marked(live), step_s=step_s)
+
+    def _marked(self, live: AttemptState) -> frozenset[int]:
+        """Nodes that somebody marked to go first; none where nobody can, or where there is no answer."""
+        if live.handle is None or not isinstance(self._backend, MarksNodes):
+            return frozenset()
+        try:
+            return self._backend.removable(Handle.from_dict(live.handle))
+        except BackendError:
+            return frozenset()
 
     def _change(self, state: RunState, action: Action) -> RunState | Waiting:
         """Go on with a change in place: it is done, undone, awaited, or left to the next attempt."""

@@ -1,25 +1,32 @@
 """The table of a stage's deadline: built in the worker at each start, looked up in the triggerer.
 
-``tables/deadline.bin`` beside ``tables/deadline.json``, which says for what it was built.
+``tables/deadline.json`` says which is the present one, ``tables/deadline-<hash>.bin``, and for what it was
+built. A check names the table that it was decided by, so that it can be decided again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import SCHEMA, read_object
+from envscaler_airflow.scaling import Observation, Policy, Proposal, Propose, meet_deadline
 from envscaler_airflow.scaling.deadline import SpotJob, Table, build_table
 from envscaler_airflow.scaling.deadline.live import TICK_S
+from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.store.base import Store
 
 log = logging.getLogger(__name__)
 
-NAME, KEY = "tables/deadline.bin", "tables/deadline.json"
+KEY = "tables/deadline.json"
+"""The present table and its job."""
+_NAME = re.compile(r"tables/deadline-[0-9a-f]{16}\.bin\Z")
 MAX_BYTES = 1 << 25
 """Largest table read, bytes. Chosen: five times that of a deadline of a month."""
 MAX_TICKS = 6 * 24 * 60
@@ -71,7 +78,8 @@ def publish(store: Store, prefix: str, job: SpotJob) -> bool:
     Raises:
         StoreError: The store cannot be read or written.
     """
-    if _serves(_known(store, prefix), job):
+    known = _known(store, prefix)
+    if known is not None and _serves(known[1], job):
         return True
     try:
         table = build_table(job, every=max(4, job.ticks // MAX_ROWS))
@@ -80,27 +88,59 @@ def publish(store: Store, prefix: str, job: SpotJob) -> bool:
             "run=%s no table of its deadline: %s; pip install envscaler-airflow[simulate]", prefix, err
         )
         return False
-    store.write(f"{prefix}/{NAME}", table.to_bytes())
-    store.write(f"{prefix}/{KEY}", json.dumps({"schema": SCHEMA, **job.to_dict()}).encode())
+    data = table.to_bytes()
+    name = f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
+    store.write(f"{prefix}/{name}", data)
+    store.write(
+        f"{prefix}/{KEY}", json.dumps({"schema": SCHEMA, "table": name, "job": job.to_dict()}).encode()
+    )
     return True
 
 
-def read(store: Store, prefix: str) -> Table | None:
-    """The table of the run; None without one, and when it cannot be understood.
+def name_of(store: Store, prefix: str) -> str | None:
+    """Which table is the present one; None without one.
 
     Raises:
         StoreError: The store cannot be read.
     """
+    known = _known(store, prefix)
+    return None if known is None else known[0]
+
+
+def read(store: Store, prefix: str, name: str) -> Table | None:
+    """The table of that name; None without one, and when it cannot be understood.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    if _NAME.match(name) is None:
+        return None
     try:
-        data = store.read(f"{prefix}/{NAME}", max_bytes=MAX_BYTES)
+        data = store.read(f"{prefix}/{name}", max_bytes=MAX_BYTES)
         return None if data is None else Table.from_bytes(data)
     except (ProtocolError, ValueError):
         return None
 
 
-def _serves(known: SpotJob | None, job: SpotJob) -> bool:
+def with_tables(store: Store, prefix: str) -> Mapping[str, Propose]:
+    """All policies, the deadline policy with the table that each observation names.
+
+    The first observation that names a table has it read: do that in a thread.
+    """
+    tables: dict[str, Table | None] = {}
+
+    def by_table(observation: Observation, policy: Policy) -> Proposal:
+        name = observation.deadline_table
+        if name is not None and name not in tables:
+            tables[name] = read(store, prefix, name)
+        return meet_deadline(observation, policy, table=tables.get(name or ""))
+
+    return {**all_policies(), "deadline": by_table}
+
+
+def _serves(known: SpotJob, job: SpotJob) -> bool:
     """True when the table of *known* is good for *job* too; less time to the deadline needs no other."""
-    if known is None or known.ticks < job.ticks:
+    if known.ticks < job.ticks:
         return False
     pairs = ((known.overhead_s, job.overhead_s), (_price(known), _price(job)))
     return all(max(one, other) <= ALIKE * min(one, other) for one, other in pairs)
@@ -110,9 +150,10 @@ def _price(job: SpotJob) -> float:
     return job.spot_usd / job.on_demand_usd
 
 
-def _known(store: Store, prefix: str) -> SpotJob | None:
+def _known(store: Store, prefix: str) -> tuple[str, SpotJob] | None:
     try:
         text = store.read(f"{prefix}/{KEY}", max_bytes=1 << 12)
-        return None if text is None else SpotJob.from_dict(read_object(text, where=f"{prefix}/{KEY}"))
+        body = read_object(text, where=f"{prefix}/{KEY}") if text is not None else {}
+        return str(body["table"]), SpotJob.from_dict(body["job"])
     except (ProtocolError, ValueError, KeyError, TypeError):
         return None

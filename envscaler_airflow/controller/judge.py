@@ -97,8 +97,7 @@ def _validate(
         free_nodes=free,
     )
     is_forced = bool(request.body.get("forced"))
-    policy = observer.policy(state)
-    policies = observer.policies(state, policy)
+    policy, policies = observer.policy(state), observer.policies
     decision = validate(now, policy, target, is_forced=is_forced, policies=policies)
     numbers = {**json.loads(json.dumps(dict(decision.numbers))), "units_left": now.units_left}
     if decision.action != "move":

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend
@@ -27,17 +26,14 @@ from envscaler_airflow.scaling import (
     Sample,
     decide,
     is_asked,
-    meet_deadline,
     recent,
     remember,
     usage_samples,
     window_s,
     work_of,
 )
-from envscaler_airflow.scaling.deadline import Table
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
-from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -129,7 +125,8 @@ class Observer:
         self._plan: Mapping[str, Any] = {}
         self._told = Foretold()
         self._phases = _phases_of(checks)
-        self._table: tuple[tuple[int, int], Table | None] | None = None
+        self._table: str | None = None
+        self._policies = deadline_table.with_tables(store, prefix)
         self._spec: tuple[str, EnvSpec] | None = None
 
     def look(self) -> Sight:
@@ -152,7 +149,7 @@ class Observer:
             return Sight("no-attempt", state)
         observation = self.observation(state, live)
         policy = self.policy(state)
-        decision = decide(observation, policy, policies=self.policies(state, policy))
+        decision = decide(observation, policy, policies=self._policies)
         check = Check(observation, policy, decision)
         self._memory = self._memory.after(check)
         self._last = check
@@ -169,16 +166,10 @@ class Observer:
         """The stage's policy, with the value of an hour that the plan was made with."""
         return policy_of(self.spec(state), value_of_hour=float(self._plan.get("value_of_hour_usd") or 0.0))
 
-    def policies(self, state: RunState, policy: Policy) -> Mapping[str, Propose]:
-        """All that there are, the deadline policy with the table of this stage."""
-        live = state.live
-        if policy.name != "deadline" or live is None:
-            return all_policies()
-        key = (live.generation, live.number)
-        if self._table is None or self._table[0] != key:
-            self._table = (key, deadline_table.read(self._store, self._prefix))
-        table = self._table[1]
-        return {**all_policies(), "deadline": partial(meet_deadline, table=table)}
+    @property
+    def policies(self) -> Mapping[str, Propose]:
+        """All that there are, the deadline policy with the tables of this stage."""
+        return self._policies
 
     def _read_plan(self) -> Mapping[str, Any]:
         text = self._store.read(f"{self._prefix}/plan.json")
@@ -231,6 +222,7 @@ class Observer:
             samples=self._samples,
             spent_usd=facts.spent_usd(state, self._backend, now=now),
             budget_usd=_number(state.begun.get("budget_usd")),
+            deadline_table=self._table,
             deadline_left_s=self._deadline_left_s(state),
             since_move_s=now_s - mine.since_s if _moves(state) else None,
             since_move_epochs=_epochs_since(mine, head) if _moves(state) else None,
@@ -281,6 +273,7 @@ class Observer:
         key = (live.generation, live.number, len(live.earlier))
         if self._attempt is None or self._attempt.key != key:
             self._told = foretold.read(self._store, self._prefix)
+            self._table = deadline_table.name_of(self._store, self._prefix)
             since, epoch = now_s, None
             last = self._last.observation if self._last else None
             was = None if last is None else (last.generation, last.attempt, last.moves)

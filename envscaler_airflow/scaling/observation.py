@@ -61,6 +61,7 @@ class Observation(Record):
         interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
         samples: Metrics of the current attempt in the recent past.
         spent_usd, budget_usd: Of this generation; no budget is None.
+        deadline_table: Name of the table that the deadline policy looks up; None: there is none.
         deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
         since_move_s, since_move_epochs: Since the last move was carried out; None: never or unknown.
         moves: Moves carried out in this generation.
@@ -92,6 +93,7 @@ class Observation(Record):
     samples: tuple[Sample, ...] = ()
     spent_usd: float | None = None
     budget_usd: float | None = None
+    deadline_table: str | None = None
     deadline_left_s: float | None = None
     since_move_s: float | None = None
     since_move_epochs: int | None = None

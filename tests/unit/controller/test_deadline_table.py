@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from envscaler_airflow.controller import deadline_table
 from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.scaling import Check, replay
 from envscaler_airflow.scaling.deadline import Table
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
@@ -40,7 +42,7 @@ def test_the_table_is_there_when_the_attempt_runs(world):
     """Four hours are 24 ticks of ten minutes; the owner builds the table, any other process reads it."""
     owner_of(world).enter()
 
-    table = deadline_table.read(world.store, world.prefix)
+    table = deadline_table.read(world.store, world.prefix, deadline_table.name_of(world.store, world.prefix))
 
     assert isinstance(table, Table)
     assert table.ticks[-1] == 24
@@ -66,8 +68,9 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
         written.append(str(change))
         deadline_table.publish(Counted(), world.prefix, replace(job, **change))
 
-    built = f"{world.prefix}/{deadline_table.NAME}"
-    assert [name for name in written if not name.endswith(".json")] == [
+    built = "a table"
+    names = ["a table" if name.endswith(".bin") else name for name in written if not name.endswith(".json")]
+    assert names == [
         "{}", "{'ticks': 12}", "{'spot_usd': 1.01}", "{'spot_usd': 0.5}", built,
         "{'overhead_s': 120.0}", built, "{'ticks': 48}", built,
     ]  # fmt: skip
@@ -89,9 +92,13 @@ def test_there_is_no_table_of_what_cannot_be_told(offers, deadline_s):
 
 def test_a_torn_table_is_none(world):
     """The policy then goes by its rule of two starts."""
-    world.store.write(f"{world.prefix}/{deadline_table.NAME}", b"torn")
+    name = "tables/deadline-0123456789abcdef.bin"
+    world.store.write(f"{world.prefix}/{name}", b"torn")
+    world.store.write(f"{world.prefix}/{deadline_table.KEY}", b"torn")
 
-    assert deadline_table.read(world.store, world.prefix) is None
+    assert deadline_table.read(world.store, world.prefix, name) is None
+    assert deadline_table.read(world.store, world.prefix, "../other/tables/x") is None
+    assert deadline_table.name_of(world.store, world.prefix) is None
 
 
 def test_the_sensor_decides_by_the_table(new_world):
@@ -111,3 +118,27 @@ def test_the_sensor_decides_by_the_table(new_world):
     ticks = check.decision.numbers["ticks_of_on_demand"]
     assert 0 < ticks["spot"] < ticks["on_demand"]
     assert (check.decision.action, check.decision.target) == ("move", Allocation(SPOT))
+
+
+def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
+    """Another table is the present one since: what was recorded comes out as it was."""
+    world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
+    owner_of(world, deadline_s=10 * 3600.0).enter()
+    observer = Observer(
+        store=world.store, prefix=world.prefix, backend=world.backend,
+        candidates=(Allocation(DEMAND), Allocation(SPOT)),
+        monotonic=world.clock.monotonic, clock=world.clock.time,
+    )  # fmt: skip
+    checks = []
+    for step in range(1, 6):
+        world.say(step=10 * step, elapsed_s=60.0 * step)
+        world.clock.advance(60)
+        checks.append(observer.look().check)
+    job = deadline_table.job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=36_000.0, start_s=3000.0)
+    deadline_table.publish(world.store, world.prefix, job)
+
+    again = [Check.from_dict(json.loads(json.dumps(check.to_dict()))) for check in checks]
+    policies = deadline_table.with_tables(world.store, world.prefix)
+
+    assert checks[-1].observation.deadline_table != deadline_table.name_of(world.store, world.prefix)
+    assert [replay(check, policies=policies) for check in again] == [check.decision for check in checks]
