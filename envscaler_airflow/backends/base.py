@@ -244,6 +244,18 @@ class RescalesInPlace(Protocol):
 
 
 @runtime_checkable
+class MarksNodes(Protocol):
+    """A backend where somebody may say which nodes are to go first."""
+
+    def removable(self, handle: Handle) -> frozenset[int]:
+        """Nodes that are marked so.
+
+        Raises:
+            BackendError: No answer.
+        """
+
+
+@runtime_checkable
 class RunsMixed(Protocol):
     """A backend whose attempts may have nodes of two offers.
 

@@ -29,7 +29,7 @@ from envscaler_airflow.backends.kubernetes.render import (
     render_parts,
     secret_object,
 )
-from envscaler_airflow.backends.kubernetes.rescale import rescale_patch
+from envscaler_airflow.backends.kubernetes.rescale import is_removable, rescale_patch
 from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
@@ -412,6 +412,19 @@ class KubernetesBackend:
                 raise
             raise BackendError(f"{handle.name}: cannot be rescaled: {err}", status=err.status) from err
         return handle_of([job])
+
+    def removable(self, handle: Handle) -> frozenset[int]:
+        """Nodes whose pod is marked, or whose machine is about to go as far as machines may be read."""
+        pods = self.pods(handle)
+        try:
+            nodes = {node["metadata"]["name"]: node for node in self._nodes()}
+        except RefusedError as err:
+            if err.status != 403:
+                raise
+            nodes = {}
+        return frozenset(
+            node for node, pod in pods if is_removable(pod, nodes.get(pod["spec"].get("nodeName") or ""))
+        )
 
     def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
         """Ask for so much per node, in place; ``infeasible`` once one node cannot have it.

@@ -22,6 +22,22 @@ def node_bound(spec: Mapping[str, Any], nodes: int) -> int:
     return max(nodes, int(most or nodes))
 
 
+LEAVING_TAINTS = frozenset(
+    ("ToBeDeletedByClusterAutoscaler", "DeletionCandidateOfClusterAutoscaler", "karpenter.sh/disrupted")
+)
+"""Taints of nodes that are about to go. Source: Cluster Autoscaler FAQ; Karpenter, disruption."""
+
+
+def is_removable(pod: Mapping[str, Any], node: Mapping[str, Any] | None) -> bool:
+    """True for a pod that is marked, or whose *node* takes no new pods or is about to go."""
+    annotations = pod["metadata"].get("annotations") or {}
+    if annotations.get(names.REMOVABLE) == "true":
+        return True
+    spec = (node or {}).get("spec") or {}
+    taints = {taint.get("key") for taint in spec.get("taints") or ()}
+    return bool(spec.get("unschedulable")) or not taints.isdisjoint(LEAVING_TAINTS)
+
+
 def rescale_patch(job: Mapping[str, Any], nodes: int) -> dict[str, Any]:
     """What lets *job* have *nodes* pods.
 

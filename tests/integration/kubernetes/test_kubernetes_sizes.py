@@ -3,9 +3,9 @@
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS
 from fakes.kubernetes.resources import CLAIMS
-from integration.kubernetes.rig import MIXED, eventually, ours, request_for, running, with_claim
+from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, request_for, running, with_claim
 
-from envscaler_airflow.backends.kubernetes import paths
+from envscaler_airflow.backends.kubernetes import names, paths
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation
 
@@ -132,6 +132,26 @@ def test_an_elastic_attempt_grows_and_shrinks_in_place(cluster, connect):
     assert len(running(backend, shrunk).nodes) == 1
     assert len(cluster.list(JOBS, "default")) == 1
     assert backend.find(request_for(spec=ELASTIC)) == shrunk
+
+
+def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):
+    """By an annotation of its pod, a cordon, or an autoscaler's taint; node 0 may be among them."""
+    cluster.add_node("going", cpu="1300m", memory="2Gi")
+    backend = connect()
+    handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=3)))
+    running(backend, handle)
+    assert backend.removable(handle) == frozenset()
+    on = {pod["spec"]["nodeName"]: node for node, pod in backend.pods(handle)}
+    other = next(node for node in range(3) if node != on.get("going"))
+    pod = next(pod for node, pod in backend.pods(handle) if node == other)
+
+    mark = {"metadata": {"annotations": {names.REMOVABLE: "true"}}}
+    backend.cluster.patch(paths.pods("default", pod["metadata"]["name"]), mark)
+    cluster.node("going").taint("ToBeDeletedByClusterAutoscaler", effect="NoSchedule")
+
+    assert backend.removable(handle) == {other, on.get("going", other)}
+    cluster.node(pod["spec"]["nodeName"]).cordon()
+    assert len(backend.removable(handle)) >= 2
 
 
 def test_what_is_not_elastic_is_not_rescaled(cluster, connect):
