@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 
 from envscaler_airflow.frameworks.accelerate import AcceleratedSession
 from envscaler_airflow.protocol import EXIT_LEFT
@@ -15,10 +15,14 @@ from envscaler_airflow.protocol import EXIT_LEFT
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(2))
 
 
-def train(rig, *, epochs=3, accumulation=1, on_epoch=None):
+def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None):
     """Six batches of four rows an epoch, shuffled, with dropout; the model and the session."""
     set_seed(1)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulation,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+    )
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(ROWS, batch_size=4, shuffle=True)
@@ -63,6 +67,17 @@ def test_a_resume_ends_with_the_same_weights(rig_every, every, accumulation):
     assert torch.equal(again.weight, whole.weight)
     assert session.session.steps == 18 // accumulation
     assert again_seen == [item for item in seen if item[0] * 6 // accumulation > every]
+
+
+@pytest.mark.parametrize("every", [8, 12])
+def test_an_order_that_is_drawn_from_the_epoch_goes_on_in_the_right_epoch(rig_every, every):
+    """``use_seedable_sampler``: a new process would begin with the order of epoch 0."""
+    rig = rig_every(every)
+    whole, _ = train(rig, seedable=True)
+    resume(rig, rig.names()[0])
+    again, _ = train(rig, seedable=True)
+
+    assert torch.equal(again.weight, whole.weight)
 
 
 def test_accumulated_gradients_count_as_one_step(rig):

@@ -82,6 +82,14 @@ def test_what_workers_fetch_ahead_does_not_count_as_used():
     assert steps(follower, 1) == [steps(loader(), 3)[2]]
 
 
+def test_an_order_takes_nothing_from_torch_s_own_generator():
+    """A resume begins an epoch's loop once more often: dropout would draw other masks after it."""
+    before = torch.get_rng_state()
+    steps(loader(), 2)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_place_counts_whole_steps_alone():
     """Within a step that accumulates, the place is the step's begin."""
     of = loader()

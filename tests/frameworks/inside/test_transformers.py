@@ -89,10 +89,11 @@ def test_gradient_accumulation_counts_steps_of_the_optimizer(rig, tmp_path):
     assert (progress.total_steps, progress.epochs) == (6, 2)
 
 
-@pytest.mark.parametrize("every", [2, 3, 6])
-def test_a_resume_ends_with_the_same_weights(rig_every, tmp_path, every):
-    """In the middle of an epoch, at its end, and with accumulation: to the bit."""
+@pytest.mark.parametrize(("every", "only_model"), [(2, False), (3, False), (6, True)])
+def test_a_resume_ends_with_the_same_weights(rig_every, tmp_path, every, only_model):
+    """In the middle of an epoch, at its end, with accumulation, whatever the Trainer saves: to the bit."""
     options = {"gradient_accumulation_steps": 2, "epochs": 4, "eval_strategy": "epoch"}
+    options["save_only_model"] = only_model
     rig = rig_every(every)
     whole = trainer(tmp_path / "whole", **options)
     SessionCallback(whole, rig.session())
