@@ -81,8 +81,13 @@ def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> RunFacts | 
     deployment = _deployment(store)
     if deployment is None:
         return where
-    key = RunKey(deployment, dag_id, run_id, task_id, map_index, DagModel.get_team_name(dag_id))
-    return read_facts(store, key.prefix) or where
+    # A DAG may have a team that its runs do not carry: they had none before, or teams are switched off.
+    for team in dict.fromkeys((DagModel.get_team_name(dag_id), None)):
+        key = RunKey(deployment, dag_id, run_id, task_id, map_index, team)
+        facts = read_facts(store, key.prefix)
+        if facts is not None:
+            return facts
+    return where
 
 
 def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace:

@@ -104,6 +104,7 @@ def test_airflow_starts_in_it_with_the_provider(image):
     assert "apache-airflow-providers-cncf-kubernetes" in found["providers"]
     assert "envscaler" in found["plugins"]
     assert found["broken"] == []
+    assert found["page"] == "There is no run store to read"
     assert found["version"].startswith("3.")
     assert found["user"] == 50000
 

@@ -1,19 +1,24 @@
 """How the page finds a run: which store, which deployment, which index."""
 
+import shutil
 import warnings
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.plugin import PREFIX, EnvScalerPlugin
-from envscaler_airflow.store import open_store
+from envscaler_airflow.store import RunKey, open_store
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # Airflow imports starlette's deprecated test client
     from envscaler_airflow.plugin import app
+
+
+RECORDED = Path(__file__).parents[1] / "compat/0.1.0/run"
 
 
 @pytest.fixture
@@ -97,6 +102,20 @@ def test_no_store_says_what_to_set(rendered, monkeypatch):
 
     assert answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE
     assert b"set [envscaler] store_url" in answer.body
+
+
+@pytest.mark.parametrize("team", [None, "red"])
+def test_a_team_is_part_of_where_a_run_lies(rendered, configured, monkeypatch, tmp_path, team):
+    """Runs from before the DAG had its team are still found."""
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "local")
+    monkeypatch.setattr(app.DagModel, "get_team_name", lambda dag_id: "red")
+    prefix = RunKey("local", "dag", "run", "train", team=team).prefix
+    shutil.copytree(RECORDED, tmp_path / "store" / prefix)
+
+    answer = ask()
+
+    assert answer.status_code == HTTPStatus.OK
+    assert f"/{prefix}<".encode() in answer.body
 
 
 def test_a_store_that_does_not_answer_is_asked_again(rendered, configured, monkeypatch):

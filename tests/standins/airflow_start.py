@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ def ask(url: str) -> Any:
     """JSON of one answer."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         return json.load(answer)
+
+
+def title(url: str) -> str:
+    """Title of a page, whatever its status."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as err:
+        text = err.read()
+    return str(text.decode().partition("<title>")[2].partition("</title>")[0])
 
 
 def printed(*words: str) -> str:
@@ -69,6 +80,7 @@ def main() -> None:
             ],
             "plugins": [item["name"] for item in ask(f"{url}/api/v2/plugins?limit=100")["plugins"]],
             "broken": ask(f"{url}/api/v2/plugins/importErrors")["import_errors"],
+            "page": title(f"{url}/envscaler/dags/any/training?run_id=r&task_id=t"),
             "version": printed("airflow", "version").splitlines()[-1],
             "user": os.getuid(),
         }
