@@ -14,10 +14,13 @@ neither twice nor never.
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from envscaler_airflow.agent import Session
@@ -25,6 +28,7 @@ from envscaler_airflow.frameworks.torch import agree
 
 _AFTER_STEP = "_maybe_log_save_evaluate"
 _SAVE = "_save_checkpoint"
+_BEST = "best"
 
 
 class SessionCallback(TrainerCallback):
@@ -51,7 +55,10 @@ class SessionCallback(TrainerCallback):
             )
         self.session = session if session is not None else Session(agree=agree)
         folder = self.session.restore()
-        self.restored = _trainer_folder(folder) if folder is not None else None
+        self.restored = None
+        if folder is not None:
+            self.restored = _trainer_folder(folder)
+            _lay_out_best(folder, Path(self.restored), trainer.args)
         self._trainer = trainer
         self._log_save_evaluate = getattr(trainer, _AFTER_STEP)
         setattr(trainer, _AFTER_STEP, self._after_step)
@@ -131,8 +138,12 @@ class SessionCallback(TrainerCallback):
         self.session.checkpoint(self._save, epoch_end=finished)
 
     def _save(self, folder: Path) -> None:
-        with _saving_into(self._trainer.args, folder):
-            getattr(self._trainer, _SAVE)(self._trainer.model, trial=None)
+        trainer = self._trainer
+        with _saving_into(trainer.args, folder):
+            getattr(trainer, _SAVE)(trainer.model, trial=None)
+        best = trainer.state.best_model_checkpoint
+        if trainer.args.load_best_model_at_end and trainer.args.should_save and best is not None:
+            shutil.copytree(best, folder / _BEST / Path(best).name)
 
 
 @contextmanager
@@ -157,3 +168,18 @@ def _saving_into(args: TrainingArguments, folder: Path) -> Iterator[None]:
 def _trainer_folder(folder: Path) -> str:
     found = sorted(folder.glob("checkpoint-*"))
     return str(found[0]) if found else str(folder)
+
+
+def _lay_out_best(folder: Path, checkpoint: Path, args: TrainingArguments) -> None:
+    """Put the best checkpoint so far to where ``load_best_model_at_end`` will look for it here."""
+    if args.local_process_index == 0:
+        for best in (folder / _BEST).glob("checkpoint-*"):
+            here = Path(args.output_dir) / best.name
+            shutil.copytree(best, here, dirs_exist_ok=True)
+            state = checkpoint / "trainer_state.json"
+            body = json.loads(state.read_text(encoding="utf-8"))
+            draft = state.with_suffix(".new")  # the file may be a link to the one that was brought
+            draft.write_text(json.dumps({**body, "best_model_checkpoint": str(here)}), encoding="utf-8")
+            draft.replace(state)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()

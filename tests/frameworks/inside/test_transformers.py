@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -47,14 +48,14 @@ def rows(count):
     return [{"x": x, "labels": 2 * x.sum()} for x in xs]
 
 
-def trainer(folder, *, epochs=2, **options):
+def trainer(folder, *, epochs=2, save_strategy="no", **options):
     """12 rows in batches of 2: six batches, or three steps of two, an epoch."""
     torch.manual_seed(1)
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=epochs,
         per_device_train_batch_size=2,
-        save_strategy="no",
+        save_strategy=save_strategy,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
@@ -106,6 +107,23 @@ def test_a_resume_ends_with_the_same_weights(rig_every, tmp_path, every, only_mo
     assert torch.equal(again.model.weight, whole.model.weight)
     assert whole.seen.at == [3, 6, 9, 12]
     assert again.seen.at == [step for step in whole.seen.at if step > every]  # none twice, none left out
+
+
+def test_the_best_checkpoint_so_far_moves_along(rig_every, tmp_path):
+    """The first epoch was the best: a training that goes on elsewhere in the third still ends with it."""
+    rig = rig_every(14)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    options = {"epochs": 4, "eval_strategy": "epoch", **best, "save_strategy": "epoch"}
+    whole = trainer(tmp_path / "whole", **options)
+    SessionCallback(whole, rig.session())
+    whole.train()
+    shutil.rmtree(tmp_path / "whole")
+    again, callback = resumed(rig, tmp_path / "again", rig.names()[0], **options)
+    again.train(resume_from_checkpoint=callback.restored)
+
+    assert whole.state.best_global_step == again.state.best_global_step == 6
+    assert again.state.best_model_checkpoint == str(tmp_path / "again/checkpoint-6")
+    assert torch.equal(again.model.weight, whole.model.weight)
 
 
 def test_what_is_saved_leaves_the_trainer_s_own_folder_alone(rig_every, tmp_path):
