@@ -22,6 +22,7 @@ from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_e
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
 from envscaler_airflow.backends.kubernetes.look import look_at
 from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
+from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.render import (
     MAIN,
@@ -153,7 +154,25 @@ class KubernetesBackend:
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
         """What ``submit`` would send, as JSON and without secrets."""
-        return render_attempt(request, self.settings)
+        return render_attempt(request, self.settings, drivers=self._drivers(request))
+
+    def _parts_of(self, request: AttemptRequest) -> list[Json]:
+        return render_parts(request, self.settings, drivers=self._drivers(request))
+
+    def _drivers(self, request: AttemptRequest) -> frozenset[str]:
+        """CSI drivers of the cluster that mount a volume of the stage; none where they may not be read."""
+        found = set()
+        for name in drivers_for(request.spec):
+            try:
+                answer = self.cluster.find(paths.drivers(name))
+            except RefusedError as err:
+                if err.status != 403:
+                    raise
+                continue
+            modes = (answer.body.get("spec") or {}).get("volumeLifecycleModes") if answer else None
+            if "Ephemeral" in (modes or ()):
+                found.add(name)
+        return frozenset(found)
 
     # -- starting
 
@@ -168,7 +187,7 @@ class KubernetesBackend:
         """
         if request.allocation.offer.cloud != "kubernetes":
             raise BackendError(f"{request.allocation.offer.name}: is no offer of a cluster")
-        jobs = self._make(request, render_parts(request, self.settings))
+        jobs = self._make(request, self._parts_of(request))
         handle = handle_of(jobs)
         self._settle(handle)
         return handle
@@ -187,7 +206,7 @@ class KubernetesBackend:
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle when the attempt was started and is not released, else None."""
-        found = [self._read(part["name"]) for part in render_parts(request, self.settings)]
+        found = [self._read(part["name"]) for part in self._parts_of(request)]
         jobs = [job for job in found if job is not None and _is_of(job, request)]
         if not any(_is_started(job) for job in jobs) or all(_is_released(job) for job in jobs):
             return None

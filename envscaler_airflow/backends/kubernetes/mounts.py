@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -58,6 +58,38 @@ _PLACES = ("pvc", "nfs", "hostPath")
 _READ = "ReadOnly"
 
 
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """A CSI driver that mounts a bucket as a volume of the pod itself.
+
+    Attributes:
+        name: Of its CSIDriver object.
+        annotations: That a pod needs for it.
+    """
+
+    name: str
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+
+GCS_FUSE = Driver("gcsfuse.csi.storage.gke.io", {"gke-gcsfuse/volumes": "true"})
+"""Source: Google Kubernetes Engine, Cloud Storage FUSE CSI driver, ephemeral volumes."""
+DRIVERS: Mapping[str, Driver] = {"gs": GCS_FUSE, "gcs": GCS_FUSE}
+"""By scheme. Drivers that only bind persistent volumes (Mountpoint for S3, OSS) are not among them: those are
+claims, ``pvc://``."""
+
+
+def drivers_for(spec: Mapping[str, Any]) -> frozenset[str]:
+    """Names of CSI drivers that the spec's volumes could be mounted by."""
+    kinds = (str(volume.get("source") or "").partition(":")[0] for volume in spec.get("volumes") or ())
+    return frozenset(DRIVERS[kind].name for kind in kinds if kind in DRIVERS)
+
+
+def _driver(kind: str, drivers: Collection[str]) -> Driver | None:
+    """By which a source of that scheme is mounted on a cluster that has *drivers*; None: it is copied."""
+    driver = DRIVERS.get(kind)
+    return driver if driver is not None and driver.name in drivers else None
+
+
 @dataclass(slots=True)
 class Mounts:
     """What is collected for one pod.
@@ -66,11 +98,13 @@ class Mounts:
         volumes: Of the pod.
         training: Mounts of the training's container.
         courier: Mounts of the courier's, which lays out what is read-only for the training.
+        annotations: Of the pod.
     """
 
     volumes: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     courier: list[dict[str, Any]] = field(default_factory=list)
+    annotations: dict[str, str] = field(default_factory=dict)
 
     @property
     def paths(self) -> list[str]:
@@ -84,12 +118,13 @@ class Mounts:
         self.training.append({**mount, "readOnly": True} if read_only else mount)
 
 
-def mounts_of(spec: Mapping[str, Any], *, run: str = "") -> Mounts:
+def mounts_of(spec: Mapping[str, Any], *, run: str = "", drivers: Collection[str] = ()) -> Mounts:
     """Volumes and mounts of a stage, less ``/dev/shm`` and what the deployment adds.
 
     Args:
         spec: The frozen spec.
         run: Hash of the run, for claims that go with it.
+        drivers: CSI drivers that the cluster has.
 
     Raises:
         SpecError: A source that cannot be had here, or a path with no folder of its own.
@@ -99,7 +134,7 @@ def mounts_of(spec: Mapping[str, Any], *, run: str = "") -> Mounts:
     found.training.append(home)
     found.courier.append(home)
     for index, volume in enumerate(spec.get("volumes") or ()):
-        _volume(found, index, volume, run)
+        _volume(found, index, volume, run, drivers)
     for what, path in shared_paths(spec):
         _shared(found, what, path)
     return found
@@ -112,7 +147,7 @@ def shared_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     return paths + ([("checkpoint.path", str(checkpoint))] if checkpoint else [])
 
 
-def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str) -> None:
+def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str, drivers: Collection[str]) -> None:
     path, source = str(volume["mount_path"]), str(volume.get("source") or "")
     read_only = volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany")
     kind = source.partition(":")[0]
@@ -121,11 +156,14 @@ def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str) -> N
             f"volumes.{volume['name']}: {source}: HDFS is not mounted on Kubernetes; "
             "write pvc://claim or nfs://host/path"
         )
-    if kind not in _PLACES:
+    name, driver = dns_label(f"v{index}-{volume['name']}"), _driver(kind, drivers)
+    if kind not in _PLACES and driver is None:
         found.share(path, read_only=read_only)
         return
-    name = dns_label(f"v{index}-{volume['name']}")
-    if kind == "pvc":
+    if driver is not None:
+        found.annotations |= driver.annotations
+        found.volumes.append({"name": name, "csi": _csi(driver, source, read_only=read_only)})
+    elif kind == "pvc":
         claim = {"claimName": claim_name(volume, run)} | ({"readOnly": True} if read_only else {})
         found.volumes.append({"name": name, "persistentVolumeClaim": claim})
     else:
@@ -133,6 +171,13 @@ def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str) -> N
     mount = {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
     found.training.append(mount)
     found.courier.append(mount)
+
+
+def _csi(driver: Driver, source: str, *, read_only: bool) -> dict[str, Any]:
+    bucket, _, folder = source.partition("://")[2].partition("/")
+    options = "implicit-dirs" + (f",only-dir={folder.rstrip('/')}" if folder.strip("/") else "")
+    attributes = {"bucketName": bucket, "mountOptions": options}
+    return {"driver": driver.name, "readOnly": read_only, "volumeAttributes": attributes}
 
 
 def _source(kind: str, source: str, *, read_only: bool) -> dict[str, Any]:
@@ -189,14 +234,20 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def layout_of(
-    spec: Mapping[str, Any], command: list[str], store_options: Mapping[str, Any]
+    spec: Mapping[str, Any],
+    command: list[str],
+    store_options: Mapping[str, Any],
+    *,
+    drivers: Collection[str] = (),
 ) -> dict[str, Any]:
     """``layout.json``: what the courier brings and takes."""
     checkpoint = (spec.get("checkpoint") or {}).get("path")
     copied = [
         volume
         for volume in spec.get("volumes") or ()
-        if str(volume.get("source") or "").partition(":")[0] not in _PLACES and volume.get("source")
+        if volume.get("source")
+        and (kind := str(volume["source"]).partition(":")[0]) not in _PLACES
+        and _driver(kind, drivers) is None
     ]
     return {
         "work": WORK,

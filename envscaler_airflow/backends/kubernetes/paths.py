@@ -33,6 +33,11 @@ def claims(namespace: str, name: str = "") -> str:
     return _join(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims", name)
 
 
+def drivers(name: str = "") -> str:
+    """CSI drivers of the cluster, or one of them."""
+    return _join("/apis/storage.k8s.io/v1/csidrivers", name)
+
+
 def events(namespace: str) -> str:
     """Events of a namespace."""
     return f"/api/v1/namespaces/{namespace}/events"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,22 +45,27 @@ _WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
 _OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
 
 
-def render_attempt(request: AttemptRequest, settings: Settings) -> dict[str, Any]:
+def render_attempt(
+    request: AttemptRequest, settings: Settings, *, drivers: Collection[str] = ()
+) -> dict[str, Any]:
     """Everything that ``submit`` would create, without secrets.
 
     A mixed allocation has ``parts``, each of which is what an attempt on one offer is: a Job with its
-    ConfigMap. Owner references and the values of secrets are added when it is sent.
+    ConfigMap. Owner references and the values of secrets are added when it is sent. *drivers* are the CSI
+    drivers that the cluster has.
 
     Raises:
         SpecError: It asks for what no pod can have.
     """
-    parts = render_parts(request, settings)
+    parts = render_parts(request, settings, drivers=drivers)
     if len(parts) == 1:
         return parts[0]
     return {"name": parts[0]["name"], "namespace": settings.namespace, "parts": parts}
 
 
-def render_parts(request: AttemptRequest, settings: Settings) -> list[dict[str, Any]]:
+def render_parts(
+    request: AttemptRequest, settings: Settings, *, drivers: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """One Job with its ConfigMap for each offer of the allocation, in the order of nodes.
 
     Raises:
@@ -68,7 +73,7 @@ def render_parts(request: AttemptRequest, settings: Settings) -> list[dict[str, 
     """
     name = names.attempt_name(request)
     return [
-        _render_part(_Attempt(request, settings, names.part_name(name, index), part))
+        _render_part(_Attempt(request, settings, names.part_name(name, index), part, frozenset(drivers)))
         for index, part in enumerate(request.allocation.parts)
     ]
 
@@ -76,7 +81,8 @@ def render_parts(request: AttemptRequest, settings: Settings) -> list[dict[str, 
 def _render_part(part: _Attempt) -> dict[str, Any]:
     request, settings, name = part.request, part.settings, part.name
     layout = json.dumps(
-        at.layout_of(request.spec, list(request.command), request.store_options), sort_keys=True
+        at.layout_of(request.spec, list(request.command), request.store_options, drivers=part.drivers),
+        sort_keys=True,
     )
     if len(layout.encode()) > MAX_CONFIG_BYTES:
         raise SpecError(
@@ -121,6 +127,7 @@ class _Attempt:
     settings: Settings
     name: str
     part: AllocationPart
+    drivers: frozenset[str]
 
     @property
     def offer(self) -> Offer:
@@ -208,7 +215,7 @@ class _Attempt:
 
     def _template(self, labels: Mapping[str, str]) -> dict[str, Any]:
         request, settings = self.request, self.settings
-        mounts = at.mounts_of(request.spec, run=self.run)
+        mounts = at.mounts_of(request.spec, run=self.run, drivers=self.drivers)
         self._add_shm(mounts)
         self._add_store(mounts)
         where = affinity(self.offer, settings)
@@ -231,7 +238,8 @@ class _Attempt:
         spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}
         spec |= {"imagePullSecrets": secrets} if (secrets := self._pull_secrets()) else {}
         spec |= {"securityContext": _pod_security(settings.user)} if settings.user is not None else {}
-        pod = {"metadata": {"labels": dict(labels)}, "spec": spec}
+        marks = {"annotations": mounts.annotations} if mounts.annotations else {}
+        pod = {"metadata": {"labels": dict(labels), **marks}, "spec": spec}
         return merge_pod(pod, settings.pod_override, keep_name=MAIN)
 
     def _pull_secrets(self) -> list[dict[str, str]]:

@@ -36,6 +36,7 @@ OPTIONAL = [
     ("", "nodes", "get"),
     ("", "pods/resize", "patch"),
     ("", "pods/status", "patch"),
+    ("storage.k8s.io", "csidrivers", "get"),
 ]
 """What the comments of the Role say may be left out; listing pods of the whole cluster is tested apart."""
 

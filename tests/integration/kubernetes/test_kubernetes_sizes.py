@@ -1,8 +1,10 @@
 """Attempts of two offers, of a changing number of nodes, of other sizes, and with claims."""
 
+import json
+
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS
-from fakes.kubernetes.resources import CLAIMS
+from fakes.kubernetes.resources import CLAIMS, DRIVERS
 from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, request_for, running, with_claim
 
 from envscaler_airflow.backends.kubernetes import names, paths
@@ -219,6 +221,30 @@ def test_a_claim_that_is_there_is_bound_as_it_is(cluster, connect):
     [claim] = cluster.list(CLAIMS, "default")
     assert claim["spec"]["resources"] == size
     assert "ownerReferences" not in claim["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("modes", "is_mounted"), [(["Ephemeral", "Persistent"], True), (["Persistent"], False), (None, False)]
+)
+def test_a_bucket_is_mounted_where_the_cluster_has_the_driver(cluster, connect, modes, is_mounted):
+    """By a driver that mounts for a pod; else it is copied. One that may not be read is not there."""
+    if modes is not None:
+        driver = {"metadata": {"name": "gcsfuse.csi.storage.gke.io"}, "spec": {"volumeLifecycleModes": modes}}
+        cluster.create(DRIVERS, driver)
+    volume = {"name": "d", "source": "gs://bucket/in/here/", "mount_path": "/d", "access_mode": "ReadOnly"}
+    request = request_for(spec={"volumes": [volume]})
+
+    rendered = connect().render(request)
+    nobody = connect(token=cluster.user("few", [])).render(request)
+
+    pod = rendered["job"]["spec"]["template"]
+    copied = [one["name"] for one in json.loads(rendered["config_map"]["data"]["layout.json"])["mounts"]]
+    mounted = [one["csi"] for one in pod["spec"]["volumes"] if "csi" in one]
+    expected = {"bucketName": "bucket", "mountOptions": "implicit-dirs,only-dir=in/here"}
+    assert [one["volumeAttributes"] for one in mounted] == ([expected] if is_mounted else [])
+    assert copied == ([] if is_mounted else ["d"])
+    assert ("annotations" in pod["metadata"]) is is_mounted
+    assert json.loads(nobody["config_map"]["data"]["layout.json"])["mounts"] != []
 
 
 def test_free_is_what_nobody_holds(cluster, connect):
