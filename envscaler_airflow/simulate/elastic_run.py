@@ -85,44 +85,81 @@ class ElasticRun:
     path: tuple[tuple[float, str], ...] = ()
 
 
-def simulate_elastic(job: ElasticJob, policy: ElasticPolicy, *, seed: int) -> ElasticRun:
-    """Run *job* to its end. The start is a restart, and so is each switch; both are billed."""
-    random = Random(seed)  # noqa: S311  # noise, not secrets
-    truth = _Truth(job)
-    policy.begin(job)
-    config, done, time_s, usd, restarts = job.start, 0.0, 0.0, 0.0, 0
-    path = [(0.0, config.name)]
-    time_s += job.model.restart_s
-    usd += job.usd_per_hour(config) * job.model.restart_s / SECONDS_PER_HOUR
-    total = truth.ends[-1]
-    while done < total - 1e-9:
-        took, done = truth.advance(config, done, DECISION_S)
-        time_s += took
-        usd += job.usd_per_hour(config) * took / SECONDS_PER_HOUR
-        if done >= total - 1e-9:
-            break
-        epoch = truth.epoch(done)
-        step, _ = truth.best(config, epoch)
-        noise = math.exp(random.gauss(0, NOISE))
-        view = ElasticView(
-            time_s,
-            config,
+class ElasticTraining:
+    """A job under way, a minute at a time. The start is a restart, and so is each switch; both are billed.
+
+    Attributes:
+        job: The job.
+        config: Where it runs.
+        done, time_s, usd, restarts: So far.
+        path: Where it ran, and since when.
+    """
+
+    def __init__(self, job: ElasticJob, *, seed: int) -> None:
+        """Restart on the job's start."""
+        self._random = Random(seed)  # noqa: S311  # noise, not secrets
+        self._truth = _Truth(job)
+        self._total = self._truth.ends[-1]
+        self.job, self.config = job, job.start
+        self.done, self.time_s, self.usd, self.restarts = 0.0, 0.0, 0.0, 0
+        self.path = [(0.0, job.start.name)]
+        self._pass(job.model.restart_s)
+
+    @property
+    def is_done(self) -> bool:
+        """True when no work is left."""
+        return self.done >= self._total - 1e-9
+
+    @property
+    def objective(self) -> float:
+        """Cost and value of the time, so far."""
+        return self.usd + self.job.value_of_hour * self.time_s / SECONDS_PER_HOUR
+
+    def advance(self) -> None:
+        """Train for a minute, or to the end."""
+        took, self.done = self._truth.advance(self.config, self.done, DECISION_S)
+        self._pass(took)
+
+    def switch(self, config: Config) -> None:
+        """Restart on *config*; nothing when it runs there."""
+        if config == self.config:
+            return
+        self.config, self.restarts = config, self.restarts + 1
+        self.path.append((self.time_s, config.name))
+        self._pass(self.job.model.restart_s)
+
+    def view(self) -> ElasticView:
+        """What a policy sees; draws noise."""
+        epoch = self._truth.epoch(self.done)
+        step, _ = self._truth.best(self.config, epoch)
+        noise = math.exp(self._random.gauss(0, NOISE))
+        return ElasticView(
+            self.time_s,
+            self.config,
             step.batch,
             step.step_s * noise,
             step.sync_s * noise,
-            job.model.noise_at(step.batch, epoch),
-            done,
-            total - done,
+            self.job.model.noise_at(step.batch, epoch),
+            self.done,
+            self._total - self.done,
             epoch,
         )
-        wanted = policy.choose(view)
-        if wanted != config:
-            config, restarts = wanted, restarts + 1
-            path.append((time_s, config.name))
-            time_s += job.model.restart_s
-            usd += job.usd_per_hour(config) * job.model.restart_s / SECONDS_PER_HOUR
-    hours = time_s / SECONDS_PER_HOUR
-    return ElasticRun(usd, hours, restarts, usd + job.value_of_hour * hours, tuple(path))
+
+    def _pass(self, seconds: float) -> None:
+        self.time_s += seconds
+        self.usd += self.job.usd_per_hour(self.config) * seconds / SECONDS_PER_HOUR
+
+
+def simulate_elastic(job: ElasticJob, policy: ElasticPolicy, *, seed: int) -> ElasticRun:
+    """Run *job* to its end under *policy*, which is asked every minute."""
+    training = ElasticTraining(job, seed=seed)
+    policy.begin(job)
+    training.advance()
+    while not training.is_done:
+        training.switch(policy.choose(training.view()))
+        training.advance()
+    hours = training.time_s / SECONDS_PER_HOUR
+    return ElasticRun(training.usd, hours, training.restarts, training.objective, tuple(training.path))
 
 
 def elastic_optimum(job: ElasticJob) -> float:

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe
+from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticTraining
 
 Draw = Callable[[Random], tuple[SpotJob, Mapping[str, Sequence[int]]]]
 """Draws a job and the availability of its zones from its start on."""
@@ -86,4 +87,53 @@ class SpotEnv:
             "up": [int(self._is_up(name)) for name in self._names],
             "on_demand_usd": self._job.on_demand_usd,
             "spot_usd": self._job.spot_usd,
+        }
+
+
+class ElasticEnv:
+    """Steps of one minute of an elastic training. Actions: its configurations in order.
+
+    The observation has what a policy sees: ``action`` (where it runs), ``batch``, ``step_s``, ``sync_s``,
+    ``noise_scale``, ``work_left``, and the price of every action. The reward is minus the objective: cost and
+    value of the time that the step took, a restart inside when the action is another one.
+    """
+
+    metadata: Mapping[str, Any] = {"render_modes": []}
+
+    def __init__(self, draw: Callable[[Random], ElasticJob]) -> None:
+        """Episodes come from *draw*."""
+        self._draw = draw
+        self._random = Random()  # noqa: S311  # episodes, not secrets
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin an episode; the same seed begins the same one. *options* are not used."""
+        del options
+        if seed is not None:
+            self._random = Random(seed)  # noqa: S311  # episodes, not secrets
+        self._training = ElasticTraining(self._draw(self._random), seed=self._random.randrange(2**31))
+        self._training.advance()
+        return self._observation(), {"objective": self._training.objective}
+
+    def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Switch when *action* is another place, and train a minute: observation, reward, terminated, ..."""
+        training = self._training
+        before = training.objective
+        training.switch(training.job.configs[action])
+        training.advance()
+        reward = before - training.objective
+        return self._observation(), reward, training.is_done, False, {"restarts": training.restarts}
+
+    def _observation(self) -> dict[str, Any]:
+        training, job = self._training, self._training.job
+        view = training.view()
+        return {
+            "action": job.configs.index(view.config),
+            "batch": view.batch,
+            "step_s": view.step_s,
+            "sync_s": view.sync_s,
+            "noise_scale": view.noise_scale,
+            "work_left": view.work_left,
+            "usd_per_hour": [job.usd_per_hour(config) for config in job.configs],
         }

@@ -1,5 +1,6 @@
 """The environment for learned policies agrees with the simulator, and a recorded run can be replayed."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed, Spee
 from envscaler_airflow.scaling import Check, Observation, Policy, decide
 from envscaler_airflow.scaling.deadline import ON_DEMAND, SpotJob
 from envscaler_airflow.scaling.registry import all_policies
-from envscaler_airflow.simulate.env import SpotEnv
+from envscaler_airflow.simulate.elastic import Config, Model, Step
+from envscaler_airflow.simulate.elastic_run import ElasticJob, simulate_elastic
+from envscaler_airflow.simulate.env import ElasticEnv, SpotEnv
 from envscaler_airflow.simulate.recorded import replay_run
 from envscaler_airflow.simulate.references import UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
@@ -96,3 +99,100 @@ def test_another_policy_is_labelled_from_its_first_other_decision_on():
 def test_our_policies_are_found_by_name():
     """What other packages bring stands beside them."""
     assert {"cost-to-finish", "deadline", "phase", "threshold", "vertical"} <= set(all_policies())
+
+
+FLAT = Model(
+    "flat",
+    100,
+    400,
+    50.0,
+    {Config("T4", 1, n): (Step(100 * n, 1.0, 0.1),) for n in (1, 2, 4)},
+    (2000.0, 4000.0),
+    {100: (50.0, 50.0)},
+)
+TRAINING = ElasticJob(FLAT, tuple(FLAT.steps), {"T4": 1.0}, 4.0, 1.0, Config("T4", 1, 1))
+
+
+class ToFour:
+    """Moves once, to four GPUs."""
+
+    def begin(self, job):
+        """Nothing to remember."""
+
+    def choose(self, view):
+        """Four."""
+        return Config("T4", 1, 4)
+
+
+def test_an_elastic_episode_costs_what_the_simulator_says():
+    """One minute on one GPU, then four: the rewards add up to minus the objective."""
+    run = simulate_elastic(TRAINING, ToFour(), seed=1)
+    env = ElasticEnv(lambda _random: TRAINING)
+    seen, told = env.reset(seed=1)
+    total, is_done = -told["objective"], False
+
+    while not is_done:
+        assert set(seen) >= {"action", "work_left", "usd_per_hour", "noise_scale"}
+        seen, reward, is_done, _, info = env.step(2)
+        total += reward
+
+    assert total == pytest.approx(-run.objective)
+    assert info["restarts"] == run.restarts == 1
+    assert seen["work_left"] == pytest.approx(0.0)
+
+
+def test_the_same_seed_begins_the_same_elastic_episode():
+    """Noise comes from the seed alone."""
+    env = ElasticEnv(lambda _random: TRAINING)
+
+    assert env.reset(seed=3) == env.reset(seed=3)
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A package with a policy and a simulated one, installed where Python looks."""
+    (tmp_path / "greedy_mover.py").write_text(
+        "from envscaler_airflow.scaling import Proposal, Want, outlook\n"
+        "from envscaler_airflow.simulate.references import OnDemand as Simulated\n"
+        "def propose(seen, policy):\n"
+        "    view = outlook(seen, policy)\n"
+        "    return Proposal(tuple(Want(i, 'more', view.staying, view.moving(i)) for i in seen.others()))\n"
+    )
+    meta = tmp_path / "greedy_mover-1.0.dist-info"
+    meta.mkdir()
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: greedy-mover\nVersion: 1.0\n")
+    (meta / "entry_points.txt").write_text(
+        "[envscaler_airflow.policies]\nmover = greedy_mover:propose\n"
+        "deadline = greedy_mover:propose\n"
+        "[envscaler_airflow.simulated_policies]\nmover = greedy_mover:Simulated\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    all_policies.cache_clear()
+    yield
+    all_policies.cache_clear()
+    sys.modules.pop("greedy_mover", None)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_policy_of_another_package_runs_behind_the_same_guards():
+    """It wants everything; nodes, pending requests and recommend-only hold it all the same."""
+    known = all_policies()
+    offer = Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0)
+    one, two, nine = (Allocation(offer, nodes) for nodes in (1, 2, 9))
+    seen = Observation(current=one, candidates=(two,), elapsed_s=600.0)
+    policy = Policy("mover", max_nodes=4, stabilization_s=0.0)
+
+    assert decide(seen, policy, policies=known).target == two
+    assert decide(replace(seen, candidates=(nine,)), policy, policies=known).action == "keep"
+    assert decide(replace(seen, pending="a request"), policy, policies=known).action == "keep"
+    assert decide(seen, replace(policy, recommend_only=True), policies=known).action == "recommend"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_package_cannot_replace_a_policy_of_ours():
+    """The name ``deadline`` stays what it is; what is simulated is found too."""
+    from envscaler_airflow.scaling import POLICIES
+    from envscaler_airflow.simulate.registry import simulated_policies
+
+    assert all_policies()["deadline"] is POLICIES["deadline"]
+    assert "mover" in simulated_policies()
