@@ -11,15 +11,14 @@ from typing import Any
 
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Backend, Handle
-from envscaler_airflow.errors import BackendError, ProtocolError
-from envscaler_airflow.lifecycle import Event
+from envscaler_airflow.controller import limits
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
+from envscaler_airflow.lifecycle import AttemptState, Event, RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
-
-KILL_GRACE_S = 30.0
-"""Seconds between a user's kill and the end of the machine. Source: Kubernetes' default grace."""
 
 
 def request_stop(store: Store, prefix: str, *, reason: str, by: str) -> Event:
@@ -72,19 +71,29 @@ def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, rea
         event = log.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
             break  # else the number was taken, perhaps by a new owner: look again
+    grace_s = _grace_s(store, prefix, state, live)
     name = f"{prefix}/{protocol.control_name(live.generation, live.number)}"
     control = replace(
         _asked_before(store, name) or Control(candidates=live.candidates),
         sequence=event.number,
         action="leave",
         align="now",
-        grace_s=KILL_GRACE_S,
+        grace_s=grace_s,
         reason=reason,
     )
     store.write(name, control.to_json())
     if live.handle is not None:
-        _stop_gracefully(backend, Handle.from_dict(live.handle))
+        _stop_gracefully(backend, Handle.from_dict(live.handle), grace_s=grace_s)
     return True
+
+
+def _grace_s(store: Store, prefix: str, state: RunState, live: AttemptState) -> float:
+    """As long as the last checkpoint took twice; the least when the store does not tell."""
+    try:
+        said = read_status(store, prefix, attempt=(live.generation, live.number), node=0)
+    except StoreError:
+        said = None
+    return limits.grace_s(state, said)
 
 
 def _asked_before(store: Store, name: str) -> Control | None:
@@ -96,9 +105,9 @@ def _asked_before(store: Store, name: str) -> Control | None:
         return None
 
 
-def _stop_gracefully(backend: Backend, handle: Handle) -> None:
+def _stop_gracefully(backend: Backend, handle: Handle, *, grace_s: float) -> None:
     try:
-        backend.stop(handle, grace_s=KILL_GRACE_S)
+        backend.stop(handle, grace_s=grace_s)
     except BackendError as err:
         if not err.transient:
             raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from envscaler_airflow.backends.base import (
     CountsFree,
     Handle,
+    MarksNodes,
     NodeStatus,
     RescalesInPlace,
     ResizesInPlace,
@@ -26,6 +27,7 @@ class ElasticBackend(ScriptedBackend):
         answers: What :meth:`resize` and :meth:`resized` say, the last for good.
         sizes: ``(vcpus, memory_bytes)`` last asked for, by the attempt's name.
         free: Nodes that could be had, by offer name; absent is unknown.
+        marked: Nodes that are to go first.
         new_nodes: State in which nodes come that a rescale adds.
     """
 
@@ -37,6 +39,7 @@ class ElasticBackend(ScriptedBackend):
         self.answers: list[ResizeState] = ["done"]
         self.sizes: dict[str, tuple[float | None, int | None]] = {}
         self.free: dict[str, int] = {}
+        self.marked: frozenset[int] = frozenset()
         self.new_nodes = NodeStatus(0, "running")
 
     def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
@@ -65,6 +68,11 @@ class ElasticBackend(ScriptedBackend):
             raise lost
         return Handle(handle.backend, handle.name, {**handle.details, "nodes": nodes})
 
+    def removable(self, handle: Handle) -> frozenset[int]:
+        """What the test marked."""
+        self._enter("removable", handle.name)
+        return self.marked
+
     def free_nodes(self, offers: Iterable[Offer]) -> Mapping[str, int]:
         """What the test says of them."""
         self._enter("free_nodes", "")
@@ -75,4 +83,5 @@ if TYPE_CHECKING:
     _resizes: ResizesInPlace = ElasticBackend()
     _rescales: RescalesInPlace = ElasticBackend()
     _counts: CountsFree = ElasticBackend()
+    _marks: MarksNodes = ElasticBackend()
     _mixes: RunsMixed = ElasticBackend()

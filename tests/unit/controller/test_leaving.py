@@ -65,22 +65,34 @@ def test_rank_zero_never_goes_and_each_goes_once(nodes, data, marked, step_s):
     assert len(set(got)) == len(got) == count
 
 
-@pytest.mark.parametrize(("slow", "event"), [(2, "move-accepted"), (3, "change-intended")])
-def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, event):
-    """The slowest of four goes: the last one by a change in place, another one by a next attempt."""
+def shrunk(new_world, *, slow, marked=frozenset()):
+    """The owner's answer to a move from four nodes to three."""
     world = new_world((DEMAND,), spec=SPEC.replace("num_nodes: 1..4", "num_nodes: 4"), backend=ElasticBackend)
+    world.backend.marked = marked
     owner = world.controller(value_of_hour=0.0)
     owner.enter()
     for node in range(4):
-        said = Progress(
-            step=10, total_steps=1000, epoch=1, elapsed_s=60.0, step_time_s=2.0 if node == slow else 1.0
-        )
+        step_s = 2.0 if node == slow else 1.0
+        said = Progress(step=10, total_steps=1000, epoch=1, elapsed_s=60.0, step_time_s=step_s)
         status = Status(generation=1, attempt=1, node=node, sequence=1, phase="running", progress=said)
         world.store.write(f"{world.prefix}/{status_name(1, 1, node)}", status.to_json())
     world.ask_move(target=Allocation(DEMAND, 3))
-
     owner.resume(Wake("request"))
+    return next(item for item in world.log.read() if item.type in ("move-accepted", "change-intended"))
 
-    answer = next(item for item in world.log.read() if item.type in ("move-accepted", "change-intended"))
+
+@pytest.mark.parametrize(("slow", "event"), [(2, "move-accepted"), (3, "change-intended")])
+def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, event):
+    """The slowest of four goes: the last one by a change in place, another one by a next attempt."""
+    answer = shrunk(new_world, slow=slow)
+
     assert answer.type == event
     assert answer.body["leaving"] == [{"node": slow, "reason": "it is the slowest: 2 s a step"}]
+
+
+def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
+    """The backend tells of the mark."""
+    answer = shrunk(new_world, slow=2, marked=frozenset({3}))
+
+    assert answer.type == "change-intended"
+    assert answer.body["leaving"] == [{"node": 3, "reason": "it is marked removable"}]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.controller import choose, limits
+from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Stage, Wake
 from envscaler_airflow.errors import BudgetError, RunFailedError
 from envscaler_airflow.lifecycle import RunState
@@ -205,3 +206,15 @@ def test_a_claim_holds_a_stage_to_its_zone(new_world):
     assert choose.fits(world.controller()._stage.spec, Allocation(there, 2), (here, there)) == (
         "data can be used in r/z-b alone"
     )
+
+
+def test_a_killed_task_leaves_its_training_as_long_as_a_checkpoint_takes(world):
+    """Marked or deleted in Airflow: a save of 90 s has 180 s, for the training and for the machine."""
+    world.controller().enter()
+    world.say(checkpoint=world.save(10), checkpoint_s=90.0)
+    stopped = []
+    world.backend.stop = lambda _handle, *, grace_s: stopped.append(grace_s)
+
+    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-1", reason="marked")
+
+    assert (world.control().action, world.control().grace_s, stopped) == ("leave", 180.0, [180.0])
