@@ -18,6 +18,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path, PurePosixPath
 
+from envscaler_airflow.courier import cached
 from envscaler_airflow.courier.exchange import Mount
 from envscaler_airflow.courier.site import Site
 from envscaler_airflow.errors import CheckpointError, SpecError
@@ -106,6 +107,9 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
     names = site.patiently(lambda: store.names(""), what=mount.name)
     if names:
         path.mkdir(parents=True, exist_ok=True)
+        if mount.index is not None:
+            cached.fetch(site, store, names, path, Path(mount.index))
+            return
         for name in names:
             _get(site, store, name, path / name)
         return
@@ -116,6 +120,9 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
     store = open_store(parent, site.layout.store_options)
     if site.patiently(lambda: store.size(name), what=mount.name) is None:
         raise SpecError(f"volume {mount.name}: nothing lies at {mount.source}")
+    if mount.index is not None:
+        cached.fetch(site, store, [name], path, Path(mount.index))
+        return
     _get(site, store, name, _landing(path, name))
 
 

@@ -41,7 +41,7 @@ class Who:
 class Mount(BaseModel):
     """A volume to copy in before the start.
 
-    ``is_cached``: its path outlives the pod, so that what is still the same is not fetched again.
+    ``index``: where its path outlives the node of the stage, the file that remembers what it holds.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -49,7 +49,7 @@ class Mount(BaseModel):
     source: str
     path: str
     read_only: bool = False
-    is_cached: bool = False
+    index: str | None = None
 
     @property
     def is_written_back(self) -> bool:

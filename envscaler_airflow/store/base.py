@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.protocol import SCHEMA, check_schema
@@ -86,6 +86,14 @@ class Store(Protocol):
 
     def uri(self, name: str) -> str:
         """URL of *name*, or of the folder *name*."""
+
+
+@runtime_checkable
+class TellsVersions(Protocol):
+    """A store that can tell whether an object is still the same without reading it."""
+
+    def version(self, name: str) -> str | None:
+        """What changes when *name* is written anew; None when it is absent. Raises StoreError."""
 
 
 class StoreView:

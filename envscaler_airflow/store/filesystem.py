@@ -123,6 +123,12 @@ class FilesystemStore:
         with self._told(name):
             return self._size(path)
 
+    def version(self, name: str) -> str | None:
+        """What the filesystem tells of *name*, such as its ETag or times; None when it is absent."""
+        path = self._path(name)
+        with self._told(name):
+            return None if self._size(path) is None else str(self._fs.ukey(path))
+
     def delete(self, name: str) -> None:
         """Delete *name*; nothing happens when it is absent."""
         path = self._path(name)

@@ -146,6 +146,17 @@ class S3Store:
             self._client.head_bucket(Bucket=self._bucket)
         return None
 
+    def version(self, name: str) -> str | None:
+        """ETag of *name*; None when it is absent."""
+        key = self._key(name)
+        with self._told(name):
+            try:
+                return self._client.head_object(Bucket=self._bucket, Key=key)["ETag"]
+            except refusals.ClientError as err:
+                if _status(err) != 404:
+                    raise
+        return None
+
     def delete(self, name: str) -> None:
         """Delete *name*; nothing happens when it is absent."""
         with self._told(name):

@@ -254,6 +254,25 @@ def test_what_may_only_be_read_is_mounted_so_and_what_may_be_written_is_brought_
     assert {mount["name"]: mount["read_only"] for mount in layout["mounts"]} == {"raw": True, "out": False}
 
 
+def test_a_bucket_is_kept_on_the_machine_where_the_deployment_says_so():
+    """Only what may be read alone; the courier writes it, the training reads it, in every attempt."""
+    settings = Settings(cache_path="/var/cache/envscaler")
+
+    parts = [render_attempt(request_for(attempt=number), settings) for number in (1, 2)]
+
+    layouts = [json.loads(part["config_map"]["data"]["layout.json"])["mounts"] for part in parts]
+    pod = parts[0]["job"]["spec"]["template"]["spec"]
+    [training] = [one for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/raw"]
+    courier = [one for one in pod["initContainers"][1]["volumeMounts"] if one["name"] == "cache"]
+    assert layouts[0] == layouts[1]
+    assert {one["name"]: "index" in one for one in layouts[0]} == {"raw": True, "out": False}
+    assert training["readOnly"] is True
+    assert [one.get("readOnly", False) for one in courier] == [False, False]
+    assert {one["mountPath"]: one["subPath"] for one in courier}["/raw"] == training["subPath"]
+    for document in documents(parts[0]):
+        validate(document, VERSIONS[-1], strict=True)
+
+
 def test_an_output_inside_a_volume_needs_nothing_of_its_own():
     """It lies on the claim, which the courier mounts too."""
     spec = {

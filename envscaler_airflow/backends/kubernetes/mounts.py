@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from envscaler_airflow.backends.kubernetes.names import claim_name, dns_label
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.outputs import is_output_uri
 
 HOME = "/envscaler"
 """Mounted in every container of ours: agent, exchange folder, working directory."""
@@ -19,6 +21,9 @@ EXCHANGE = f"{HOME}/exchange"
 WORK = f"{HOME}/work"
 LAYOUT = "/etc/envscaler"
 """Where the courier finds ``layout.json``."""
+CACHE = "cache"
+INDEX = "/var/lib/envscaler-index"
+"""Where the courier finds what the machine's cache holds."""
 SCRATCH = "envscaler"
 """The emptyDir behind all of that, and behind folders that the training and the courier share."""
 
@@ -99,17 +104,29 @@ class Mounts:
         training: Mounts of the training's container.
         courier: Mounts of the courier's, which lays out what is read-only for the training.
         annotations: Of the pod.
+        cache: Folder of every machine that keeps what was copied; None: none does.
     """
 
     volumes: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     courier: list[dict[str, Any]] = field(default_factory=list)
     annotations: dict[str, str] = field(default_factory=dict)
+    cache: str | None = None
 
     @property
     def paths(self) -> list[str]:
         """Where something is mounted for the training."""
         return [str(item["mountPath"]) for item in self.training]
+
+    def keep(self, path: str, digest: str) -> None:
+        """A folder of the machine's cache, which only the courier writes."""
+        if not any(volume["name"] == CACHE for volume in self.volumes):
+            where = {"path": self.cache, "type": "DirectoryOrCreate"}
+            self.volumes.append({"name": CACHE, "hostPath": where})
+            self.courier.append({"name": CACHE, "mountPath": INDEX, "subPath": "index"})
+        mount = {"name": CACHE, "mountPath": path, "subPath": f"data/{digest}"}
+        self.courier.append(mount)
+        self.training.append({**mount, "readOnly": True})
 
     def share(self, path: str, *, read_only: bool = False) -> None:
         """A folder of the scratch volume, in both containers under the same path."""
@@ -118,18 +135,34 @@ class Mounts:
         self.training.append({**mount, "readOnly": True} if read_only else mount)
 
 
-def mounts_of(spec: Mapping[str, Any], *, run: str = "", drivers: Collection[str] = ()) -> Mounts:
+def cache_key(volume: Mapping[str, Any]) -> str | None:
+    """Its folder in a machine's cache; None for what is not kept: what may be written, stages' outputs."""
+    source, mode = str(volume["source"]), str(volume.get("access_mode") or "")
+    is_bucket = "://" in source and not source.startswith("file:") and not is_output_uri(source)
+    if not is_bucket or not mode.startswith(_READ):
+        return None
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
+
+
+def mounts_of(
+    spec: Mapping[str, Any],
+    *,
+    run: str = "",
+    drivers: Collection[str] = (),
+    cache: str | None = None,
+) -> Mounts:
     """Volumes and mounts of a stage, less ``/dev/shm`` and what the deployment adds.
 
     Args:
         spec: The frozen spec.
         run: Hash of the run, for claims that go with it.
         drivers: CSI drivers that the cluster has.
+        cache: Folder of every machine that keeps what was copied.
 
     Raises:
         SpecError: A source that cannot be had here, or a path with no folder of its own.
     """
-    found = Mounts(volumes=[{"name": SCRATCH, "emptyDir": {}}])
+    found = Mounts(volumes=[{"name": SCRATCH, "emptyDir": {}}], cache=cache)
     home = {"name": SCRATCH, "mountPath": HOME, "subPath": "home"}
     found.training.append(home)
     found.courier.append(home)
@@ -158,7 +191,11 @@ def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str, driv
         )
     name, driver = dns_label(f"v{index}-{volume['name']}"), _driver(kind, drivers)
     if kind not in _PLACES and driver is None:
-        found.share(path, read_only=read_only)
+        digest = cache_key(volume) if found.cache else None
+        if digest is not None:
+            found.keep(path, digest)
+        else:
+            found.share(path, read_only=read_only)
         return
     if driver is not None:
         found.annotations |= driver.annotations
@@ -239,6 +276,7 @@ def layout_of(
     store_options: Mapping[str, Any],
     *,
     drivers: Collection[str] = (),
+    cache: str | None = None,
 ) -> dict[str, Any]:
     """``layout.json``: what the courier brings and takes."""
     checkpoint = (spec.get("checkpoint") or {}).get("path")
@@ -258,6 +296,7 @@ def layout_of(
                 "path": str(volume["mount_path"]),
                 "read_only": volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany"),
             }
+            | ({"index": f"{INDEX}/{key}.json"} if cache and (key := cache_key(volume)) else {})
             for volume in copied
         ],
         "outputs": {name: str(path) for name, path in (spec.get("outputs") or {}).items()},

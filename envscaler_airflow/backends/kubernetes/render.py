@@ -81,7 +81,13 @@ def render_parts(
 def _render_part(part: _Attempt) -> dict[str, Any]:
     request, settings, name = part.request, part.settings, part.name
     layout = json.dumps(
-        at.layout_of(request.spec, list(request.command), request.store_options, drivers=part.drivers),
+        at.layout_of(
+            request.spec,
+            list(request.command),
+            request.store_options,
+            drivers=part.drivers,
+            cache=settings.cache_path,
+        ),
         sort_keys=True,
     )
     if len(layout.encode()) > MAX_CONFIG_BYTES:
@@ -215,7 +221,8 @@ class _Attempt:
 
     def _template(self, labels: Mapping[str, str]) -> dict[str, Any]:
         request, settings = self.request, self.settings
-        mounts = at.mounts_of(request.spec, run=self.run, drivers=self.drivers)
+        cache = settings.cache_path
+        mounts = at.mounts_of(request.spec, run=self.run, drivers=self.drivers, cache=cache)
         self._add_shm(mounts)
         self._add_store(mounts)
         where = affinity(self.offer, settings)

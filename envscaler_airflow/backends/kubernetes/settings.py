@@ -78,6 +78,8 @@ class Settings(BaseModel):
         user: User and group of all containers; None leaves the stage's image as it is, and the courier
             runs as root without privileges but those over files.
         pull_secrets: Names of image pull secrets.
+        cache_path: Folder of every machine that keeps buckets that were copied in, for later pods there; None
+            copies into the pod's own scratch space, since many clusters refuse ``hostPath`` volumes.
         store_volume: Claim with the run store, or any volume source of a pod (``{"nfs": {...}}``), mounted
             where ``store_mount`` says.
         store_mount: Where; the store's URL is then ``file://`` below it.
@@ -109,6 +111,7 @@ class Settings(BaseModel):
     pod_override: dict[str, Any] = {}
     user: int | None = None
     pull_secrets: tuple[str, ...] = ()
+    cache_path: Annotated[str, Field(pattern=r"^/[^:]+$")] | None = None
     store_volume: str | dict[str, Any] | None = None
     store_mount: str = "/var/lib/envscaler-store"
     store_secret: str | None = None

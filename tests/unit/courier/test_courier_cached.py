@@ -1,0 +1,81 @@
+"""What was fetched by an earlier pod of the machine, and is still the same, does not come again."""
+
+import pytest
+
+from envscaler_airflow.courier.bring import bring
+from envscaler_airflow.courier.exchange import Mount
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.filesystem import FilesystemStore
+
+
+@pytest.fixture
+def bucket(request):
+    """An object store of its own with two files."""
+    store = open_store(f"memory://{request.node.name}/data")
+    store.write("a/one", b"1111")
+    store.write("two", b"2222")
+    return store
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """Names that came from a store."""
+    found, real = [], FilesystemStore.get_file
+
+    def get_file(self, name, path):
+        found.append(name)
+        real(self, name, path)
+
+    monkeypatch.setattr(FilesystemStore, "get_file", get_file)
+    return found
+
+
+@pytest.fixture
+def brought(make_bench, bucket, tmp_path):
+    """Lays the volume out as a new pod of the same machine would; answers what lies there."""
+
+    def once():
+        folder = tmp_path / "machine" / "data"
+        index = str(tmp_path / "machine" / "index.json")
+        mount = Mount(name="d", source=bucket.url, path=str(folder), read_only=True, index=index)
+        bring(make_bench().site, mount)
+        return {
+            str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        }
+
+    return once
+
+
+def test_a_second_pod_fetches_nothing(brought, fetched):
+    """All of it is there."""
+    first = brought()
+    del fetched[:]
+
+    assert brought() == first == {"a/one": b"1111", "two": b"2222"}
+    assert fetched == []
+
+
+def test_what_changed_comes_again_though_it_has_the_same_size(brought, bucket, fetched):
+    """By its version; what is gone at the source is gone here."""
+    brought()
+    del fetched[:]
+    bucket.write("two", b"3333")
+    bucket.write("new", b"4")
+    bucket.delete("a/one")
+
+    assert brought() == {"two": b"3333", "new": b"4"}
+    assert fetched == ["new", "two"]
+
+
+def test_a_fetch_that_was_cut_off_goes_on(brought, fetched, tmp_path):
+    """One file was lost, and the memory of all: what nobody can vouch for comes again."""
+    first = brought()
+    (tmp_path / "machine" / "data" / "two").unlink()
+    del fetched[:]
+    assert brought() == first
+    assert fetched == ["two"]
+    (tmp_path / "machine" / "index.json").write_text("{torn")
+    del fetched[:]
+
+    assert brought() == first
+    assert fetched == ["a/one", "two"]
