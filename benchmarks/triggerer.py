@@ -2,7 +2,7 @@
 
     python benchmarks/triggerer.py [--stages 1000] [--seconds 60]
 
-A fake API server in a process of its own (real HTTP) holds a Job with a running pod for each stage. Each
+A fake API server in a process of its own (real HTTP) holds a Job and its pod for each stage. Each
 stage has a backend of its own, as a trigger has, and looks every 5 s from a thread; all share the one view of
 the namespace. In the middle every watch is cut and every resource version is forgotten (410), so that all is
 listed anew. A coroutine that sleeps 1 ms measures how much later it wakes.
@@ -25,11 +25,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from envscaler_airflow.backends.base import AttemptRequest, Handle
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.watch import close_views
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -39,31 +40,35 @@ MOST_MS = 50.0
 OFFER = Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0)
 
 
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The pod that the Job controller would make, held by a gate: the server has no more to do with it."""
+    metadata, template = job["metadata"], job["spec"]["template"]
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
+    labels = {**template["metadata"]["labels"], names.INDEX: "0", names.JOB_NAME: metadata["name"]}
+    return {
+        "metadata": {
+            "name": f"{metadata['name']}-0-abcde",
+            "labels": labels,
+            "ownerReferences": [{**owner, "controller": True}],
+        },
+        "spec": {**template["spec"], "schedulingGates": [{"name": "benchmark"}]},
+    }
+
+
 def serve(stages: int, config: str, pipe: Connection) -> None:
     """The cluster, in its own process: say the handles, forget and count when asked."""
-    from fakes.kubernetes import JOBS, Cluster, Program  # noqa: PLC0415 - only this process has it
+    from fakes.kubernetes import JOBS, PODS, Cluster  # noqa: PLC0415 - only this process has it
 
-    with Cluster(nodes=0, speed=1) as cluster:
-        cluster.add_node("node-0", cpu=str(2 * stages), memory=f"{4 * stages}Gi")
-        for container in ("install", "courier", "main"):
-            seconds = 0 if container == "install" else 1e9
-            cluster.script(Program(seconds=seconds), container=container)
+    with Cluster(nodes=1, speed=1) as cluster:
         path = cluster.kubeconfig(Path(config))
         maker = KubernetesBackend(kubeconfig=str(path), image="train:1")
         handles = []
         for number in range(stages):
-            request = AttemptRequest(
-                "file:///store",
-                f"dep/dag/{number}/train/-1",
-                "dag.train",
-                1,
-                1,
-                Allocation(OFFER),
-                ("train",),
-            )
+            prefix, allocation = f"dep/dag/{number}/train/-1", Allocation(OFFER)
+            request = AttemptRequest("file:///store", prefix, "dag.train", 1, 1, allocation, ("train",))
             rendered = maker.render(request)
-            rendered["job"]["spec"]["suspend"] = False
-            cluster.create(JOBS, rendered["job"])
+            job = cluster.create(JOBS, rendered["job"])
+            cluster.create(PODS, pod_of(job))
             handles.append(rendered["name"])
         jobs = {job["metadata"]["name"]: job for job in cluster.list(JOBS, "default")}
         pipe.send([handle_of([jobs[name]]).to_dict() for name in handles])
