@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Optional
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from envscaler_airflow.agent import Session
-from envscaler_airflow.frameworks.randomness import random_state, set_random_state
+from envscaler_airflow.frameworks.randomness import load_random_state, save_random_state
 from envscaler_airflow.frameworks.torch import agree
 
 _FILE = "lightning.ckpt"
@@ -39,7 +39,7 @@ class SessionCallback(Callback):
         self.session = session if session is not None else Session(agree=agree)
         folder = self.session.restore()
         self.restored = str(folder / _FILE) if folder is not None else None
-        self._random: Optional[Dict[str, Any]] = None
+        self._folder = folder
         self._places: List[Any] = []
         self._loaders: List[Any] = []
         self._has_begun = False
@@ -89,9 +89,9 @@ class SessionCallback(Callback):
         """Put the random generators back, once whatever Lightning itself draws from them is drawn."""
         del trainer, pl_module, batch_idx
         self._samples += _samples_of(batch)
-        if self._random is not None:
-            set_random_state(self._random)
-            self._random = None
+        if self._folder is not None:
+            load_random_state(self._folder, self.session.rank)
+            self._folder = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -118,16 +118,17 @@ class SessionCallback(Callback):
         self.session.__exit__(None, None, None)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return what Lightning does not bring back: the random state, and at an epoch's end the loaders'."""
-        return {"random": random_state(), "loaders": [loader.state_dict() for loader in self._loaders]}
+        """Return the loaders' places: at an epoch's end Lightning does not bring them back."""
+        return {"loaders": [loader.state_dict() for loader in self._loaders]}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Keep the loaders' state until they are there, the random state until the first batch."""
-        self._random, self._places = state_dict["random"], state_dict["loaders"]
+        """Keep the places until the loaders are there."""
+        self._places = state_dict["loaders"]
 
     def _save_of(self, trainer: Trainer) -> Any:
         def save(folder: Path) -> None:
             trainer.save_checkpoint(folder / _FILE)
+            save_random_state(folder, self.session.rank)  # Lightning keeps none, and each rank has its own
 
         return save
 

@@ -1,10 +1,11 @@
 """Lightning, with a validation and a schedule by epochs, resumed in the middle of an epoch.
 
-``python train_lightning.py --output model``
+``python train_lightning.py --output model``, or below ``torchrun``
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -57,7 +58,8 @@ def main() -> None:
         callback = SessionCallback()
         trainer = lightning.Trainer(
             accelerator="cpu",
-            devices=1,
+            devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            use_distributed_sampler=False,  # the loader gives each rank its own
             max_epochs=asked.epochs,
             callbacks=[callback],
             default_root_dir=folder,
@@ -68,7 +70,8 @@ def main() -> None:
             num_sanity_val_steps=0,
         )
         trainer.fit(module, loader, held_out, ckpt_path=callback.restored)
-    options.write(asked.output, module.state_dict())
+    if trainer.is_global_zero:
+        options.write(asked.output, module.state_dict())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("framework", ["transformers", "accelerate", "elastic"])
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate", "elastic"])
 def test_two_ranks_leave_and_go_on_together(framework, tmp_path):
     """Asked to leave after a save, both go with one checkpoint; the end is that of the undisturbed."""
     script = str(EXAMPLES / f"train_{framework}.py")
