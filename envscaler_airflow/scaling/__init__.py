@@ -37,7 +37,7 @@ from envscaler_airflow.scaling.observation import (
 )
 from envscaler_airflow.scaling.outlook import Outlook, outlook
 from envscaler_airflow.scaling.phase import phase
-from envscaler_airflow.scaling.threshold import is_asked, threshold, window_s
+from envscaler_airflow.scaling.threshold import is_asked, queried, threshold, window_s
 from envscaler_airflow.scaling.vertical import vertical
 
 Propose = Callable[[Observation, Policy], Proposal]
@@ -184,6 +184,7 @@ __all__ = [
     "outlook",
     "phase",
     "policy_of",
+    "queried",
     "recent",
     "remember",
     "replay",

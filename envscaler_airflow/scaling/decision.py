@@ -34,6 +34,7 @@ class ThresholdRule(Record):
         across: How nodes are put together; ``p90`` is the 90th percentile of the nodes.
         ahead_s: The metric must also be past the bound so many seconds from now, by a straight line
             through the checks that agree; 0: only now.
+        query: Asked of Prometheus for the metric; None: nodes report it themselves.
 
     Source:
         Defaults 80, 40 and 3 are chosen: a busy GPU stays above 80 %, and two nodes at 40 % fit into one
@@ -50,6 +51,7 @@ class ThresholdRule(Record):
     step: int = 1
     across: Across = "mean"
     ahead_s: float = 0.0
+    query: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a rule that would scale in and out at the same value."""

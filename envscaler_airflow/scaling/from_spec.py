@@ -39,6 +39,7 @@ def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
         model_parallel=group,
         recommend_only=block.recommend_only,
         rules=tuple(_rule(rule) for rule in block.all_rules),
+        match=block.match,
         phases=tuple(
             PhaseNeed(name, need.nodes, None if need.gpu is None else need.gpu.memory_gb)
             for name, need in sorted(block.phases.items())
@@ -64,4 +65,7 @@ def _rule(rule: MetricRule) -> ThresholdRule:
         samples=rule.hold.samples or 1,
         for_s=rule.hold.seconds or 0.0,
         step=rule.change if rule.below is None else -rule.change,
+        across=rule.across,
+        ahead_s=rule.ahead_s,
+        query=rule.prometheus,
     )

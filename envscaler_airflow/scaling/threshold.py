@@ -12,7 +12,7 @@ from typing import Any
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.decision import Policy, Proposal, ThresholdRule, Want
-from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.observation import Observation, Sample
 from envscaler_airflow.scaling.outlook import outlook
 from envscaler_airflow.scaling.phase import LOOKS
 from envscaler_airflow.scaling.vertical import LONG_WINDOW_S
@@ -118,6 +118,18 @@ def _propose(
     view = outlook(observation, policy)
     moving = view.moving(target, speed=view.slowest(target))
     return Proposal((Want(target, reason, view.staying, moving),), numbers=numbers)
+
+
+def queried(at_s: float, nodes: int, rule: ThresholdRule, values: Sequence[float]) -> tuple[Sample, ...]:
+    """What *rule*'s query answered, put together by its ``across``, as a sample of each of *nodes* nodes.
+
+    NaN and infinities are left out; no value is no sample, so that the metric is missing.
+    """
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ()
+    value = _ACROSS[rule.across](known)
+    return tuple(Sample(at_s, node, rule.metric, value) for node in range(nodes))
 
 
 def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:

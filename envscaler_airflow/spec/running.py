@@ -121,14 +121,24 @@ class Hold(Model):
 class MetricRule(Model):
     """Change by ``step`` nodes when ``metric`` is above or below a bound for a while.
 
-    ``step`` defaults to 1 above and -1 below.
+    ``step`` defaults to 1 above and -1 below. Nodes are put together by ``across``. With ``ahead`` the
+    metric must also be past the bound that much later, by a straight line through the last checks.
+    With ``prometheus`` the metric is what that query answers, under the name ``metric``.
     """
 
     metric: MetricName
+    prometheus: Line | None = None
+    across: Literal["mean", "max", "min", "p50", "p90", "p95", "p99"] = "mean"
+    ahead: Duration | None = None
     above: Annotated[float, Field(strict=True, ge=-1e12, le=1e12)] | None = None
     below: Annotated[float, Field(strict=True, ge=-1e12, le=1e12)] | None = None
     hold: Annotated[Hold, Field(alias="for")] = Hold(samples=3)
     step: Annotated[int, Field(strict=True, ge=-1000, le=1000)] | None = None
+
+    @property
+    def ahead_s(self) -> float:
+        """How far ahead the metric is foretold, seconds."""
+        return 0.0 if self.ahead is None else duration_s(self.ahead)
 
     @property
     def change(self) -> int:
@@ -195,6 +205,7 @@ class Scaling(Model):
     max_moves: Annotated[int, Field(strict=True, ge=0, le=100_000)] | None = None
     recommend_only: Annotated[bool, Field(strict=True)] = False
     rules: Annotated[tuple[MetricRule, ...], Field(max_length=64)] = ()
+    match: Literal["any", "all"] = "any"
     target: dict[MetricName, Annotated[float, Field(strict=True, gt=0, le=1e12)]] = Field(default={})
     speedup: Annotated[tuple[Speedup, ...], Field(max_length=256)] = ()
     phases: Annotated[dict[PolicyName, PhaseResources], Field(max_length=64)] = Field(default={})

@@ -65,3 +65,31 @@ def test_every_field_arrives():
         ),
     )
     assert speedups_of(got) == (Speedup("local/cpu-2", "local/cpu-1", 1.7, 0.2, "me"),)
+
+
+def test_a_forecast_over_a_percentile_of_a_query_arrives():
+    """Load above 85 for 2 m now and in 5 m, on nine of ten series, and all rules must agree."""
+    rule = {
+        "metric": "load",
+        "prometheus": "node_load1",
+        "above": 85,
+        "for": "2m",
+        "across": "p90",
+        "ahead": "5m",
+    }
+
+    got = policy_of(spec(scaling={"policy": "threshold", "rules": [rule], "match": "all"}))
+
+    assert got.match == "all"
+    assert got.rules == (
+        ThresholdRule(
+            "load",
+            above=85,
+            below=None,
+            samples=1,
+            for_s=120,
+            across="p90",
+            ahead_s=300,
+            query="node_load1",
+        ),
+    )
