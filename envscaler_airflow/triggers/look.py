@@ -122,18 +122,19 @@ class Look:
         cannot be written now costs nothing: the next look tries again.
         """
         seen = self._watch.observed
-        if seen is None or seen.waits == self._waits:
+        if seen is None:
             return
         waits = seen.waits
         if waits and waits not in self._told:
             say(f"run={self._prefix} waits: {waits}")
             self._told = (self._told | {waits}) - {""}
-        elif not waits and self._told and "" not in self._told:
+        elif self._told and "" not in self._told and all(node.state == "running" for node in seen.nodes):
             say(f"run={self._prefix} waits no longer")
             self._told |= {""}
-        with contextlib.suppress(StoreError):
-            renew_lease(self._store, self._prefix, holder=self._holder, waits=waits)
-            self._waits = waits
+        if waits != self._waits:
+            with contextlib.suppress(StoreError):
+                renew_lease(self._store, self._prefix, holder=self._holder, waits=waits)
+                self._waits = waits
 
 
 def _is_scaled(store: Store, prefix: str) -> bool:

@@ -34,6 +34,25 @@ def training_pod(run, *, after: dict | None = None) -> dict:
 
 
 @together
+def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
+    """The sensor looks at the cluster of its stage; no step is lost or made twice."""
+    run = begin("moved_on_cluster", steps=160, pause=0.25)
+
+    state = run.wait_end(timeout_s=200)
+
+    attempts = run.state().attempts
+    assert state == "success"
+    assert [a.allocation.name for a in attempts] == [
+        "kubernetes/small/on-demand",
+        "kubernetes/large/on-demand",
+    ]
+    assert [step for _, _, step in run.steps()] == list(range(1, 161))
+    assert run.airflow.xcom(run.dag_id, run.run_id, "autoscale")["runs"]["-1"]["moves"] == 1
+    run.wait_gone()
+    run.check()
+
+
+@together
 def test_a_stage_trains_in_a_pod(begin: Callable):
     """Its output is in the task's log, once; outputs and report are in XCom; its pod is gone."""
     run = begin("on_cluster", steps=20)
@@ -79,7 +98,7 @@ def test_a_deleted_dag_run_leaves_no_pod(begin: Callable):
 @together
 def test_a_clear_adopts_the_pod(begin: Callable):
     """The training is not disturbed: the new try owns its Job."""
-    run = begin("on_cluster", steps=100)
+    run = begin("on_cluster", steps=60)
     run.wait_checkpoint()
 
     run.airflow.clear(run.dag_id, run.run_id, ["train"])
@@ -87,7 +106,7 @@ def test_a_clear_adopts_the_pod(begin: Callable):
     run.until("the new owner", lambda: run.state().owner.try_number == 2)
     assert run.wait_end(timeout_s=150) == "success"
     assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
-    assert [step for _, _, step in run.steps()] == list(range(1, 101))
+    assert [step for _, _, step in run.steps()] == list(range(1, 61))
     run.wait_gone()
     run.check()
 
@@ -104,25 +123,6 @@ def test_an_image_that_does_not_exist_fails_the_task(begin: Callable):
     assert run.wait("failed")["try_number"] == 1
     assert any("nowhere/at-all:1" in line for line in shown(run))
     assert attempt.step is None
-    run.wait_gone()
-    run.check()
-
-
-@together
-def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
-    """The sensor looks at the cluster of its stage; no step is lost or made twice."""
-    run = begin("moved_on_cluster", steps=240, pause=0.25)
-
-    state = run.wait_end(timeout_s=200)
-
-    attempts = run.state().attempts
-    assert state == "success"
-    assert [a.allocation.name for a in attempts] == [
-        "kubernetes/small/on-demand",
-        "kubernetes/large/on-demand",
-    ]
-    assert [step for _, _, step in run.steps()] == list(range(1, 241))
-    assert run.airflow.xcom(run.dag_id, run.run_id, "autoscale")["runs"]["-1"]["moves"] == 1
     run.wait_gone()
     run.check()
 
@@ -146,7 +146,7 @@ def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster:
     """No room at first, a pod evicted, a node gone, a triggerer killed: one attempt, resumed each time."""
     cluster.node("node-0").cordon()
     cluster.node("node-1").cordon()
-    run = begin("on_cluster", steps=150, save_every=10)
+    run = begin("on_cluster", steps=120, save_every=10)
     run.wait({"deferred"})
     run.until("why it waits", lambda: any("waits: scheduling: 0/2 nodes" in line for line in shown(run)))
 

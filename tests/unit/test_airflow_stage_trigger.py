@@ -250,6 +250,7 @@ def test_says_once_what_the_machines_wait_for(world):
         seen("starting", **pull),
         seen("starting", **again),
         seen("starting", **pull),
+        seen("starting"),
         seen("running"),
         seen("running"),
     ]
@@ -261,6 +262,7 @@ def test_says_once_what_the_machines_wait_for(world):
         ([f"{mark}: image: ErrImagePull of train:1"], "image: ErrImagePull of train:1"),
         ([f"{mark}: image: ImagePullBackOff of train:1"], "image: ImagePullBackOff of train:1"),
         ([], "image: ErrImagePull of train:1"),
+        ([], ""),
         ([f"{mark} no longer"], ""),
         ([], ""),
     ]
