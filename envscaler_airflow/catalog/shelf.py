@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import re
-import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from envscaler_airflow.planning.table import OfferTable
 
 COMPILED = "catalog.bin"
 INDEX = "catalog.json"
+LOCK = "catalog.lock"
 _BOOK = re.compile(r"prices-.*\.json\Z")
 
 
@@ -47,7 +50,12 @@ class Shelf:
 
     def books(self) -> list[Book]:
         """All of them."""
-        files = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        try:
+            files = sorted(self.folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as err:
+            raise SpecError(f"{self.folder}: cannot be read: {err}; set ENVSCALER_CACHE") from err
         found = [_read_book(file) for file in files if _BOOK.match(file.name)]
         return [book for book in found if book is not None]
 
@@ -68,28 +76,34 @@ class Shelf:
         self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_leaps: bool = False
     ) -> Book:
         """Ask *feed* for a region and keep what it says; when it fails, keep what was, and that it failed."""
-        last = self.book(feed.cloud, region)
+        failure = ""
         try:
             fetched = feed.fetch(region)
         except BackendError as err:
-            book = unanswered(last, feed.cloud, region, str(err), now=clock())
-        else:
-            known = known_prices(packaged(), feed.cloud, region)
-            book = refreshed(last, fetched, now=clock(), known=known, trust_leaps=trust_leaps)
-        text = json.dumps(book.to_dict(), allow_nan=False)
-        self._write(self._path(feed.cloud, region), text.encode())
+            fetched, failure = None, str(err)
+        with self._alone():
+            last = self.book(feed.cloud, region)
+            if fetched is None:
+                book = unanswered(last, feed.cloud, region, failure, now=clock())
+            else:
+                known = known_prices(packaged(), feed.cloud, region)
+                book = refreshed(last, fetched, now=clock(), known=known, trust_leaps=trust_leaps)
+            text = json.dumps(book.to_dict(), allow_nan=False)
+            self._write(self._path(feed.cloud, region), text.encode())
         return book
 
     def compile(self) -> OfferTable:
         """Make the catalog of the snapshot and all books anew; it is what the next look-up loads."""
-        books = self.books()
-        table = with_books(packaged(), books)
-        self._write(self.folder / COMPILED, pack(table))
-        lines = [
-            replace(book, prices={}, kinds=(), zones={}, risks={}, machines={}).to_dict() for book in books
-        ]
-        index = {"snapshot": _snapshot_sum(), "books": lines}
-        self._write(self.folder / INDEX, json.dumps(index).encode())
+        with self._alone():
+            books = self.books()
+            table = with_books(packaged(), books)
+            self._write(self.folder / COMPILED, pack(table))
+            lines = [
+                replace(book, prices={}, kinds=(), zones={}, risks={}, machines={}).to_dict()
+                for book in books
+            ]
+            index = {"snapshot": _snapshot_sum(), "books": lines}
+            self._write(self.folder / INDEX, json.dumps(index).encode())
         return table
 
     def load(self, *, now: float) -> OfferTable | None:
@@ -106,14 +120,36 @@ class Shelf:
             return None
         return replace(table, label="; ".join([table.label, *(book.words(now) for book in books)]))
 
-    def _write(self, path: Path, data: bytes) -> None:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process changes books or catalog meanwhile, so none is made of what the other replaces."""
+        path = self.folder / LOCK
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                file.write(data)
-            Path(file.name).replace(path)
+            file = path.open("a")
         except OSError as err:
-            raise SpecError(f"{path}: prices cannot be kept: {err}; set ENVSCALER_CACHE") from err
+            raise _not_kept(path, err) from err
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as err:
+                # A network share without locks: each file is still replaced as a whole.
+                if err.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise _not_kept(path, err) from err
+            yield
+
+    def _write(self, path: Path, data: bytes) -> None:
+        new = self.folder / f"{path.name}.new"  # what a killed process left of it is written over
+        try:
+            new.write_bytes(data)
+            new.replace(path)
+        except OSError as err:
+            new.unlink(missing_ok=True)
+            raise _not_kept(path, err) from err
+
+
+def _not_kept(path: Path, err: OSError) -> SpecError:
+    return SpecError(f"{path}: prices cannot be kept: {err}; set ENVSCALER_CACHE")
 
 
 def _read_book(path: Path) -> Book | None:

@@ -20,8 +20,10 @@ from envscaler_airflow.planning.table import OfferTable
 def cache_dir() -> Path:
     """``ENVSCALER_CACHE``, else ``envscaler`` in the user's cache folder."""
     own = os.environ.get("ENVSCALER_CACHE")
+    if own:
+        return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(own) if own else Path(base) / "envscaler"
+    return Path(base) / "envscaler"
 
 
 def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> OfferTable:
@@ -45,11 +47,19 @@ def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> Offe
 
 
 def _live(folder: Path) -> OfferTable | None:
-    if not (folder / "catalog.json").exists():
+    if not has_live_prices(folder):
         return None
     from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
 
     return Shelf(folder).load(now=time.time())
+
+
+def has_live_prices(folder: Path) -> bool:
+    """True when somebody refreshed prices there, and they can be looked at."""
+    try:
+        return (folder / "catalog.json").exists()
+    except OSError:
+        return False
 
 
 def _fingerprint(path: Path) -> str:
@@ -75,6 +85,12 @@ def _keep(path: Path, data: bytes) -> None:
         return
 
 
+def _names(value: object) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{value!r:.60} is no list of regions")
+    return frozenset(value)
+
+
 def read_scope(path: Path | None, clouds: Collection[str] | None) -> Scope:
     """Scope of a file ``{"aws": ["us-east-1", ...], ...}``, and of clouds by name.
 
@@ -87,9 +103,11 @@ def read_scope(path: Path | None, clouds: Collection[str] | None) -> Scope:
         return Scope(clouds=None if clouds is None else frozenset(clouds))
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        regions = {str(cloud): frozenset(map(str, names)) for cloud, names in body.items()}
+        regions = {str(cloud): _names(names) for cloud, names in body.items()}
     except (OSError, ValueError, TypeError, AttributeError) as err:
         raise SpecError(f'{path}: no scope ({err}); write {{"aws": ["us-east-1"], "gcp": [...]}}') from err
+    if not regions:
+        raise SpecError(f'{path}: names no cloud; write {{"aws": ["us-east-1"], "gcp": [...]}}')
     within = frozenset(regions) if clouds is None else frozenset(regions) & frozenset(clouds)
     if not within:
         raise SpecError(f"{path}: names none of {', '.join(sorted(clouds or ()))}")

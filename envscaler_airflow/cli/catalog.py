@@ -35,20 +35,36 @@ def refresh(
 ) -> None:
     """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
     shelf = Shelf(cache_dir())
-    failed = []
-    for cloud in clouds or FEEDS:
-        feed = open_feed(cloud, endpoint_url=endpoint_url)
-        for region in _regions(cloud, regions):
-            book = shelf.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
-            click.echo(f"{book.words(time.time())}: {len(book.prices)} prices")
-            for note in book.notes:
-                click.echo(f"  {note}")
-            if book.error is not None:
-                failed.append(f"{cloud} {region}: {book.error}")
-    table = shelf.compile()
+    failed: list[str] = []
+    try:
+        for cloud in clouds or FEEDS:
+            try:
+                failed += _refresh(
+                    shelf, cloud, regions, endpoint_url=endpoint_url, accept_leaps=accept_leaps
+                )
+            except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
+                failed.append(str(err))
+    finally:  # also when the user has waited long enough
+        table = shelf.compile()
     click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {shelf.folder}")
     if failed:
         raise BackendError("; ".join(failed))
+
+
+def _refresh(
+    shelf: Shelf, cloud: str, regions: tuple[str, ...], *, endpoint_url: str | None, accept_leaps: bool
+) -> list[str]:
+    """Refresh a cloud's books, and say how; returns what failed."""
+    failed = []
+    feed = open_feed(cloud, endpoint_url=endpoint_url)
+    for region in _regions(cloud, regions):
+        book = shelf.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
+        click.echo(f"{book.words(time.time())}: {len(book.prices)} prices")
+        for note in book.notes:
+            click.echo(f"  {note}")
+        if book.error is not None:
+            failed.append(f"{cloud} {region}: {book.error}")
+    return failed
 
 
 @catalog.command()

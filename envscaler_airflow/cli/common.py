@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import getpass
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,23 @@ from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Amount(click.FloatRange):
+    """A finite number in a range; NaN lies in every range of click's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read it."""
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            name = param.name if param is not None else "the number"
+            self.fail(f"{name} must be finite, got {value}", param, ctx)
+        return found
+
+
+POSITIVE = Amount(min=0, min_open=True, max=1e18)
+NOT_NEGATIVE = Amount(min=0, max=1e12)
+"""Dollars, and what else may be nothing."""
 
 
 def default_store_url() -> str:
@@ -93,4 +112,14 @@ class Group(click.Group):
             return super().invoke(ctx)
         except EnvScalerError as err:
             click.echo(f"Error: {err}", err=True)
+            ctx.exit(2)
+        except OSError as err:
+            if err.errno != errno.ENOSPC:
+                raise
+            click.echo(f"Error: there is no room for what is written: {err}", err=True)
+            ctx.exit(2)
+        except RuntimeError as err:
+            if os.path.expanduser("~") != "~":  # noqa: PTH111  (pathlib's raises where there is none)
+                raise
+            click.echo(f"Error: {err} Set HOME, or XDG_CACHE_HOME and XDG_DATA_HOME", err=True)
             ctx.exit(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -40,9 +41,10 @@ def own_offer(text: str) -> Offer:
     name, *more = text.split(",")
     given = dict(item.partition("=")[::2] for item in more)
     known = {"cpus", "memory", "gpu", "usd"}
-    if not name or "=" in name or not given.keys() <= known or not {"cpus", "memory"} <= given.keys():
-        raise SpecError(f"--own {text!r}: write box,cpus=32,memory=128Gi,gpu=A100:2,usd=0")
     gpu, _, count = given.get("gpu", "").partition(":")
+    is_whole = given.keys() <= known and {"cpus", "memory"} <= given.keys() and len(given) == len(more)
+    if not name or "=" in name or not is_whole or not re.fullmatch(r"[0-9]{0,3}", count):
+        raise SpecError(f"--own {text!r}: write box,cpus=32,memory=128Gi,gpu=A100:2,usd=0")
     gpu_name = gpu_names.canonical(gpu) or gpu or None
     try:
         return Offer(

@@ -10,11 +10,12 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from envscaler_airflow.catalog.sources import cache_dir, open_catalog, read_scope
+from envscaler_airflow.catalog.sources import cache_dir, has_live_prices, open_catalog, read_scope
 from envscaler_airflow.cli.machines import nodes_table, own_offer
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
 from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.market import Scope
 from envscaler_airflow.planning.table import Machine, OfferTable, joined, table_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -71,12 +72,15 @@ def market_options(command: _F) -> _F:
         owned: tuple[str, ...],
         **kwargs: Any,
     ) -> Any:
+        if node_prices and nodes_file is None:
+            raise SpecError("--node-price says nothing without the nodes: add --nodes FILE")
         table = open_catalog(offers_path)
         if nodes_file is not None:
             table = nodes_table(nodes_file, table, node_prices)
         if owned:
             table = joined(table, table_of((own_offer(text) for text in owned), label="your own machines"))
         scope = read_scope(scope_path, _known_clouds(clouds, table))
+        _check_scope(scope, scope_path, table)
         committed = _commitments if offers_path is None and nodes_file is None else _no_commitments
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
@@ -93,9 +97,20 @@ def _known_clouds(text: str | None, table: OfferTable) -> list[str] | None:
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = {cloud for cloud, _, _ in table.places}
     unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SpecError(f"--clouds {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+    if unknown or not names:
+        raise SpecError(f"--clouds {', '.join(unknown) or repr(text)}: there are {', '.join(sorted(known))}")
     return names
+
+
+def _check_scope(scope: Scope, path: Path | None, table: OfferTable) -> None:
+    """Refuse a file that leaves no offer at all; an empty table has its own error."""
+    if path is None or not table.places or any(scope.has(cloud, place) for cloud, place, _ in table.places):
+        return
+    known = sorted({cloud for cloud, _, _ in table.places})
+    raise SpecError(
+        f"{path}: no offer is in any of its regions; there are offers of {', '.join(known)}, and "
+        "`envscaler offers --json` shows how their regions are written"
+    )
 
 
 Committed = Callable[[Iterable[Offer]], Mapping[str, Mapping[str, float]]]
@@ -104,7 +119,7 @@ Committed = Callable[[Iterable[Offer]], Mapping[str, Mapping[str, float]]]
 
 def _commitments(offers: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
     folder = cache_dir()
-    if not (folder / "catalog.json").exists():
+    if not has_live_prices(folder):
         return {}
     from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
 

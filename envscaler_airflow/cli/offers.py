@@ -33,6 +33,7 @@ from envscaler_airflow.spec.quantities import cpu_cores, gpu_memory_gb, memory_b
 
 COLUMNS = ("INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "GPU MEM", "SPOT", "$/h", "PRICE FROM")
 GIB = 2**30
+_SIZES = ("gpu", "count", "gpu_memory", "cpus", "memory")
 NEARLY = 0.9
 """A machine with so much of another's vCPUs and memory stands in for it. Chosen."""
 
@@ -53,7 +54,7 @@ def offers_command(
     *, table: OfferTable, scope: Scope, committed: Committed, limit: int, as_json: bool, **asked: Any
 ) -> None:
     """List offers by price: where, how large, on demand or spot, and where the price is from."""
-    need = _like(table, asked) if asked["like"] else _need(asked)
+    need = _need(asked) if asked["like"] is None else _like(table, asked)
     found = search(need, table, how=Search(scope=scope, limit=limit * 8, explain=False))
     if found.chosen is None:
         for note in unknown_gpus((need,), table):
@@ -101,7 +102,7 @@ def _body(offer: Offer, table: OfferTable, terms: Mapping[str, float]) -> dict[s
 def _need(asked: dict[str, Any]) -> Requirements:
     memory_gb = quantity("--gpu-memory", gpu_memory_gb, asked["gpu_memory"])
     types: tuple[str, ...] = ()
-    if asked["gpu"]:
+    if asked["gpu"] is not None:
         try:
             types = gpu_names.resolve(asked["gpu"], memory_gb)
         except ValueError as err:
@@ -119,6 +120,9 @@ def _need(asked: dict[str, Any]) -> Requirements:
 
 
 def _like(table: OfferTable, asked: dict[str, Any]) -> Requirements:
+    also = [f"--{name.replace('_', '-')}" for name in _SIZES if asked[name] is not None]
+    if also or asked["arch"] != "any":
+        raise SpecError(f"--like says what is needed: leave out {', '.join(also) or '--arch'}")
     cloud, _, name = str(asked["like"]).partition(":")
     kinds = [kind for kind in table.kinds if (kind.cloud, kind.instance_type) == (cloud, name)]
     if not kinds:

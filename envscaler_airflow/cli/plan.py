@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import click
 
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
 from envscaler_airflow.cli.catalog import FEEDS
+from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE
 from envscaler_airflow.cli.market import (
     ARCHES,
     Committed,
@@ -40,7 +41,7 @@ from envscaler_airflow.planning import (
     is_ordered,
     requirements_of,
 )
-from envscaler_airflow.planning.data import DataPlace, data_places
+from envscaler_airflow.planning.data import CLOUDS, DataPlace, data_places
 from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import MisfitOf, Scope, Search, search
@@ -54,8 +55,6 @@ from envscaler_airflow.store.stockouts import stockouts
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""
 
-POSITIVE = click.FloatRange(min=0, min_open=True, max=1e18)
-NOT_NEGATIVE = click.FloatRange(min=0, max=1e12)
 START_S = 240.0
 START_STDEV_S = 90.0
 """From the order of a machine to the first step, seconds. Chosen: boot, image, data; runs measure it."""
@@ -135,12 +134,15 @@ def plan_command(
     if options["job_name"] == "list":
         print_jobs()
         return
+    _check_together(options)
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
     if _told_missing(spec, target, as_json=options["as_json"]):
         return
     needs = _needs(spec, options)
     made = _search(spec, needs, table, scope=scope, options=options)
+    has_none = options["strategy"] == "deadline" and options["deadline"] is None
     notes = [
+        *(["no --deadline was told: an hour is worth nothing, as with --strategy cost"] if has_none else []),
         *_missing_on_vm(spec, target),
         *made.notes,
         *unknown_gpus(needs, table),
@@ -155,6 +157,16 @@ def plan_command(
         print_plan(made, [*notes, *_fleet_words(made.fleets)])
     if made.chosen is None:
         made.pick()
+
+
+def _check_together(options: Mapping[str, Any]) -> None:
+    """Refuse options that say nothing without another, rather than pass over them."""
+    if options["job_name"] is None:
+        for option, name in (("--work", "units"), ("--batch", "batch")):
+            if options[name] is not None:
+                raise SpecError(
+                    f"{option} says nothing without a speed: add --job NAME (--job list has the names)"
+                )
 
 
 def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
@@ -259,10 +271,12 @@ def _sold_out(store_url: str | None) -> Callable[[Offer], str | None] | None:
 
 
 def _data(text: str) -> DataPlace:
-    found = re.fullmatch(r"([a-z]+):([a-z0-9-]+)(?::(\d+(?:\.\d+)?))?", text)
+    found = re.fullmatch(r"([a-z]+):([a-z0-9-]+)(?::(\d{1,9}(?:\.\d{1,9})?))?", text)
     if found is None:
         raise SpecError(f"--data {text!r}: write aws:us-east-1 or aws:us-east-1:200 (GiB)")
     cloud, region, gib = found.groups()
+    if cloud not in CLOUDS:
+        raise SpecError(f"--data {text!r}: no cloud is named {cloud}; there are {', '.join(sorted(CLOUDS))}")
     return DataPlace(text, cloud, region, float(gib) if gib else None)
 
 
@@ -333,6 +347,8 @@ def _faults(faults: Sequence[str]) -> list[str]:
 
 def _goal(options: dict[str, Any]) -> Goal:
     deadline_s = quantity("--deadline", duration_s, options["deadline"])
+    if deadline_s == 0:
+        raise SpecError("--deadline 0s: no time is left to plan for; write 4h")
     try:
         return Goal(options["strategy"], options["value_of_hour"], options["budget_usd"], deadline_s)
     except ValueError as err:

@@ -13,7 +13,7 @@ import click
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
-from envscaler_airflow.cli.common import shell_key, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, shell_key, store_option
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
@@ -36,8 +36,8 @@ from envscaler_airflow.store.logs import read_logs
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
-@click.option("--value-of-hour", type=float, help="USD that an hour is worth.")
-@click.option("--budget", "budget_usd", type=float, help="Most that the run may cost, USD.")
+@click.option("--value-of-hour", type=NOT_NEGATIVE, help="USD that an hour is worth.")
+@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
 @click.option("--restore-from", help="URI of a checkpoint of another run to begin from.")
 @click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
 @click.option("--target", default="local", type=click.Choice(["local", "docker"]), show_default=True)

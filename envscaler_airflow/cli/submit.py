@@ -12,7 +12,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.cli.cluster import cluster_options
-from envscaler_airflow.cli.common import shell_key, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, shell_key, store_option
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
@@ -34,7 +34,7 @@ from envscaler_airflow.store.logs import read_logs
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
-@click.option("--budget", "budget_usd", type=float, help="Most that the run may cost, USD.")
+@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
 @click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
 @cluster_options
 @store_option

@@ -27,6 +27,9 @@ USD_PER_GIB_OUT: Mapping[str, float] = {
 Azure and GCP; the others are recalled, 2026-11: Alibaba's list price, and that Lambda and Nebius state no
 charge."""
 
+CLOUDS = frozenset({*USD_PER_GIB_OUT, "tencent"})
+"""Clouds that the catalog knows; what it costs to leave Tencent is not known."""
+
 USD_PER_GIB_MONTH: Mapping[str, float] = {"aws": 0.08, "gcp": 0.10}
 """Disks: gp3 in us-east-1, pd-balanced. Source: github.com/aws/agent-toolkit-for-aws, ebs-optimization.md
 (early 2026); c3x.dev/blog/gcp-persistent-disk-types-cost (2026). Of other clouds none is known."""

@@ -381,6 +381,8 @@ def goal_misfits(requirements: Requirements, candidate: Candidate, goal: Goal) -
     if goal.budget_usd is not None and (price is None or expected is not None):
         usd = None if expected is None else expected.usd_low
         found.append(_over("budget", usd, goal.budget_usd, "USD to finish"))
+    if goal.budget_usd == 0 and price:
+        found.append(_over("budget", price, 0.0, "USD an hour"))
     if goal.deadline_s is not None and expected is not None:
         hours = goal.deadline_s / SECONDS_PER_HOUR
         found.append(_over("deadline", expected.hours_low, hours, "hours to finish"))

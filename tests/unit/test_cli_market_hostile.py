@@ -1,0 +1,273 @@
+"""Options, files and folders that say nothing sensible: one clear error, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.catalog import sources
+from envscaler_airflow.catalog.csvtables import COLUMNS
+from envscaler_airflow.catalog.live import Fetched
+from envscaler_airflow.catalog.shelf import Shelf
+from envscaler_airflow.cli import main
+from envscaler_airflow.clouds.base import Quote
+from envscaler_airflow.errors import SpecError
+
+LINES = [
+    "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,0.526,0.2,x86_64,5-10%,list,list",
+    "azure,eastus,,NC4as_T4_v3,4,28,T4,1,16,0.55,,x86_64,,list,",
+]
+SPEC = """
+version: v1
+name: train
+resources: {accelerators: "T4:1"}
+entrypoint: [python, train.py]
+"""
+BOX = "box,cpus=8,memory=32Gi,gpu=T4:1"
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """Run a command on the two offers above; *scope* is the text of a scope file."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "offers.csv").write_text("\n".join([",".join(COLUMNS), *LINES]) + "\n")
+    (tmp_path / "s.yaml").write_text(SPEC)
+
+    def run(command, *more, scope=None):
+        spec = ["-f", str(tmp_path / "s.yaml")] if command == "plan" else []
+        if scope is not None:
+            (tmp_path / "scope.json").write_text(scope)
+            spec += ["--scope", str(tmp_path / "scope.json")]
+        return CliRunner().invoke(main, [command, *spec, "--offers", str(tmp_path), *more])
+
+    return run
+
+
+def is_refused(got, words):
+    """Exit code 2, one error with *words*, and no plan."""
+    assert isinstance(got.exception, SystemExit), got.exception
+    assert got.exit_code == 2
+    assert words in got.output.replace("\n", " ")
+    assert "CHOSEN" not in got.output
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("plan", ["--max-usd-per-hour", "nan"], "'--max-usd-per-hour': max_usd_per_hour must be finite"),
+        ("plan", ["--work", "nan", "--job", "resnet50-imagenet"], "'--work': units must be finite"),
+        ("plan", ["--batch", "nan", "--job", "resnet50-imagenet"], "'--batch': batch must be finite"),
+        ("plan", ["--value-of-hour", "nan"], "'--value-of-hour': value_of_hour must be finite"),
+        ("plan", ["--work", "1e6"], "--work says nothing without a speed: add --job NAME"),
+        ("plan", ["--batch", "8"], "--batch says nothing without a speed: add --job NAME"),
+        ("plan", ["--deadline", "0s"], "--deadline 0s: no time is left to plan for; write 4h"),
+        ("plan", ["--data", "awz:us-east-1:5"], "no cloud is named awz; there are alibaba, aws, azure"),
+        ("plan", ["--data", f"aws:us-east-1:{'9' * 40}"], "write aws:us-east-1 or"),
+        ("plan", ["--own", "box,cpus=4,cpus=8,memory=1Gi"], "write box,cpus=32,memory=128Gi"),
+        ("plan", ["--own", f"box,cpus=4,memory=1Gi,gpu=T4:{'9' * 20}"], "write box,cpus=32,memory=128Gi"),
+        ("offers", ["--clouds", ""], "--clouds '': there are aws, azure"),
+        ("offers", ["--clouds", ","], "--clouds ',': there are aws, azure"),
+        ("offers", ["--node-price", "pool=1"], "--node-price says nothing without the nodes"),
+        ("offers", ["--like", "aws:g4dn.xlarge", "--gpu", "H100"], "--like says what is needed: leave out"),
+        ("offers", ["--like", "aws:g4dn.xlarge", "--arch", "arm64"], "leave out --arch"),
+        ("offers", ["--like", ""], "no such type in the catalog"),
+        ("offers", ["--gpu", ""], "--gpu: "),
+        ("run", ["--budget", "nan"], "'--budget': budget_usd must be finite"),
+        ("run", ["--value-of-hour", "nan"], "'--value-of-hour': value_of_hour must be finite"),
+        ("submit", ["--budget", "nan"], "'--budget': budget_usd must be finite"),
+    ],
+)
+def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
+    """With the option, and what to write."""
+    if command in ("run", "submit"):
+        is_refused(CliRunner().invoke(main, [command, *options]), words)
+    else:
+        is_refused(shell(command, *options), words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"aws": "us-east-1"}', "'us-east-1' is no list of regions"),
+        ('{"aws": ["us-east-1", null]}', "is no list of regions"),
+        ('{"aws": {"us-east-1": 1}}', "is no list of regions"),
+        ("{}", "names no cloud; write"),
+        ("[]", "no scope"),
+        ('{"awz": ["us-east-1"]}', "no offer is in any of its regions; there are offers of aws, azure"),
+        ('{"aws": ["us-east-11"]}', "no offer is in any of its regions; there are offers of aws, azure"),
+    ],
+)
+def test_a_scope_that_is_none_is_refused(shell, text, words):
+    """A text is no list of its letters, and a slip in a name is not an empty market."""
+    is_refused(shell("offers", scope=text), words)
+
+
+def test_without_money_only_what_is_free_will_do(shell):
+    """What costs anything an hour is over a budget of nothing, however fast it may be."""
+    is_refused(shell("plan", "--budget", "0", "--json"), "takes 0.2 USD an hour at best, budget is 0")
+
+    free = json.loads(shell("plan", "--budget", "0", "--json", "--own", BOX).output)
+
+    assert [item["name"] for item in free["candidates"]] == ["own/box/on-demand"]
+
+
+def test_a_strategy_of_deadlines_without_one_says_so(shell):
+    """It is planned as the cheapest."""
+    assert "no --deadline was told" in shell("plan", "--strategy", "deadline").output
+    assert "no --deadline was told" not in shell("plan", "--strategy", "deadline", "--deadline", "4h").output
+
+
+def test_a_full_disk_is_an_error_in_words(monkeypatch, shell):
+    """Standard output is a file there."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("envscaler_airflow.cli.offers.print_table", full)
+
+    is_refused(shell("offers"), "No space left on device")
+
+
+def test_without_a_home_one_hears_what_to_set(shell, monkeypatch):
+    """A pod's user whom the system does not know, without HOME; a folder for the cache is enough."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(sources.cache_dir()))
+    assert shell("plan").exit_code == 0
+
+    for name in ("ENVSCALER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+
+    is_refused(shell("plan"), "Set HOME, or XDG_CACHE_HOME")
+    is_refused(CliRunner().invoke(main, ["catalog", "show"]), "Set HOME, or XDG_CACHE_HOME")
+
+
+def test_another_error_is_not_taken_for_a_missing_home(shell, monkeypatch):
+    """A defect of ours stays one."""
+
+    def broken(*_, **__):
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr("envscaler_airflow.cli.offers.print_table", broken)
+
+    assert str(shell("offers").exception) == "defect"
+
+
+def test_a_cache_that_may_not_be_looked_into_costs_live_prices_only(shell, monkeypatch):
+    """The folder of another user."""
+
+    def closed(self, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", closed)
+    monkeypatch.setattr(Path, "iterdir", closed)
+
+    assert CliRunner().invoke(main, ["offers", "--gpu", "T4", "--limit", "1"]).exit_code == 0
+    is_refused(CliRunner().invoke(main, ["catalog", "show"]), "cannot be read")
+
+
+class Feed:
+    """Says what a T4 costs in a region."""
+
+    cloud = "aws"
+
+    def fetch(self, region):
+        """One price."""
+        return Fetched("aws", region, (Quote("g4dn.xlarge", region, "", "on-demand", 0.6),), "test")
+
+
+def _refresh(folder, region, start):
+    start.wait()
+    shelf = Shelf(folder)
+    shelf.refresh(Feed(), region, clock=lambda: 0.0)
+    shelf.compile()
+
+
+def test_two_refreshes_at_once_lose_neither(tmp_path):
+    """The catalog that is made last has the books of both."""
+    regions = ["us-east-1", "us-west-2", "eu-west-1"]
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(len(regions))
+    found = [context.Process(target=_refresh, args=(tmp_path, region, start)) for region in regions]
+    for process in found:
+        process.start()
+    for process in found:
+        process.join()
+
+    index = json.loads((tmp_path / "catalog.json").read_text())
+    assert [process.exitcode for process in found] == [0, 0, 0]
+    assert sorted(book["region"] for book in index["books"]) == sorted(regions)
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_refresh_that_is_cut_off_keeps_what_it_had(tmp_path, monkeypatch):
+    """Ctrl-C in the second region: plans already go by the first one's prices."""
+
+    class Cut(Feed):
+        def fetch(self, region):
+            if region != "us-east-1":
+                raise KeyboardInterrupt
+            return super().fetch(region)
+
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+    monkeypatch.setattr("envscaler_airflow.cli.catalog.open_feed", lambda *_, **__: Cut())
+
+    got = CliRunner().invoke(
+        main, ["catalog", "refresh", "--cloud", "aws", "--region", "us-east-1", "--region", "us-west-2"]
+    )
+
+    assert got.exit_code != 0
+    assert [book["region"] for book in json.loads((tmp_path / "catalog.json").read_text())["books"]] == [
+        "us-east-1"
+    ]
+
+
+def test_a_cloud_without_a_key_does_not_hold_up_the_others(tmp_path, monkeypatch):
+    """What the others said is kept and in the catalog; what is missing is said, exit code 2."""
+
+    def feed(cloud, **_):
+        if cloud == "gcp":
+            raise SpecError("gcp: set ENVSCALER_GCP_API_KEY")
+        return Feed()
+
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+    monkeypatch.setattr("envscaler_airflow.cli.catalog.open_feed", feed)
+    words = ["catalog", "refresh", "--cloud", "gcp", "--cloud", "aws", "--region", "us-east-1"]
+
+    got = CliRunner().invoke(main, words)
+
+    is_refused(got, "Error: gcp: set ENVSCALER_GCP_API_KEY")
+    assert (tmp_path / "catalog.bin").exists()
+
+
+def test_what_a_killed_refresh_left_half_written_is_written_over(tmp_path):
+    """A torn file of the last try is no book, and is gone after the next."""
+    torn = tmp_path / "prices-aws-us-east-1.json.new"
+    torn.write_text('{"cloud": "a')
+
+    assert Shelf(tmp_path).books() == []
+    Shelf(tmp_path).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
+
+    assert not torn.exists()
+    assert [book.region for book in Shelf(tmp_path).books()] == ["us-east-1"]
+
+
+@pytest.mark.parametrize("command", [["offers"], ["plan", "--job", "list"], ["catalog", "show"]])
+def test_a_reader_that_goes_away_ends_the_command_quietly(command, tmp_path, monkeypatch):
+    """``| head -1``: no traceback."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+
+    def closed(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(click, "echo", closed)
+
+    got = CliRunner().invoke(main, command)
+
+    assert isinstance(got.exception, SystemExit)
+    assert got.exit_code == 1
