@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Type
 from accelerate import Accelerator
 
 from envscaler_airflow.agent import Session
+from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.frameworks.randomness import random_state, set_random_state
 from envscaler_airflow.frameworks.torch import agree
 
@@ -46,6 +47,7 @@ class AcceleratedSession:
 
         Raises:
             ValueError: *loader* was not prepared.
+            CheckpointError: What was used of the epoch does not divide over these ranks.
         """
         if not hasattr(loader, "total_batch_size"):
             raise ValueError("AcceleratedSession: loader must be what accelerator.prepare returned")
@@ -58,9 +60,9 @@ class AcceleratedSession:
         folder = self.session.restore()
         if folder is not None:
             accelerator.load_state(str(folder))
-            place = json.loads(self._file(folder).read_text(encoding="utf-8"))
-            self.epoch, self.batch = place["epoch"], place["batch"]
-            self._restored = place
+            accelerator.step = 0  # passes since a step: of other ranks it would be another number
+            self._restored = self._place_in(folder)
+            self.epoch, self.batch = self._restored["epoch"], self._restored["batch"]
 
     def __enter__(self) -> Self:
         """Begin to report."""
@@ -129,18 +131,33 @@ class AcceleratedSession:
         if self.batch < len(self._loader):
             self.session.checkpoint(self._save)
 
+    def _place_in(self, folder: Path) -> Dict[str, Any]:
+        """Return this rank's place; with another number of ranks the one that leaves the same samples.
+
+        Batches go to the ranks in turn, so that n of each of two ranks are the first 2 n of one.
+        """
+        mine, first = self._file(folder, self.session.rank), self._file(folder, 0)
+        place: Dict[str, Any] = json.loads((mine if mine.exists() else first).read_text(encoding="utf-8"))
+        used, ranks = place["batch"] * place["ranks"], self._accelerator.num_processes
+        if used % ranks:
+            raise CheckpointError(
+                f"{folder}: {used} batches of the epoch are used, no multiple of {ranks} ranks"
+            )
+        return {**place, "batch": used // ranks}
+
     def _save(self, folder: Path) -> None:
         self._accelerator.save_state(str(folder))
         place = {
             "epoch": self.epoch,
             "batch": self.batch,
+            "ranks": self._accelerator.num_processes,
             "at_epoch_begin": self._at_epoch_begin,
             "now": self._get(),
         }
-        self._file(folder).write_text(json.dumps(place), encoding="utf-8")
+        self._file(folder, self.session.rank).write_text(json.dumps(place), encoding="utf-8")
 
-    def _file(self, folder: Path) -> Path:
-        return folder / f"place-{self.session.rank:05d}.json"
+    def _file(self, folder: Path, rank: int) -> Path:
+        return folder / f"place-{rank:05d}.json"
 
     def _get(self) -> Dict[str, Any]:
         """Return the random state, that of the generator which draws the order included."""

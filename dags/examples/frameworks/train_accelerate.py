@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+
 import corpus
 import options
 import torch
@@ -17,7 +19,8 @@ from envscaler_airflow.frameworks.accelerate import AcceleratedSession
 def main() -> None:
     """Train."""
     asked = options.parse(__doc__)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    passes = int(os.environ.get("ENVSCALER_GRADIENT_ACCUMULATION", "2"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=passes)
     set_seed(1)
     model = corpus.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -69,7 +70,7 @@ def main() -> None:
             output_dir=folder,
             num_train_epochs=asked.epochs,
             per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
+            gradient_accumulation_steps=int(os.environ.get("ENVSCALER_GRADIENT_ACCUMULATION", "2")),
             learning_rate=3e-3,
             logging_steps=5,
             eval_strategy="epoch",

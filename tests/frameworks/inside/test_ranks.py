@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -39,3 +40,28 @@ def test_two_ranks_leave_and_go_on_together(framework, tmp_path):
     assert len(ranks) >= 2, ranks
     models = [torch.load(tmp_path / name / "model.pt") for name in ("whole", "moved")]
     assert max(float((models[0][name] - models[1][name]).abs().max()) for name in models[0]) <= 1e-6
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("framework", "before", "after", "batch"),
+    [("accelerate", 2, 1, 64), ("accelerate", 1, 2, 64), ("transformers", 2, 1, 32)],
+)
+def test_another_number_of_ranks_goes_on_where_the_last_one_was(tmp_path, framework, before, after, batch):
+    """Two epochs of 16 global batches: 32 steps and no sample more, whoever makes them."""
+
+    def life(ranks, **options):
+        command = [*LAUNCHER[:-1], f"--nproc_per_node={ranks}", str(EXAMPLES / f"train_{framework}.py")]
+        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env["ENVSCALER_GRADIENT_ACCUMULATION"] = str(4 // ranks)
+        command += [f"--output={tmp_path}", "--epochs=2"]
+        return Life(tmp_path, command, env=env, every={"steps": 9}, **options)
+
+    first = life(before, attempt=1)
+    assert first.until(1), first.said()
+    first.lose()
+    second = life(after, attempt=2, restore=first.newest)
+
+    assert second.wait() == 0, second.said()
+    progress = json.loads((second.exchange / "progress/rank-0.json").read_text())
+    assert (progress["step"], progress["samples"], progress["batch"]) == (32, 32 * batch, batch)
