@@ -58,7 +58,7 @@ format: venv  ## Rewrite to style.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: venv  ## Print the figures of benchmarks/.
+bench: venv frameworks-venv  ## Print the figures of benchmarks/.
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 wheel: venv  ## Build the wheel into dist/.

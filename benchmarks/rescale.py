@@ -1,6 +1,6 @@
 """Pause of a rescale: a move of ours against torchrun's own elastic restart, on the same training.
 
-    .venv/bin/python benchmarks/rescale.py [--repeats 3]
+    make frameworks-venv && .venv/bin/python benchmarks/rescale.py [--repeats 3]
 
 Both run dags/examples/frameworks/train_elastic.py, save every 20 steps, go from one worker to two and back
 to one, and are timed in one run, in turn. The pause is the time from the last step before the change to the
@@ -177,7 +177,7 @@ def torchruns(folder: Path, *, last_call_s: int | None) -> list[float]:
 def main() -> None:
     """Measure in turn, print the medians."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1, help="of four minutes each")
     asked = parser.parse_args()
     ways = {
         "ours: a move": ours,
