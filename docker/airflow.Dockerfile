@@ -25,11 +25,13 @@ RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compi
 
 FROM ${BASE}
 COPY --from=build /opt/envscaler /opt/envscaler
-# Owned by group 0 and writable for it: platforms that choose the user themselves keep that group.
-RUN mkdir -p /opt/airflow/dags /var/lib/envscaler \
+# Owned by group 0 and writable for it: platforms that choose the user themselves keep that group. Airflow
+# wants its user to have a name, which USER in the environment is for one that is not in /etc/passwd.
+RUN echo "airflow:x:50000:0::/opt/airflow:/bin/sh" >> /etc/passwd \
+    && mkdir -p /opt/airflow/dags /var/lib/envscaler \
     && chown -R 50000:0 /opt/airflow /var/lib/envscaler && chmod -R g=u /opt/airflow /var/lib/envscaler
 ENV PYTHONPATH=/opt/envscaler PATH=/opt/envscaler/bin:/usr/local/bin:/usr/bin:/bin \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/opt/airflow AIRFLOW_HOME=/opt/airflow
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/opt/airflow USER=airflow AIRFLOW_HOME=/opt/airflow
 USER 50000:0
 WORKDIR /opt/airflow
 EXPOSE 8080
