@@ -225,3 +225,38 @@ def test_a_deleted_job_is_followed_by_the_next_attempt(place):
     assert [attempt.outcome for attempt in run.state().attempts] == ["lost", "succeeded"]
     assert "begins at 0" not in run.output(attempt=2)
     assert "ends at 60" in run.output(attempt=2)
+
+
+def test_an_elastic_attempt_grows_and_shrinks_in_place(place):
+    """Node 1 comes, finds node 0 and goes again; node 0 is the same pod all the time."""
+    fields = {"distributed": {"launcher": "torchrun", "elastic": True}, "num_nodes": {"min": 1, "max": 2}}
+    run = place.run("import time; print('runs', flush=True); time.sleep(600)", **fields)
+    handle = run.alone(Allocation(place.backend.offers()[0]))
+    begun(place, handle, nodes=1)
+    [(_, first)] = place.backend.pods(handle)
+
+    grown = place.backend.rescale(handle, 2)
+    begun(place, grown, nodes=2)
+    until = time.monotonic() + 60
+    while "runs" not in run.output(node=1):
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    shrunk = place.backend.rescale(grown, 1)
+    until = time.monotonic() + 90
+    while len(pods := place.backend.pods(shrunk)) > 1:
+        assert time.monotonic() < until
+        time.sleep(0.5)
+
+    assert [(node, pod["metadata"]["uid"]) for node, pod in pods] == [(0, first["metadata"]["uid"])]
+    place.backend.stop(shrunk, grace_s=0)
+
+
+def begun(place, handle, *, nodes):
+    """Wait until so many nodes run."""
+    until = time.monotonic() + 120
+    while True:
+        status = place.backend.observe(handle)
+        if [node.state for node in status.nodes] == ["running"] * nodes:
+            return
+        assert time.monotonic() < until, status
+        time.sleep(0.5)
