@@ -229,7 +229,8 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
          "3: volumes[0].retain: is of a claim that is made; write source: pvc://name and size: 10Gi"),
         ("volumes: [{name: d, source: s3://b, size: 1Gi, mount_path: /d, storage_class: fast}]",
          "3: volumes[0].storage_class: is of a claim that is made; write source: pvc://name and size: 10Gi"),
-        ("volumes: [{name: d, source: pvc://b, size: 1Gi, mount_path: /d, access_mode: ReadOnly, retain: run}]",
+        (("volumes: [{name: d, source: pvc://b, size: 1Gi, mount_path: /d, access_mode: ReadOnly, "
+         "retain: run}]"),
          "3: volumes[0].retain: is of a claim that is made; write source: pvc://name and size: 10Gi"),
         ("volumes: [{name: d, source: pvc://a, mount_path: /d}, {name: e, source: pvc://b, mount_path: /d}]",
          "3: volumes[1].mount_path: /d is where d is mounted; write another path"),
