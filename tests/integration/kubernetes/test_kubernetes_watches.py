@@ -1,8 +1,8 @@
 """The one watch that a process keeps on a namespace."""
 
 import pytest
-from fakes.kubernetes import JOBS
-from integration.kubernetes.rig import over, request_for, running
+from fakes.kubernetes import JOBS, QUOTAS
+from integration.kubernetes.rig import eventually, over, request_for, running
 
 from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.watch import View
@@ -90,3 +90,34 @@ def test_a_job_that_the_view_has_not_seen_is_not_lost(cluster, connect):
 
     assert backend.observe(second).nodes[0].state != "lost"
     cluster.do(cluster.faults.clear)
+
+
+def test_why_pods_are_missing_is_listed_once_for_all_who_look(cluster, connect):
+    """A quota is told by events alone: a triggerer reads them every half minute, however many wait."""
+    quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
+    cluster.create(QUOTAS, quota)
+    maker, backend = connect(), connect(watches=True)
+    handles = [maker.submit(request_for(attempt=number)) for number in range(1, 4)]
+    eventually(lambda: maker.observe(handles[2]).nodes[0].reason, lambda reason: reason == "quota")
+    before = len(cluster.requests)
+
+    shown = [backend.observe(handle).nodes[0] for handle in handles * 5]
+
+    assert {node.reason for node in shown} == {"quota"}
+    assert all("exceeded quota: cpus" in node.detail for node in shown)
+    listed = [path for _, path in list(cluster.requests)[before:] if "/events" in path]
+    assert len(listed) == 1
+
+
+def test_warnings_that_may_not_be_read_hide_nothing_else(cluster, connect):
+    """The pod is being made, and that is said."""
+    quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
+    cluster.create(QUOTAS, quota)
+    rules = [
+        {"apiGroups": ["", "batch"], "resources": ["jobs", "pods"], "verbs": ["get", "list", "watch"]},
+    ]
+    handle = connect().submit(request_for())
+
+    [node] = connect(token=cluster.user("few", rules), watches=True).observe(handle).nodes
+
+    assert (node.state, node.reason, node.detail) == ("pending", "", "its pod is being made")
