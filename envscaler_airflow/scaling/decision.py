@@ -104,6 +104,7 @@ class Policy(Record):
             a whole epoch.
         warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer
             than the slow first steps of most trainings.
+        min_speed: Part of the speed of the fastest place known that every move must keep; 0: any.
         max_moves: Moves in a generation; None: no limit.
         model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups
             are added or removed.
@@ -122,6 +123,7 @@ class Policy(Record):
     cooldown_s: float = 3600.0
     min_epochs_between: int = 1
     warmup_s: float = 30.0
+    min_speed: float = 0.0
     max_moves: int | None = None
     model_parallel: int = 1
     recommend_only: bool = False
@@ -143,6 +145,8 @@ class Policy(Record):
             raise ValueError(f"nodes must be 1 or more, min to max, got {self.min_nodes}..{self.max_nodes}")
         if self.model_parallel < 1:
             raise ValueError(f"model_parallel must be >= 1, got {self.model_parallel!r}")
+        if not 0 <= self.min_speed <= 1:
+            raise ValueError(f"min_speed must be in [0, 1], got {self.min_speed!r}")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance!r}")
 

@@ -34,6 +34,7 @@ def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
         stabilization_s=block.stabilization_s,
         cooldown_s=block.cooldown_s,
         warmup_s=block.warmup_s,
+        min_speed=block.min_speed,
         min_epochs_between=block.min_epochs_between,
         max_moves=block.max_moves,
         model_parallel=group,

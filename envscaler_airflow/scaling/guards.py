@@ -6,6 +6,7 @@ from envscaler_airflow.planning import Estimate
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.decision import Policy, Want
 from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.outlook import outlook
 
 
 def holds_all(observation: Observation, policy: Policy) -> str | None:
@@ -40,7 +41,31 @@ def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
         free, more = observation.free_nodes.get(part.offer.name), part.nodes - held.get(part.offer.name, 0)
         if free is not None and more > free:
             return f"{target.name} needs {more} more nodes, {free} are free"
-    return _over_budget(observation, want) or _over_deadline(observation, want)
+    return (
+        _too_slow(observation, policy, want)
+        or _over_budget(observation, want)
+        or _over_deadline(observation, want)
+    )
+
+
+def _too_slow(observation: Observation, policy: Policy, want: Want) -> str | None:
+    """A move must keep *min_speed* of the fastest place known, or the speed here; urgent ones need not."""
+    if policy.min_speed == 0 or want.is_urgent:
+        return None
+    view = outlook(observation, policy)
+    there, here = view.slowest(want.target), view.speeds.get(observation.current.name)
+    if there is None:
+        return f"min_speed is {policy.min_speed:g}, and how fast {want.target.name} is is unknown"
+    allowed = [
+        item.name
+        for item in (observation.current, *observation.candidates)
+        if policy.min_nodes <= item.nodes <= policy.max_nodes
+    ]
+    fastest = max((view.speeds[name].mean for name in allowed if name in view.speeds), default=there.mean)
+    if there.mean >= policy.min_speed * fastest or (here is not None and there.mean >= here.mean):
+        return None
+    share = f"{there.mean / fastest:.0%} as fast as the fastest known"
+    return f"{want.target.name} would be {share}, min_speed is {policy.min_speed:.0%}"
 
 
 def _over_budget(observation: Observation, want: Want) -> str | None:

@@ -201,6 +201,7 @@ class Scaling(Model):
     stabilization: Duration = "2m"
     tolerance: Fraction = 0.1
     warmup: Duration = "30s"
+    min_speed: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
     min_epochs_between: Annotated[int, Field(strict=True, ge=0, le=100_000)] = 1
     max_moves: Annotated[int, Field(strict=True, ge=0, le=100_000)] | None = None
     recommend_only: Annotated[bool, Field(strict=True)] = False

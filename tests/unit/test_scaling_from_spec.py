@@ -36,6 +36,7 @@ def test_every_field_arrives():
         "tolerance": 0.2,
         "min_epochs_between": 3,
         "max_moves": 5,
+        "min_speed": 0.5,
         "recommend_only": True,
         "max_nodes": 4,
         "rules": [
@@ -57,6 +58,7 @@ def test_every_field_arrives():
         cooldown_s=600,
         min_epochs_between=3,
         max_moves=5,
+        min_speed=0.5,
         recommend_only=True,
         rules=(
             ThresholdRule("gpu_utilization", above=80, below=None, samples=1, for_s=120),

@@ -323,3 +323,24 @@ def test_a_price_above_its_recent_level_raises_the_risk():
     assert price_risk(9.0, [1.0] * 9) == 4.0
     assert price_risk(1.0, []) == 1.0
     assert price_aware_interval_s(60, 0.1, 1.1, [1.0] * 9) < 0.65 * checkpoint_interval_s(60, 0.1)
+
+
+def test_a_move_keeps_the_least_speed():
+    """Half the speed for a third of the price pays; a min_speed of 0.6 forbids it, 0.5 does not."""
+    slow = on("spot", usd=1.0, zone="b")
+    speeds = {OD.name: Speed(1.0, 0.0, "measured", 3600.0), slow.name: Speed(0.5, 0.0, "measured", 3600.0)}
+    facts = seen(OD, slow, deadline_left_s=None, speeds=speeds)
+    policy = Policy("cost-to-finish", stabilization_s=0.0)
+
+    assert decide(facts, policy).target == slow
+    assert decide(facts, replace(policy, min_speed=0.5)).target == slow
+    held = decide(facts, replace(policy, min_speed=0.6))
+    assert held.action == "keep"
+    assert "50% as fast as the fastest known, min_speed is 60%" in held.reason
+
+
+def test_safety_goes_before_the_least_speed():
+    """A deadline that asks for on-demand at once is not held back by min_speed."""
+    facts = seen(SPOT, OD, left_h=8.3)
+
+    assert decide(facts, replace(DEADLINE, min_speed=1.0)).target == OD

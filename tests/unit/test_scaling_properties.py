@@ -13,6 +13,7 @@ from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed, Spee
 from envscaler_airflow.scaling import (
     Check,
     Observation,
+    PhaseNeed,
     Policy,
     Sample,
     ThresholdRule,
@@ -330,3 +331,93 @@ def test_an_estimate_holds_together(units, speed, price, value, rate, extra):
     parts = got.start_s + got.train_s + got.checkpoint_s + got.interruption_s
     assert parts == pytest.approx(got.hours * 3600, rel=1e-6, abs=1e-6)
     assert got.objective == pytest.approx(price * got.hours + value * got.hours)
+
+
+any_policy = st.builds(
+    lambda policy, name: replace(policy, name=name),
+    policies,
+    st.sampled_from(["cost-to-finish", "deadline", "phase", "threshold", "vertical"]),
+).map(
+    lambda policy: replace(
+        policy,
+        phases=(PhaseNeed("loading", nodes=1), PhaseNeed("training", nodes=3), PhaseNeed("eval", nodes=2)),
+    )
+)
+
+
+@st.composite
+def any_case(draw):
+    """What every policy looks at: phases, memory that grows, spot and on-demand."""
+    found = draw(cases)
+    capacity = st.sampled_from(["spot", "on-demand"])
+
+    def sold(item):
+        return replace(item, offer=replace(item.offer, capacity_type=draw(capacity)))
+
+    here = sold(found.current)
+    level, slope = draw(st.floats(0, 20)) * 2**30, draw(st.floats(0, 1)) * 2**30
+    memory = tuple(
+        Sample(600.0 - 15 * back, node, "memory_bytes", level + slope * (40 - back))
+        for back in range(draw(st.integers(0, 40)))
+        for node in range(here.nodes)
+    )
+    phases = st.none() | st.sampled_from(["loading", "training", "eval", "other"])
+    return replace(
+        found,
+        current=here,
+        candidates=tuple(sold(item) for item in found.candidates),
+        samples=(*found.samples, *memory),
+        training_phase=draw(phases),
+        next_phase=draw(phases),
+        next_phase_in_s=draw(st.none() | st.floats(0, 1e4)),
+        phase_lasts_s=draw(st.dictionaries(st.just("training"), st.floats(0, 1e5))),
+    )
+
+
+@unhurried
+@given(any_case(), any_policy)
+def test_no_policy_leaves_the_limits_or_moves_without_a_reason(seen, policy):
+    """Also what is urgent: nodes, what is free, health, phase, one action at a time, budget."""
+    got = decide(seen, policy)
+
+    assert got.reason
+    if got.action == "keep":
+        assert got.target == seen.current
+        return
+    assert policy.min_nodes <= got.target.nodes <= policy.max_nodes
+    assert got.target.name != seen.current.name
+    assert (seen.health, seen.phase, seen.pending) == ("ok", "running", None)
+    free = seen.free_nodes.get(got.target.offer.name)
+    held = seen.current.nodes if got.target.offer == seen.current.offer else 0
+    assert free is None or got.target.nodes - held <= free
+    assert seen.budget_usd is None or seen.spent_usd is not None
+
+
+@unhurried
+@given(any_case(), any_policy, st.randoms(use_true_random=False))
+def test_for_no_policy_the_order_of_offers_matters(seen, policy, random):
+    """Candidates and samples come in any order; the recorded check gives the recorded decision."""
+    assume(len({item.name for item in seen.candidates}) == len(seen.candidates))
+    candidates, samples = list(seen.candidates), list(seen.samples)
+    random.shuffle(candidates)
+    random.shuffle(samples)
+    got = decide(seen, policy)
+
+    assert decide(replace(seen, candidates=tuple(candidates), samples=tuple(samples)), policy) == got
+    check = Check(seen, policy, got)
+    assert replay(Check.from_dict(json.loads(json.dumps(check.to_dict(), allow_nan=False)))) == got
+
+
+@unhurried
+@given(any_case(), any_policy)
+def test_every_policy_keeps_when_nothing_is_known(seen, policy):
+    """No metric, no speed, no phase, no deadline: keep, and say why."""
+    blind = replace(
+        seen, samples=(), speeds={}, speedups=(), training_phase=None, next_phase=None,
+        deadline_left_s=None, units_done=None, wanted={},
+    )  # fmt: skip
+
+    got = decide(blind, policy)
+
+    assert got.action == "keep"
+    assert got.reason
