@@ -25,7 +25,7 @@ pytestmark = [
         reason=f"needs {', '.join(TOOLS)}; CI installs them",
     ),
     pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the base has Python 3.11"),
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(700),
 ]
 
 
