@@ -72,3 +72,30 @@ def test_faults_name_the_option_and_what_there_is(arguments, message):
 
     assert got.exit_code == 2
     assert message in got.output
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.timeout(30)
+def test_a_spot_job_is_drawn(tmp_path):
+    """Availability of every zone, and what was run: a PNG with something in it."""
+    path = tmp_path / "job.png"
+
+    got = run("spot", *TRACES, "--zones", "us-central1-a,us-central1-b", "--plot", str(path))
+
+    assert got.exit_code == 0, got.output
+    assert path.read_bytes().startswith(PNG)
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.timeout(30)
+def test_an_elastic_job_is_drawn(tmp_path):
+    """Where it ran."""
+    path = tmp_path / "job.png"
+    asked = ["--models", "cifar10", "--types", "T4", "--value-of-hour", "4", "--seeds", "1"]
+
+    got = run("elastic", "--profiles", str(ELASTIC), *asked, "--plot", str(path))
+
+    assert got.exit_code == 0, got.output
+    assert path.read_bytes().startswith(PNG)
