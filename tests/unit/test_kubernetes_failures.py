@@ -156,6 +156,7 @@ WAITS = {
         ),
         ("scheduling", "0/5 nodes are available"),
     ),
+    "scheduler has not looked": (pod(phase="Pending", node=None), ("scheduling", "waits for the scheduler")),
     "gated": (
         pod(phase="Pending", node=None, conditions=[when("PodScheduled", "SchedulingGated", "", "False")]),
         ("gated", "waits for its scheduling gates"),

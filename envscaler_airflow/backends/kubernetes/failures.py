@@ -278,6 +278,8 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
         is_over = not seen.wait_for_node_s or (waited is not None and waited >= seen.wait_for_node_s)
         message = first_sentence(str(scheduled.get("message") or "Unschedulable"))
         return ("capacity" if is_over else "scheduling"), message
+    if scheduled is None and not (pod.get("spec") or {}).get("nodeName"):
+        return "scheduling", "waits for the scheduler"
     for container in _waiting_containers(pod):
         state = _state(container, "waiting") or {}
         reason, message = str(state.get("reason") or ""), str(state.get("message") or "")
