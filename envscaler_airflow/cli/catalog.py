@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -36,29 +38,28 @@ def refresh(
     """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
     shelf = Shelf(cache_dir())
     failed: list[str] = []
-    try:
-        for cloud in clouds or FEEDS:
-            try:
-                failed += _refresh(
-                    shelf, cloud, regions, endpoint_url=endpoint_url, accept_leaps=accept_leaps
-                )
-            except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
-                failed.append(str(err))
-    finally:  # also when the user has waited long enough
-        table = shelf.compile()
+    for cloud, its_regions in _asked(clouds, regions).items():
+        try:
+            failed += _refresh(
+                shelf, cloud, its_regions, endpoint_url=endpoint_url, accept_leaps=accept_leaps
+            )
+        except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
+            failed.append(str(err))
+    table = shelf.compile()
     click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {shelf.folder}")
     if failed:
         raise BackendError("; ".join(failed))
 
 
 def _refresh(
-    shelf: Shelf, cloud: str, regions: tuple[str, ...], *, endpoint_url: str | None, accept_leaps: bool
+    shelf: Shelf, cloud: str, regions: Sequence[str], *, endpoint_url: str | None, accept_leaps: bool
 ) -> list[str]:
     """Refresh a cloud's books, and say how; returns what failed."""
     failed = []
     feed = open_feed(cloud, endpoint_url=endpoint_url)
-    for region in _regions(cloud, regions):
+    for region in regions:
         book = shelf.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
+        shelf.compile()  # what is known counts, should the next region never come
         click.echo(f"{book.words(time.time())}: {len(book.prices)} prices")
         for note in book.notes:
             click.echo(f"  {note}")
@@ -85,9 +86,32 @@ def show(*, as_json: bool) -> None:
             click.echo(f"  {key}: {usd:g} instead of {before}")
 
 
-def _regions(cloud: str, wanted: tuple[str, ...]) -> list[str]:
-    known = sorted({region for name, region, _ in packaged().places if name == cloud})
-    return [region for region in wanted if region in known] or list(wanted or known)
+def _asked(clouds: Sequence[str], regions: Sequence[str]) -> dict[str, list[str]]:
+    """Regions to refresh, by cloud; of several clouds each takes those that it has.
+
+    A cloud that is named alone is asked for any region: it may have opened one since the snapshot.
+
+    Raises:
+        SpecError: A region is none.
+    """
+    known: dict[str, set[str]] = {cloud: set() for cloud in clouds or FEEDS}
+    for cloud, region, _ in packaged().places:
+        if cloud in known:
+            known[cloud].add(region)
+    if not regions:
+        return {cloud: sorted(has) for cloud, has in known.items()}
+    anywhere = set().union(*known.values())
+    for region in regions:
+        if not re.fullmatch(r"[a-z0-9-]+", region) or (len(known) > 1 and region not in anywhere):
+            near = difflib.get_close_matches(region, anywhere, n=1)
+            hint = f"did you mean {near[0]}?" if near else "write one such as us-east-1"
+            raise SpecError(f"--region {region!r}: no such region of {', '.join(known)}; {hint}")
+    if len(known) == 1:
+        return {cloud: list(dict.fromkeys(regions)) for cloud in known}
+    found = {
+        cloud: [region for region in dict.fromkeys(regions) if region in known[cloud]] for cloud in known
+    }
+    return {cloud: its_own for cloud, its_own in found.items() if its_own}
 
 
 def open_feed(cloud: str, *, endpoint_url: str | None = None) -> PriceFeed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import multiprocessing
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from envscaler_airflow.catalog import shelf as shelf_module
 from envscaler_airflow.catalog import sources
 from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.catalog.live import Fetched
@@ -18,6 +20,8 @@ from envscaler_airflow.catalog.shelf import Shelf
 from envscaler_airflow.cli import main
 from envscaler_airflow.clouds.base import Quote
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning import Offer
+from envscaler_airflow.planning.table import table_of
 
 LINES = [
     "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,0.526,0.2,x86_64,5-10%,list,list",
@@ -171,6 +175,17 @@ def test_a_cache_that_may_not_be_looked_into_costs_live_prices_only(shell, monke
     is_refused(CliRunner().invoke(main, ["catalog", "show"]), "cannot be read")
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder for prices over a snapshot of five regions."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+    places = ["aws us-east-1", "aws us-west-2", "aws eu-west-1", "azure eastus", "gcp us-central1"]
+    offers = [Offer(*place.split(), "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=0.5) for place in places]
+    for module in ("catalog.shelf", "cli.catalog"):
+        monkeypatch.setattr(f"envscaler_airflow.{module}.packaged", lambda: table_of(offers))
+    return tmp_path
+
+
 class Feed:
     """Says what a T4 costs in a region."""
 
@@ -188,46 +203,116 @@ def _refresh(folder, region, start):
     shelf.compile()
 
 
-def test_two_refreshes_at_once_lose_neither(tmp_path):
+def test_two_refreshes_at_once_lose_neither(cache):
     """The catalog that is made last has the books of both."""
     regions = ["us-east-1", "us-west-2", "eu-west-1"]
     context = multiprocessing.get_context("fork")
     start = context.Barrier(len(regions))
-    found = [context.Process(target=_refresh, args=(tmp_path, region, start)) for region in regions]
+    found = [context.Process(target=_refresh, args=(cache, region, start)) for region in regions]
     for process in found:
         process.start()
     for process in found:
         process.join()
 
-    index = json.loads((tmp_path / "catalog.json").read_text())
+    index = json.loads((cache / "catalog.json").read_text())
     assert [process.exitcode for process in found] == [0, 0, 0]
     assert sorted(book["region"] for book in index["books"]) == sorted(regions)
-    assert not list(tmp_path.glob("*.new"))
+    assert not list(cache.glob("*.new"))
 
 
-def test_a_refresh_that_is_cut_off_keeps_what_it_had(tmp_path, monkeypatch):
-    """Ctrl-C in the second region: plans already go by the first one's prices."""
+def test_nobody_changes_a_book_while_another_is_at_it(cache, monkeypatch):
+    """The lock is held while a book is merged, and while the catalog is made."""
+    held, real = [], {name: getattr(shelf_module, name) for name in ("refreshed", "pack")}
+
+    def watched(name):
+        def call(*args, **kwargs):
+            with (cache / shelf_module.LOCK).open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held.append(name)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(shelf_module, name, watched(name))
+
+    Shelf(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
+    Shelf(cache).compile()
+
+    assert held == ["refreshed", "pack"]
+
+
+def test_a_refresh_that_is_killed_keeps_what_it_had(cache, monkeypatch):
+    """Without a chance to do anything more: plans already go by the first region's prices."""
+
+    class Killed(BaseException):
+        pass
 
     class Cut(Feed):
         def fetch(self, region):
             if region != "us-east-1":
-                raise KeyboardInterrupt
+                raise Killed
             return super().fetch(region)
 
-    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     monkeypatch.setattr("envscaler_airflow.cli.catalog.open_feed", lambda *_, **__: Cut())
 
-    got = CliRunner().invoke(
-        main, ["catalog", "refresh", "--cloud", "aws", "--region", "us-east-1", "--region", "us-west-2"]
-    )
+    with pytest.raises(Killed):
+        CliRunner().invoke(
+            main, ["catalog", "refresh", "--cloud", "aws", "--region", "us-east-1", "--region", "us-west-2"]
+        )
 
-    assert got.exit_code != 0
-    assert [book["region"] for book in json.loads((tmp_path / "catalog.json").read_text())["books"]] == [
-        "us-east-1"
-    ]
+    index = json.loads((cache / "catalog.json").read_text())
+    assert [book["region"] for book in index["books"]] == ["us-east-1"]
 
 
-def test_a_cloud_without_a_key_does_not_hold_up_the_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("clouds", "regions", "asked"),
+    [
+        (["aws"], ["us-east-1", "us-new-9"], ["aws us-east-1", "aws us-new-9"]),
+        (["aws", "azure"], ["eastus", "us-east-1"], ["aws us-east-1", "azure eastus"]),
+        (["aws", "azure"], ["eastus"], ["azure eastus"]),
+        (["aws"], ["us-east-1", "us-east-1"], ["aws us-east-1"]),
+    ],
+)
+def test_each_cloud_is_asked_for_its_own_regions(clouds, regions, asked, cache, monkeypatch):
+    """None is left out silently, and no cloud is asked for another's."""
+    heard = []
+
+    def feed(cloud, **_):
+        made = Feed()
+        made.cloud = cloud
+        made.fetch = lambda region: heard.append(f"{cloud} {region}") or Feed().fetch(region)
+        return made
+
+    monkeypatch.setattr("envscaler_airflow.cli.catalog.open_feed", feed)
+    words = [word for cloud in clouds for word in ("--cloud", cloud)]
+    words += [word for region in regions for word in ("--region", region)]
+
+    CliRunner().invoke(main, ["catalog", "refresh", *words])
+
+    assert heard == asked
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--cloud", "aws", "--region", ""], "--region '': no such region of aws"),
+        (["--cloud", "aws", "--region", "../etc"], "--region '../etc': no such region of aws"),
+        (
+            ["--region", "us-east-11"],
+            "--region 'us-east-11': no such region of aws, azure, gcp; did you mean",
+        ),
+    ],
+)
+def test_a_region_that_is_none_is_refused(words, told, cache):
+    """Before any cloud is asked."""
+    is_refused(CliRunner().invoke(main, ["catalog", "refresh", *words]), told)
+    assert not list(cache.iterdir())
+
+
+def test_a_cloud_without_a_key_does_not_hold_up_the_others(cache, monkeypatch):
     """What the others said is kept and in the catalog; what is missing is said, exit code 2."""
 
     def feed(cloud, **_):
@@ -235,26 +320,25 @@ def test_a_cloud_without_a_key_does_not_hold_up_the_others(tmp_path, monkeypatch
             raise SpecError("gcp: set ENVSCALER_GCP_API_KEY")
         return Feed()
 
-    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     monkeypatch.setattr("envscaler_airflow.cli.catalog.open_feed", feed)
-    words = ["catalog", "refresh", "--cloud", "gcp", "--cloud", "aws", "--region", "us-east-1"]
+    words = ["catalog", "refresh", "--cloud", "gcp", "--cloud", "aws"]
 
     got = CliRunner().invoke(main, words)
 
     is_refused(got, "Error: gcp: set ENVSCALER_GCP_API_KEY")
-    assert (tmp_path / "catalog.bin").exists()
+    assert len(Shelf(cache).books()) == 3
 
 
-def test_what_a_killed_refresh_left_half_written_is_written_over(tmp_path):
+def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
     """A torn file of the last try is no book, and is gone after the next."""
-    torn = tmp_path / "prices-aws-us-east-1.json.new"
+    torn = cache / "prices-aws-us-east-1.json.new"
     torn.write_text('{"cloud": "a')
 
-    assert Shelf(tmp_path).books() == []
-    Shelf(tmp_path).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
+    assert Shelf(cache).books() == []
+    Shelf(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
 
     assert not torn.exists()
-    assert [book.region for book in Shelf(tmp_path).books()] == ["us-east-1"]
+    assert [book.region for book in Shelf(cache).books()] == ["us-east-1"]
 
 
 @pytest.mark.parametrize("command", [["offers"], ["plan", "--job", "list"], ["catalog", "show"]])
