@@ -104,7 +104,7 @@ def read_scope(path: Path | None, clouds: Collection[str] | None) -> Scope:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         regions = {str(cloud): _names(names) for cloud, names in body.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as err:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as err:
         raise SpecError(f'{path}: no scope ({err}); write {{"aws": ["us-east-1"], "gcp": [...]}}') from err
     if not regions:
         raise SpecError(f'{path}: names no cloud; write {{"aws": ["us-east-1"], "gcp": [...]}}')

@@ -26,7 +26,7 @@ def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTa
         body = json.load(file)
         nodes = body["items"] if isinstance(body, dict) and "items" in body else [body]
         pools = node_pools(nodes, prices=prices, cluster_prices=_own_prices(own))
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise SpecError(
             f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
         ) from err

@@ -103,6 +103,7 @@ def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
         ('{"aws": {"us-east-1": 1}}', "is no list of regions"),
         ("{}", "names no cloud; write"),
         ("[]", "no scope"),
+        ("[" * 100_000, "no scope"),
         ('{"awz": ["us-east-1"]}', "no offer is in any of its regions; there are offers of aws, azure"),
         ('{"aws": ["us-east-11"]}', "no offer is in any of its regions; there are offers of aws, azure"),
     ],
@@ -110,6 +111,13 @@ def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
 def test_a_scope_that_is_none_is_refused(shell, text, words):
     """A text is no list of its letters, and a slip in a name is not an empty market."""
     is_refused(shell("offers", scope=text), words)
+
+
+def test_nodes_that_are_nested_without_end_are_refused(shell, tmp_path):
+    """As every text that is no list of nodes."""
+    (tmp_path / "nodes.json").write_text('{"items": ' + "[" * 100_000)
+
+    is_refused(shell("offers", "--nodes", str(tmp_path / "nodes.json")), "kubectl get nodes -o json")
 
 
 def test_without_money_only_what_is_free_will_do(shell):
