@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from envscaler_airflow.simulate.reports import (
     elastic_summary,
     spot_jobs,
 )
-from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
+from envscaler_airflow.simulate.traces import Traces, Window, of_dataset, read_traces, read_windows
 
 CELLS = [(deadline, overhead) for deadline in (52.0, 70.0, 92.0) for overhead in (0.02, 0.05, 0.2, 0.4)]
 SETS = ("aws2022_k80v100_600s.csv", "awsV100_2023_195s.csv", "gcpH100_2025_600s_count16.csv")
@@ -52,12 +53,25 @@ GROUPS = {
     ),
 }
 """Zones by column, three or four at a time. Chosen before any was run."""
+HELD_OUT = {
+    SETS[1]: ("us-east-1c_v100_1,us-east-2a_v100_1,us-west-2a_v100_1",),
+    SETS[2]: (
+        "asia-southeast1-b,europe-west3-c,us-central1-b",
+        "europe-west3-c,us-central1-b,us-east5-a",
+        "asia-southeast1-b,europe-west3-c,us-central1-b,us-east5-a",
+    ),
+}
+"""Zones of odd columns; of them the second half of the time was neither fitted nor chosen on (``fit.py``)."""
 
 
-def cell(data: Path, name: str, at: tuple[float, float], zones: str = "") -> dict[str, float]:
+def cell(
+    data: Path, name: str, at: tuple[float, float], zones: str = "", *, is_held_out: bool = False
+) -> dict[str, float]:
     """Means of one file at one deadline and overhead: ours, Uniform Progress and the optimum."""
     traces = read_traces(data / name)
     windows = of_dataset(read_windows(data / "windows.csv"), data / name)
+    if is_held_out:
+        windows = held_out(traces, windows)
     case = SpotCell(48.0, *at, 3.06, 0.9731)
     split = zones.split(",") if zones else []
     ours = spot_jobs(traces, windows, case, DeadlinePolicy(), zones=split, with_optimum=True)
@@ -69,6 +83,32 @@ def cell(data: Path, name: str, at: tuple[float, float], zones: str = "") -> dic
         "optimum": sum(job["optimum_usd"] for job in ours) / len(ours),
         "late": sum(job["late"] for job in ours) + sum(job["late"] for job in theirs),
     }
+
+
+def held_out(traces: Traces, windows: Sequence[Window]) -> list[Window]:
+    """A start every six hours in the second half of odd columns, in the place of those of the file."""
+    odd = list(traces.zones)[1::2]
+    ticks = len(traces.zones[odd[0]])
+    first = windows[0]
+    spread = int(6 * 3600 / first.gap_s)
+    last = ticks - int(52 * 3600 / first.gap_s)
+    starts = range(traces.first + ticks // 2, traces.first + last + 1, spread)
+    return [replace(first, zone=zone, start_tick=start) for zone in odd for start in starts]
+
+
+def print_held_out(data: Path, pool: ProcessPoolExecutor) -> None:
+    """What neither constants nor choices have seen of 2023 and 2025: later, and in other zones."""
+    print("\nspot, held out by time and by zone, 52 h and 0.2 h: ratios to Uniform Progress (with failover)")
+    asked = [(name, zones) for name, groups in HELD_OUT.items() for zones in ("", *groups)]
+    jobs = [pool.submit(cell, data, name, (52.0, 0.2), zones, is_held_out=True) for name, zones in asked]
+    for (name, zones), job in zip(asked, jobs, strict=True):
+        row = job.result()
+        what = f"{zones.count(',') + 1} zones" if zones else "one zone"
+        ours, optimum = row["ours"] / row["up"], row["optimum"] / row["up"]
+        head = (
+            f"{name.split('_')[0]:14} {what:9} {row['jobs']:4.0f} jobs  UP ${row['up']:6.2f}  ours {ours:.4f}"
+        )
+        print(f"{head}  optimum {optimum:.4f}  ours over it {ours / optimum:.4f}  late {row['late']:.0f}")
 
 
 def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
@@ -175,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--elastic", type=Path, help="folder with the measured trainings")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", default="spot,zones,elastic,decision")
+    parser.add_argument("--only", default="spot,zones,held-out,elastic,decision")
     asked = parser.parse_args(arguments)
     only, begun = asked.only.split(","), time.monotonic()
     with ProcessPoolExecutor(asked.workers) as pool:
@@ -183,6 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_spot(asked.spot, pool)
         if asked.spot and "zones" in only:
             print_zones(asked.spot, pool)
+        if asked.spot and "held-out" in only:
+            print_held_out(asked.spot, pool)
         if asked.elastic and "elastic" in only:
             print_elastic(asked.elastic, asked.seeds, pool)
     if "decision" in only:

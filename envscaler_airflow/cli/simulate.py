@@ -41,6 +41,9 @@ def simulate() -> None:
 @click.option("--dataset", help="Of the windows; the default is what the traces' file name begins with.")
 @click.option("--history", "history_file", type=_FILE, help="Traces before the first tick, to learn from.")
 @click.option("--price-changes", type=_FILE, help="CSV: zone, tick, spot_usd_per_h.")
+@click.option(
+    "--ask-s", type=click.FloatRange(0), help="Zones are known only by asking, which takes so long."
+)
 @click.option("--optimum", is_flag=True, help="Add the exact offline optimum of every job.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
 @click.option("--json", "as_json", is_flag=True, help="For tools.")
@@ -58,6 +61,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
     dataset: str | None,
     history_file: Path | None,
     price_changes: Path | None,
+    ask_s: float | None,
     optimum: bool,
     plot: Path | None,
     as_json: bool,
@@ -77,7 +81,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
     jobs: list[dict[str, Any]] = []
     for deadline in deadline_h:
         for overhead in overhead_h:
-            cell = reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd)
+            cell = reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd, ask_s)
             jobs += reports.spot_jobs(
                 seen,
                 windows,

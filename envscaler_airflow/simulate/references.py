@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe
+from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, may_ask
 
 
 class OnDemand:
@@ -27,7 +27,9 @@ class Greedy:
 
     def choose(self, view: SpotView) -> str | None:
         """The zone that runs, else any that is up, else none."""
-        return ON_DEMAND if view.running == ON_DEMAND else _zone(view)
+        if view.running == ON_DEMAND:
+            return ON_DEMAND
+        return _zone(view) or next(iter(view.unknown()), None)
 
 
 class UniformProgress:
@@ -35,7 +37,8 @@ class UniformProgress:
 
     Keep to the line ``t * W / D``. Spot up: spot. Spot down: none when ahead of the line,
     on-demand when behind. From on-demand back to spot only when progress is at or above the
-    line at ``t + 2 * overhead``; when spot is down, on-demand stays.
+    line at ``t + 2 * overhead``; when spot is down, on-demand stays. Where zones are known only by asking,
+    it asks one after the other whenever it wants spot.
 
     Source:
         Wu et al., Can't Be Late: Optimizing Spot Instance Savings under Deadlines, NSDI 2024, section 4.
@@ -50,7 +53,7 @@ class UniformProgress:
         job = self._job
         progress, now_s = job.work_s - view.work_left_s, view.tick * job.gap_s
         slope = job.work_s / (job.ticks * job.gap_s)
-        zone = _zone(view)
+        zone = _zone(view) or (view.unknown()[0] if view.unknown() and may_ask(job, view) else None)
         if view.running == ON_DEMAND:
             is_ahead = progress >= (now_s + 2 * job.overhead_s) * slope - 1e-6
             return zone if zone is not None and is_ahead else ON_DEMAND

@@ -46,13 +46,17 @@ LONG = {"cifar10": 40.0, "yolov3": 6.0, "imagenet": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class SpotCell:
-    """One deadline and overhead, at one pair of prices, over windows of one file of traces."""
+    """One deadline and overhead, at one pair of prices, over windows of one file of traces.
+
+    *ask_s*: zones are known only by asking, which takes so long; None: all is seen.
+    """
 
     work_h: float
     deadline_h: float
     overhead_h: float
     on_demand_usd: float
     spot_usd: float
+    ask_s: float | None = None
 
     def job(self, gap_s: float) -> SpotJob:
         """The job at this tick.
@@ -103,7 +107,7 @@ def spot_jobs(
                 for name in names
                 if price_changes and name in price_changes
             }
-            run = simulate_spot(job, rows, policy, history=past, prices=prices)
+            run = simulate_spot(job, rows, policy, history=past, prices=prices, ask_s=cell.ask_s)
             row = _spot_row(window, names, cell, run)
             if with_optimum:
                 row["optimum_usd"] = round(spot_optimum(job, rows, prices), 6)

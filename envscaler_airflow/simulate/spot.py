@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe
+from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, may_ask
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -47,6 +47,7 @@ def simulate_spot(
     *,
     history: Mapping[str, Sequence[int]] | None = None,
     prices: Mapping[str, Sequence[float]] | None = None,
+    ask_s: float | None = None,
 ) -> SpotRun:
     """Run *job* under *policy* on the availability of *zones* (above 0: can be had).
 
@@ -60,6 +61,8 @@ def simulate_spot(
         policy: Told the job and the *history* first.
         history: Ticks before the start, for policies that learn.
         prices: Spot $/h by zone and tick; the job's own where absent.
+        ask_s: Partial visibility: whether a zone is up is known only by asking for it, which takes so
+            many seconds while nothing runs; None: all is seen.
     """
     policy.begin(job, history or {})
     state = _State(job.work_s)
@@ -70,7 +73,8 @@ def simulate_spot(
         if state.running not in (None, ON_DEMAND) and not up[str(state.running)]:
             state.running, state.owed_s = None, 0.0
         view = SpotView(tick, job.ticks - tick, state.work_s, state.owed_s, state.running, up, usd)
-        state.run(job, _allowed(job, view, policy.choose(view)), usd)
+        answer = policy.choose(view) if ask_s is None else _ask(job, view, policy, ask_s)
+        state.run(job, _allowed(job, view, answer), usd, view.asked_s)
     finished_s = max(0, len(state.answers) - 1) * job.gap_s + state.last_s
     is_late = finished_s > job.ticks * job.gap_s + 1e-6
     hours = finished_s / SECONDS_PER_HOUR
@@ -89,8 +93,8 @@ class _State:
     last_s: float = 0.0
     answers: list[str | None] = field(default_factory=list)
 
-    def run(self, job: SpotJob, answer: str | None, usd: Mapping[str, float]) -> None:
-        """One tick."""
+    def run(self, job: SpotJob, answer: str | None, usd: Mapping[str, float], asked_s: float) -> None:
+        """One tick, of which asking took *asked_s*."""
         self.answers.append(answer)
         if answer is None:
             self.running, self.owed_s = None, 0.0
@@ -101,10 +105,25 @@ class _State:
         price = job.on_demand_usd if answer == ON_DEMAND else usd.get(answer, job.spot_usd)
         self.cost_usd += price * job.gap_s / SECONDS_PER_HOUR
         paid = min(job.gap_s, self.owed_s)
-        done = min(self.work_s, job.gap_s - paid)
+        done = min(self.work_s, max(0.0, job.gap_s - asked_s - paid))
         self.owed_s -= paid
         self.work_s -= done
-        self.last_s = paid + done
+        self.last_s = min(job.gap_s, asked_s + paid + done)
+
+
+def _ask(job: SpotJob, view: SpotView, policy: SpotPolicy, ask_s: float) -> str | None:
+    """What *policy* answers when it sees only what runs and what it asks for; leaves the time in *view*."""
+    truth, running = view.up, view.running
+    known: dict[str, bool] = {running: True} if running is not None and running in truth else {}
+    view.up, view.hidden, view.ask_s = known, tuple(truth), ask_s
+    answer = policy.choose(view)
+    while answer is not None and answer != ON_DEMAND and answer not in known:
+        if answer not in truth or not may_ask(job, view):
+            return ON_DEMAND
+        known[answer] = truth[answer]
+        view.asked_s += 0.0 if running == ON_DEMAND else ask_s
+        answer = policy.choose(view)
+    return answer
 
 
 def _allowed(job: SpotJob, view: SpotView, answer: str | None) -> str | None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.scaling.deadline import ON_DEMAND, Others, SpotJob, build_table
+from envscaler_airflow.scaling.deadline import ON_DEMAND, DeadlinePolicy, Others, SpotJob, build_table
 from envscaler_airflow.simulate.optimum import spot_optimum
 from envscaler_airflow.simulate.references import Greedy, OnDemand, UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
@@ -166,3 +166,63 @@ def test_a_table_survives_the_store():
     assert type(table).from_bytes(table.to_bytes()) == table
     with pytest.raises(ValueError, match="cannot be read"):
         type(table).from_bytes(table.to_bytes()[:-9])
+
+
+ASKED = SpotJob(30, 600.0, 10 * 600.0, 0.0, 3.0, 1.0)
+
+
+class AsksAll:
+    """Asks for a, then for b, then runs on-demand."""
+
+    def begin(self, job, history):
+        """Nothing to remember."""
+        self.views = []
+
+    def choose(self, view):
+        """In order."""
+        self.views.append((view.tick, dict(view.up), view.asked_s))
+        up = [name for name, is_up in view.up.items() if is_up]
+        return up[0] if up else next(iter(view.unknown()), ON_DEMAND)
+
+
+def test_a_zone_is_known_only_by_asking_and_asking_takes_time():
+    """Zone a is down, b is up: 60 s each before b works; then b runs, and nothing is asked."""
+    policy = AsksAll()
+
+    run = simulate_spot(ASKED, {"a": [0] * 30, "b": [1] * 30}, policy, ask_s=60.0)
+
+    assert policy.views[:4] == [
+        (0, {}, 0.0),
+        (0, {"a": False}, 60.0),
+        (0, {"a": False, "b": True}, 120.0),
+        (1, {"b": True}, 0.0),
+    ]
+    assert run.finished_h * 3600 == pytest.approx(120 + 10 * 600)
+    assert set(run.answers) == {"b"}
+
+
+def test_on_demand_runs_on_while_a_zone_is_asked_for():
+    """Both are down: asked for in every tick, but only the first two asks find nothing running."""
+    run = simulate_spot(ASKED, {"a": [0] * 30, "b": [0] * 30}, AsksAll(), ask_s=60.0)
+
+    assert run.finished_h * 3600 == pytest.approx(120 + 10 * 600)
+    assert set(run.answers) == {ON_DEMAND}
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("policy", [DeadlinePolicy, UniformProgress])
+def test_what_takes_no_time_to_ask_costs_little_more_than_seeing(policy):
+    """Four starts of 2025 over three zones: within a tenth of seeing all, and dearer when asking is slow."""
+    traces, job = traces_of("gcpH100_2025"), SpotJob(312, 600.0, 48 * 3600.0, 720.0, 3.06, 0.9731)
+    names = ("us-central1-a", "us-central1-b", "us-east5-a")
+
+    def cost(ask_s):
+        total = 0.0
+        for start in range(100, 700, 150):
+            zones = {name: traces.since(start, name)[:312] for name in names}
+            past = {name: traces.before(start, name) for name in names}
+            total += simulate_spot(job, zones, policy(), history=past, ask_s=ask_s).cost_usd
+        return total
+
+    assert cost(0.0) <= 1.1 * cost(None)
+    assert cost(0.0) <= cost(300.0)

@@ -58,6 +58,9 @@ class SpotView:
         running: ``on-demand``, the zone that runs and was not lost, or None.
         up: Zones in which spot can be had for the whole tick; False: not; absent: not asked.
         usd: Spot $/h by zone; absent: the job's own.
+        hidden: Zones that are known only by asking: answering one that is not in *up* asks for it.
+        ask_s: What asking takes while nothing runs.
+        asked_s: What it took in this tick so far.
     """
 
     tick: int
@@ -67,11 +70,23 @@ class SpotView:
     running: str | None
     up: Mapping[str, bool]
     usd: Mapping[str, float] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
+    ask_s: float = 0.0
+    asked_s: float = 0.0
+
+    def unknown(self) -> list[str]:
+        """Zones that can be asked for."""
+        return [name for name in self.hidden if name not in self.up]
 
 
 def slack_s(job: SpotJob, view: SpotView) -> float:
     """Seconds that may still be lost: time left - work left - one launch of on-demand."""
-    return view.ticks_left * job.gap_s - view.work_left_s - job.overhead_s
+    return view.ticks_left * job.gap_s - view.work_left_s - job.overhead_s - view.asked_s
+
+
+def may_ask(job: SpotJob, view: SpotView) -> bool:
+    """True when on-demand is still in time if the zone is not to be had; what runs on-demand runs on."""
+    return view.running == ON_DEMAND or slack_s(job, view) >= view.ask_s - 1e-6
 
 
 def is_safe(job: SpotJob, view: SpotView, answer: str | None) -> bool:
@@ -85,6 +100,6 @@ def is_safe(job: SpotJob, view: SpotView, answer: str | None) -> bool:
     worked = 0.0
     if answer is not None:
         owed = view.owed_s if answer == view.running else job.overhead_s
-        worked = max(0.0, job.gap_s - owed)
+        worked = max(0.0, job.gap_s - owed - view.asked_s)
     left = max(0.0, view.work_left_s - worked)
     return left <= 0 or (view.ticks_left - 1) * job.gap_s >= left + job.overhead_s - 1e-6

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from envscaler_airflow.scaling.deadline.ages import age_bin
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, slack_s
+from envscaler_airflow.scaling.deadline.facts import (
+    ON_DEMAND,
+    SpotJob,
+    SpotView,
+    is_safe,
+    may_ask,
+    slack_s,
+)
 from envscaler_airflow.scaling.deadline.risk import Hazard, Risk
 from envscaler_airflow.scaling.deadline.tables import (
     BUY,
@@ -48,6 +55,8 @@ class DeadlinePolicy:
         self._history = history
         self._table: Table | None = None
         self._risks: dict[str, Risk] = {}
+        self._seen: set[str] = set()
+        self._tick = -1
 
     def choose(self, view: SpotView) -> str | None:
         """The answer of least expected cost that the guard allows."""
@@ -56,13 +65,16 @@ class DeadlinePolicy:
             return view.running
         ranked = sorted(self.costs(view).items(), key=lambda item: (item[1][0], item[1][1]))
         for answer, _ in ranked:
-            if is_safe(self._job, view, answer):
+            is_asked = answer in view.unknown()
+            if may_ask(self._job, view) if is_asked else is_safe(self._job, view, answer):
                 return answer
         return ON_DEMAND
 
     def costs(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
         """Expected cost of each answer, in ticks of on-demand, with the order in which ties go."""
         up = [name for name, is_up in view.up.items() if is_up]
+        if view.unknown() and not up:
+            return self._costs_of_asking(view)
         name = min(up or view.up, key=lambda zone: (self._score(zone, view, is_up=bool(up)), zone))
         risk = self._risks[name]
         is_bought = view.running == ON_DEMAND
@@ -77,12 +89,40 @@ class DeadlinePolicy:
             costs[name] = (found[SPOT], 0)
         return costs
 
+    def _costs_of_asking(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
+        """None is up as far as is known: ask for the likeliest, when that is expected to cost least.
+
+        A zone that answers is launched; one that does not leaves what is best without it, later by the
+        time that asking took. What its answer teaches is left out.
+        """
+        name = max(view.unknown(), key=lambda zone: (self._risks[zone].up_chance(), zone))
+        risk, table, slack = self._risks[name], self._table_for(view), slack_s(self._job, view)
+        later = slack - (0.0 if view.running == ON_DEMAND else view.ask_s)
+        away, there = (DOWN_ON_DEMAND, UP_ON_DEMAND) if view.running == ON_DEMAND else (DOWN_IDLE, UP_IDLE)
+        bin_, left = age_bin(max(risk.age_h + risk.unseen_h, self._job.gap_s / 3600)), view.ticks_left
+        now = table.look_up(left, slack, bin_, away, risk.belief)
+        up = table.look_up(left, later, age_bin(1.0), there, risk.belief)
+        down = table.look_up(left, later, bin_, away, risk.belief)
+        chance = risk.up_chance()
+        asked = chance * up[SPOT] + (1 - chance) * min(down[WAIT], down[BUY])
+        return {name: (asked, 0), None: (now[WAIT], 1), ON_DEMAND: (now[BUY], 2)}
+
     def _observe(self, view: SpotView) -> None:
+        if view.tick != self._tick:
+            for name in view.hidden:
+                if name not in view.up:
+                    self._risk(name).skip()
+            self._tick, self._seen = view.tick, set()
         for name, is_up in view.up.items():
-            if name not in self._risks:
-                self._risks[name] = Risk(self._hazard, self._job.gap_s)
-                self._risks[name].learn(self._history.get(name, ()))
-            self._risks[name].observe(is_up=is_up)
+            if name not in self._seen:
+                self._seen.add(name)
+                self._risk(name).observe(is_up=is_up)
+
+    def _risk(self, name: str) -> Risk:
+        if name not in self._risks:
+            self._risks[name] = Risk(self._hazard, self._job.gap_s)
+            self._risks[name].learn(self._history.get(name, ()))
+        return self._risks[name]
 
     def _score(self, name: str, view: SpotView, *, is_up: bool) -> float:
         """Up: $ of a tick with the expected overhead of its loss; down: how unlikely its return is."""
@@ -94,7 +134,7 @@ class DeadlinePolicy:
 
     def _table_for(self, view: SpotView) -> Table:
         if self._table is None:
-            key = (self._job, self._others(list(view.up)))
+            key = (self._job, self._others(list(view.hidden or view.up)))
             if key not in self._kept:
                 self._kept[key] = self._build(self._job, self._hazard, key[1])
             self._table = self._kept[key]

@@ -55,6 +55,7 @@ class Risk:
         is_up: Now; None before the first look.
         age_h: Since the state began, as far as it was seen.
         belief: Probability of each regime.
+        unseen_h: Since the last look.
     """
 
     hazard: Hazard
@@ -62,6 +63,7 @@ class Risk:
     is_up: bool | None = None
     age_h: float = 0.0
     belief: list[float] = field(default_factory=list)
+    unseen_h: float = 0.0
     _chances: dict[tuple[bool, int], tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Risk:
 
     def observe(self, *, is_up: bool) -> None:
         """One more tick."""
-        gap_h = self.gap_s / 3600
+        gap_h, self.unseen_h = self.gap_s / 3600, 0.0
         if self.is_up is None:
             self.is_up, self.age_h = is_up, gap_h
             return
@@ -86,6 +88,30 @@ class Risk:
         ]
         self.age_h = gap_h if changed else self.age_h + gap_h
         self.is_up = is_up
+
+    def skip(self) -> None:
+        """One more tick in which nobody looked."""
+        self.unseen_h += self.gap_s / 3600
+
+    def up_chance(self) -> float:
+        """Probability that the zone is up now: as last seen, and fading with the time since.
+
+        A chain of two states with the believed rates at an age of an hour; without a look, its stationary
+        share.
+        """
+        rates = [
+            sum(share * rate for share, rate in zip(self.belief, self._rates(is_up=is_up), strict=True))
+            for is_up in (True, False)
+        ]
+        stays = rates[1] / sum(rates) if sum(rates) > 0 else 0.5
+        if self.is_up is None:
+            return stays
+        return stays + (float(self.is_up) - stays) * math.exp(-sum(rates) * self.unseen_h)
+
+    def _rates(self, *, is_up: bool) -> list[float]:
+        hazard, bin_ = self.hazard, age_bin(1.0)
+        rate = (hazard.up if is_up else hazard.down)[bin_]
+        return [rate * factor for factor in (hazard.up_factors if is_up else hazard.down_factors)]
 
     def learn(self, ticks: Iterable[int]) -> None:
         """Ticks of the past, oldest first; below 0 is unknown and skipped."""

@@ -1,0 +1,134 @@
+"""How much more could be had: what the deadline policy would reach if it knew what cannot be seen.
+
+    python benchmarks/policies/bounds.py --data DIR [--jobs 200]
+
+1. On availability drawn from the fitted model itself the table is exact: a policy that is told the regime
+   of each tick is the best that does not see the future. What it costs over the optimum, which does, is
+   what no policy can win back; what ours costs over it is the price of believing instead of knowing.
+2. On the zones of 2023 and 2025 a policy that is told how long each zone will stay up chooses the zone
+   best; what is left of the distance to the optimum is in when to wait and when to buy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+from figures import GROUPS
+
+from envscaler_airflow.scaling.deadline import DeadlinePolicy, Hazard, SpotJob, SpotView
+from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.simulate.optimum import spot_optimum
+from envscaler_airflow.simulate.references import UniformProgress
+from envscaler_airflow.simulate.reports import SpotCell
+from envscaler_airflow.simulate.spot import simulate_spot
+from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
+
+CELL = SpotCell(48.0, 52.0, 0.2, 3.06, 0.9731)
+PAST = 1000
+"""Ticks of the past that policies see (chosen: a week)."""
+
+
+def draw(hazard: Hazard, ticks: int, random: Random) -> tuple[list[int], list[int]]:
+    """Availability and regime of so many ticks of ten minutes."""
+    regime, is_up, age_h = random.choices(range(len(hazard.regimes)), hazard.regimes)[0], True, 1 / 6
+    row, regimes = [], []
+    for _ in range(ticks):
+        row.append(int(is_up))
+        regimes.append(regime)
+        if random.random() < hazard.chances(is_up=is_up, bin_=age_bin(age_h), gap_s=600.0)[regime]:
+            is_up, age_h = not is_up, 0.0
+        age_h += 1 / 6
+        if random.random() < hazard.redrawn(600.0):
+            regime = random.choices(range(len(hazard.regimes)), hazard.regimes)[0]
+    return row, regimes
+
+
+class Told(DeadlinePolicy):
+    """Knows the regime of every tick."""
+
+    regimes: Sequence[int] = ()
+
+    def costs(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
+        """By the regime that holds."""
+        for risk in self._risks.values():
+            risk.belief = [float(at == self.regimes[view.tick]) for at in range(len(risk.belief))]
+        return super().costs(view)
+
+
+class Foreseeing(DeadlinePolicy):
+    """Knows how long each zone will stay up, and chooses the zone by that alone."""
+
+    zones: Mapping[str, Sequence[int]] = {}
+
+    def _score(self, name: str, view: SpotView, *, is_up: bool) -> float:
+        row, ticks = self.zones[name][view.tick :], 0
+        while is_up and ticks < len(row) and row[ticks] > 0:
+            ticks += 1
+        return -float(ticks)
+
+
+def print_drawn(jobs: int) -> None:
+    """Means on drawn availability."""
+    random, job, hazard = Random(1), CELL.job(600.0), Hazard()
+    ours, told, sums = DeadlinePolicy(hazard), Told(hazard), [0.0] * 4
+    for _ in range(jobs):
+        row, regimes = draw(hazard, PAST + job.ticks, random)
+        zones, past = {"z": row[PAST:]}, {"z": row[:PAST]}
+        told.regimes = regimes[PAST:]
+        runs = [simulate_spot(job, zones, policy, history=past) for policy in (UniformProgress(), ours, told)]
+        for at, cost in enumerate([*(run.cost_usd for run in runs), spot_optimum(job, zones)]):
+            sums[at] += cost
+    up, mine, known, optimum = sums
+    print(f"drawn from the model, {jobs} jobs, to Uniform Progress: ours {mine / up:.4f},")
+    print(
+        f"  told the regime {known / up:.4f}, optimum {optimum / up:.4f}, told over it {known / optimum:.4f}"
+    )
+
+
+def print_zones(data: Path) -> None:
+    """Ratios with the zone chosen by foresight."""
+    for name, groups in GROUPS.items():
+        traces = read_traces(data / name)
+        windows = of_dataset(read_windows(data / "windows.csv"), data / name)
+        starts = sorted({window.start_tick for window in windows})
+        job, sums = CELL.job(windows[0].gap_s), [0.0] * 3
+        policies: tuple[UniformProgress, DeadlinePolicy, Foreseeing] = (
+            UniformProgress(),
+            DeadlinePolicy(),
+            Foreseeing(),
+        )
+        for group in groups:
+            for start in starts:
+                zones, past = _split(traces.zones, group, start - traces.first, job)
+                policies[2].zones = zones
+                for at, policy in enumerate(policies):
+                    sums[at] += simulate_spot(job, zones, policy, history=past).cost_usd
+        head = f"{name.split('_')[0]}, several zones, to Uniform Progress with failover"
+        print(f"{head}: ours {sums[1] / sums[0]:.4f}, zone chosen by foresight {sums[2] / sums[0]:.4f}")
+
+
+def _split(
+    rows: Mapping[str, Sequence[int]], group: str, start: int, job: SpotJob
+) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
+    names = group.split(",")
+    zones = {name: rows[name][start : start + job.ticks] for name in names}
+    return zones, {name: rows[name][:start] for name in names}
+
+
+def main() -> None:
+    """Print both."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with the spot traces")
+    parser.add_argument("--jobs", type=int, default=200)
+    asked = parser.parse_args()
+    print_drawn(asked.jobs)
+    print_zones(asked.data)
+
+
+if __name__ == "__main__":
+    main()
