@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from envscaler_airflow.build.cuda import software_faults
+from envscaler_airflow.build.requirements import Requirements as Packages
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import BudgetError
 from envscaler_airflow.lifecycle import AttemptState, RunState
@@ -23,7 +25,8 @@ from envscaler_airflow.planning import (
     requirements_of,
 )
 from envscaler_airflow.planning.data import data_places
-from envscaler_airflow.planning.planner import data_misfits
+from envscaler_airflow.planning.planner import Rejected, data_misfits
+from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec
@@ -47,18 +50,49 @@ def make_plan(
 
     Offers that this run was just refused, and those in *sold_out* (names, as other runs met it), come
     into play again only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers
-    where the stage's volumes cannot be used are none.
+    where the stage's volumes cannot be used are none, nor are GPUs that its packages have no kernels for.
     """
     requirements = _with_memory(requirements_of(spec), memory_bytes)
     refused = refused_offers(state) | sold_out
-    all_offers = tuple(offers)
-    left = [offer for offer in all_offers if offer.name not in refused]
+    usable, useless = _by_software(spec, offers)
+    left = [offer for offer in usable if offer.name not in refused]
     how: dict[str, Any] = {"goal": goal, "work": Work(data=data_places(spec))}
     how |= {"is_ordered": is_ordered(spec), "is_mixed": is_mixed}
     made = plan(requirements, left, **how)
-    if made.chosen is not None or not refused:
-        return made
-    return plan(requirements, all_offers, **how)
+    if made.chosen is None and refused:
+        made = plan(requirements, usable, **how)
+    rejected = sorted((*made.rejected, *useless), key=lambda item: item.distance)
+    return replace(made, rejected=tuple(rejected))
+
+
+def _by_software(spec: EnvSpec, offers: Iterable[Offer]) -> tuple[list[Offer], list[Rejected]]:
+    """*offers* that the stage's packages run on, and the others with the reason."""
+    told, usable, useless = _software_fault(spec), [], []
+    for offer in offers:
+        fault = told(offer)
+        if fault is None:
+            usable.append(offer)
+        else:  # the machine itself lacks nothing
+            useless.append(Rejected(Allocation(offer, spec.node_bounds.min), (Misfit("cuda", fault, 0.0),)))
+    return usable, useless
+
+
+def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
+    """Tells of an offer why the stage's packages have no use of its GPUs; None of what is not known.
+
+    By what is frozen alone: a requirements file may have changed, or be out of reach, since the run began.
+    What runs on this machine is not looked at: its own environment holds other packages.
+    """
+    runtime = next(iter(spec.runtimes), None)
+    is_known = runtime is None or runtime.requirements is None
+    of_gpu = software_faults(spec, Packages(runtime)) if is_known else None
+
+    def told(offer: Offer) -> str | None:
+        if of_gpu is None or offer.gpu_name is None or offer.cloud == "local":
+            return None
+        return of_gpu(offer.gpu_name)
+
+    return told
 
 
 def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
@@ -127,7 +161,7 @@ def write_plan(
 ) -> None:
     """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
     running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
-    found = feasible(running, offers, data=data_places(spec), is_mixed=is_mixed)
+    found = feasible(running, _by_software(spec, offers)[0], data=data_places(spec), is_mixed=is_mixed)
     targets = [item.to_dict() for item in found]
     body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
     store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
@@ -170,9 +204,12 @@ def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | No
     gone = [part.offer.name for part in target.parts if part.offer.name not in known]
     if gone:
         return f"{' and '.join(gone)} is no longer offered"
+    told = _software_fault(spec)
     for part in target.parts:
         for found in data_misfits(data_places(spec), part.offer):
             return found.reason
+        if (fault := told(part.offer)) is not None:
+            return fault
     bounds = spec.node_bounds
     if not bounds.min <= target.nodes <= bounds.max:
         return f"{target.nodes} nodes are outside {bounds.min}..{bounds.max}"

@@ -208,6 +208,48 @@ def test_a_claim_holds_a_stage_to_its_zone(new_world):
     )
 
 
+def test_gpus_that_the_packages_have_no_kernels_for_are_passed_over(new_world):
+    """Built for CUDA 11.8, torch has no kernels for a B200: the dearer H100 is taken, and stays."""
+    b200 = replace(GPU, instance_type="node:b200", gpu_name="B200", gpu_memory_gb=180, usd_per_hour=0.5)
+    h100 = replace(GPU, instance_type="node:h100", gpu_name="H100", gpu_memory_gb=80)
+    unheard_of = replace(
+        GPU, instance_type="node:other", gpu_name="GPU", gpu_memory_gb=None, usd_per_hour=2.0
+    )
+    world = new_world(
+        (b200, h100, unheard_of), spec=SPEC + "runtimes: [{type: python, packages: [torch==2.1.0+cu118]}]\n"
+    )
+    world.controller().enter()
+
+    made = json.loads(world.store.read(f"{world.prefix}/plan.json"))
+
+    assert world.state.live.allocation == Allocation(h100, 2)
+    assert [
+        (one["allocation"]["offer"]["gpu_name"], one["misfits"][0]["need"]) for one in made["rejected"]
+    ] == [("B200", "cuda")]
+    assert "CUDA 11.8 has no kernels for B200" in made["rejected"][0]["misfits"][0]["reason"]
+    assert {one["offer"]["gpu_name"] for one in made["targets"]} == {"H100", "GPU"}
+    refused = choose.fits(world.controller()._stage.spec, Allocation(b200, 2), (b200, h100))
+    assert "CUDA 11.8 has no kernels for B200" in refused
+
+
+@pytest.mark.parametrize(
+    ("cloud", "runtime"),
+    [
+        ("local", "{type: python, packages: [torch==2.1.0+cu118]}"),
+        ("kubernetes", "{type: python, packages: [torch==2.1.0+cu118], requirements: requirements.txt}"),
+        ("kubernetes", "{type: python, packages: [pandas]}"),
+    ],
+)
+def test_packages_that_are_not_known_or_not_used_exclude_no_gpu(new_world, cloud, runtime):
+    """This machine has its own environment, a requirements file is not frozen, pandas needs no kernels."""
+    b200 = replace(GPU, cloud=cloud, gpu_name="B200", gpu_memory_gb=180)
+    world = new_world((b200,), spec=SPEC + f"runtimes: [{runtime}]\n", backend=ElasticBackend)
+
+    world.controller().enter()
+
+    assert world.state.live.allocation == Allocation(b200, 2)
+
+
 def test_a_killed_task_leaves_its_training_as_long_as_a_checkpoint_takes(world):
     """Marked or deleted in Airflow: a save of 90 s has 180 s, for the training and for the machine."""
     world.controller().enter()
