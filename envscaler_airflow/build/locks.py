@@ -103,6 +103,17 @@ def read_lock(text: str, store: Store | None = None, prefix: str | None = None) 
     return Lock.from_text(data, store.uri(f"{prefix}/{LOCK}"))
 
 
+def container_image(store: Store, prefix: str) -> str | None:
+    """Image of a run in a container of this machine, which keeps a lock and no events; None for others.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: The lock cannot be read.
+    """
+    data = store.read(f"{prefix}/{LOCK}", max_bytes=MAX_BYTES)
+    return None if data is None else Lock.from_text(data, store.uri(f"{prefix}/{LOCK}")).image
+
+
 def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[EnvSpec, Requirements]:
     """*spec* and its packages held to *lock*.
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import click
 
+from envscaler_airflow.build.locks import container_image
 from envscaler_airflow.cli.common import find_run, load_state, run_prefixes, store_option
 from envscaler_airflow.cli.tables import print_report, print_run, print_runs
 from envscaler_airflow.controller.report import run_report
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
@@ -31,14 +33,13 @@ POLL_S = 2.0
 def status(run: str | None, *, as_json: bool, store: Store) -> None:
     """Show one RUN, or list all of the store."""
     if run is None:
-        rows = [(prefix, load_state(store, prefix)) for prefix in run_prefixes(store)]
+        rows = [_row(store, prefix) for prefix in run_prefixes(store)]
         if as_json:
-            click.echo(json.dumps([{"run": prefix, "status": state.status} for prefix, state in rows]))
+            click.echo(json.dumps([{"run": prefix, "status": status} for prefix, status, _ in rows]))
         else:
             print_runs(rows)
         return
-    prefix = find_run(store, run)
-    state = load_state(store, prefix)
+    prefix, state = _followed(store, run)
     said = statuses(store, prefix, state.current) if state.current else []
     waits = waits_of(store, prefix) if state.live is not None else ""
     if as_json:
@@ -47,6 +48,33 @@ def status(run: str | None, *, as_json: bool, store: Store) -> None:
         click.echo(json.dumps({"run": prefix, **body, "nodes": nodes, "waits": waits}))
     else:
         print_run(prefix, state, said, waits=waits)
+
+
+def _row(store: Store, prefix: str) -> tuple[str, str, RunState]:
+    """A run with its status in a list: ``container``, or ``unreadable``, where nothing more is known."""
+    try:
+        state = load_state(store, prefix)
+        is_container = state.status == "none" and container_image(store, prefix) is not None
+    except ProtocolError:
+        return prefix, "unreadable", RunState()
+    return prefix, "container" if is_container else state.status, state
+
+
+def _followed(store: Store, run: str) -> tuple[str, RunState]:
+    """Folder and state of a run that has an owner, and so a story.
+
+    Raises:
+        SpecError: There is none of that name, or it ran in a container of this machine.
+    """
+    prefix = find_run(store, run)
+    state = load_state(store, prefix)
+    image = container_image(store, prefix) if state.status == "none" else None
+    if image is not None:
+        raise SpecError(
+            f"{prefix} ran in a container of {image}: the shell that ran it has its output and its end, and "
+            "Ctrl-C there stops it; the store keeps its lock.json alone"
+        )
+    return prefix, state
 
 
 def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | None]:
@@ -58,14 +86,20 @@ def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | 
 @click.command()
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
-@click.option("--attempt", type=int, help="Attempt of the current generation; the default is all of them.")
+@click.option(
+    "--attempt",
+    type=click.IntRange(min=1),
+    help="Attempt of the current generation; the default is all of them.",
+)
 @store_option
 def logs(run: str, *, follow: bool, attempt: int | None, store: Store) -> None:
     """Print what the training of RUN printed."""
-    prefix = find_run(store, run)
+    prefix, state = _followed(store, run)
+    begun = len(state.attempts_of(state.generation))
+    if attempt is not None and attempt > begun and not follow:
+        raise SpecError(f"--attempt {attempt}: {prefix} has begun {begun} in its current generation")
     printed: dict[tuple[int, int, int], tuple[int, int]] = {}
     while True:
-        state = load_state(store, prefix)
         is_over = state.status in ("succeeded", "failed", "stopped")
         for item in state.attempts_of(state.generation):
             if attempt is None or item.number == attempt:
@@ -73,6 +107,7 @@ def logs(run: str, *, follow: bool, attempt: int | None, store: Store) -> None:
         if not follow or is_over:
             return
         time.sleep(POLL_S)
+        state = load_state(store, prefix)
 
 
 def _print_logs(
@@ -98,8 +133,8 @@ def _print_logs(
 @store_option
 def report(run: str, *, as_json: bool, store: Store) -> None:
     """Show what RUN cost, by attempt, and where the time went."""
-    prefix = find_run(store, run)
-    body = run_report(load_state(store, prefix), now=time.time())
+    _, state = _followed(store, run)
+    body = run_report(state, now=time.time())
     if as_json:
         click.echo(json.dumps(body))
     else:
@@ -112,8 +147,7 @@ def report(run: str, *, as_json: bool, store: Store) -> None:
 @store_option
 def cancel(run: str, *, wait: bool, store: Store) -> None:
     """Ask the owner of RUN to checkpoint and stop it."""
-    prefix = find_run(store, run)
-    state = load_state(store, prefix)
+    prefix, state = _followed(store, run)
     if state.status != "active":
         click.echo(f"{prefix}: {state.status}, there is nothing to stop")
         return

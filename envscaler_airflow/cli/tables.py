@@ -16,24 +16,22 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
 
-def print_runs(rows: Sequence[tuple[str, RunState]]) -> None:
-    """One line for each run of the store."""
-    table = Table(
-        "RUN",
-        "STATUS",
-        "GENERATION",
-        "ATTEMPTS",
-        "ALLOCATION",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
-    for prefix, state in rows:
+def print_runs(rows: Sequence[tuple[str, str, RunState]], console: Console | None = None) -> None:
+    """Each run of the store with its status, below the deployment that it belongs to; names are never cut."""
+    console = console or Console(markup=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("RUN", overflow="fold")
+    for column in ("STATUS", "GENERATION", "ATTEMPTS"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("ALLOCATION", overflow="fold")
+    deployments = {prefix.partition("/")[0] for prefix, _, _ in rows}
+    for prefix, status, state in rows:
         current = state.current
-        name = current.allocation.name if current else "-"
+        allocation = current.allocation.name if current else "-"
         attempts = len(state.attempts_of(state.generation))
-        table.add_row(prefix, state.status, str(state.generation), str(attempts), name)
-    Console().print(table)
+        shown = prefix.partition("/")[2] if len(deployments) == 1 else prefix
+        table.add_row(printable(shown), status, str(state.generation), str(attempts), allocation)
+    console.print(table)
 
 
 def print_run(prefix: str, state: RunState, said: Sequence[Status | None], *, waits: str = "") -> None:

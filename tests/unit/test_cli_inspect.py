@@ -1,0 +1,91 @@
+"""``status``, ``logs``, ``report`` and ``cancel`` of runs that have no story, or a torn one."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from envscaler_airflow.build.locks import LOCK, Lock
+from envscaler_airflow.cli import main
+from envscaler_airflow.cli.tables import print_runs
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.events import EventLog, event_name
+
+IN_CONTAINER = "d/shell/nightly/train/-1"
+NOT_BEGUN = "d/shell/other/train/-1"
+BEGUN = "d/shell/third/train/-1"
+
+
+@pytest.fixture
+def store(tmp_path):
+    """One run in a container, one that was killed before its first event, and one that has begun."""
+    made = open_store(f"file://{tmp_path}/store")
+    made.write(f"{IN_CONTAINER}/{LOCK}", Lock("train", "3.11", image="localhost/train:1").to_text().encode())
+    made.write(f"{NOT_BEGUN}/{LOCK}", Lock("train", "3.11").to_text().encode())
+    EventLog(made, BEGUN).append(0, "generation", {"generation": 1, "reason": "entered", "spec_hash": "0"})
+    return made
+
+
+@pytest.fixture
+def call(store):
+    """Run a command on that store."""
+    return lambda *words: CliRunner().invoke(main, [*words, "--store", store.url])
+
+
+def test_a_run_in_a_container_is_said_to_be_one(call):
+    """Its lock names an image and it has no events; ``none`` stays for what has not begun."""
+    listed = json.loads(call("status", "--json").stdout)
+
+    assert [(one["run"], one["status"]) for one in listed] == [
+        (IN_CONTAINER, "container"), (NOT_BEGUN, "none"), (BEGUN, "active"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["logs"], ["logs", "-f"], ["report"], ["cancel"], ["cancel", "--wait"]]
+)
+def test_what_is_not_known_of_a_container_is_said_and_not_waited_for(call, words):
+    """Nobody would ever write its end to the store."""
+    got = call(*words, "nightly")
+
+    assert got.exit_code == 2
+    assert got.stderr.startswith(f"Error: {IN_CONTAINER} ran in a container of localhost/train:1: the shell")
+
+
+@pytest.mark.parametrize("name", [f"{IN_CONTAINER}/{LOCK}", f"{BEGUN}/{event_name(1)}"])
+def test_a_torn_run_is_listed_beside_the_others(call, store, name):
+    """One bad file hides no run."""
+    store.write(name, b"{")
+
+    listed = {one["run"]: one["status"] for one in json.loads(call("status", "--json").stdout)}
+
+    assert len(listed) == 3
+    assert listed[name.rpartition("/")[0].removesuffix("/events")] == "unreadable"
+    assert sorted(listed.values()).count("unreadable") == 1
+
+
+def test_an_attempt_that_there_is_not_is_told(call):
+    """An empty answer would look like a training that printed nothing."""
+    got = call("logs", "third", "--attempt", "2")
+
+    assert got.exit_code == 2
+    assert got.stderr == f"Error: --attempt 2: {BEGUN} has begun 0 in its current generation\n"
+
+
+def test_names_are_whole_on_a_narrow_terminal():
+    """Eighty columns, and a deployment's name of 36: the run can be copied from the table."""
+    deployment = "660f338b-a8ab-41b4-bdba-9f4b4f485157"
+    rows = [(f"{deployment}/retrain_text_classifier/scheduled__2026-07-20/train/-1", "active", RunState())]
+    console = Console(width=80, file=io.StringIO())
+
+    print_runs(rows, console)
+
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    cells = "".join(line.partition("  ")[0].strip() for line in shown.splitlines()[3:])
+    assert cells == "retrain_text_classifier/scheduled__2026-07-20/train/-1"
