@@ -49,7 +49,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
         "metadata": {
             "name": f"{metadata['name']}-0-abcde",
             "labels": labels,
-            "ownerReferences": [{**owner, "controller": True}],
+            "ownerReferences": [owner],  # not its controller, which would end it while the Job is suspended
         },
         "spec": {**template["spec"], "schedulingGates": [{"name": "benchmark"}]},
     }
@@ -57,7 +57,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 
 def serve(stages: int, config: str, pipe: Connection) -> None:
     """The cluster, in its own process: say the handles, forget and count when asked."""
-    from fakes.kubernetes import JOBS, PODS, Cluster  # noqa: PLC0415 - only this process has it
+    from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, Cluster  # noqa: PLC0415 - only this process has it
 
     with Cluster(nodes=1, speed=1) as cluster:
         path = cluster.kubeconfig(Path(config))
@@ -74,6 +74,7 @@ def serve(stages: int, config: str, pipe: Connection) -> None:
         pipe.send([handle_of([jobs[name]]).to_dict() for name in handles])
         while (word := pipe.recv()) != "end":
             if word == "forget":
+                cluster.create(CONFIG_MAPS, {"metadata": {"name": "newer"}, "data": {}})
                 cluster.compact()
                 cluster.cut_watches()
             pipe.send([path for _, path in cluster.requests])

@@ -6,7 +6,7 @@ import pytest
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer
-from envscaler_airflow.backends.kubernetes.watch import ExpiredError, Table, View
+from envscaler_airflow.backends.kubernetes.watch import ExpiredError, Kept, Table, View
 from envscaler_airflow.errors import BackendError
 
 
@@ -36,10 +36,11 @@ class Server:
         self.lists, self.watches = list(lists), list(watches)
         self.asked = []
 
-    def list(self, path, query, *, page):
+    def list(self, path, query, *, page, each):
         """The next list."""
         self.asked.append(("list", path))
-        return Answer({"metadata": {"resourceVersion": "10"}, "items": self.lists.pop(0)}, 1000.0)
+        items = list(map(each, self.lists.pop(0)))
+        return Answer({"metadata": {"resourceVersion": "10"}, "items": items}, 1000.0)
 
     def stream(self, path, query, *, read_timeout_s):
         """The next watch, line by line; an exception is raised."""
@@ -53,9 +54,7 @@ class Server:
 def test_a_table_follows_what_the_watch_says():
     """Added, changed, gone; bookmarks only move the version."""
     table = Table("/pods")
-    table.fill(
-        {"metadata": {"resourceVersion": "1"}, "items": [body("a", 1, job="j"), body("b", 1, job="j")]}
-    )
+    table.fill({"metadata": {"resourceVersion": "1"}, "items": [Kept.of(body(n, 1, job="j")) for n in "ab"]})
 
     table.take(event("MODIFIED", body("a", 2, job="j")))
     table.take(event("DELETED", body("b", 3, job="j")))

@@ -26,14 +26,44 @@ FIRST_LOOK_S = 30.0
 """Longest wait for the first list. Chosen: as for any answer."""
 IDLE_S = 900.0
 """How long a view that nobody looks at goes on, seconds. Chosen: longer than a trigger's pause."""
-PAGE = 50
+PAGE = 20
 """Objects in one answer of a list. Chosen: reading JSON holds all threads of a process, an event loop's too;
-a pod takes about 0.1 ms of it (benchmarks/triggerer.py)."""
+a pod takes about 0.1 ms of it, and many objects at once bring on a search for garbage in all of the process
+(benchmarks/triggerer.py)."""
 WARNINGS_S = 30.0
 """Age from which the warnings of a namespace are listed anew, seconds, once for all who look. Chosen: a
 quota or a volume that is missing is shown within half a minute, by at most two calls a minute."""
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Waits after errors in a row, seconds. Chosen: an API server that comes back is not run over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One object as bytes: a thousand pods are a thousand objects to the garbage collector, not a million."""
+
+    name: str
+    job: str
+    text: bytes
+
+    @classmethod
+    def of(cls, body: Json) -> Kept:
+        """Keep of *body* what anybody looks at: of a pod's spec that is little."""
+        metadata = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
+        spec = body.get("spec") or {}
+        if "containers" in spec:
+            containers = [
+                {name: one.get(name) for name in ("name", "resources")} for one in spec["containers"]
+            ]
+            spec = {"nodeName": spec.get("nodeName"), "containers": containers}
+        elif "template" in spec:
+            spec = {key: value for key, value in spec.items() if key != "template"}
+        slim = {"metadata": metadata, "spec": spec, "status": body.get("status") or {}}
+        return cls(metadata["name"], _job_name(body), json.dumps(slim, separators=(",", ":")).encode())
+
+    def body(self) -> Json:
+        """The object, anew for each who looks."""
+        found: Json = json.loads(self.text)
+        return found
 
 
 @dataclass(slots=True)
@@ -49,14 +79,14 @@ class Table:
 
     path: str
     version: str | None = None
-    items: dict[str, Json] = field(default_factory=dict)
-    by_job: dict[str, dict[str, Json]] = field(default_factory=dict)
+    items: dict[str, Kept] = field(default_factory=dict)
+    by_job: dict[str, dict[str, Kept]] = field(default_factory=dict)
 
     def fill(self, body: Json) -> None:
-        """Take a whole list."""
+        """Take a whole list, whose items are kept already."""
         self.items, self.by_job = {}, {}
         for item in body.get("items") or ():
-            self._put(item["metadata"]["name"], item)
+            self._put(item)
         self.version = str(body["metadata"]["resourceVersion"])
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -72,14 +102,14 @@ class Table:
         if metadata.get("resourceVersion"):
             self.version = str(metadata["resourceVersion"])
         if kind in ("ADDED", "MODIFIED"):
-            self._put(metadata["name"], body)
+            self._put(Kept.of(body))
         elif kind == "DELETED":
             self.items.pop(metadata.get("name", ""), None)
             self.by_job.get(_job_name(body), {}).pop(metadata.get("name", ""), None)
 
-    def _put(self, name: str, body: Json) -> None:
-        self.items[name] = body
-        self.by_job.setdefault(_job_name(body), {})[name] = body
+    def _put(self, kept: Kept) -> None:
+        self.items[kept.name] = kept
+        self.by_job.setdefault(kept.job, {})[kept.name] = kept
 
 
 class ExpiredError(BackendError):
@@ -160,7 +190,8 @@ class View:
                 )
             job = self._tables["jobs"].items.get(name)
             pods = list(self._tables["pods"].by_job.get(name, {}).values())
-            return job, pods, self._server_time()
+            server_time = self._server_time()
+        return (None if job is None else job.body()), [pod.body() for pod in pods], server_time
 
     def warnings(self, uid: str) -> list[Json]:
         """Warning events about the object *uid*, of the last :data:`WARNINGS_S`; [] if none may be read."""
@@ -232,7 +263,7 @@ class View:
     def _list(self, name: str, table: Table) -> None:
         self.lists += 1
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER}"}
-        answer = self._cluster.list(table.path, query, page=PAGE)
+        answer = self._cluster.list(table.path, query, page=PAGE, each=Kept.of)
         with self._lock:
             table.fill(answer.body)
             self._heard[name] = self._monotonic()
