@@ -158,16 +158,15 @@ def read_text(text: str, faults: Faults, *, file: str = "spec") -> Node | None:
 
 def _read_text(path: Path, faults: Faults, shown_as: str) -> str | None:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                faults.add(shown_as, 0, "", "is no regular file; write the path of a spec file")
+                return None
+            content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else str(err)
         faults.add(shown_as, 0, "", f"cannot be read ({reason}); write the path of a spec file")
         return None
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            faults.add(shown_as, 0, "", "is no regular file; write the path of a spec file")
-            return None
-        content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         faults.add(
             shown_as, 0, "", f"larger than {MAX_BYTES >> 10} KiB; write a spec, and keep data in volumes"
@@ -179,6 +178,11 @@ def _read_text(path: Path, faults: Faults, shown_as: str) -> str | None:
         line = content.count(b"\n", 0, err.start) + 1
         faults.add(shown_as, line, "", f"byte {content[err.start]:#04x} is no UTF-8; save the file as UTF-8")
         return None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Waits for nobody to write to a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _StopReadingError(Exception):

@@ -1,6 +1,7 @@
 """Reading YAML: places, traps, bounds."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,18 @@ def test_files_that_are_no_text_are_refused(tmp_path, content, fault):
 
     assert read_file(path, faults, shown_as="s.yaml") is None
     assert fault in str(next(iter(faults.found)))
+
+
+def descriptors() -> int:
+    """Number of files that this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("path", [".", "", "/proc/self/mem"])
+def test_a_folder_and_a_file_that_fails_are_faults(path):
+    """Opening them works, and reading does not: one fault, and the descriptor is closed again."""
+    faults, before = Faults(), descriptors()
+
+    assert read_file(Path(path), faults, shown_as="s.yaml") is None
+    assert len(faults.found) == 1
+    assert descriptors() == before
