@@ -194,14 +194,6 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class NoticesInterruption(Protocol):
-    """A backend that learns of an interruption before it happens."""
-
-    def interruption(self, handle: Handle) -> float | None:
-        """Seconds until the loss, None when none is announced."""
-
-
-@runtime_checkable
 class SharesWatch(Protocol):
     """A backend through which a process that looks at many attempts can look at all of them at once."""
 

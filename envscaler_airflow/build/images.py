@@ -21,6 +21,7 @@ from envscaler_airflow.build.dockerfile import CA, CREDENTIALS, ImageOptions
 from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.build.stage_image import slug
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.folders import cache_folder
 from envscaler_airflow.spec.models import EnvSpec
 
 CONTENT = "io.envscaler.content"
@@ -37,8 +38,7 @@ _STEP = re.compile(
 
 def default_logs() -> Path:
     """``~/.cache/envscaler/builds``, or below XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "envscaler" / "builds"
+    return cache_folder() / "builds"
 
 
 def mirrors() -> dict[str, str]:

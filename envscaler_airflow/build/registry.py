@@ -22,6 +22,7 @@ from typing import Any
 
 from envscaler_airflow.build.versions import Version, exact, newest
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.folders import cache_folder
 from envscaler_airflow.protocol import SCHEMA, check_schema
 from envscaler_airflow.store.base import Store
 
@@ -106,8 +107,7 @@ def split_reference(reference: str) -> tuple[str, str | None]:
 
 def default_cache() -> Path:
     """``~/.cache/envscaler/registry``, or below XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "envscaler" / "registry"
+    return cache_folder() / "registry"
 
 
 class SpecRegistry:
@@ -207,8 +207,11 @@ class SpecRegistry:
             return entry
         try:
             known_versions = self.versions(name)
-        except StoreError:
-            return self._offline(reference, name, wanted)
+        except StoreError as err:
+            entry = self._kept(name, wanted)
+            if entry is None:
+                raise StoreError(f"{reference}: the cache has no such version, and {err}") from err
+            return entry
         version = newest(known_versions, wanted)
         if version is None:
             listed = ", ".join(str(item) for item in known_versions) or "none"
@@ -233,14 +236,12 @@ class SpecRegistry:
 
     __call__ = pull
 
-    def _offline(self, reference: str, name: str, wanted: str | None) -> Entry:
+    def _kept(self, name: str, wanted: str | None) -> Entry | None:
+        """The newest one of the cache, for want of the store."""
         folder = self._copy(name, Version(0, 0, 0)).parent
         cached = _versions(path.name for path in folder.glob("*.json")) if folder.is_dir() else []
         version = newest(cached, wanted)
-        entry = self._cached(name, version) if version is not None else None
-        if entry is None:
-            raise StoreError(f"{reference}: the store cannot be read and the cache has no such version")
-        return entry
+        return self._cached(name, version) if version is not None else None
 
     def _fetch(self, name: str, version: Version) -> Entry:
         entry = self._read(_path(name, version))

@@ -16,6 +16,7 @@ from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import resolve, strategy
 from envscaler_airflow.build.venv import python_version
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.folders import cache_folder
 from envscaler_airflow.spec.models import EnvSpec
 
 LOCK = "envscaler/requirements.lock"
@@ -28,8 +29,7 @@ TIMEOUT_S = 3600.0
 
 def default_cache() -> Path:
     """``~/.cache/envscaler/venvs``, or below XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "envscaler" / "venvs"
+    return cache_folder() / "venvs"
 
 
 def ensure(

@@ -13,6 +13,7 @@ from pathlib import Path
 from envscaler_airflow.catalog.columns import MAGIC, pack, packaged, unpack
 from envscaler_airflow.catalog.csvtables import read_tables
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.folders import cache_folder
 from envscaler_airflow.planning.market import Scope
 from envscaler_airflow.planning.table import OfferTable
 
@@ -20,10 +21,7 @@ from envscaler_airflow.planning.table import OfferTable
 def cache_dir() -> Path:
     """``ENVSCALER_CACHE``, else ``envscaler`` in the user's cache folder."""
     own = os.environ.get("ENVSCALER_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "envscaler"
+    return Path(own) if own else cache_folder()
 
 
 def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> OfferTable:

@@ -8,12 +8,12 @@ import getpass
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
 from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.folders import data_folder
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.events import EventLog
@@ -42,8 +42,7 @@ NOT_NEGATIVE = Amount(min=0, max=1e12)
 def default_store_url() -> str:
     """``ENVSCALER_STORE_URL``, else Airflow's own setting by its variable, else a folder of the user's."""
     configured = os.environ.get("ENVSCALER_STORE_URL") or os.environ.get("AIRFLOW__ENVSCALER__STORE_URL")
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return configured or f"file://{base}/envscaler/store"
+    return configured or f"file://{data_folder()}/store"
 
 
 def store_option(command: _F) -> _F:
@@ -114,9 +113,12 @@ class Group(click.Group):
             click.echo(f"Error: {err}", err=True)
             ctx.exit(2)
         except OSError as err:
-            if err.errno != errno.ENOSPC:
+            if err.errno != errno.ENOSPC and err.filename is None:
                 raise
-            click.echo(f"Error: there is no room for what is written: {err}", err=True)
+            told = f"{err.filename}: {err.strerror}; name another, or change what is there"
+            if err.errno == errno.ENOSPC:
+                told = f"there is no room for what is written: {err}"
+            click.echo(f"Error: {told}", err=True)
             ctx.exit(2)
         except RuntimeError as err:
             if os.path.expanduser("~") != "~":  # noqa: PTH111  (pathlib's raises where there is none)

@@ -36,10 +36,9 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """Collects faults and warnings of one load."""
+    """Collects faults of one load."""
 
     found: dict[Fault, None] = field(default_factory=dict)
-    warnings: dict[Fault, None] = field(default_factory=dict)
     left_out: int = 0
 
     def add(self, file: str, line: int, path: str, text: str) -> None:
@@ -51,11 +50,6 @@ class Faults:
             self.left_out += 1
             return
         self.found[fault] = None
-
-    def warn(self, file: str, line: int, path: str, text: str) -> None:
-        """Note what the user should know and what stops nothing."""
-        if len(self.warnings) < MAX_FAULTS:
-            self.warnings[Fault(file, line, path, text)] = None
 
     def extend(self, others: Iterable[Fault]) -> None:
         """Take over the faults of another collector."""

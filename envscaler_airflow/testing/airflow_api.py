@@ -215,11 +215,6 @@ class AirflowApi:
                 return None
             raise
 
-    def xcom_keys(self, dag_id: str, run_id: str, task_id: str) -> list[str]:
-        """Keys that a task has pushed, sorted."""
-        found = self.call("GET", f"{_task(dag_id, run_id, task_id)}/xcomEntries")["xcom_entries"]
-        return sorted(item["key"] for item in found)
-
     def _send(self, method: str, path: str, body: Any, query: Mapping[str, Any]) -> httpx.Response:
         if self._token is None:
             answer = self._client.get("/auth/token")

@@ -39,7 +39,3 @@ class ManualClock:
         """Stand in for ``time.sleep``: time passes at once, and is written to ``slept``."""
         self.slept.append(seconds)
         self.advance(seconds)
-
-    async def async_sleep(self, seconds: float) -> None:
-        """Stand in for ``asyncio.sleep``."""
-        self.sleep(seconds)

@@ -1,0 +1,43 @@
+"""The user's folders: the environment decides, a home is the default."""
+
+from pathlib import Path
+
+import pytest
+
+from envscaler_airflow.cli.common import default_store_url
+from envscaler_airflow.folders import cache_folder, data_folder
+
+
+def test_folders_lie_below_what_the_environment_names(monkeypatch):
+    """Cache and data each by its own variable."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    monkeypatch.setenv("XDG_DATA_HOME", "/d")
+
+    assert (cache_folder(), data_folder()) == (Path("/c/envscaler"), Path("/d/envscaler"))
+
+
+@pytest.mark.parametrize("value", [None, "", "not/absolute"])
+def test_what_names_no_absolute_folder_does_not_count(monkeypatch, value):
+    """Unset, empty and relative variables leave the home's folders."""
+    monkeypatch.setenv("HOME", "/h")
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+    assert cache_folder() == Path("/h/.cache/envscaler")
+    assert data_folder() == Path("/h/.local/share/envscaler")
+
+
+def test_a_store_that_is_named_needs_no_home(monkeypatch):
+    """Where nobody has a home, a store by its variable is enough."""
+
+    def homeless():
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("ENVSCALER_STORE_URL", "s3://runs/here")
+
+    assert default_store_url() == "s3://runs/here"
