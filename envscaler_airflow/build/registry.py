@@ -154,17 +154,16 @@ class SpecRegistry:
         path = _path(checked, entry.version)
         try:
             is_new = self.store.create(path, json.dumps(entry.to_dict()).encode())
-        except StoreError:
-            is_new = False
-        if is_new:
-            return entry
-        return self._settle(entry, path)
+        except StoreError as err:
+            return self._settle(entry, path, f": {err}")
+        return entry if is_new else self._settle(entry, path)
 
-    def _settle(self, entry: Entry, path: str) -> Entry:
+    def _settle(self, entry: Entry, path: str, why: str = "") -> Entry:
         """Who won: read back what is there."""
         there = self._read(path)
         if there is None:
-            raise StoreError(f"{self.store.uri(path)}: cannot be told whether it was published; try again")
+            uri = self.store.uri(path)
+            raise StoreError(f"{uri}: cannot be told whether it was published; try again{why}")
         if there.sha256 != entry.sha256:
             raise SpecError(
                 f"{entry.name}@{entry.version} was published by {there.by}{there.published} with other "

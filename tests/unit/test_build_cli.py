@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -132,3 +133,34 @@ def test_a_job_needs_the_name_of_an_image_when_the_base_is_not_enough(call):
     assert got.exit_code == 2
     assert "envscaler build" in got.stderr
     assert "image: team/tiny:1" in call("render", "--target", "kubernetes", "--image", "team/tiny:1").output
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [("a-file", "File exists"), ("a-file/out", "Not a directory"), ("loop", "File exists")],
+)
+def test_a_place_that_cannot_be_written_is_one_message(call, tmp_path, output, reason):
+    """No traceback, exit code 2, and the path is named."""
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+
+    got = call("render", "--target", "venv", "-o", output)
+
+    assert got.exit_code == 2
+    assert got.stderr.startswith(f"Error: {output}: {reason}; name another")
+    assert len(got.stderr.splitlines()) == 1
+
+
+def test_what_a_reader_leaves_unread_is_no_error_of_ours(call, monkeypatch):
+    """A pipe that is closed, as by ``| head``, stays click's own business."""
+    monkeypatch.setattr("envscaler_airflow.cli.validate.load_spec", closed_pipe)
+
+    got = call("validate")
+
+    assert got.exit_code == 1
+    assert got.stderr == ""
+
+
+def closed_pipe(*_words: object, **_more: object) -> None:
+    """Fail as writing to a closed pipe does."""
+    raise BrokenPipeError(errno.EPIPE, "Broken pipe")

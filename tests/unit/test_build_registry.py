@@ -99,8 +99,9 @@ def test_an_unreachable_store_is_never_a_success(store, tmp_path):
     faulty.add("refuse", "create")
     registry = SpecRegistry(lambda: faulty, cache=tmp_path / "cache")
 
-    with pytest.raises(StoreError, match="cannot be told whether it was published"):
+    with pytest.raises(StoreError, match="cannot be told whether it was published; try again: ") as told:
         registry.publish("team/base", "1.0.0", MODULE)
+    assert "create" in str(told.value)
 
 
 def test_the_cache_works_offline(registry, store, tmp_path):
@@ -119,6 +120,8 @@ def test_the_cache_works_offline(registry, store, tmp_path):
     ) as told:
         load_spec(spec, registry=offline)
     assert str(told.value).count("registry://team/base@2") == 1
+    with pytest.raises(StoreError, match="team/base@2: the cache has no such version, and no route to host"):
+        offline.find("team/base@2")
 
 
 def test_a_spoilt_copy_is_fetched_again(registry, tmp_path):
