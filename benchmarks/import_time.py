@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 LIMIT_MS = 60.0
-"""Most that ours may add, milliseconds. Source: the requirement "fast to parse"."""
+"""Most that ours may add, milliseconds. Chosen: 0.2 % of a core where a file is parsed every 30 s."""
 BASE = "from airflow.sdk import DAG, BaseOperator, BaseSensorOperator"
 CASES = {
     "envscaler_airflow: EnvStageOperator, ScalingSensor": (

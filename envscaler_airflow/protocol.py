@@ -187,7 +187,7 @@ def _read_plain(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
-        return _build(hint, value, where)  # type: ignore[arg-type]
+        return _build(hint, value, where)  # type: ignore[arg-type]  # is_dataclass() lets instances by, too
     if hint is Any:
         return value
     if hint is float and type(value) is int and abs(value) < _MOST_INT:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 import yaml
@@ -42,7 +42,7 @@ def cluster_options(command: _F) -> _F:
         backend = KubernetesBackend(**where, **settings_of(config, given))
         return command(*args, backend=backend, **kwargs)
 
-    return connected  # type: ignore[return-value]
+    return cast("_F", connected)
 
 
 def settings_of(config: Path | None, given: dict[str, str | None]) -> dict[str, Any]:

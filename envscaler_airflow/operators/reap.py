@@ -57,10 +57,10 @@ class ReapOperator(BaseOperator):
         from envscaler_airflow.backends.kubernetes import (  # noqa: PLC0415  (DAG files do without)
             KubernetesBackend,
         )
-        from envscaler_airflow.controller.reap import reap  # noqa: PLC0415
-        from envscaler_airflow.hooks.compute import compute_place, open_backend  # noqa: PLC0415
-        from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415
-        from envscaler_airflow.hooks.states import why_over  # noqa: PLC0415
+        from envscaler_airflow.controller.reap import reap  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.compute import compute_place, open_backend  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.states import why_over  # noqa: PLC0415  (as above)
 
         place = store_place(self.store_url, self.store_conn_id)
         store = place.open()

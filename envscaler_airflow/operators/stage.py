@@ -180,7 +180,7 @@ class EnvStageOperator(_OnCluster):
 
     @staticmethod
     def _raise(err: EnvScalerError) -> NoReturn:
-        from envscaler_airflow.controller.stage import StoppedError, SupersededError  # noqa: PLC0415
+        from envscaler_airflow.controller.stage import StoppedError, SupersededError  # noqa: PLC0415  (lazy)
 
         if isinstance(err, StoppedError | SupersededError):
             raise AirflowFailException(str(err)) from err

@@ -34,8 +34,8 @@ class EnvScalerPlugin(AirflowPlugin):
 
     name = "envscaler"
     operator_extra_links = [RunStoreLink()]  # noqa: RUF012  (Airflow's base declares all three so)
-    fastapi_apps = [{"app": PageApp(), "url_prefix": PREFIX, "name": "envscaler"}]  # noqa: RUF012
-    external_views = [  # noqa: RUF012
+    fastapi_apps = [{"app": PageApp(), "url_prefix": PREFIX, "name": "envscaler"}]  # noqa: RUF012  (same)
+    external_views = [  # noqa: RUF012  (same)
         {
             "name": "Training",
             # Relative: below whatever [api] base_url says. Airflow fills in the braces, each encoded.

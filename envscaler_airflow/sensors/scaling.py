@@ -107,6 +107,7 @@ class ScalingSensor(BaseSensorOperator):
     def _task(self) -> Any:
         """The stage's operator: of the sensor's own TaskGroup first."""
         dag, group = self.dag, self.task_group
+        # The SDK has no types for child_id.
         own = group.child_id(self.stage) if group is not None else self.stage  # type: ignore[no-untyped-call]
         for name in (own, self.stage):
             if name in dag.task_dict:
@@ -153,8 +154,8 @@ class ScalingSensor(BaseSensorOperator):
     def _ask(self, context: Context, event: Mapping[str, Any]) -> None:
         """Append the request, unless one is under way or the attempt has changed since."""
         from envscaler_airflow.controller.request import request_move  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.planning import Allocation  # noqa: PLC0415
-        from envscaler_airflow.store import EventLog  # noqa: PLC0415
+        from envscaler_airflow.planning import Allocation  # noqa: PLC0415  (as above)
+        from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
 
         store = self._place(context).open()
         state = EventLog(store, event["prefix"]).load()
@@ -177,7 +178,7 @@ class ScalingSensor(BaseSensorOperator):
 
     def _defer(self, context: Context, until: float | None = None) -> NoReturn:
         from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415
+        from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415  (as above)
 
         ti, place, task = context["ti"], self._place(context), self._task()
         store = place.open()

@@ -136,7 +136,7 @@ class ScalingTrigger(BaseTrigger):
 
     def _states(self) -> dict[str, str | None]:
         """Airflow's state of the stage's task, of each mapped one."""
-        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (as above)
 
         found = RuntimeTaskInstance.get_task_states(
             dag_id=self.dag_id, run_ids=[self.run_id], task_ids=[self.stage_id], map_index=self.map_index

@@ -240,7 +240,7 @@ class TestNext:
         ],
     )
     def test_what_a_newer_version_wrote_is_watched_and_never_started_or_stopped(self, rest, observed, kind):
-        """DESIGN section 4, versions: adopt and watch."""
+        """A newer controller owns what it wrote: an older one adopts the run and only watches."""
         state = run(begun(), ("attempt-resized", {"generation": 1, "attempt": 1}), *rest)
 
         assert next_action(state, Facts(observed=observed, backoff_is_over=True)).kind == kind

@@ -143,7 +143,7 @@ def in_phase(current, name, **more):
     ("name", "current", "target"), [("training", FOUR, EIGHT), ("evaluation", EIGHT, TWO)]
 )
 def test_four_eight_two(name, current, target):
-    """The case of the requirement: loading on 4, training on 8, evaluation on 2."""
+    """Loading on 4 nodes, training on 8, evaluation on 2, each once and no further."""
     got = decide(in_phase(current, name), PHASES)
 
     assert (got.action, got.target) == ("move", target)

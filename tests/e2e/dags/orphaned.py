@@ -9,7 +9,7 @@ from envscaler_airflow import EnvStageOperator, spec_params
 from envscaler_airflow.spec.running import Failure
 
 slice_gates.install()
-Failure.orphan_after_s = property(lambda _self: 15.0)  # type: ignore[assignment,method-assign]
+Failure.orphan_after_s = property(lambda _self: 15.0)
 
 with DAG("orphaned", schedule=None, params=spec_params("envs/tiny.yaml")):
     EnvStageOperator(task_id="train", spec="envs/tiny.yaml", retries=0, poll_interval=1)

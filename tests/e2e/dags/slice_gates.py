@@ -36,4 +36,4 @@ def held_submit(self: Any, request: AttemptRequest) -> Handle:
 
 def install() -> None:
     """Put the gates around the local backend's submit."""
-    LocalBackend.submit = held_submit  # type: ignore[method-assign]
+    LocalBackend.submit = held_submit

@@ -183,7 +183,7 @@ class Cluster:
             config.ssl_certfile = self._certificate.file
             config.ssl_keyfile = self._certificate.file
         self._server = uvicorn.Server(config)
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._server.install_signal_handlers = lambda: None
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket] if self._socket else []))
         while not (self._server.started or serving.done()):  # noqa: ASYNC110 - a flag, and no event
             await asyncio.sleep(0.005)
