@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,31 +72,30 @@ def spot(  # noqa: PLR0913  # one argument for each option
     made = _policy(policy, reports.SPOT_POLICIES)
     seen = traces.read_traces(traces_file)
     windows = traces.of_dataset(traces.read_windows(windows_file), traces_file, dataset)
-    names = [name.strip() for name in zones.split(",") if name.strip()]
-    unknown = [name for name in names if name not in seen.zones]
-    if len(set(names)) < len(names):
-        raise SpecError(f"--zones: names a zone twice: {zones}")
-    if unknown:
-        raise SpecError(f"{traces_file}: has no zone {', '.join(unknown)}; it has {', '.join(seen.zones)}")
+    names = _zones(zones, traces_file, seen.zones)
+    cells = [
+        reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd, ask_s)
+        for deadline in deadline_h
+        for overhead in overhead_h
+    ]
+    earlier = traces.read_traces(history_file) if history_file else None
+    changes = traces.read_price_changes(price_changes) if price_changes else None
     jobs: list[dict[str, Any]] = []
-    for deadline in deadline_h:
-        for overhead in overhead_h:
-            cell = reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd, ask_s)
-            jobs += reports.spot_jobs(
-                seen,
-                windows,
-                cell,
-                made,
-                zones=names,
-                earlier=traces.read_traces(history_file) if history_file else None,
-                price_changes=traces.read_price_changes(price_changes) if price_changes else None,
-                with_optimum=optimum,
-            )
+    for cell in cells:
+        jobs += reports.spot_jobs(
+            seen,
+            windows,
+            cell,
+            made,
+            zones=names,
+            earlier=earlier,
+            price_changes=changes,
+            with_optimum=optimum,
+        )
     if plot is not None:
         from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
 
-        cell = reports.SpotCell(work_h, deadline_h[0], overhead_h[0], on_demand, spot_usd)
-        plot_spot(plot, seen, jobs[0], cell, made)
+        plot_spot(plot, seen, jobs[0], cells[0], made)
     _print({"policy": policy, "jobs": jobs, "summary": reports.spot_summary(jobs)}, as_json=as_json)
 
 
@@ -155,6 +154,16 @@ def elastic(  # noqa: PLR0913  # one argument for each option
 
         plot_elastic(plot, jobs[0])
     _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
+
+
+def _zones(text: str, file: Path, known: Collection[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if len(set(names)) < len(names):
+        raise SpecError(f"--zones: names a zone twice: {text}")
+    if unknown:
+        raise SpecError(f"{file}: has no zone {', '.join(unknown)}; it has {', '.join(known)}")
+    return names
 
 
 def _policy(name: str, known: Mapping[str, type[Any]]) -> Any:

@@ -26,7 +26,7 @@ def plot_spot(path: Path, traces: Traces, row: Mapping[str, Any], cell: SpotCell
     job = cell.job(gap_s)
     zones = {name: traces.since(start, name)[: job.ticks] for name in names}
     past = {name: traces.before(start, name) for name in names}
-    run = simulate_spot(job, zones, policy, history=past)
+    run = simulate_spot(job, zones, policy, history=past, ask_s=cell.ask_s)
     figure, axes = _pyplot().subplots(len(names) + 1, 1, figsize=(10, 1.2 * (len(names) + 1)), sharex=True)
     hours = [tick * gap_s / 3600 for tick in range(job.ticks)]
     for axis, name in zip(axes, names, strict=False):
