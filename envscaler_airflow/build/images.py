@@ -34,6 +34,9 @@ _STEP = re.compile(
     r"|#\d+ \[(?:[\w.-]+ )?(?P<dn>\d+)/(?P<dof>\d+)\] (?P<dwhat>.*)"
 )
 """A step in the output of buildah, or of docker's BuildKit."""
+_IMAGE_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][\w.-]{0,127})?"
+)
 
 
 def default_logs() -> Path:
@@ -122,6 +125,7 @@ def build_image(
         BackendError: The image was built and is not there.
     """
     check_base(spec, options.allowed_bases)
+    check_names(options)
     with tempfile.TemporaryDirectory(prefix="envscaler-build-") as name:
         kit = _Kit.of(spec, requirements, Path(name), options, resolve_secret)
         base, digest = _bring_base(spec, builder, options, kit.access)
@@ -219,6 +223,19 @@ def check_base(spec: EnvSpec, allowed: tuple[str, ...]) -> None:
         )
 
 
+def check_names(options: BuildOptions) -> None:
+    """Refuse what no image can be called, before anything is fetched for it.
+
+    Raises:
+        SpecError: The image's name, or that of the repository of layers, is none.
+    """
+    for option, name in (("-t", options.name), ("--cache", options.cache)):
+        if name is not None and not _IMAGE_NAME.fullmatch(name):
+            raise SpecError(
+                f"{option} {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
+            )
+
+
 def _auth_text(image: str, value: str) -> str:
     user, colon, _ = value.partition(":")
     pair = value if colon else f"token:{user}"
@@ -268,12 +285,6 @@ def _bring_base(
 
 def _name(spec: EnvSpec, options: BuildOptions, context: Context) -> str:
     name = options.name or f"localhost/{slug(spec.name)}"
-    if not re.fullmatch(
-        r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][\w.-]{0,127})?", name
-    ):
-        raise SpecError(
-            f"-t {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
-        )
     if not _has_registry(name):
         name = f"localhost/{name}"
     return name if ":" in name.rpartition("/")[2] else f"{name}:{context.content[:16]}"

@@ -13,7 +13,15 @@ import click
 from envscaler_airflow.build.access import index_access
 from envscaler_airflow.build.builders import Builder, Container, find_builder
 from envscaler_airflow.build.cuda import broken_for, software
-from envscaler_airflow.build.images import BuildOptions, Built, build_image, check_base, mirrors, push_image
+from envscaler_airflow.build.images import (
+    BuildOptions,
+    Built,
+    build_image,
+    check_base,
+    check_names,
+    mirrors,
+    push_image,
+)
 from envscaler_airflow.build.locks import apply_lock
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import find_conflicts, resolve
@@ -73,6 +81,9 @@ def build(
     if options.name is None and repository:
         options = replace(options, name=image_name(spec, requirements, repository))
     check_base(spec, options.allowed_bases)
+    check_names(options)
+    _check_file(given["lock_path"])
+    builder = find_builder(given["builder"])
     lock = find_lock(given["locked"], open_store(default_store_url())) if given["locked"] else None
     if lock is not None:
         spec, requirements = apply_lock(spec, requirements, lock)
@@ -83,7 +94,6 @@ def build(
             check_environment(spec, requirements, env=env)
         if given["lock_path"] and requirements.locked is None and not requirements.is_empty:
             requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
-    builder = find_builder(given["builder"])
     made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=environment_secret)
     _try(builder, made, command)
     if given["scan"]:
@@ -95,6 +105,16 @@ def build(
         text = lock_of(spec, requirements, builder, made).to_text()
         given["lock_path"].write_text(text, encoding="utf-8")
     click.echo(made.name if made.digest is None else f"{made.name}@{made.digest}")
+
+
+def _check_file(path: Path | None) -> None:
+    """Refuse a place for the lock that cannot be written, before an hour's work is done for it.
+
+    Raises:
+        SpecError: Its folder is not there or cannot be written, or it is a folder.
+    """
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise SpecError(f"--lock {path}: cannot be written; name a file in a folder that is there")
 
 
 def _say(line: str) -> None:

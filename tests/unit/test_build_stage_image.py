@@ -100,3 +100,28 @@ def test_a_build_takes_the_name_that_the_stage_will_look_for(spec, tmp_path, mon
 
     looked_for = with_image(one, image=None, repository=REPOSITORY).base.image
     assert names == [given[1] if given else looked_for]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-t", "bad name"], "-t 'bad name' is no image name; write registry.example.com/team/name"),
+        (["--cache", "--all"], "--cache '--all' is no image name; write registry.example.com/team/name"),
+        (
+            ["--lock", "absent/lock.json"],
+            "--lock absent/lock.json: cannot be written; name a file in a folder",
+        ),
+        (["--lock", "."], "--lock .: cannot be written; name a file in a folder"),
+        ([], "docker or buildah is not to be had here; install it"),
+    ],
+)
+def test_what_a_build_will_lack_is_told_before_its_work(spec, tmp_path, monkeypatch, words, told):
+    """Nothing is resolved, fetched or built for it."""
+    spec(BASE + INSTALLS)
+    monkeypatch.setattr(build_command, "check_environment", lambda *_words, **_more: pytest.fail("resolved"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    got = CliRunner().invoke(main, ["build", "-f", str(tmp_path / "spec.yaml"), *words])
+
+    assert got.exit_code == 2
+    assert got.stderr.startswith(f"Error: {told}")
