@@ -10,8 +10,8 @@ Three numbers, all of real processes on this machine:
   each in one process under the wrapper.
 - A paired A/B: the same fixed work, alternately bare and under the agent, in random order within each
   pair, after two seconds in which imports and whatever else comes once are over. A step hashes a MiB,
-  about a millisecond; it allocates nothing, since Python's allocator is some per cent faster or slower by
-  what was imported before. Compared is CPU time of the training per step, which others on the machine
+  about a millisecond; it allocates nothing: loops that do differ by several per cent with what was
+  imported before. Compared is CPU time of the training per step, which others on the machine
   disturb least, and wall time per step besides. Of the ratios of all pairs the median is told, with a
   95 % interval by the bootstrap over pairs (Efron, "Bootstrap Methods", Annals of Statistics 7, 1979:
   percentile interval): one pair that another program disturbed moves

@@ -11,6 +11,7 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import requires_access_dag
 from airflow.models.dag import DagModel
 from airflow.models.renderedtifields import RenderedTaskInstanceFields
+from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.utils.session import create_session
 from fastapi import Depends, FastAPI, Query
 from fastapi.responses import HTMLResponse
@@ -94,7 +95,7 @@ def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace
     """The store that the task itself uses: its own arguments, as they were rendered, come first.
 
     Raises:
-        SpecError: None is set, or its URL is of a kind that no store has.
+        SpecError: None is set, its URL is of a kind that no store has, or there is no such connection.
     """
     fields = RenderedTaskInstanceFields
     wanted = (fields.dag_id == dag_id, fields.run_id == run_id, fields.task_id == task_id)
@@ -105,7 +106,10 @@ def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace
     scheme, mark, _ = (url or "").partition("://")
     if mark and scheme not in _SCHEMES:
         raise SpecError(f"the task's store_url begins with {scheme!r:.40}, which is no kind of run store")
-    return store_place(url, conn_id)
+    try:
+        return store_place(url, conn_id)
+    except AirflowNotFoundException as err:
+        raise SpecError(str(err)) from err
 
 
 def _deployment(store: Store) -> str | None:

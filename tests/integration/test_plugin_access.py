@@ -33,6 +33,7 @@ REQUESTS = {
     "forged": ("ann?", page("mine")),
     "all dags": ("ann", page("~")),
     "query for path": ("ann", page("theirs") + "&dag_id=mine"),
+    "own store": ("ann", page("mine", run_id="elsewhere")),
     "no run": ("ann", page("mine", run_id="never")),
     "broken": ("ann", page("mine", run_id="broken")),
     "hostile": ("ann", page("mine", run_id="<script>alert(1)</script>")),
@@ -54,6 +55,8 @@ def answers(tmp_path_factory):
     ):
         key = RunKey("local", dag_id, run_id, "train", index)
         shutil.copytree(RECORDED, home / "store" / key.prefix)
+    own = RunKey("local", "mine", "elsewhere", "train")
+    shutil.copytree(RECORDED, home / "elsewhere" / own.prefix)
     store.write(f"{RunKey('local', 'mine', 'broken', 'train').prefix}/events/000001.json", b"{")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
     env = kept | {
@@ -67,6 +70,8 @@ def answers(tmp_path_factory):
         "AIRFLOW__ENVSCALER__DEPLOYMENT": "local",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
         "PYTHONPATH": str(TESTS / "standins"),
+        "PAGE_ELSEWHERE": str(home / "elsewhere"),
+        "_AIRFLOW_PROCESS_CONTEXT": "server",  # as ``airflow api-server`` says of itself
     }
     for command in (
         ["-m", "airflow", "db", "migrate"],
@@ -91,6 +96,7 @@ def answers(tmp_path_factory):
         ("forged", 403, ""),  # by Airflow itself
         ("all dags", 403, ""),
         ("query for path", 403, ""),
+        ("own store", 200, "/elsewhere/local/mine/elsewhere/train/-1"),
         ("no run", 404, "No training has begun here"),
         ("broken", 502, "The record of this run is broken"),
         ("hostile", 404, "No training has begun here"),

@@ -84,6 +84,16 @@ def test_a_dag_cannot_send_the_api_server_anywhere(rendered, configured, url):
     assert ask().status_code == HTTPStatus.SERVICE_UNAVAILABLE
 
 
+def test_a_connection_that_is_gone_is_named(rendered, configured):
+    """It was deleted, or never made."""
+    rendered["store_conn_id"] = "gone"
+
+    answer = ask()
+
+    assert answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE
+    assert b"gone" in answer.body
+
+
 def test_an_unnamed_store_is_not_named_by_a_reader(rendered, configured, tmp_path):
     """The first stage does that; here is only nothing yet."""
     (tmp_path / "store").mkdir()
