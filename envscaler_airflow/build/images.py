@@ -227,13 +227,18 @@ def check_names(options: BuildOptions) -> None:
     """Refuse what no image can be called, before anything is fetched for it.
 
     Raises:
-        SpecError: The image's name, or that of the repository of layers, is none.
+        SpecError: The image's name, or that of the repository of layers, is none; or it is to be pushed, and
+            its name is of this machine alone.
     """
     for option, name in (("-t", options.name), ("--cache", options.cache)):
         if name is not None and not _IMAGE_NAME.fullmatch(name):
             raise SpecError(
                 f"{option} {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
             )
+    name = options.name or "localhost/"
+    if options.is_shared and not (_has_registry(name) and _is_remote(name)):
+        told = f"-t {options.name} is in no registry" if options.name else "there is no -t"
+        raise SpecError(f"--push: {told}; write -t registry.example.com/team/name")
 
 
 def _auth_text(image: str, value: str) -> str:
