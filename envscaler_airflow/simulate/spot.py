@@ -94,7 +94,7 @@ class _State:
     answers: list[str | None] = field(default_factory=list)
 
     def run(self, job: SpotJob, answer: str | None, usd: Mapping[str, float], asked_s: float) -> None:
-        """One tick, of which asking took *asked_s*."""
+        """One tick, of which asking took *asked_s*, the whole at most."""
         self.answers.append(answer)
         if answer is None:
             self.running, self.owed_s = None, 0.0
@@ -104,8 +104,9 @@ class _State:
         self.running = answer
         price = job.on_demand_usd if answer == ON_DEMAND else usd.get(answer, job.spot_usd)
         self.cost_usd += price * job.gap_s / SECONDS_PER_HOUR
-        paid = min(job.gap_s, self.owed_s)
-        done = min(self.work_s, max(0.0, job.gap_s - asked_s - paid))
+        left_s = max(0.0, job.gap_s - asked_s)
+        paid = min(left_s, self.owed_s)
+        done = min(self.work_s, left_s - paid)
         self.owed_s -= paid
         self.work_s -= done
         self.last_s = min(job.gap_s, asked_s + paid + done)

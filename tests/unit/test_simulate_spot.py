@@ -226,3 +226,12 @@ def test_what_takes_no_time_to_ask_costs_little_more_than_seeing(policy):
 
     assert cost(0.0) <= 1.1 * cost(None)
     assert cost(0.0) <= cost(300.0)
+
+
+def test_asking_delays_a_launch_that_takes_longer_than_a_tick():
+    """60 s each for a and b, then an overhead of 720 s: the work begins after 840 s."""
+    job = SpotJob(30, 600.0, 10 * 600.0, 720.0, 3.0, 1.0)
+
+    run = simulate_spot(job, {"a": [0] * 30, "b": [1] * 30}, AsksAll(), ask_s=60.0)
+
+    assert run.finished_h * 3600 == pytest.approx(840 + 10 * 600)
