@@ -11,7 +11,8 @@ from typing import Iterator
 
 from envscaler_airflow.errors import BackendError
 
-_FILES = ("__init__.py", "errors.py", "protocol.py", "agent", "frameworks")
+PARTS = ("__init__.py", "errors.py", "protocol.py", "agent", "frameworks")
+"""What runs in any training: standard library only, but for what a training imports by itself."""
 _MERGE = '\n__path__ = __import__("pkgutil").extend_path(__path__, __name__)\n'
 """Appended to the copy: where the interpreter has the whole package, the rest is found there."""
 
@@ -59,7 +60,7 @@ def _pynvml_path() -> str:
 
 
 def _agent_files(package: Path) -> Iterator[Path]:
-    for name in _FILES:
+    for name in PARTS:
         path = package / name
         if path.is_dir():
             yield from path.rglob("*.py")

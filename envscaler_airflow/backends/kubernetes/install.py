@@ -12,10 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import envscaler_airflow
+from envscaler_airflow.agent.package import PARTS, package_folder
 
-PARTS = ("__init__.py", "errors.py", "protocol.py", "agent", "frameworks")
-"""What runs in any training: standard library only, but for what a training imports by itself."""
 _LAUNCHER = "launch.py"
 
 
@@ -24,7 +22,7 @@ def install(folder: Path) -> Path:
 
     The folders are open to every user: which one the stage's image has, nobody knows here.
     """
-    package = Path(envscaler_airflow.__file__).parent
+    package = package_folder()
     target = folder / "agent"
     for part in PARTS:
         source, copy = package / part, target / "envscaler_airflow" / part
