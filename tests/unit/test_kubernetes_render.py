@@ -340,6 +340,7 @@ def test_one_node_fails_its_job_and_of_several_one_may_go_alone():
         "Ignore",
         "FailIndex",
         "FailJob",
+        "FailJob",
     ]
 
 
@@ -430,3 +431,47 @@ def test_the_nearer_of_both_deadlines_counts(asked_s, longest_s, got):
     job = render_attempt(request_for(deadline_s=asked_s), settings)["job"]
 
     assert job["spec"]["activeDeadlineSeconds"] == got
+
+
+def test_pods_of_a_named_user_satisfy_the_restricted_standard():
+    """Every container drops all capabilities, runs as no root and gains no privileges.
+
+    Source: Kubernetes, pod security standards, restricted.
+    """
+    rendered = render_attempt(request_for(), Settings.read({"user": 1000}))
+    pod = rendered["job"]["spec"]["template"]["spec"]
+
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*pod["initContainers"], *pod["containers"]]:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_limit_of_cpu_without_a_request_bounds_the_request():
+    """The API server refuses a request over its limit."""
+    spec = {**SPEC, "resources": {"limits": {"cpu": "500m", "memory": "1Gi"}}}
+
+    rendered = render_attempt(request_for(spec=spec), Settings())
+
+    resources = rendered["job"]["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("500m", "500m")
+
+
+def test_an_init_container_that_fails_on_one_of_several_nodes_ends_the_job():
+    """Else the other nodes would wait for it: its index alone would fail."""
+    override = {"spec": {"initContainers": [{"name": "warm-up", "image": "w:1"}]}}
+    rendered = render_attempt(
+        request_for(spec=GPU_SPEC, allocation=Allocation(GPU, nodes=2), secret_env={}),
+        Settings.read({"pod_override": override}),
+    )
+
+    rules = rendered["job"]["spec"]["podFailurePolicy"]["rules"]
+
+    assert {"containerName": "install", "operator": "NotIn", "values": [0]} in [
+        rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"
+    ]
+    assert {"containerName": "warm-up", "operator": "NotIn", "values": [0]} in [
+        rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"
+    ]

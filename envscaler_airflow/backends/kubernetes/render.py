@@ -160,15 +160,16 @@ class _Attempt:
         job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
         job_labels |= {names.FIRST: str(first)} if first else {}
         job_labels |= {names.MOST: str(self.most)} if self.is_elastic else {}
+        template = self._template(labels)
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
             "completions": nodes,
             "parallelism": nodes,
             "suspend": True,  # until ConfigMap and Secret are there; a Kueue queue decides by itself
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {"rules": _failure_rules(self.most)},
+            "podFailurePolicy": {"rules": _failure_rules(self.most, template["spec"])},
             "ttlSecondsAfterFinished": settings.ttl_s,
-            "template": self._template(labels),
+            "template": template,
         }
         spec |= (
             {"backoffLimit": 0} if self.most == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": self.most}
@@ -259,8 +260,8 @@ class _Attempt:
     # -- containers
 
     def _main(self, mounts: at.Mounts) -> dict[str, Any]:
-        request = self.request
-        options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{self.settings.drain_s:g}"]
+        request, settings = self.request, self.settings
+        options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{settings.drain_s:g}"]
         options += ["--first-node", str(self.part.first_rank)] if self.part.first_rank else []
         return {
             "name": MAIN,
@@ -270,7 +271,7 @@ class _Attempt:
             "env": self._env(),
             "resources": self._resources(),
             "volumeMounts": mounts.training,
-            "securityContext": {"allowPrivilegeEscalation": False},
+            "securityContext": _main_security(settings.user),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
 
@@ -377,8 +378,11 @@ class _Attempt:
         return dict(alternatives[0])
 
     def _cpus(self) -> float:
-        asked = (self._need().get("requests") or {}).get("cpu")
-        return self.offer.vcpus if asked is None else cpu_cores(asked)
+        need, whole = self._need(), self.offer.vcpus
+        asked, most = ((need.get(name) or {}).get("cpu") for name in ("requests", "limits"))
+        if asked is not None:
+            return cpu_cores(asked)
+        return whole if most is None else min(whole, cpu_cores(most))
 
     def _memory(self) -> tuple[int, int]:
         """``(request, limit)`` in bytes: the spec's, within the slice; the slice where the spec has none."""
@@ -439,8 +443,11 @@ def escaped(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _failure_rules(nodes: int) -> list[dict[str, Any]]:
-    """Disruptions are made good; a node that went as asked ends alone; any other failure ends the Job."""
+def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Disruptions are made good; a node that went as asked ends alone; any other failure ends the Job.
+
+    That is also one before the training: without a rule only its index would fail, and the others wait.
+    """
     ignored = {
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
@@ -450,10 +457,12 @@ def _failure_rules(nodes: int) -> list[dict[str, Any]]:
         return [ignored, {"action": "FailJob", "onExitCodes": ours}]
     went = {"containerName": MAIN, "operator": "In", "values": _WENT}
     other = {"containerName": MAIN, "operator": "NotIn", "values": [0, *_WENT]}
+    before = [one.get("name") for one in pod["initContainers"] if one.get("restartPolicy") != "Always"]
+    failed = ({"containerName": name, "operator": "NotIn", "values": [0]} for name in before if name)
     return [
         ignored,
         {"action": "FailIndex", "onExitCodes": went},
-        {"action": "FailJob", "onExitCodes": other},
+        *({"action": "FailJob", "onExitCodes": codes} for codes in (other, *failed)),
     ]
 
 
@@ -470,6 +479,12 @@ def _pod_security(user: int) -> dict[str, Any]:
         "fsGroup": user,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+def _main_security(user: int | None) -> dict[str, Any]:
+    """Of the training: a user of the deployment's own needs no capability, whatever the image expects."""
+    dropped = {"capabilities": {"drop": ["ALL"]}} if user is not None else {}
+    return {"allowPrivilegeEscalation": False, **dropped}
 
 
 def _agent_security(user: int | None) -> dict[str, Any]:
