@@ -100,18 +100,28 @@ class Owned:
         """Folder of the output ``model``."""
         return self.folder / "store" / self.prefix(name) / "outputs/g1/model"
 
-    def move(self, *, to: str, nodes: int = 1, name: str = "one") -> None:
-        """Ask the owner, as somebody who insists, to go to *nodes* of the slice *to*."""
+    def move(self, *, to: str, nodes: int = 1, name: str = "one", patience_s: float = 60) -> None:
+        """Have the owner go to *nodes* of the slice *to*: asked again where it refuses, as while it saves."""
         live = self.state(name).live
         offers = LocalBackend(self.folder / "attempts").offers()
         offer = next(each for each in offers if each.instance_type == to)
-        request_move(
-            self.store,
-            self.prefix(name),
-            target=Allocation(offer, nodes),
-            from_attempt=(live.generation, live.number),
-            because={"reason": "the test says so", "forced": True},
-        )
+        log = EventLog(self.store, self.prefix(name), snapshots=False)
+        asked, answer, until = None, None, time.monotonic() + patience_s
+        while time.monotonic() < until:
+            later = log.read(after=asked.number) if asked is not None else ()
+            answer = next((each for each in later if each.type in ("move-accepted", "move-refused")), None)
+            if answer is not None and answer.type == "move-accepted":
+                return
+            if asked is None or answer is not None:
+                asked = request_move(
+                    self.store,
+                    self.prefix(name),
+                    target=Allocation(offer, nodes),
+                    from_attempt=(live.generation, live.number),
+                    because={"reason": "the test says so", "forced": True},
+                )
+            time.sleep(0.2)
+        raise AssertionError(f"no move to {nodes} x {to} was accepted: {answer}")
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of every attempt."""
