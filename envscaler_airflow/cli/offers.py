@@ -30,9 +30,9 @@ from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.table import Kind, OfferTable
 from envscaler_airflow.spec import gpus as gpu_names
 from envscaler_airflow.spec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
+from envscaler_airflow.spec.resources import GIB
 
 COLUMNS = ("INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "GPU MEM", "SPOT", "$/h", "PRICE FROM")
-GIB = 2**30
 _SIZES = ("gpu", "count", "gpu_memory", "cpus", "memory")
 NEARLY = 0.9
 """A machine with so much of another's vCPUs and memory stands in for it. Chosen."""

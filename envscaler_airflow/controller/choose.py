@@ -30,10 +30,9 @@ from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.spec.resources import GIB
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.stockouts import stockouts
-
-GIB = 2**30
 
 
 def make_plan(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend, Handle, RescalesInPlace, ResizesInPlace
+from envscaler_airflow.controller.choose import least_memory_bytes
 from envscaler_airflow.controller.leaving import Leaving
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.lifecycle import AttemptState, Change
@@ -15,7 +16,6 @@ from envscaler_airflow.spec import EnvSpec
 
 CHANGE_S = 600.0
 """Longest wait for a change in place, seconds. Chosen: as long as a node may be silent."""
-GIB = 2**30
 
 Way = Literal["move", "resize", "rescale", "next-start"]
 
@@ -76,7 +76,7 @@ def sizes_of(spec: EnvSpec, allocation: Allocation) -> Sizes:
     """All of the slice, but no more than the spec's limits."""
     limits = spec.resources.alternatives[0].limits
     vcpus = min(part.offer.vcpus for part in allocation.parts)
-    memory = int(min(part.offer.memory_gib for part in allocation.parts) * GIB)
+    memory = least_memory_bytes(allocation)
     if limits.cpu_cores is not None:
         vcpus = min(vcpus, limits.cpu_cores)
     return Sizes(vcpus, memory if limits.memory_bytes is None else min(memory, limits.memory_bytes))
