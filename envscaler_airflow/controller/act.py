@@ -57,13 +57,10 @@ from envscaler_airflow.lifecycle import (
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import for_run
-from envscaler_airflow.store.lease import ages_of, renew_lease
+from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.store.stockouts import forget, remember
 
 log = logging.getLogger(__name__)
-
-KILL_AGAIN_S = 60.0
-"""Between two kills of an attempt that does not go, seconds. Chosen: a kubelet has long answered."""
 
 _Result = RunState | Waiting | Delivered
 
@@ -128,7 +125,11 @@ class Controller(Asking):
     def resume(self, wake: Wake) -> Waiting | Delivered:
         """What every later slice does. Raises as :meth:`enter`."""
         log.info("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
-        return self._run(self._log.load(), wake)
+        state = self._log.load()
+        result = self._run(state, wake)
+        if isinstance(result, Waiting) and result.watching.number == state.number:  # nothing came of it
+            return replace(result, watching=replace(result.watching, answered=tuple(wake.seen)))
+        return result
 
     def time_out(self, reason: str) -> None:
         """Ask the live attempt to checkpoint and go, since the task's time is over; returns at once."""
@@ -371,13 +372,7 @@ class Controller(Asking):
         self._check_still_owner(state)
         if live.handle is not None:
             self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
-        waiting = self._waiting(state, action.reason)
-        watching = waiting.watching
-        if watching.overdue_after_s is None:
-            return waiting
-        lasted_s = ages_of(self._store, self._prefix).get(watching.age, 0.0)
-        again_s = max(watching.overdue_after_s, lasted_s) + KILL_AGAIN_S
-        return replace(waiting, watching=replace(watching, overdue_after_s=again_s))
+        return self._waiting(state, action.reason)
 
     def _judge(self, state: RunState, action: Action) -> _Result:
         if action.request is None:

@@ -85,6 +85,8 @@ class Holder:
                     renew_lease(self.store, self.prefix, holder=self.actor.ti_id, waits=waits, ages=ages)
                     renewed, told = self.monotonic(), waits
                 wake = watch.poll()
+                if wake is not None and (ages := watch.ages()):
+                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id, ages=ages)
                 self.on_look(watch)
             except (StoreError, ProtocolError):
                 wake = None  # unknown is not dead: look again

@@ -68,15 +68,18 @@ class Wake:
         kind: ``entry`` for ``execute`` itself.
         silent_s: Seconds without a sign of the attempt, by the watcher's own clock.
         detail: For the log.
+        seen: Details of all that the owner might be needed for then; where it does nothing about them, the
+            next watcher does not wake it for the same at once.
     """
 
     kind: WakeKind = "entry"
     silent_s: float = 0.0
     detail: str = ""
+    seen: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the payload of a trigger's event."""
-        return asdict(self)
+        return {**asdict(self), "seen": list(self.seen)}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Wake:
@@ -88,7 +91,8 @@ class Wake:
         kind = body.get("kind", "entry")
         if kind not in get_args(WakeKind):
             raise ProtocolError(f"wake: kind {kind!r} is not known to this version")
-        return cls(kind, float(body.get("silent_s", 0.0)), str(body.get("detail", "")))
+        seen = tuple(str(item) for item in body.get("seen", ()))
+        return cls(kind, float(body.get("silent_s", 0.0)), str(body.get("detail", "")), seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class Watching:
             that it will have.
         spans: What it is on since when, with the prices; empty when only a wait is to be sat out.
         started_at: When the attempt was started, by the owner's clock; None when unknown.
+        answered: What the owner was just woken for and could do nothing about: see :class:`Wake`.
     """
 
     number: int
@@ -124,11 +129,13 @@ class Watching:
     changing: str = ""
     spans: Sequence[Mapping[str, Any]] = ()
     started_at: float | None = None
+    answered: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         handle = dict(self.handle) if self.handle is not None else None
-        return {**asdict(self), "handle": handle, "spans": [dict(item) for item in self.spans]}
+        spans, answered = [dict(item) for item in self.spans], list(self.answered)
+        return {**asdict(self), "handle": handle, "spans": spans, "answered": answered}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Watching:

@@ -22,6 +22,9 @@ from envscaler_airflow.store.lease import ages_of
 REQUESTS = frozenset({"move-requested", "stop-requested"})
 NEVER = frozenset({"capacity", "image"})
 """Reasons of a pending node for which waiting is over."""
+AGAIN_S = 60.0
+"""Before a wake is repeated for what the owner could do nothing about, seconds. Chosen: a slice takes some
+seconds of a worker, and a kubelet has long answered."""
 BUDGET_EVERY_S = 30.0
 """Between two looks at the money spent, seconds. Chosen: a dollar for a machine of $100/h."""
 
@@ -66,7 +69,8 @@ class Watch:
         self._spans = tuple(Span.from_dict(item) for item in watching.spans)
         self._sequences: dict[int, int] = {}
         self._heard = self._began
-        self._is_heard = self._has_read = False
+        self._read_at, self._blind_s, self._gap_s = self._began, 0.0, 0.0
+        self._is_heard = self._has_read = self._is_blind = False
         self._ages: Mapping[str, float] | None = None
         self._billed = self._began
         self.statuses: dict[int, Status] = {}
@@ -77,9 +81,27 @@ class Watch:
     def poll(self) -> Wake | None:
         """What the owner is needed for, None when for nothing. Blocks on I/O: call it in a thread.
 
+        What it was needed for before, and could do nothing about, is told again after :data:`AGAIN_S`.
+
         Raises:
             StoreError: The store cannot be read; nothing is known, try again.
         """
+        now = self._monotonic()
+        self._leave_out_blindness(now)
+        self._is_blind = True  # until all of it was read
+        wake = self._needed()
+        self._read_at, self._gap_s, self._is_blind = now, 0.0, False
+        return wake
+
+    def _leave_out_blindness(self, now: float) -> None:
+        """Time over which the store could not be read is no age: whoever else needs it was cut off too."""
+        if self._is_blind:
+            more = now - self._read_at - self._gap_s
+            self._heard += more
+            self._blind_s += more
+            self._gap_s += more
+
+    def _needed(self) -> Wake | None:
         if self._ages is None:
             self._ages = ages_of(self._store, self._prefix)
         wake = self._new_events()
@@ -90,7 +112,11 @@ class Watch:
             return Wake("backoff") if elapsed >= self._watching.backoff_s else None
         if self._watching.handle is None:
             return Wake("status", detail="nothing to watch")
-        return self._attempt(Handle.from_dict(self._watching.handle))
+        wakes = self._attempt(Handle.from_dict(self._watching.handle))
+        quiet = self._watching.answered if elapsed < AGAIN_S else ()
+        first = next((one for one in wakes if one.detail not in quiet), None)
+        seen, silent = tuple(one.detail for one in wakes), max((one.silent_s for one in wakes), default=0.0)
+        return None if first is None else replace(first, seen=seen, silent_s=silent)
 
     def ages(self) -> dict[str, float]:
         """How long what is watched has lasted, over all watchers: what the next one is to go on from."""
@@ -107,7 +133,7 @@ class Watch:
 
     def _lasted_s(self) -> float:
         before = (self._ages or {}).get(self._watching.age, 0.0)
-        return before + self._monotonic() - self._began
+        return before + self._monotonic() - self._began - self._blind_s
 
     def _silent_s(self) -> float:
         before = 0.0 if self._is_heard else (self._ages or {}).get(self._silence, 0.0)
@@ -130,26 +156,33 @@ class Watch:
         key = (event.body.get("generation"), event.body.get("attempt"))
         return key != (self._watching.generation, self._watching.attempt)
 
-    def _attempt(self, handle: Handle) -> Wake | None:
+    def _attempt(self, handle: Handle) -> list[Wake]:
+        """All that the owner may be needed for now, the most urgent first."""
         self._read_statuses()
+        details = []
         try:
             self.observed = observed = self._backend.observe(handle)
             is_known = all(node.state != "unknown" for node in observed.nodes)
-            if observed.is_over:
-                return Wake("status", detail="the attempt ended")
-            if any(node.state == "pending" and node.reason in NEVER for node in observed.nodes):
-                return Wake("status", detail="none to be had")
-            if any(node.state == "lost" for node in observed.nodes):
-                return Wake("status", detail="a node is lost")
-            if any(node.reason == "unneeded" for node in observed.nodes):
-                return Wake("status", detail="a part of it has failed")
-            if self._has_changed(handle, observed):
-                return Wake("status", detail="the change in place is over")
+            details = self._details(handle, observed)
         except BackendError:
             is_known = False
         if is_known:
             self._hear()
-        return self._from_statuses(is_known=is_known) or self._overdue() or self._over_budget(handle)
+        wakes = [Wake("status", detail=detail) for detail in details]
+        wakes += [*self._from_statuses(is_known=is_known), *self._over_budget(handle)]
+        return [*self._overdue(), *wakes]
+
+    def _details(self, handle: Handle, observed: AttemptStatus) -> list[str]:
+        """What the backend tells that the owner may be needed for."""
+        nodes = observed.nodes
+        told = {
+            "the attempt ended": observed.is_over,
+            "none to be had": any(node.state == "pending" and node.reason in NEVER for node in nodes),
+            "a node is lost": any(node.state == "lost" for node in nodes),
+            "a part of it has failed": any(node.reason == "unneeded" for node in nodes),
+        }
+        found = [detail for detail, is_so in told.items() if is_so]
+        return [*found, "the change in place is over"] if self._has_changed(handle, observed) else found
 
     def _hear(self) -> None:
         self._heard, self._is_heard = self._monotonic(), True
@@ -174,26 +207,26 @@ class Watch:
             self.statuses[node] = status
         self._has_read = True
 
-    def _from_statuses(self, *, is_known: bool) -> Wake | None:
-        said = self.statuses.values()
+    def _from_statuses(self, *, is_known: bool) -> list[Wake]:
+        said, found = self.statuses.values(), []
         if not is_known and len(said) == self._watching.nodes and all(s.phase == "ended" for s in said):
-            return Wake("status", detail="every node said that it ended")
+            found.append(Wake("status", detail="every node said that it ended"))
         if not self._watching.stopping and any(status.health == "stalled" for status in said):
-            return Wake("status", detail="stalled")
+            found.append(Wake("status", detail="stalled"))
         silent = self._silent_s()
         if silent >= LOST_AFTER_S:
-            return Wake("silent", silent_s=silent, detail="neither backend nor nodes were heard")
-        return None
+            found.append(Wake("silent", silent_s=silent, detail="neither backend nor nodes were heard"))
+        return found
 
-    def _overdue(self) -> Wake | None:
+    def _overdue(self) -> list[Wake]:
         after = self._watching.overdue_after_s
-        return Wake("overdue") if after is not None and self._lasted_s() >= after else None
+        return [Wake("overdue", detail="overdue")] if after is not None and self._lasted_s() >= after else []
 
-    def _over_budget(self, handle: Handle) -> Wake | None:
+    def _over_budget(self, handle: Handle) -> list[Wake]:
         """The money is looked at here too: between two slices of the owner an attempt may run for days."""
         left, now = self._watching.usd_left, self._monotonic()
         if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
-            return None
+            return []
         self._billed = now
         try:
             intervals = self._backend.usage(handle)
@@ -203,7 +236,7 @@ class Watch:
             intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
         ours = by_owner(intervals, started_at=self._watching.started_at)
         usd = cost_usd(self._spans, ours, now=self._clock())
-        return Wake("status", detail="the budget is spent") if usd is not None and usd >= left else None
+        return [Wake("status", detail="the budget is spent")] if usd is not None and usd >= left else []
 
 
 def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) -> tuple[UsageInterval, ...]:

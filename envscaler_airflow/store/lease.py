@@ -16,6 +16,8 @@ from envscaler_airflow.store.names import join
 LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0
 """Seconds between renewals. Chosen: a thirtieth of the default ``orphan_after``."""
+MAX_AGE_S = 30 * 86400.0
+"""Longest age believed, seconds. Chosen: no machine of ours lives longer."""
 MAX_LEASE_BYTES = 1 << 20
 """Largest lease read, bytes. Chosen: a log cursor for 10,000 nodes fits."""
 
@@ -56,7 +58,8 @@ def read_lease(store: Store, prefix: str = "") -> Lease | None:
         body = json.loads(text)
         check_schema(body.get("schema"), where=where)
         cursor = {str(node): [int(at[0]), int(at[1])] for node, at in body.get("log_cursor", {}).items()}
-        ages = {str(name): max(0.0, float(seconds)) for name, seconds in body.get("ages", {}).items()}
+        said = {str(name): float(seconds) for name, seconds in body.get("ages", {}).items()}
+        ages = {name: seconds for name, seconds in said.items() if 0 <= seconds <= MAX_AGE_S}
         return Lease(
             int(body["counter"]), str(body.get("holder", "")), cursor, str(body.get("waits", "")), ages
         )

@@ -108,8 +108,15 @@ class Look:
             say(news)
         wake: Wake | None = self._watch.poll()
         self._is_begun = True
+        if wake is not None:
+            self._keep_ages()
         self._tell_waits(say)
         return wake.to_dict() if wake else None
+
+    def _keep_ages(self) -> None:
+        """The next watcher goes on from them, however soon the owner was needed."""
+        with contextlib.suppress(StoreError):
+            renew_lease(self._store, self._prefix, holder=self._holder, ages=self._watch.ages())
 
     def _ages(self) -> Mapping[str, float] | None:
         """What the next watcher goes on from; None, which keeps what is there, before the first look."""
