@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from envscaler_airflow.agent.meeting import ADDRESS as MEETING
 from envscaler_airflow.backends.base import (
     AttemptRequest,
     AttemptStatus,
@@ -42,8 +43,6 @@ RELEASE_PATIENCE_S = 5.0
 """Longest wait for the guard of an ended node. Chosen likewise."""
 
 _POLL_S = 0.02
-MEETING = "ENVSCALER_RENDEZVOUS"
-"""Variable with ``host:port`` of the rendezvous, for every node."""
 _SUBMIT_LOCK = "submit.lock"
 _RELEASED = ".released"
 _TOMBSTONE_S = 30 * 86400.0
