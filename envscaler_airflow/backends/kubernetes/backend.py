@@ -524,7 +524,12 @@ class KubernetesBackend:
         }
         if job_end(job) is None:
             patch["spec"]["activeDeadlineSeconds"] = STOP_DEADLINE_S
-        self.cluster.patch(path, patch)
+        try:
+            self.cluster.patch(path, patch)
+        except RefusedError as err:
+            if err.status not in (404, 409) or err.transient:
+                raise
+            return  # it is gone by now, and its pods with it
         if kept:
             return
         for pod in seen.pods:

@@ -159,12 +159,25 @@ class Cluster:
         return self._call("POST", path, body=body).body
 
     def patch(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Merge *body* into an object; ``metadata.uid`` in it makes sure that it is the one meant."""
-        return self._call("PATCH", path, body=body, content="merge").body
+        """Merge *body* into an object; ``metadata.uid`` in it makes sure that it is the one meant.
+
+        Raises:
+            RefusedError: With status 409 where another object has that name by now.
+        """
+        return self._patch(path, body, "merge")
 
     def patch_strategic(self, path: str, body: Mapping[str, Any]) -> Json:
         """The same, where lists are merged by the names of their items."""
-        return self._call("PATCH", path, body=body, content="strategic").body
+        return self._patch(path, body, "strategic")
+
+    def _patch(self, path: str, body: Mapping[str, Any], content: str) -> Json:
+        try:
+            return self._call("PATCH", path, body=body, content=content).body
+        except RefusedError as err:
+            # Of a PATCH, another uid is a field that may not change, not the conflict that it is elsewhere.
+            if err.status != 422 or "metadata.uid" not in str(err):
+                raise
+            raise RefusedError(str(err), status=409, reason="Conflict", retry_after_s=None) from err
 
     def delete(self, path: str, *, uid: str, grace_s: int | None = None) -> None:
         """Delete the object of that uid and what it owns; one that is gone or another is no error."""

@@ -152,6 +152,10 @@ class Api:
         """PATCH; a resourceVersion in the patch is a precondition."""
         old = self.read(resource, namespace, name)
         fresh = patch(old, media_type, body)
+        before, after = old["metadata"]["uid"], (fresh.get("metadata") or {}).get("uid")
+        if after not in {None, "", before}:  # of a PUT it is a precondition, of a PATCH a field
+            fault = errors.cause("metadata.uid", "FieldValueInvalid", "field is immutable", f'"{after}"')
+            raise errors.invalid(resource.full_kind, name, [fault])
         return self._replace(resource, old, fresh, subresource, options or Options())
 
     def apply(self, resource: Resource, namespace: str, name: str, body: Object, options: Options) -> Object:

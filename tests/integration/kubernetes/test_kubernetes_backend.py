@@ -333,3 +333,43 @@ def test_reap_finds_what_no_run_owns(cluster, connect, monkeypatch):
     assert found(60, None) == []
     assert found(3600, None) == [handle.name]
     assert found(3600, RunState(generation=1, status="failed")) == [handle.name]
+
+
+def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch):
+    """A Job that somebody made anew between the look and the write: the API server answers 422.
+
+    Source: Kubernetes, controller_ref_manager.go: a patch with another uid is Invalid.
+    """
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    job = cluster.get(JOBS, handle.name)
+    stale = {**handle.details, "uid": "0" * 8}
+    looked = backend._look(handle)
+    monkeypatch.setattr(
+        backend, "_look", lambda _handle: [(replace(part, uid=stale["uid"]), seen) for part, seen in looked]
+    )
+
+    backend.stop(handle, grace_s=30)
+    with pytest.raises(BackendError, match="uid") as caught:
+        backend.cluster.patch(paths.jobs("default", handle.name), {"metadata": {"uid": stale["uid"]}})
+
+    assert caught.value.status == 409
+    assert not caught.value.transient
+    assert cluster.get(JOBS, handle.name)["spec"] == job["spec"]
+
+
+def test_a_release_of_what_is_gone_is_done(cluster, connect, monkeypatch):
+    """Its time to live ran out between the look and the write."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.pod(f"{handle.name}-0-").exit(0)
+    over(backend, handle)
+    looked = backend._look(handle)
+    monkeypatch.setattr(backend, "_look", lambda _handle: looked)
+    backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
+
+    backend.release(handle)
+
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
