@@ -240,12 +240,17 @@ class Watch:
 
 
 def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) -> tuple[UsageInterval, ...]:
-    """*intervals*, those still open from the start that the owner recorded.
+    """*intervals* moved so that the first begins when the owner recorded the start.
 
-    A closed one is by the provider's clock at both ends. An open one would be the difference of two
-    machines' clocks, and one of them may be an hour off.
+    All are as far apart, and the closed ones as long, as the provider says. Those still open end at the
+    owner's now, and by the provider's own times they would be the difference of two machines' clocks, one of
+    which may be an hour off.
     """
+    known = tuple(intervals)
+    if started_at is None or not known:
+        return known
+    off_s = started_at - min(item.start for item in known)
     return tuple(
-        replace(item, start=started_at) if item.end is None and started_at is not None else item
-        for item in intervals
+        replace(item, start=item.start + off_s, end=None if item.end is None else item.end + off_s)
+        for item in known
     )

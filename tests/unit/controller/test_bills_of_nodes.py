@@ -1,0 +1,66 @@
+"""What nodes cost that came later than the others: each from its own start, whoever's clock is off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.backends.base import UsageInterval
+from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.watch import by_owner
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.lifecycle.state import Before
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.testing.backend import cpu_offer
+
+HOUR = 3600.0
+OFFER = cpu_offer(1, usd_per_hour=1.0)
+
+
+def attempt(nodes=2, started_at=1e6):
+    """One that was started at the owner's *started_at*."""
+    return AttemptState(1, 1, Allocation(OFFER, nodes), phase="started", started_at=started_at)
+
+
+@pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
+def test_a_node_that_was_made_again_is_paid_from_then(off_s):
+    """100 h; node 1 was lost after 99 h and made again at once: 200 node-hours, not 299."""
+    at = 1e6 + off_s
+    held = [
+        UsageInterval(0, at, None),
+        UsageInterval(1, at, at + 99 * HOUR),
+        UsageInterval(1, at + 99 * HOUR, None),
+    ]
+
+    assert facts.usd_of(attempt(), held, now=1e6 + 100 * HOUR) == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
+def test_nodes_that_came_in_place_are_paid_from_then(off_s):
+    """Two nodes for 10 h, two more for the last: 22 node-hours."""
+    at = 1e6 + off_s
+    late = at + 9 * HOUR
+    held = [UsageInterval(node, at if node < 2 else late, None) for node in range(4)]
+
+    assert facts.usd_of(attempt(4), held, now=1e6 + 10 * HOUR) == pytest.approx(22.0)
+
+
+def test_a_closed_interval_is_as_long_as_the_provider_says():
+    """Whatever the owner's clock shows."""
+    found = by_owner([UsageInterval(0, 5.0, 65.0)], started_at=1e6)
+
+    assert [item.end - item.start for item in found] == [60.0]
+
+
+def test_prices_change_at_the_owner_s_time_though_the_provider_s_clock_is_off():
+    """Ten hours at $1, changed in place to $2 for an hour, by a clock that is an hour behind."""
+    dear = replace(OFFER, instance_type="cpu-2", usd_per_hour=2.0)
+    before = Before(Allocation(OFFER, 1), 1e6 + 10 * HOUR)
+    live = replace(attempt(1), allocation=Allocation(dear, 1), earlier=(before,))
+    held = [
+        UsageInterval(0, 1e6 - HOUR, 1e6 + HOUR),
+        UsageInterval(0, 1e6 + HOUR, None),
+    ]
+
+    assert facts.usd_of(live, held, now=1e6 + 11 * HOUR) == pytest.approx(12.0)
