@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envscaler_airflow.backends.base import SharesWatch
+from envscaler_airflow.backends.base import Backend, SharesWatch
 from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Wake, Watching
@@ -56,15 +56,9 @@ class Look:
         self._waits = waits_of(store, prefix)
         self._is_begun = False
         self._told = frozenset({self._waits} - {""})
-        backend = open_backend(compute)
-        if isinstance(backend, SharesWatch):
-            backend.share_watch()  # the triggerer looks at all stages of a cluster
+        backend = _shared(compute)
         self._watch = Watch(
-            store=store,
-            prefix=prefix,
-            backend=backend,
-            watching=watching,
-            monotonic=monotonic,
+            store=store, prefix=prefix, backend=backend, watching=watching, monotonic=monotonic
         )
         self._tail = Tail(
             store,
@@ -142,6 +136,14 @@ class Look:
             with contextlib.suppress(StoreError):
                 renew_lease(self._store, self._prefix, holder=self._holder, waits=waits)
                 self._waits = waits
+
+
+def _shared(compute: str) -> Backend:
+    """The backend, through the one watch of this process: a triggerer looks at all stages."""
+    backend = open_backend(compute)
+    if isinstance(backend, SharesWatch):
+        backend.share_watch()
+    return backend
 
 
 def _is_scaled(store: Store, prefix: str) -> bool:
