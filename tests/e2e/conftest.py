@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from fakes.kubernetes import PODS, Cluster
-from fakes.kubernetes.processes import Processes
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
@@ -26,6 +24,9 @@ from envscaler_airflow.store import EventLog, RunKey, Store, open_store
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import complete_checkpoints
 from envscaler_airflow.testing.airflow_services import AirflowServices
+
+if TYPE_CHECKING:
+    from fakes.kubernetes import Cluster  # the suite for real clusters lies below, and needs none of it
 
 DAGS = Path(__file__).parent / "dags"
 NAMESPACE = "ml"
@@ -58,6 +59,9 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of two nodes whose containers are processes of this machine, with a namespace for stages."""
+    from fakes.kubernetes import Cluster  # only what asks for this cluster needs it
+    from fakes.kubernetes.processes import Processes  # same
+
     executor = Processes(tmp_path_factory.mktemp("cluster"))
     with Cluster(nodes=2, executor=executor, namespaces=(NAMESPACE,), tls=True) as made:
         yield made
@@ -221,6 +225,8 @@ class Run:
 
     def pods(self) -> list[dict[str, Any]]:
         """Pods of this run that are not over."""
+        from fakes.kubernetes import PODS  # only what asks for this cluster needs it
+
         mine = names.run_hash(self.store.url, self.key.prefix)
         pods = [pod for pod in self.cluster.list(PODS, NAMESPACE) if _label(pod, names.RUN) == mine]
         return [pod for pod in pods if pod["status"].get("phase") in ("Pending", "Running")]
