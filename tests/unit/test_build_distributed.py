@@ -97,6 +97,17 @@ def test_torchrun_meets_by_c10d_at_node_zero():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_an_elastic_launch_takes_nodes_that_come_and_go(nodes):
+    """Torchrun is told the bounds, whatever number begins; one node alone meets too: others may come."""
+    got = launch_command(stage(nodes="1..4", launcher="torchrun", elastic=True), nodes, endpoint="n0:29400")
+
+    assert got == (
+        "torchrun", "--nnodes=1:4", "--nproc_per_node=2", "--max_restarts=100", "--rdzv_backend=c10d",
+        "--rdzv_endpoint=n0:29400", "--rdzv_id=envscaler", "train.py",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("launcher", "entrypoint", "expected"),
     [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.cli import main
+from envscaler_airflow.cli.plan import _commitment
 from envscaler_airflow.planning import Offer
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import remember
@@ -311,3 +313,20 @@ def test_a_chosen_fleet_is_the_first_line_of_the_table(tmp_path, monkeypatch):
     assert (fleet["rest"]["capacity_type"], fleet["rest_nodes"]) == ("spot", 1)
     assert words(lines[1]).startswith("aws/us-east-1/us-east-1a 2 x g4dn.xlarge 4 16 T4:1 1 of them 0.7260")
     assert lines[1].endswith("*")
+
+
+@pytest.mark.parametrize(
+    ("usd", "share"), [(0.25, "50%"), (0.499, "100%"), (0.5, None), (0.75, None)], ids=str
+)
+def test_only_a_commitment_that_costs_less_is_worth_a_word(usd, share):
+    """On demand is 0.50 an hour: at 0.25 it pays from half of the time on, at 0.50 never."""
+    offer = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=0.5)
+    made = SimpleNamespace(chosen=SimpleNamespace(allocation=SimpleNamespace(offer=offer)))
+
+    got = _commitment(made, lambda _: {offer.name: {"1y": usd}})
+
+    words = (
+        f"a commitment of a year to g4dn.xlarge costs ${usd:.4f} every hour: "
+        f"less than on demand if it is used for over {share} of that time"
+    )
+    assert got == ([] if share is None else [words])
