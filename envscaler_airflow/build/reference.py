@@ -102,6 +102,7 @@ _BY_FIELD: dict[str, str] = {
     "Scaling.phases": "{warmup: {nodes: 1}, train: {nodes: 4}}",
     "Scaling.speedup": "[{offer: local/cpu-2, relative_to: local/cpu-1, mean: 1.7, stdev: 0.2, source: a}]",
     "MetricRule.for": "5m",
+    "MetricRule.prometheus": "avg(DCGM_FI_PROF_GR_ENGINE_ACTIVE)",
     "MetricRule.above": "80",
     "MetricRule.below": "20",
     "Distributed.world_size": "16",

@@ -113,12 +113,15 @@ class Replay:
         if token:
             headers["Authorization"] = f"Bearer {token}"
         timer = threading.Timer(0.3, self._meanwhile, [step])
-        if "watch=" in path or "follow=" in path:
+        is_stream = "watch=" in path or "follow=" in path
+        if is_stream:
             timer.start()
         try:
             status, answered, answer_headers = self._send(request["method"], path, data, headers)
         finally:
             timer.cancel()
+            if is_stream:
+                timer.join()  # where it had begun: its requests end before the cluster does
         self._learn(step, answered)
         self.answers.append(Answer(step, status, answered, answer_headers))
 
