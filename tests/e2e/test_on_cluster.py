@@ -36,7 +36,7 @@ def training_pod(run, *, after: dict | None = None) -> dict:
 @together
 def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
     """The sensor looks at the cluster of its stage; no step is lost or made twice."""
-    run = begin("moved_on_cluster", steps=160, pause=0.25)
+    run = begin("moved_on_cluster", steps=400, pause=0.25)
 
     state = run.wait_end(timeout_s=200)
 
@@ -46,7 +46,7 @@ def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
         "kubernetes/small/on-demand",
         "kubernetes/large/on-demand",
     ]
-    assert [step for _, _, step in run.steps()] == list(range(1, 161))
+    assert [step for _, _, step in run.steps()] == list(range(1, 401))
     assert run.airflow.xcom(run.dag_id, run.run_id, "autoscale")["runs"]["-1"]["moves"] == 1
     run.wait_gone()
     run.check()
