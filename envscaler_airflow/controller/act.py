@@ -327,7 +327,10 @@ class Controller(Asking):
         live, end = live_of(state), action.end
         if end is None or live.handle is None:
             raise RuntimeError("an end needs a started attempt")
-        usage = facts.usage_of(self._backend, live)
+        if end.outcome == "not-started":
+            usage = facts.usage_of(self._backend, live)
+        else:
+            usage = facts.known_usage(self._backend, live, now=self._clock())
         body = {
             "generation": live.generation,
             "attempt": live.number,

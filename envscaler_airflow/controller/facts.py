@@ -17,6 +17,9 @@ from envscaler_airflow.store.checkpoints import complete_checkpoints
 MAX_CANDIDATES = 16
 """Checkpoints that a start may fall back on. Chosen: five times what is kept by default."""
 
+SOON_S = 60.0
+"""Ran so briefly, an attempt may have been billed for no second, by times in whole seconds. Chosen."""
+
 
 def observe(
     store: Store, prefix: str, backend: Backend, attempt: AttemptState, *, silent_s: float
@@ -58,6 +61,17 @@ def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ..
         return backend.usage(Handle.from_dict(attempt.handle))
     except BackendError:
         return None
+
+
+def known_usage(backend: Backend, attempt: AttemptState, *, now: float) -> tuple[UsageInterval, ...] | None:
+    """Billed intervals of an attempt that ran and is over; None too where its times are gone with it.
+
+    Where somebody deleted what was held, a backend knows only when it was made: no time at all, for what
+    the owner saw started long ago, is unknown and not free.
+    """
+    usage, since = usage_of(backend, attempt), attempt.started_at
+    is_none = bool(usage) and all(item.end is not None and item.end <= item.start for item in usage or ())
+    return None if is_none and since is not None and now - since > SOON_S else usage
 
 
 def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:

@@ -226,6 +226,18 @@ def test_a_node_whose_pod_is_gone_is_billed_by_its_job():
     assert intervals(Seen(None), PART) == (UsageInterval(0, timestamp(START), timestamp(START)),)
 
 
+def test_a_pod_that_no_machine_was_found_for_costs_nothing():
+    """Three hours in the scheduler's queue, with the pod there still, and after it was given up."""
+    waiting = pod(phase="Pending")
+    waiting["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]
+    given_up = job(ended=END)
+    given_up["metadata"]["annotations"] = {names.STOP: '{"grace_s": 0, "at": null, "unmet": "0/9 nodes"}'}
+
+    assert intervals(Seen(job(), (waiting,)), PART) == ()
+    assert intervals(Seen(job(ended=END), (waiting,)), PART) == ()
+    assert intervals(Seen(given_up), PART) == ()
+
+
 def test_pods_that_were_made_again_are_billed_each():
     """Two intervals of one node."""
     found = intervals(Seen(job(), (pod(phase="Failed", finished=END), pod())), PART)

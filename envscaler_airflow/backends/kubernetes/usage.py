@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from envscaler_airflow.backends.base import UsageInterval
-from envscaler_airflow.backends.kubernetes.failures import Json, Seen, index_of, job_end, timestamp
+from envscaler_airflow.backends.kubernetes.failures import (
+    Json,
+    Seen,
+    index_of,
+    job_end,
+    stop_asked,
+    timestamp,
+)
 from envscaler_airflow.backends.kubernetes.handles import Part
 
 
@@ -13,10 +20,13 @@ def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
     """From the moment a pod was bound to a node to the end of its last container, one for each pod.
 
     A node whose pods are gone is billed from the Job's start to its end; one whose Job is gone, to the
-    last moment that is known: nobody wrote down more.
+    last moment that is known: nobody wrote down more. A pod that no machine was found for costs nothing,
+    and neither does a Job that was given up before any of its pods ran.
     """
     found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
-    known = {interval.node for interval in found}
+    known = {interval.node for interval in found} | {index_of(pod) for pod in seen.pods}
+    if seen.job is not None and (stop_asked(seen.job) or {}).get("unmet"):
+        known |= set(range(part.nodes))
     others = (_of_job(node, seen, part) for node in range(part.nodes) if node not in known)
     found += [interval for interval in others if interval is not None]
     numbered = [replace(one, node=part.first + one.node) for one in found]

@@ -8,6 +8,7 @@ import pytest
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.controller.watch import by_owner
 from envscaler_airflow.lifecycle import AttemptState
 from envscaler_airflow.lifecycle.state import Before
@@ -64,3 +65,21 @@ def test_prices_change_at_the_owner_s_time_though_the_provider_s_clock_is_off():
     ]
 
     assert facts.usd_of(live, held, now=1e6 + 11 * HOUR) == pytest.approx(12.0)
+
+
+def test_what_was_deleted_with_its_times_is_not_free(world):
+    """Somebody deletes the Job after ten hours: the bill is unknown, and the budget counts ten hours."""
+    owner = world.controller(budget_usd=100.0)
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.clock.advance(10 * HOUR)
+    world.backend.lose(world.handle)
+    made = world.clock.time() - 10 * HOUR
+    world.backend.usage = lambda _handle: (UsageInterval(0, made, made),)
+
+    owner.resume(Wake("status"))
+
+    [attempt] = world.state.attempts
+    assert (attempt.outcome, attempt.ended.get("usd"), attempt.ended.get("usage")) == ("lost", None, None)
+    price = attempt.allocation.usd_per_hour
+    assert facts.spent_usd(world.state, world.backend, now=world.clock.time()) == pytest.approx(10 * price)
