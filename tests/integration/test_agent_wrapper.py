@@ -562,21 +562,23 @@ def test_a_sampler_that_is_killed_is_replaced(node):
 
 
 def test_the_machine_is_measured(node):
-    """A process that burns CPU: near one core, with its memory; the sampler itself does not count."""
+    """A process that burns CPU: about what it had by its own clock, with its memory, without the sampler."""
     code = """
         import time
-        memory, end = bytearray(b"x") * (100 << 20), time.time() + 4
-        while time.time() < end:
+        memory, began = bytearray(b"x") * (100 << 20), time.monotonic()
+        while time.monotonic() < began + 4:
             sum(range(1000))
+        print(100 * time.process_time() / (time.monotonic() - began))
     """
 
-    node.start(*python(code)).end()
+    _, output, _ = node.start(*python(code)).end()
 
+    had = float(output.split()[-1])  # percent of one core, which others use too
     samples = [line for line in node.metrics() if line.get("cpu_percent") is not None]
-    assert max(line["cpu_percent"] for line in samples) > 20  # of a core that others use too
+    assert 0.5 * had < max(line["cpu_percent"] for line in samples) < 150  # by how uneven the machine is
     assert max(line["memory_rss_bytes"] for line in samples) > 50 << 20
     assert samples[-1]["processes"] == 1
-    assert node.status().cpu_seconds > 0.5
+    assert node.status().cpu_seconds > 0.01 * had  # 4 s of it, less the last sample
     assert node.status().usage["memory_rss_bytes"] > 50 << 20
 
 
