@@ -24,6 +24,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError, StoreError
+from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.operators import asked, slices
 from envscaler_airflow.operators.asked import chosen_parameters
 from envscaler_airflow.operators.links import RunStoreLink, store_page
@@ -137,6 +138,18 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
     yield made
     reset_secrets_masker()
+
+
+def test_the_run_is_told_when_its_dag_run_began_and_how_often_it_was_cleared(world):
+    """By both a DAG run that was deleted and made again is known: begun at second 5, after two clears."""
+    operator, ti = world.operator(), Ti()
+    context = world.context(operator, ti)
+    context["dag_run"].start_date = datetime.fromtimestamp(5, UTC)
+    context["dag_run"].clear_number = 2
+
+    world.deferral(lambda: operator.execute(context))
+
+    assert world.log.load().owner == Actor("ti-1", 1, 3, run_started_at=5.0, clears=2)
 
 
 def test_nothing_is_read_while_the_dag_file_is_parsed():

@@ -153,6 +153,23 @@ def test_deepspeed_saved_again_under_one_name_waits_for_its_mark(tmp_path):
     assert chosen(tmp_path) == (["latest", "best/mp_rank_00_model_states.pt"], None)
 
 
+def test_deepspeed_files_as_old_as_their_mark_are_whole(tmp_path):
+    """Clocks of file systems are coarse: a small model and its mark have one time."""
+    put(tmp_path, {"latest": b"best", "best/mp_rank_00_model_states.pt": ZIP})
+    for name in ("latest", "best/mp_rank_00_model_states.pt"):
+        os.utime(tmp_path / name, (1_700_000_000,) * 2)
+
+    assert chosen(tmp_path) == (["latest", "best/mp_rank_00_model_states.pt"], None)
+
+
+def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
+    """One further down is none that DeepSpeed writes, though it is there."""
+    name = "mp_rank_00_model_states.pt"
+    put(tmp_path, {f"run/step1/{name}": ZIP, f"run/old/step9/{name}": ZIP, "run/latest": b"old/step9"})
+
+    assert chosen(tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
