@@ -337,9 +337,9 @@ def layout(
     """Return (rank, world size, local rank, ranks on this node): arguments, else a launcher's, else one."""
     world = _pick(world_size, environ.get("WORLD_SIZE"), 1)
     number = _pick(rank, environ.get("RANK"), 0)
-    here = _pick(
-        None, environ.get("LOCAL_WORLD_SIZE") if world_size is None else None, max(1, world // max(1, nodes))
-    )
+    is_launched = world_size is None or environ.get("WORLD_SIZE") == str(world_size)  # then its count holds:
+    said = environ.get("LOCAL_WORLD_SIZE") if is_launched else None  # nodes may have come since the start
+    here = _pick(None, said, max(1, world // max(1, nodes)))
     local = _pick(local_rank, environ.get("LOCAL_RANK") if rank is None else None, number % here)
     if not 0 <= number < world or not 0 <= local < here:
         raise ValueError(f"rank {number} of {world}, local rank {local} of {here}: a rank is below its count")

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from envscaler_airflow.protocol import parse_checkpoint_name
 
@@ -76,6 +76,22 @@ def newest(checkpoints: Path) -> Optional[Path]:
     """Return the complete folder with the highest step."""
     found = waiting(checkpoints)
     return checkpoints / max(found, key=_order) if found else None
+
+
+def newest_of(checkpoints: Path, attempt: Tuple[int, int], *, after: int, most_ranks: int) -> Optional[Path]:
+    """Return the newest complete folder of that attempt with a step beyond *after*, None when there is none.
+
+    One that the courier has taken counts too: it leaves the newest where it is. One that more than
+    *most_ranks* ranks saved does not lie here as a whole.
+    """
+    found = []
+    for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
+        key = parse_checkpoint_name(entry.name)
+        if key is not None and (key[0], key[2]) == attempt and key[1] > after:
+            ranks = facts_of(Path(entry.path)).get("world_size")
+            if isinstance(ranks, int) and ranks <= most_ranks:
+                found.append((key[1], Path(entry.path)))
+    return max(found)[1] if found else None
 
 
 def prune(checkpoints: Path, keep: int = KEEP_LOCAL) -> None:

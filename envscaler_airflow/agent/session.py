@@ -156,11 +156,17 @@ class Session:
     def restore(self) -> Optional[Path]:
         """Return the folder of the checkpoint to go on from, None on a fresh start.
 
-        Counts of steps, epochs and samples go on from there.
+        Counts of steps, epochs and samples go on from there. A rank that is begun again inside its attempt,
+        as torchrun does, goes on from the newest save of the attempt where all its ranks are on one node;
+        else from what the attempt began with, which is the same on every node.
         """
         found = self._start.restore
-        path = Path(found.path) if found is not None else self._newest_local()
-        if path is None:
+        path = self._newest_here()
+        if path is not None:
+            found = None
+        elif found is not None:
+            path = Path(found.path)
+        else:
             return None
         facts = saving.facts_of(path)
         for name in ("step", "epoch", "samples"):
@@ -509,8 +515,20 @@ class Session:
         except FileNotFoundError:
             return ex.Start()
 
-    def _newest_local(self) -> Optional[Path]:
-        return saving.newest(self._local_dir) if self._local_dir is not None else None
+    def _newest_here(self) -> Optional[Path]:
+        """The newest save of this attempt, where this node has all of it and the attempt began before it."""
+        if self._local_dir is not None:
+            return saving.newest(self._local_dir)
+        if self._exchange is None or self.world_size > self._local_count:
+            return None
+        start = self._start
+        began = start.restore.step if start.restore is not None else None
+        return saving.newest_of(
+            self._exchange.checkpoints,
+            (start.generation, start.attempt),
+            after=-1 if began is None else began,
+            most_ranks=self._local_count,
+        )
 
     def _make_ranks(self, agree: Optional[rk.Agree]) -> rk.Alone:
         local = rk.Alone()

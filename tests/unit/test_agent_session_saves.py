@@ -6,6 +6,8 @@ import warnings
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
+from envscaler_airflow.agent import exchange as ex
+
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
@@ -163,3 +165,66 @@ def test_what_a_killed_save_left_is_cleared_at_the_start(tmp_path):
 
     assert rig.names() == [name(1)]
     assert not (rig.exchange.checkpoints / name(1) / "half").exists()
+
+
+# -- the same rank begun again inside one attempt, as an elastic launcher does ------------------------
+
+
+def restored_at(rig, folder, step):
+    """Say that the attempt began from a checkpoint of *step*."""
+    folder.mkdir()
+    (folder / "agent.json").write_text(json.dumps({"step": step, "world_size": 1}), encoding="utf-8")
+    start = json.loads(rig.exchange.start.read_text())
+    ex.write_json(rig.exchange.start, {**start, "restore": {"path": str(folder), "step": step}})
+
+
+def test_a_rank_begun_again_goes_on_from_the_newest_save_of_its_attempt(tmp_path):
+    """Whether the courier has taken it or not; not from what the attempt began with."""
+    rig = Rig(tmp_path / "x", every={"steps": 4})
+    restored_at(rig, tmp_path / "before", 100)
+    with rig.session() as session:
+        session.restore()
+        rig.walk(session, 9)
+    assert rig.names() == [name(104), name(108)]
+    rig.exchange.checkpoints.joinpath(f"{name(108)}.done").touch()
+
+    with rig.session() as again:
+        path = again.restore()
+        rig.walk(again, 1)
+
+    assert path == rig.exchange.checkpoints / name(108)
+    assert (again.steps, again.samples) == (109, 9 * 32)
+
+
+def test_a_rank_begun_again_takes_no_save_of_another_attempt_or_before_its_start(tmp_path):
+    """Those of other attempts may be void; an older one of this attempt was passed over."""
+    rig = Rig(tmp_path / "x", every={"steps": 4})
+    restored_at(rig, tmp_path / "before", 100)
+    for other in ("g1-step-00000200-a1", "g2-step-00000200-a2", name(50), "g1-step-00000200-a2.part"):
+        folder = rig.exchange.checkpoints / other
+        folder.mkdir(parents=True)
+        (folder / "agent.json").write_text('{"step": 200, "world_size": 1}', encoding="utf-8")
+
+    with rig.session() as session:
+        assert session.restore() == tmp_path / "before"
+        assert session.steps == 100
+
+
+def test_a_save_that_lies_on_several_nodes_is_not_taken_from_one(tmp_path, monkeypatch):
+    """Neither where other nodes are, which would take another, nor of a time when there were some."""
+    rig = Rig(tmp_path / "x", every={"steps": 4})
+    restored_at(rig, tmp_path / "before", 100)
+    folder = rig.exchange.checkpoints / name(104)
+    folder.mkdir(parents=True)
+    (folder / "agent.json").write_text('{"step": 104, "world_size": 2}', encoding="utf-8")
+
+    with rig.session(rank=0, world_size=1, local_rank=0) as alone:
+        assert alone.restore() == tmp_path / "before"
+
+    (folder / "agent.json").write_text('{"step": 104, "world_size": 1}', encoding="utf-8")
+    with rig.session(rank=0, world_size=1, local_rank=0) as alone:
+        assert alone.restore() == folder
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of torchrun: a node came since the attempt began with one
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with rig.session(rank=0, world_size=2, local_rank=0, agree=lambda value: value) as one_of_two:
+        assert one_of_two.restore() == tmp_path / "before"
