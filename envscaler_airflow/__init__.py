@@ -71,7 +71,7 @@ def get_provider_info() -> Dict[str, Any]:
         "operators": _modules(name, "operators.stage", "operators.reap"),
         "sensors": _modules(name, "sensors.scaling"),
         "triggers": _modules(name, "triggers.stage", "triggers.scaling"),
-        "hooks": _modules(name, "hooks.checkpoint", "hooks.pricing"),
+        "hooks": _modules(name, "hooks.checkpoint", "hooks.pricing", "hooks.prometheus"),
         "connection-types": [_store_connection()],
         "extra-links": ["envscaler_airflow.operators.links.RunStoreLink"],
         "config": {name: {"description": "Settings of envscaler-airflow.", "options": _settings()}},
@@ -101,6 +101,11 @@ def _settings() -> Dict[str, Any]:
         "kubernetes": _option(
             "Settings of the Kubernetes backend, JSON; those of a connection go over them.",
             '{"namespace": "training"}',
+        ),
+        "prometheus_url": _option(
+            "URL of the Prometheus server that scaling rules with a query ask, as the triggerer sees it; "
+            "prometheus_conn_id of a ScalingSensor goes over it.",
+            "http://prometheus.monitoring:9090",
         ),
     }
 

@@ -18,12 +18,14 @@ from envscaler_airflow.lifecycle import AttemptState, RunState, fold
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
 from envscaler_airflow.protocol import Progress, Status
 from envscaler_airflow.scaling import (
+    Ask,
     Check,
     Memory,
     Observation,
     Policy,
     Propose,
     Sample,
+    ask_rules,
     decide,
     is_asked,
     recent,
@@ -49,6 +51,9 @@ STALE_S = 90.0
 """A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
 STATUS_S = 15.0
 """How often a node speaks, seconds. Source: ``courier.loop.STATUS_S``."""
+LONG_CHECK_S = 120.0
+"""Most time between two checks for which rules that count checks keep what they need, seconds. Chosen: four
+times the sensor's own default; a longer pause is a restart, and what was before it is another story."""
 CHECKPOINT_S = 10.0
 """Pause for a checkpoint before one was measured, seconds. Chosen: some gigabytes to a local disk."""
 MAX_POINTS = 240
@@ -95,6 +100,7 @@ class Observer:
         prefix: str,
         backend: Backend,
         candidates: tuple[Allocation, ...] = (),
+        ask: Ask | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -105,6 +111,7 @@ class Observer:
             prefix: The run's folder.
             backend: For metered cost.
             candidates: What the stage may move to; empty: those of ``plan.json``.
+            ask: Answers the queries of rules; None: those that the last check recorded stand.
             monotonic: For ages.
             clock: For bills, which are by the provider's timestamps.
         """
@@ -112,6 +119,7 @@ class Observer:
         self._prefix = prefix
         self._backend = backend
         self._candidates = candidates
+        self._ask = ask
         self._monotonic = monotonic
         self._clock = clock
         self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
@@ -122,6 +130,7 @@ class Observer:
         self._offset_s = self._memory.elapsed_s - monotonic()
         self._attempt: _Attempt | None = None
         self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
+        self._unknown: Mapping[str, str] = checks[-1].observation.unknown if checks else {}
         self._plan: Mapping[str, Any] = {}
         self._told = Foretold()
         self._phases = _phases_of(checks)
@@ -189,14 +198,11 @@ class Observer:
         now_s = self._monotonic() + self._offset_s
         spec = self.spec(state)
         mine = self._remembered(state, live, now_s)
-        head = self._statuses(state, live, mine, now_s).get(0)
-        if mine.epoch is None and head is not None:
-            mine.epoch = head.progress.epoch
-        self._take_point(mine, head)
+        head = self._head(state, live, mine, now_s)
         done = work_of(head.progress) if head else None
         next_phase, next_in_s = self._foretell(head, now_s)
         candidates, now = self.candidates(state), self._clock()
-        offers = [part.offer for item in (live.allocation, *candidates) for part in item.parts]
+        places = (live.allocation, *candidates)
         return Observation(
             current=live.allocation,
             candidates=candidates,
@@ -211,15 +217,12 @@ class Observer:
             epoch=head.progress.epoch if head else None,
             speeds=self._speeds(live, mine),
             measured=self._measured(live, head),
-            gpu_speeds={
-                item.offer.gpu_name: speed
-                for item in (live.allocation, *candidates)
-                if item.offer.gpu_name and (speed := _gpu_speed(item.offer.gpu_name)) is not None
-            },
+            gpu_speeds=_gpu_speeds(places),
             speedups=speedups_of(spec),
             overheads=self._overheads(state, live, head),
-            interruptions_per_hour=losses.interruptions(offers, losses.losses_per_hour(state, now=now)),
+            interruptions_per_hour=_interruptions(state, places, now=now),
             samples=self._samples,
+            unknown=self._unknown,
             spent_usd=facts.spent_usd(state, self._backend, now=now),
             budget_usd=_number(state.begun.get("budget_usd")),
             deadline_table=self._table,
@@ -234,6 +237,15 @@ class Observer:
             phase_lasts_s=self._told.lasts_s(),
             wanted=dict(self._memory.wanted),
         )
+
+    def _head(self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float) -> Status | None:
+        """What node 0 says, once all that it tells is remembered."""
+        head = self._statuses(state, live, mine, now_s).get(0)
+        self._ask_queries(self.policy(state), now_s)
+        if mine.epoch is None and head is not None:
+            mine.epoch = head.progress.epoch
+        self._take_point(mine, head)
+        return head
 
     def _statuses(
         self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float
@@ -266,7 +278,21 @@ class Observer:
             for sample in usage_samples(now_s, node, status.usage)
             if is_asked(sample.metric, policy)
         ]
-        window = window_s(policy, interval_s=STATUS_S)
+        self._add_samples(policy, new, now_s)
+
+    def _ask_queries(self, policy: Policy, now_s: float) -> None:
+        """A sample of each query; one that has no value now begins anew, as a metric of nodes would."""
+        if self._ask is None or all(rule.query is None for rule in policy.rules):
+            return
+        answers = ask_rules(policy, self._ask, at_s=now_s)
+        self._unknown = answers.unknown
+        self._samples = tuple(item for item in self._samples if item.metric not in answers.unknown)
+        self._add_samples(policy, answers.samples, now_s)
+
+    def _add_samples(self, policy: Policy, new: Iterable[Sample], now_s: float) -> None:
+        last_s = now_s if self._last is None else self._last.observation.elapsed_s
+        interval_s = min(max(STATUS_S, now_s - last_s), LONG_CHECK_S)
+        window = window_s(policy, interval_s=interval_s)
         self._samples = recent((*self._samples, *new), now_s=now_s, window_s=window)
 
     def _remembered(self, state: RunState, live: AttemptState, now_s: float) -> _Attempt:
@@ -373,10 +399,20 @@ def _step_of(said: Progress) -> Measured | None:
     return Measured(said.batch, said.step_time_s, sync_s, said.noise_scale)
 
 
-def _gpu_speed(name: str) -> float | None:
-    """Memory bandwidth of a GPU, by which types are compared before they were tried; None when unknown."""
-    facts_of = gpu_facts().get(name)
-    return None if facts_of is None else facts_of.bandwidth_gb_s
+def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:
+    """Memory bandwidth of each known GPU, GB/s, by which types are compared before they were tried."""
+    known, names = gpu_facts(), {place.offer.gpu_name for place in places}
+    return {
+        name: found.bandwidth_gb_s
+        for name in sorted(name for name in names if name)
+        if (found := known.get(name)) is not None and found.bandwidth_gb_s is not None
+    }
+
+
+def _interruptions(state: RunState, places: Iterable[Allocation], *, now: float) -> dict[str, float]:
+    """Losses that are to be expected an hour, of every offer of *places*."""
+    offers = [part.offer for place in places for part in place.parts]
+    return losses.interruptions(offers, losses.losses_per_hour(state, now=now))
 
 
 def _checkpoint_s(state: RunState, head: Status | None) -> float:

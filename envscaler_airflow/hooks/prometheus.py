@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.hooks.settings import setting
+from envscaler_airflow.scaling import Ask
 
 TIMEOUT_S = 5.0
 """Chosen: an instant query takes milliseconds, and a check of a stage must not wait for long."""
+MOST_BYTES = 4 << 20
+"""Longest answer that is read, bytes. Chosen: room for ten thousand series with their labels."""
 MOST_SERIES = 10_000
 """More series than this are an answer to another question. Chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    text: str
+
+    @property
+    def said(self) -> str:
+        """The server's own words."""
+        try:
+            return str(json.loads(self.text)["error"])[:200]
+        except (KeyError, TypeError, ValueError):
+            return self.text[:200]
 
 
 class Prometheus:
@@ -24,10 +46,30 @@ class Prometheus:
     Source: prometheus.io/docs/prometheus/latest/querying/api, instant queries.
     """
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        """Ask nothing yet; *headers* are for a server that wants a token."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        auth: tuple[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.BaseTransport | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            url: Of the server; user and password in it are used and never shown.
+            auth: User and password.
+            headers: For a server that wants a token.
+            transport: In place of the network.
+            monotonic: For the end of a slow answer.
+        """
         self._url = url.rstrip("/")
+        self._shown = shown(self._url)
+        self._auth = auth
         self._headers = dict(headers or {})
+        self._transport = transport
+        self._monotonic = monotonic
 
     def values(self, query: str) -> tuple[float, ...]:
         """Value of every series that *query* selects now, in the server's order; NaN and infinity left out.
@@ -37,39 +79,115 @@ class Prometheus:
             BackendError: The server cannot be asked now.
         """
         try:
-            answer = httpx.get(
-                f"{self._url}/api/v1/query",
-                params={"query": query},
-                headers=self._headers,
-                timeout=TIMEOUT_S,
-            )
-        except (httpx.HTTPError, httpx.InvalidURL) as err:
-            raise BackendError(f"{self._url}: Prometheus does not answer: {err}", transient=True) from err
-        if answer.status_code in (400, 422):
-            raise SpecError(f"prometheus: {query!r:.200}: {_said(answer)}")
-        if answer.status_code != httpx.codes.OK:
+            answer = self._get(query)
+        except httpx.InvalidURL as err:
+            raise SpecError(f"{self._shown}: this is no URL of a Prometheus server") from err
+        except httpx.HTTPError as err:
+            why = str(err) or type(err).__name__
+            raise BackendError(f"{self._shown}: Prometheus does not answer: {why}", transient=True) from err
+        if answer.status in (400, 422):
+            raise SpecError(f"{self._shown}: {answer.said}")
+        if answer.status != httpx.codes.OK:
             raise BackendError(
-                f"{self._url}: Prometheus answers {answer.status_code}: {_said(answer)}",
-                status=answer.status_code,
-                transient=answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR,
+                f"{self._shown}: Prometheus answers {answer.status}: {answer.said}",
+                status=answer.status,
+                transient=answer.status >= httpx.codes.INTERNAL_SERVER_ERROR,
             )
-        return self._read(answer, query)
+        return self._read(answer)
 
-    def _read(self, answer: httpx.Response, query: str) -> tuple[float, ...]:
+    def known(self, query: str) -> tuple[float, ...]:
+        """As :meth:`values`, and never nothing.
+
+        Raises:
+            SpecError, BackendError: As there.
+            BackendError: There is no number now.
+        """
+        values = self.values(query)
+        if not values:
+            raise BackendError(f"{self._shown}: Prometheus has no number for it now")
+        return values
+
+    def _get(self, query: str) -> _Answer:
+        """Read up to :data:`MOST_BYTES` for :data:`TIMEOUT_S`, however slowly they come."""
+        ends = self._monotonic() + TIMEOUT_S
+        parts: list[bytes] = []
+        with (
+            httpx.Client(transport=self._transport, timeout=TIMEOUT_S, auth=self._auth) as client,
+            client.stream(
+                "GET", f"{self._url}/api/v1/query", params={"query": query}, headers=self._headers
+            ) as answer,
+        ):
+            for part in answer.iter_bytes():
+                parts.append(part)
+                if sum(map(len, parts)) > MOST_BYTES:
+                    raise BackendError(f"{self._shown}: Prometheus answers more than {MOST_BYTES >> 20} MiB")
+                if self._monotonic() > ends:
+                    raise httpx.ReadTimeout(f"no whole answer within {TIMEOUT_S:g} s")
+            return _Answer(answer.status_code, b"".join(parts).decode(errors="replace"))
+
+    def _read(self, answer: _Answer) -> tuple[float, ...]:
         try:
-            found = answer.json()["data"]
+            found = json.loads(answer.text)["data"]
             kind, result = found["resultType"], found["result"]
             if kind not in ("vector", "scalar"):
-                raise SpecError(f"prometheus: {query!r:.200}: answers a {kind}; ask for numbers of now")
+                raise SpecError(f"{self._shown}: it answers a {kind!s:.40}; ask for numbers of now")
             pairs = [result] if kind == "scalar" else [item["value"] for item in result[:MOST_SERIES]]
             values = [float(value) for _, value in pairs]
-        except (KeyError, TypeError, ValueError) as err:
-            raise BackendError(f"{self._url}: this is no answer of Prometheus: {err}") from err
+        except (KeyError, TypeError, ValueError, RecursionError) as err:
+            raise BackendError(f"{self._shown}: this is no answer of Prometheus: {err!s:.100}") from err
         return tuple(value for value in values if math.isfinite(value))
 
 
-def _said(answer: httpx.Response) -> Any:
+def shown(url: str) -> str:
+    """*url* for people: no user, password or query."""
     try:
-        return answer.json()["error"]
-    except (KeyError, TypeError, ValueError):
-        return answer.text[:200]
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return "prometheus"
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path}"
+
+
+def asks(conn_id: str | None = None) -> Ask:
+    """Answers queries by the server of connection *conn_id*, else of ``[envscaler] prometheus_url``.
+
+    Neither is looked up before the first query; one that is missing fails that query alone.
+    """
+    server: list[Prometheus] = []
+
+    def ask(query: str) -> tuple[float, ...]:
+        if not server:
+            server.append(_of_connection(conn_id) if conn_id else _of_setting())
+        return server[0].known(query)
+
+    return ask
+
+
+def _of_setting() -> Prometheus:
+    url = setting("prometheus_url")
+    if url is None:
+        raise SpecError(
+            "no Prometheus server is named: set [envscaler] prometheus_url, "
+            "or give the ScalingSensor a prometheus_conn_id"
+        )
+    return Prometheus(url)
+
+
+def _of_connection(conn_id: str) -> Prometheus:
+    """Host with or without a scheme, port; login and password, or a password alone as a token."""
+    from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
+    from airflow.sdk.exceptions import AirflowException  # noqa: PLC0415  (as above)
+
+    try:
+        connection: Any = BaseHook.get_connection(conn_id)
+    except AirflowException as err:
+        raise SpecError(f"connection {conn_id!r}: {err!s:.200}") from err
+    if not connection.host:
+        raise SpecError(f"connection {conn_id!r} names no host of a Prometheus server")
+    host = str(connection.host)
+    scheme = "" if "://" in host else f"{connection.schema or 'http'}://"
+    port = f":{connection.port}" if connection.port else ""
+    login, password = connection.login, connection.password
+    auth = (str(login), str(password or "")) if login else None
+    headers = {"Authorization": f"Bearer {password}"} if password and not login else None
+    return Prometheus(f"{scheme}{host}{port}", auth=auth, headers=headers)

@@ -37,6 +37,7 @@ from envscaler_airflow.scaling.observation import (
 )
 from envscaler_airflow.scaling.outlook import Outlook, outlook
 from envscaler_airflow.scaling.phase import phase
+from envscaler_airflow.scaling.queries import Ask, ask_rules
 from envscaler_airflow.scaling.threshold import is_asked, queried, threshold, window_s
 from envscaler_airflow.scaling.vertical import vertical
 
@@ -163,6 +164,7 @@ def _keep(
 
 __all__ = [
     "POLICIES",
+    "Ask",
     "Check",
     "Decision",
     "Done",
@@ -176,6 +178,7 @@ __all__ = [
     "Sample",
     "ThresholdRule",
     "Want",
+    "ask_rules",
     "cost_to_finish",
     "decide",
     "explain",

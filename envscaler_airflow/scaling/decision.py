@@ -53,6 +53,11 @@ class ThresholdRule(Record):
     ahead_s: float = 0.0
     query: str | None = None
 
+    @property
+    def sampled_as(self) -> str:
+        """Name of its samples: a query's is none that a node could report."""
+        return self.metric if self.query is None else f"{self.across} of {self.query}"
+
     def __post_init__(self) -> None:
         """Refuse a rule that would scale in and out at the same value."""
         check_finite(above=self.above, below=self.below, for_s=self.for_s, ahead_s=self.ahead_s)

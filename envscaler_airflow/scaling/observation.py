@@ -60,6 +60,7 @@ class Observation(Record):
         overheads: Of a move and of checkpoints.
         interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
         samples: Metrics of the current attempt in the recent past.
+        unknown: Why a metric that was asked for with a query has no value now, by the name of its samples.
         spent_usd, budget_usd: Of this generation; no budget is None.
         deadline_table: Name of the table that the deadline policy looks up; None: there is none.
         deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
@@ -91,6 +92,7 @@ class Observation(Record):
     overheads: Overheads = field(default_factory=Overheads)
     interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
+    unknown: Mapping[str, str] = field(default_factory=dict)
     spent_usd: float | None = None
     budget_usd: float | None = None
     deadline_table: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -82,7 +82,10 @@ def threshold(observation: Observation, policy: Policy) -> Proposal:
     if not policy.rules:
         return Proposal(reason="the threshold policy has no rules")
     here = observation.current
-    readings = [_read(rule, _rounds(observation, rule), here.nodes, policy) for rule in policy.rules]
+    readings = [
+        _read(rule, _rounds(observation, rule), here.nodes, policy, observation.unknown)
+        for rule in policy.rules
+    ]
     numbers = {"metrics": [item.to_dict() for item in readings]}
     most = max((item for item in readings if item.nodes), key=lambda item: item.nodes or 0, default=None)
     if policy.match == "all":
@@ -120,29 +123,31 @@ def _propose(
     return Proposal((Want(target, reason, view.staying, moving),), numbers=numbers)
 
 
-def queried(at_s: float, nodes: int, rule: ThresholdRule, values: Sequence[float]) -> tuple[Sample, ...]:
-    """What *rule*'s query answered, put together by its ``across``, as a sample of each of *nodes* nodes.
+def queried(at_s: float, rule: ThresholdRule, values: Sequence[float]) -> tuple[Sample, ...]:
+    """What *rule*'s query answered, put together by its ``across``, as one sample for the whole stage.
 
     NaN and infinities are left out; no value is no sample, so that the metric is missing.
     """
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ()
-    value = _ACROSS[rule.across](known)
-    return tuple(Sample(at_s, node, rule.metric, value) for node in range(nodes))
+    return (Sample(at_s, 0, rule.sampled_as, _ACROSS[rule.across](known)),)
 
 
 def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
     """Checks in a row, up to now and since the last move, in which every node gave the metric."""
+    if rule.sampled_as in observation.unknown:
+        return []
     since_s = 0.0
     if observation.since_move_s is not None:
         since_s = observation.elapsed_s - observation.since_move_s
     by_check: dict[float, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in observation.samples:
-        if item.at_s >= since_s and _is_metric(item.metric, rule.metric):
-            value = item.value / (observation.current.offer.vcpus if rule.metric == CPU_UTILIZATION else 1)
+        if item.at_s >= since_s and _is_of(item.metric, rule):
+            is_share = rule.metric == CPU_UTILIZATION and rule.query is None
+            value = item.value / (observation.current.offer.vcpus if is_share else 1)
             by_check[item.at_s][item.node].append(value)
-    across, nodes = _ACROSS[rule.across], range(observation.current.nodes)
+    across, nodes = _ACROSS[rule.across], range(observation.current.nodes if rule.query is None else 1)
     rounds: list[tuple[float, float]] = []
     for at_s, by_node in sorted(by_check.items()):
         if all(node in by_node for node in nodes):
@@ -171,7 +176,12 @@ def is_asked(name: str, policy: Policy) -> bool:
         return name in ("memory_bytes", "cpu_percent")
     if policy.name == "phase":
         return _is_metric(name, "gpu_utilization")
-    return any(_is_metric(name, rule.metric) for rule in policy.rules)
+    return any(rule.query is None and _is_metric(name, rule.metric) for rule in policy.rules)
+
+
+def _is_of(name: str, rule: ThresholdRule) -> bool:
+    """True when the samples called *name* are what *rule* looks at."""
+    return _is_metric(name, rule.metric) if rule.query is None else name == rule.sampled_as
 
 
 def _is_metric(name: str, asked: str) -> bool:
@@ -182,10 +192,14 @@ def _is_metric(name: str, asked: str) -> bool:
     return general.removesuffix("_percent") == asked or fnmatchcase(name, asked)
 
 
-def _read(rule: ThresholdRule, rounds: Rounds, nodes: int, policy: Policy) -> Reading:
+def _read(
+    rule: ThresholdRule, rounds: Rounds, nodes: int, policy: Policy, unknown: Mapping[str, str]
+) -> Reading:
     metric = rule.metric
     if not rounds:
-        reason = f"{metric} is missing: not given by all of {nodes} nodes"
+        by = f"all of {nodes} nodes" if rule.query is None else f"its query {rule.query!r:.200}"
+        why = unknown.get(rule.sampled_as)
+        reason = f"{metric} is unknown: {why}" if why else f"{metric} is missing: not given by {by}"
         return Reading(rule, rounds, None, reason, is_missing=True)
     if len(rounds) < rule.samples:
         reason = f"{metric} was seen in {len(rounds)} checks of {rule.samples}"

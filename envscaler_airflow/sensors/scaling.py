@@ -32,9 +32,11 @@ class ScalingSensor(BaseSensorOperator):
         timeout: Seconds from the first start of this task; by default an hour more than the stage's
             deadline, else no limit.
         store_url, store_conn_id: As the stage has them, when they cannot be read off its operator.
+        prometheus_conn_id: Connection of the Prometheus server that rules with a query ask; by default
+            ``[envscaler] prometheus_url``.
     """
 
-    template_fields: Sequence[str] = ("stage", "compute", "store_url", "store_conn_id")
+    template_fields: Sequence[str] = ("stage", "compute", "store_url", "store_conn_id", "prometheus_conn_id")
     ui_color = "#f3efe0"
 
     def __init__(  # noqa: PLR0913  (what DAG authors set, each by name)
@@ -46,6 +48,7 @@ class ScalingSensor(BaseSensorOperator):
         timeout: timedelta | float | None = None,
         store_url: str | None = None,
         store_conn_id: str | None = None,
+        prometheus_conn_id: str | None = None,
         soft_fail: bool = True,
         retries: int | None = 3,
         retry_delay: timedelta | float = timedelta(minutes=1),
@@ -58,6 +61,7 @@ class ScalingSensor(BaseSensorOperator):
         self.compute = compute
         self.store_url = store_url
         self.store_conn_id = store_conn_id
+        self.prometheus_conn_id = prometheus_conn_id
         self.gives_up_after_s = None if timeout is None else self._coerce_timeout(timeout).total_seconds()
 
     def execute(self, context: Context) -> Any:
@@ -198,6 +202,7 @@ class ScalingSensor(BaseSensorOperator):
             writer=f"{self.task_id}-{ti.map_index}-{ti.try_number}".replace("/", "_"),
             store_url=store_url,
             store_conn_id=store_conn_id,
+            prometheus_conn_id=self.prometheus_conn_id or None,
         )
         self.log.info("stage=%s is checked every %g s", task.task_id, self.check_interval)
         self.defer(trigger=trigger, method_name="resume")

@@ -10,10 +10,11 @@ from typing import Any
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.observe import Observer, Sight
 from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.prometheus import asks
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.hooks.states import OVER
 from envscaler_airflow.lifecycle import RunState
-from envscaler_airflow.scaling import Check
+from envscaler_airflow.scaling import Ask, Check
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.triggers.sensor_lease import SensorLease
@@ -43,6 +44,7 @@ class Checks:
         folder: Folder of the stage's runs, ``deployment/dag/run/task``.
         map_index: Only that one; None for all that there are.
         writer: Name of this observer in ``decisions/``.
+        ask: Answers the queries of rules.
         monotonic, clock: Time.
     """
 
@@ -51,6 +53,7 @@ class Checks:
     folder: str
     map_index: int | None
     writer: str
+    ask: Ask | None = None
     monotonic: Callable[[], float] = time.monotonic
     clock: Callable[[], float] = time.time
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -65,10 +68,11 @@ class Checks:
         compute: str,
         store_url: str | None,
         store_conn_id: str | None,
+        prometheus_conn_id: str | None = None,
     ) -> Checks:
         """Look through settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
-        return cls(store, open_backend(compute), folder, map_index, writer)
+        return cls(store, open_backend(compute), folder, map_index, writer, asks(prometheus_conn_id))
 
     def once(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
         """Look at each run once; what the sensor is needed for, None when for nothing.
@@ -115,6 +119,7 @@ class Checks:
             store=self.store,
             prefix=prefix,
             backend=self.backend,
+            ask=self.ask,
             monotonic=self.monotonic,
             clock=self.clock,
         )

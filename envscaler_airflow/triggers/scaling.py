@@ -31,7 +31,7 @@ class ScalingTrigger(BaseTrigger):
         check_s: Seconds between two checks.
         until: When to give up, seconds since the epoch; None: an hour after the stage's deadline, if any.
         writer: Name of this sensor in ``decisions/``.
-        store_url, store_conn_id: As the sensor has them.
+        store_url, store_conn_id, prometheus_conn_id: As the sensor has them.
         settle: Seconds before which nothing is fired; None for :func:`settle_s`.
     """
 
@@ -50,6 +50,7 @@ class ScalingTrigger(BaseTrigger):
         store_url: str | None = None,
         store_conn_id: str | None = None,
         settle: float | None = None,
+        prometheus_conn_id: str | None = None,
     ) -> None:
         """Keep the arguments: all state is in them and in the store."""
         super().__init__()  # type: ignore[no-untyped-call]  # Airflow's has no types
@@ -65,6 +66,7 @@ class ScalingTrigger(BaseTrigger):
         self.store_url = store_url
         self.store_conn_id = store_conn_id
         self.settle = settle
+        self.prometheus_conn_id = prometheus_conn_id
         self._checks: Checks | None = None
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
@@ -81,6 +83,7 @@ class ScalingTrigger(BaseTrigger):
             "store_url",
             "store_conn_id",
             "settle",
+            "prometheus_conn_id",
         )
         arguments = {name: getattr(self, name) for name in names}
         return (
@@ -128,6 +131,7 @@ class ScalingTrigger(BaseTrigger):
                 compute=self.compute,
                 store_url=self.store_url,
                 store_conn_id=self.store_conn_id,
+                prometheus_conn_id=self.prometheus_conn_id,
             )
         event = self._checks.once(self._states())
         for line in self._checks.news():

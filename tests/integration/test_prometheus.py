@@ -7,13 +7,14 @@ import shutil
 import socket
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.hooks.prometheus import Prometheus
+from envscaler_airflow.hooks.prometheus import Prometheus, asks
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.scaling import Observation, Policy, ThresholdRule, decide, queried
+from envscaler_airflow.scaling import Observation, Policy, ThresholdRule, ask_rules, decide
 
 SERVER = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
@@ -96,16 +97,19 @@ def test_a_server_that_is_away_can_be_asked_again():
 
 
 @pytest.mark.timeout(60)
-def test_a_rule_decides_by_what_its_query_answers(url):
+def test_a_rule_decides_by_what_its_query_answers(url, monkeypatch):
     """Three checks above the bound: a node more. A query without an answer: kept, with the reason."""
     rule = ThresholdRule("load", above=80, below=None, query="scalar(up) * 90")
     here = Allocation(Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0), 2)
     policy = Policy("threshold", max_nodes=4, stabilization_s=0.0, rules=(rule,))
-    answers = [Prometheus(url).values(rule.query or "") for _ in range(3)]
+    nothing = replace(policy, rules=(replace(rule, query="no_such_metric"),))
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__PROMETHEUS_URL", url)
 
-    samples = tuple(s for at, values in enumerate(answers) for s in queried(10.0 * at, 2, rule, values))
-    none = queried(20.0, 2, rule, Prometheus(url).values("no_such_metric"))
+    answers = [ask_rules(policy, asks(), at_s=10.0 * at) for at in range(3)]
+    none = ask_rules(nothing, asks(), at_s=20.0)
 
+    samples = tuple(sample for answer in answers for sample in answer.samples)
     assert decide(Observation(current=here, elapsed_s=20.0, samples=samples), policy).target.nodes == 3
-    kept = decide(Observation(current=here, elapsed_s=20.0, samples=none), policy)
-    assert (kept.action, kept.reason) == ("keep", "load is missing: not given by all of 2 nodes")
+    kept = decide(Observation(current=here, elapsed_s=20.0, unknown=none.unknown), nothing)
+    why = f"load is unknown: query 'no_such_metric': {url}: Prometheus has no number for it now"
+    assert (kept.action, kept.reason) == ("keep", why)

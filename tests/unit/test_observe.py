@@ -7,6 +7,7 @@ import pytest
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.protocol import Ended, Progress, Status, status_name
 from envscaler_airflow.spec import load_spec
@@ -35,9 +36,9 @@ scaling:
 class Scene:
     """A run of two nodes, and somebody who looks at it."""
 
-    def __init__(self, tmp_path):
+    def __init__(self, tmp_path, spec=SPEC):
         """The attempt is started; no node has spoken."""
-        (tmp_path / "train.yaml").write_text(SPEC)
+        (tmp_path / "train.yaml").write_text(spec)
         self.clock = ManualClock()
         self.store = open_store(f"file://{tmp_path}/store")
         check_store(self.store)
@@ -54,9 +55,10 @@ class Scene:
         self.owner.enter()
         self.sequences = {}
 
-    def observer(self):
+    def observer(self, ask=None):
         """A new one, as after a restart of the triggerer."""
         return Observer(
+            ask=ask,
             store=self.store,
             prefix=KEY.prefix,
             backend=self.backend,
@@ -126,6 +128,87 @@ def test_three_rounds_above_scale_out(scene):
     assert [decision.action for decision in decisions[:2]] == ["keep", "keep"]
     assert decisions[-1].action == "move"
     assert decisions[-1].target.nodes == 3
+
+
+QUERIED = SPEC.replace("metric: cpu_utilization", "metric: load, prometheus: avg(node_load1)")
+
+
+class Server:
+    """A Prometheus that answers as the test says: a number, or None when it is away."""
+
+    def __init__(self):
+        """90 at first."""
+        self.value = 90.0
+        self.asked = []
+
+    def __call__(self, query):
+        """Answer, or not."""
+        self.asked.append(query)
+        if self.value is None:
+            raise BackendError("http://p: Prometheus does not answer: refused", transient=True)
+        return (self.value,)
+
+
+def watched(scene, observer, *, every_s=30, times=1):
+    """So many checks, at which both nodes have spoken; their decisions."""
+    decisions = []
+    for _ in range(times):
+        scene.say(0)
+        scene.say(1)
+        scene.clock.advance(every_s)
+        decisions.append(observer.look().check.decision)
+    return decisions
+
+
+@pytest.mark.parametrize("every_s", [5, 30, 60, 90])
+def test_a_query_is_asked_at_each_check_and_three_above_scale_out(tmp_path, every_s):
+    """However far apart the checks are; what nodes report is not carried."""
+    scene, server = Scene(tmp_path, QUERIED), Server()
+    observer = scene.observer(server)
+
+    decisions = watched(scene, observer, every_s=every_s, times=4)
+
+    assert [decision.action for decision in decisions[:2]] == ["keep", "keep"]
+    assert (decisions[-1].action, decisions[-1].target.nodes) == ("move", 3)
+    assert server.asked == ["avg(node_load1)"] * 4
+    assert {item.metric for item in observer.look().check.observation.samples} == {"mean of avg(node_load1)"}
+
+
+def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_anew(tmp_path):
+    """Kept, with the reason on record; two checks after it are not yet three."""
+    scene, server = Scene(tmp_path, QUERIED), Server()
+    observer = scene.observer(server)
+    watched(scene, observer, times=2)
+
+    server.value = None
+    (away,) = watched(scene, observer)
+    server.value = 90.0
+    after = watched(scene, observer, times=4)
+
+    why = "query 'avg(node_load1)': http://p: Prometheus does not answer: refused"
+    assert (away.action, away.reason) == ("keep", f"load is unknown: {why}")
+    assert [item.action for item in after[:2]] == ["keep", "keep"]
+    assert after[-1].action == "move"
+
+
+def test_who_asks_nobody_goes_by_what_was_recorded(tmp_path):
+    """The stage's owner judges a move by the sensor's answers; where they failed, so does it."""
+    scene, server = Scene(tmp_path, QUERIED), Server()
+    observer = scene.observer(server)
+    log = DecisionLog(scene.store, KEY.prefix, writer="s", monotonic=scene.clock.monotonic)
+    watched(scene, observer, times=4)
+    log.add(observer.look().check)
+    log.close()
+
+    moving = scene.observer().look().check.decision
+    server.value = None
+    log.add(observer.look().check)
+    log.close()
+    keeping = scene.observer().look().check.decision
+
+    assert (moving.action, moving.target.nodes) == ("move", 3)
+    assert keeping.action == "keep"
+    assert keeping.reason.startswith("load is unknown: query 'avg(node_load1)': http://p")
 
 
 def test_a_speed_is_measured_by_the_nodes_own_clock(scene):

@@ -1,0 +1,254 @@
+"""Queries of scaling rules: what a server may answer, and what a check makes of it. No network."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+from airflow.sdk._shared.secrets_masker import reset_secrets_masker
+
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.hooks import prometheus
+from envscaler_airflow.hooks.prometheus import MOST_BYTES, Prometheus, asks, shown
+from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.scaling import (
+    Check,
+    Observation,
+    Policy,
+    Sample,
+    ThresholdRule,
+    ask_rules,
+    decide,
+    explain,
+    replay,
+)
+
+URL = "http://ann:pw-12345@prometheus:9090/prom?x=pw-12345"
+SHOWN = "http://prometheus:9090/prom"
+HERE = Allocation(Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0), 2)
+RULE = ThresholdRule("gpu_utilization", above=80, below=None, samples=1, query="avg(DCGM_FI_DEV_GPU_UTIL)")
+POLICY = Policy("threshold", max_nodes=4, stabilization_s=0.0, rules=(RULE,))
+
+
+def answering(answer, url=URL, **more):
+    """A server that answers everything with *answer*, or does what it does."""
+    handle = answer if callable(answer) else lambda _request: answer
+    return Prometheus(url, transport=httpx.MockTransport(handle), **more)
+
+
+def vector(*values):
+    """An answer of so many series."""
+    result = [{"metric": {}, "value": [0, value]} for value in values]
+    return httpx.Response(200, json={"data": {"resultType": "vector", "result": result}})
+
+
+def away(request):
+    """Nobody listens."""
+    raise httpx.ConnectError("[Errno 111] Connection refused", request=request)
+
+
+def hanging(request):
+    """An answer that never comes."""
+    raise httpx.ReadTimeout("timed out", request=request)
+
+
+class Drip(httpx.SyncByteStream):
+    """A byte at a time, a second each, by the clock that the test reads."""
+
+    def __init__(self):
+        """Begin at 0."""
+        self.now = 0.0
+
+    def __iter__(self):
+        """Never ends."""
+        while True:
+            self.now += 1.0
+            yield b" "
+
+
+BAD = {
+    "away": (away, "does not answer: .* refused"),
+    "hangs": (hanging, "does not answer: timed out"),
+    "fails": (httpx.Response(500, text="boom"), "answers 500: boom"),
+    "wants a token": (httpx.Response(401, json={"error": "who are you"}), "answers 401: who are you"),
+    "leads elsewhere": (httpx.Response(302, headers={"location": "http://x"}), "answers 302"),
+    "refuses": (httpx.Response(400, json={"error": "parse error"}), "parse error"),
+    "is a page": (httpx.Response(200, text="<html>"), "this is no answer of Prometheus"),
+    "is a list": (httpx.Response(200, json=[1]), "this is no answer of Prometheus"),
+    "is nested": (httpx.Response(200, text="[" * 100_000), "this is no answer of Prometheus"),
+    "is long": (httpx.Response(200, content=b" " * (10 << 20)), "answers more than 4 MiB"),
+    "is a matrix": (
+        httpx.Response(200, json={"data": {"resultType": "matrix", "result": []}}),
+        "answers a matrix",
+    ),
+    "has no series": (vector(), "no number"),
+    "has no number": (vector("NaN", "+Inf", "-Inf"), "no number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_answer_keeps_the_stage_and_says_whose_it_was(case):
+    """Query and server are named, its password is not, and the recorded check says so again."""
+    answer, why = BAD[case]
+    answers = ask_rules(POLICY, answering(answer).known, at_s=10.0)
+
+    seen = Observation(current=HERE, elapsed_s=10.0, samples=answers.samples, unknown=answers.unknown)
+    decision = decide(seen, POLICY)
+    check = Check.from_dict(json.loads(json.dumps(Check(seen, POLICY, decision).to_dict())))
+
+    assert decision.action == "keep"
+    assert decision.reason.startswith(f"gpu_utilization is unknown: query '{RULE.query}': {SHOWN}: ")
+    assert re.search(why, decision.reason)
+    assert "pw-12345" not in json.dumps(check.to_dict())
+    assert replay(check) == check.decision
+    assert decision.reason in explain(check)
+
+
+def test_an_answer_that_drips_is_given_up():
+    """Each byte comes in time; the whole does not."""
+    drip = Drip()
+
+    with pytest.raises(BackendError, match="no whole answer within 5 s") as caught:
+        answering(httpx.Response(200, stream=drip), monotonic=lambda: drip.now).values("up")
+
+    assert caught.value.transient
+    assert drip.now < 8
+
+
+def test_a_long_answer_is_not_read_to_its_end():
+    """It stops soon after the most that is read."""
+    read = []
+
+    class Endless(httpx.SyncByteStream):
+        def __iter__(self):
+            while True:
+                read.append(1)
+                yield b" " * (1 << 20)
+
+    with pytest.raises(BackendError, match="more than 4 MiB"):
+        answering(httpx.Response(200, stream=Endless())).values("up")
+
+    assert len(read) == (MOST_BYTES >> 20) + 1
+
+
+def test_numbers_are_read_and_the_user_is_told_to_the_server_alone():
+    """User and password of the URL become a header."""
+    seen = []
+
+    def answer(request):
+        seen.append(request)
+        return vector("90", "NaN", "70")
+
+    assert answering(answer, "http://ann:pw-12345@prometheus:9090/prom/").values("up") == (90.0, 70.0)
+    assert seen[0].url.path == "/prom/api/v1/query"
+    assert seen[0].url.params["query"] == "up"
+    assert seen[0].headers["authorization"].startswith("Basic ")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("https://u:p@h:1/x?token=t#f", "https://h:1/x"),
+        ("http://[::1", "prometheus"),
+        ("http://u:p@h:pw-12345", "prometheus"),
+    ],
+)
+def test_a_url_is_shown_without_what_is_secret(url, text):
+    """Nor is one shown that cannot be read."""
+    assert shown(url) == text
+
+
+def test_a_url_that_is_none_is_told_without_it():
+    """What follows the colon might be a password."""
+    with pytest.raises(SpecError, match=r"\Aprometheus: this is no URL"):
+        Prometheus("http://h:pw-12345").values("up")
+
+
+def test_a_query_stands_over_what_nodes_report_under_the_name():
+    """Nodes at 10 % and the query at 95: a node more."""
+    nodes = tuple(Sample(10.0, node, "gpu0_utilization_percent", 10.0) for node in range(2))
+    answers = ask_rules(POLICY, lambda _query: (95.0,), at_s=10.0)
+
+    seen = Observation(current=HERE, elapsed_s=10.0, samples=(*nodes, *answers.samples))
+
+    assert decide(seen, POLICY).target.nodes == 3
+
+
+def test_a_query_is_asked_once_and_a_server_that_is_away_is_not_waited_for_again():
+    """Two rules of one query, and one of another."""
+    rules = tuple(
+        ThresholdRule("load", query=query, across=across)
+        for query, across in [("a", "mean"), ("a", "max"), ("b", "mean")]
+    )
+    asked = []
+
+    def known(query):
+        asked.append(query)
+        if query == "b":
+            raise SpecError("b is none")
+        return (1.0, 3.0)
+
+    def gone(query):
+        asked.append(query)
+        raise BackendError("away", transient=True)
+
+    answers = ask_rules(Policy("threshold", rules=rules), known, at_s=1.0)
+    nothing = ask_rules(Policy("threshold", rules=rules), gone, at_s=1.0)
+
+    assert [(item.metric, item.value) for item in answers.samples] == [("mean of a", 2.0), ("max of a", 3.0)]
+    assert answers.unknown == {"mean of b": "query 'b': b is none"}
+    assert asked == ["a", "b", "a"]
+    assert not nothing.samples
+    assert sorted(nothing.unknown) == ["max of a", "mean of a", "mean of b"]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What the servers were made with that were asked."""
+    found = []
+
+    class Fake:
+        def __init__(self, url, **more):
+            found.append((url, more))
+
+        def known(self, query):
+            return (1.0,)
+
+    monkeypatch.setattr(prometheus, "Prometheus", Fake)
+    yield found
+    reset_secrets_masker()
+
+
+def test_the_setting_names_the_server_and_a_connection_goes_over_it(monkeypatch, made):
+    """Login and password, a password alone as a token, a host with its scheme."""
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__PROMETHEUS_URL", "http://setting:9090")
+    connections = {
+        "BASIC": {"conn_type": "http", "host": "p", "port": 9090, "login": "ann", "password": "pw-12345"},
+        "TOKEN": {"conn_type": "http", "host": "https://p/prom", "password": "pw-12345"},
+    }
+    for name, body in connections.items():
+        monkeypatch.setenv(f"AIRFLOW_CONN_{name}", json.dumps(body))
+
+    for conn_id in (None, "basic", "token"):
+        assert asks(conn_id)("up") == (1.0,)
+
+    assert made == [
+        ("http://setting:9090", {}),
+        ("http://p:9090", {"auth": ("ann", "pw-12345"), "headers": None}),
+        ("https://p/prom", {"auth": None, "headers": {"Authorization": "Bearer pw-12345"}}),
+    ]
+
+
+def test_no_server_and_no_such_connection_fail_the_query_alone(monkeypatch):
+    """They are looked up at the first query, and say what to set."""
+    monkeypatch.delenv("AIRFLOW__ENVSCALER__PROMETHEUS_URL", raising=False)
+    monkeypatch.setenv("AIRFLOW_CONN_EMPTY", '{"conn_type": "http"}')
+
+    with pytest.raises(SpecError, match=r"set \[envscaler\] prometheus_url"):
+        asks()("up")
+    with pytest.raises(SpecError, match="'no-such'"):
+        asks("no-such")("up")
+    with pytest.raises(SpecError, match="'empty' names no host"):
+        asks("empty")("up")
