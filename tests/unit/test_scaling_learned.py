@@ -34,6 +34,13 @@ def test_more_nodes_are_faster_by_less_than_their_number_and_never_sure():
     assert got[TWO.name].relative_stdev > 0.02
 
 
+def test_nothing_learned_is_surer_than_what_was_measured():
+    """A speed here that may as well be nought or twice as much teaches as little of every other place."""
+    got = learned(replace(SEEN, speeds={ONE.name: Speed(2.0, 2.0, "measured", 600.0)}))
+
+    assert [speed.relative_stdev for speed in got.values()] == [1.0, 1.0, 1.0]
+
+
 def test_another_type_is_as_its_datasheet_says_and_less_sure():
     """An A100 reads its memory 4.9 times as fast."""
     got = learned(SEEN)[OTHER.name]

@@ -171,6 +171,15 @@ def test_a_batch_that_the_noise_asks_for_and_is_not_run_does_not_fit():
     assert free.rate(two, 5000.0)[0] > 1.2 * full.rate(two, 5000.0)[0]
 
 
+def test_a_batch_that_is_bounded_by_the_user_says_nothing_of_memory():
+    """At most 120 may be asked for: running 100 is no sign that 120 do not fit on another type."""
+    found = Learner(100, 120, {"T4": 320.0, "A100": 320.0})
+
+    found.learn(ONE, Measured(100, 1.0, 0.0, 5000.0))
+
+    assert found.rate(Shape("A100", 1, 1), 5000.0)[0] > 1.02 * found.rate(ONE, 5000.0)[0]
+
+
 def test_half_of_synchronisation_is_hidden():
     """Compute of 1 s in a step of 1.25 s leaves 0.75 s, since squares add; so half the batch takes 0.9 s."""
     found, two = learner(), Shape("T4", 1, 2)
