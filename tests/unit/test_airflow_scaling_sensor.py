@@ -401,6 +401,17 @@ def test_cluster_and_store_are_those_of_the_stage(world, mapped):
     assert (arguments["compute"], arguments["store_url"]) == ("kubernetes:ml", world.url)
 
 
+def test_a_mapped_stage_s_group_has_the_word_before_the_dag(world):
+    """As Airflow puts them together: the argument itself, else the group's default, else the DAG's."""
+    with DAG("dag", schedule=None, default_args={"kubernetes_conn_id": "dag", "owner": "us"}):
+        with TaskGroup("group", default_args={"kubernetes_conn_id": "group"}):
+            given = {"task_id": "train", "spec": "s.yaml", "compute": "kubernetes", "store_url": world.url}
+            EnvStageOperator.partial(**given).expand(parameters=[{}, {}])
+        sensor = ScalingSensor(task_id="autoscale", stage="group.train")
+
+    assert deferred(lambda: sensor.execute(context_of()))["compute"] == "kubernetes:group"
+
+
 @pytest.mark.parametrize(
     ("given", "seen"),
     [

@@ -54,6 +54,12 @@ def test_a_name_in_quotes_that_do_not_close_is_a_fault(tmp_path, line):
         read(tmp_path, f"attrs\n{line}\n")
 
 
+def test_a_comment_does_not_go_on_in_the_next_line(tmp_path):
+    """What follows is a line of its own to pip, whatever ends the comment; so it is looked at."""
+    with pytest.raises(SpecError, match=r"requirements\.txt:2: installs from this machine"):
+        read(tmp_path, "# a note \\\n-e ./local\n")
+
+
 def test_a_name_in_quotes_is_that_file(tmp_path):
     """As pip reads it."""
     (tmp_path / "more ones.txt").write_text("attrs\n")

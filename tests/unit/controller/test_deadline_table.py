@@ -66,7 +66,8 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
     changes = ({}, {"ticks": 12}, {"spot_usd": 1.01}, {"spot_usd": 0.5}, {"overhead_s": 120.0}, {"ticks": 48})
     for change in changes:
         written.append(str(change))
-        deadline_table.publish(Counted(), world.prefix, replace(job, **change))
+        job = replace(job, **change)  # on top of those before: each says one thing anew
+        deadline_table.publish(Counted(), world.prefix, job)
 
     built = "a table"
     names = ["a table" if name.endswith(".bin") else name for name in written if not name.endswith(".json")]
