@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 
 import click
 
@@ -13,11 +15,20 @@ from envscaler_airflow.cli.lazy import Commands
 @click.group(cls=Group)
 @click.version_option(package_name="envscaler-airflow")
 @click.option("-v", "--verbose", is_flag=True, help="Log what the owner does, event by event.")
-def main(*, verbose: bool) -> None:
+@click.pass_context
+def main(context: click.Context, *, verbose: bool) -> None:
     """Run stages from environment specs, and look at runs in a store."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, _end)
+        context.call_on_close(lambda: signal.signal(signal.SIGTERM, before))
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
     )
+
+
+def _end(number: int, _frame: object) -> None:
+    """Leave by way of every ``finally``: containers end, and files with credentials go."""
+    raise SystemExit(128 + number)
 
 
 main.commands = Commands(

@@ -115,7 +115,7 @@ class Group(click.Group):
         except OSError as err:
             if err.errno != errno.ENOSPC and err.filename is None:
                 raise
-            told = f"{err.filename}: {err.strerror}; name another, or change what is there"
+            told = f"{err.filename}: {err.strerror}; name another path, or see to this one"
             if err.errno == errno.ENOSPC:
                 told = f"there is no room for what is written: {err}"
             click.echo(f"Error: {told}", err=True)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,31 @@ def test_a_run_has_its_own_environment_which_a_lock_makes_again(project):
         environment.unlink()
     gone = project("--name", "gone", "--locked", "first", code=2)
     assert "greeting==1.0" in gone.stderr
+
+
+def test_a_build_that_is_told_to_end_leaves_no_credentials(tmp_path):
+    """SIGTERM, as from CI, while the base is fetched: exit code 143, and its scratch folder is gone."""
+    scratch, programs = tmp_path / "scratch", tmp_path / "bin"
+    scratch.mkdir()
+    programs.mkdir()
+    builder = programs / "buildah"
+    builder.write_text(f'#!/bin/sh\n[ "$1" = pull ] || exit 1\ntouch {tmp_path}/fetches\nexec sleep 60\n')
+    builder.chmod(0o755)
+    (tmp_path / "envscaler.yaml").write_text(
+        "version: v1\nname: tiny\nbase: {image: 'r.example.com/b:1', credentials: 'env:LOGIN'}\n"
+    )
+    env = {"PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(scratch), "LOGIN": "user:password"}
+    command = [sys.executable, "-m", "envscaler_airflow.cli", "build", "--builder", "buildah"]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | env) as process:
+        until = time.monotonic() + 60
+        while not (tmp_path / "fetches").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        held = [path.name for path in scratch.glob("envscaler-build-*/auth/*")]
+
+        process.terminate()
+
+        assert process.wait(30) == 143
+    assert held == ["config.json"]
+    assert list(scratch.iterdir()) == []

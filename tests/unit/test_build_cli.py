@@ -147,7 +147,7 @@ def test_a_place_that_cannot_be_written_is_one_message(call, tmp_path, output, r
     got = call("render", "--target", "venv", "-o", output)
 
     assert got.exit_code == 2
-    assert got.stderr.startswith(f"Error: {output}: {reason}; name another")
+    assert got.stderr.startswith(f"Error: {output}: {reason}; name another path")
     assert len(got.stderr.splitlines()) == 1
 
 
