@@ -50,9 +50,9 @@ def judge(
         return Verdict(None, "no attempt is live")
     try:
         target = Allocation.from_dict(request.body["target"])
-    except (KeyError, ValueError) as err:
-        return Verdict(None, f"the target cannot be read: {err}")
-    asked_from = list(request.body.get("from_attempt") or [])
+        asked_from = [int(number) for number in request.body.get("from_attempt") or ()]
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as err:
+        return Verdict(None, f"the request cannot be read: {err!r}")
     if asked_from and asked_from != [live.generation, live.number]:
         return Verdict(None, f"it was asked of attempt {asked_from[-1]}; now attempt {live.number} runs")
     offers = backend.offers()
@@ -98,10 +98,14 @@ def _validate(
     )
     is_forced = bool(request.body.get("forced"))
     policy, policies = observer.policy(state), observer.policies
+    if not is_forced and policy.name not in policies:
+        return Verdict(None, f"policy {policy.name!r} is not installed where the owner runs")
     decision = validate(now, policy, target, is_forced=is_forced, policies=policies)
     numbers = {**json.loads(json.dumps(dict(decision.numbers))), "units_left": now.units_left}
     if decision.action != "move":
         return Verdict(None, decision.reason, numbers)
+    if decision.target.name != target.name:
+        return Verdict(None, f"the policy now wants {decision.target.name}", numbers)
     return Verdict(target, decision.reason, numbers)
 
 

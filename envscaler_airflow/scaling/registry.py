@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from envscaler_airflow.scaling import POLICIES, Propose
+from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.observation import Observation
+
+log = logging.getLogger(__name__)
 
 GROUP = "envscaler_airflow.policies"
 """Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""
+MAX_WANTS = 1000
+"""Most moves looked at of one proposal. Chosen: ten times the offers of a large plan."""
 
 
 @cache
 def all_policies() -> Mapping[str, Propose]:
-    """Every policy that is installed when first asked; ours win over others of the same name."""
-    brought: dict[str, Propose] = {point.name: point.load() for point in entry_points(group=GROUP)}
-    return {**brought, **POLICIES}
+    """Every policy that is installed when first asked; ours win over others of the same name.
+
+    One that cannot be loaded, fails, or answers with what is no proposal moves nothing, and says why.
+    """
+    return {**{point.name: _brought(point) for point in entry_points(group=GROUP)}, **POLICIES}
+
+
+def _brought(point: EntryPoint) -> Propose:
+    """The policy of another package, so that nothing it does ends a check or its owner's slice."""
+    told = f"policy {point.name!r} ({point.value})"
+    try:
+        propose: Propose | None = point.load()
+        fault = f"{told} cannot be called" if not callable(propose) else ""
+    except Exception as err:  # noqa: BLE001  (an edge: code of others)
+        propose, fault = None, f"{told} cannot be loaded: {err!r}"
+
+    def guarded(observation: Observation, policy: Policy) -> Proposal:
+        if propose is None or fault:
+            return Proposal(reason=fault)
+        try:
+            return _checked(propose(observation, policy), told)
+        except Exception as err:
+            log.exception("%s failed", told)
+            return Proposal(reason=f"{told} failed: {err!r}")
+
+    return guarded
+
+
+def _checked(said: object, told: str) -> Proposal:
+    """*said*, as far as it is a proposal that can be recorded."""
+    if not isinstance(said, Proposal):
+        return Proposal(reason=f"{told} answered with {type(said).__name__}, not with a Proposal")
+    wants = tuple(said.wants)[:MAX_WANTS]
+    if not all(isinstance(want, Want) for want in wants):
+        return Proposal(reason=f"{told} wants what is no Want")
+    try:
+        numbers = json.loads(json.dumps(dict(said.numbers), allow_nan=False))
+    except (TypeError, ValueError) as err:
+        return Proposal(reason=f"{told} has numbers that cannot be recorded: {err}")
+    return Proposal(wants, str(said.reason), numbers)

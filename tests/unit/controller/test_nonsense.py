@@ -1,0 +1,152 @@
+"""Requests and policies that are nonsense: refused with a reason; the training goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from envscaler_airflow.controller.stage import Waiting, Wake
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.scaling import Proposal, Want, registry
+from envscaler_airflow.testing.backend import cpu_offer
+
+
+def started(world):
+    """An owner with a running attempt."""
+    owner = world.controller()
+    owner.enter()
+    world.say(elapsed_s=60.0)
+    return owner
+
+
+OFFER = cpu_offer(2).to_dict()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"target": None},
+        {"target": 5},
+        {"target": "scripted/cpu-2"},
+        {"target": []},
+        {"target": {"offer": 5, "nodes": 1}},
+        {"target": {"offer": OFFER, "nodes": "many"}},
+        {"target": {"offer": OFFER, "nodes": 10**30}},
+        {"target": {"offer": OFFER | {"usd_per_hour": float("1e999")}, "nodes": 1}},
+        {"target": {"offer": OFFER | {"vcpus": [1]}, "nodes": 1}},
+        {"target": {"offer": OFFER, "nodes": 1, "rest": 7, "rest_nodes": 1}},
+        {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": 5},
+        {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": {"a": 1}},
+        {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": [None, None]},
+        {"target": Allocation(cpu_offer(2)).to_dict(), "check": {"observation": 7}},
+        {"target": Allocation(cpu_offer(2)).to_dict(), "check": {"observation": {"current": "x" * 9}}},
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_read_is_refused(world, body):
+    """Whoever can write into the run's folder stops no training with it."""
+    owner = started(world)
+    try:
+        request = world.log.append_request("move-requested", body, actor=None)
+    except ProtocolError:
+        return  # it cannot even be written
+
+    waiting = owner.resume(Wake("request"))
+
+    assert isinstance(waiting, Waiting)
+    assert world.answer(request).type == "move-refused"
+    assert world.state.live.phase == "started"
+
+
+def bring(monkeypatch, load):
+    """Let another package bring the policy ``theirs``."""
+    point = SimpleNamespace(name="theirs", value="theirs:policy", load=load)
+    monkeypatch.setattr(registry, "entry_points", lambda **_group: [point])
+    registry.all_policies.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    """No test sees another's policies."""
+    registry.all_policies.cache_clear()
+    yield
+    registry.all_policies.cache_clear()
+
+
+def raises(_seen, _policy):
+    """A policy with a bug."""
+    raise ZeroDivisionError("division by zero")
+
+
+def wants_what_was_not_asked(_seen, _policy):
+    """A policy with ideas of its own."""
+    return Proposal((Want(Allocation(cpu_offer(1024)), "more"),), "more")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        raises,
+        lambda _s, _p: None,
+        lambda _s, _p: "move",
+        lambda _s, _p: Proposal(("x",)),
+        lambda _s, _p: Proposal(None),
+        lambda _s, _p: Proposal((), "r", {"mood": float("nan")}),
+        lambda _s, _p: Proposal((), "r", {"mood": object()}),
+        wants_what_was_not_asked,
+        7,
+    ],
+    ids=["raises", "none", "text", "no wants", "no tuple", "nan", "no json", "not asked", "no function"],
+)
+def test_a_policy_of_another_package_that_is_broken_moves_nothing(world, monkeypatch, policy):
+    """The owner's slice refuses; the sensor's check keeps, with the reason."""
+    text = world.spec_path.read_text().replace("policy: cost-to-finish", "policy: theirs")
+    world.spec_path.write_text(text)
+    bring(monkeypatch, lambda: policy)
+    owner = started(world)
+    body = {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": [1, 1]}
+    request = world.log.append_request("move-requested", body, actor=None)
+
+    waiting = owner.resume(Wake("request"))
+
+    assert isinstance(waiting, Waiting)
+    assert world.answer(request).type == "move-refused"
+    assert world.state.live.phase == "started"
+
+
+def test_a_policy_whose_package_is_broken_stops_no_other(world, monkeypatch):
+    """It cannot be imported: a stage with a policy of ours is judged as ever."""
+
+    def load():
+        raise ImportError("libcuda.so.1")
+
+    bring(monkeypatch, load)
+    owner = started(world)
+    request = world.ask_move(2)
+
+    owner.resume(Wake("request"))
+
+    assert world.answer(request).type == "move-accepted"
+    said = registry.all_policies()["theirs"](None, None)
+    assert said == Proposal(
+        reason="policy 'theirs' (theirs:policy) cannot be loaded: ImportError('libcuda.so.1')"
+    )
+
+
+def test_a_policy_that_is_not_installed_here_is_a_refusal(world):
+    """The worker lacks the package that the submitting machine had."""
+    world.spec_path.write_text(
+        world.spec_path.read_text().replace("policy: cost-to-finish", "policy: theirs")
+    )
+    owner = started(world)
+    request = world.log.append_request(
+        "move-requested", {"target": Allocation(cpu_offer(2)).to_dict()}, actor=None
+    )
+
+    owner.resume(Wake("request"))
+
+    refused = world.answer(request)
+    assert (refused.type, "'theirs' is not installed" in refused.body["reason"]) == ("move-refused", True)
