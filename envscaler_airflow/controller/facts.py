@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
-from envscaler_airflow.controller.spans import cost_usd, spans_of
+from envscaler_airflow.controller.spans import cost_usd, spans_of, with_removed
 from envscaler_airflow.controller.watch import by_owner, read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
@@ -58,7 +58,7 @@ def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ..
     if attempt.handle is None:
         return ()
     try:
-        return backend.usage(Handle.from_dict(attempt.handle))
+        return with_removed(backend.usage(Handle.from_dict(attempt.handle)), attempt)
     except BackendError:
         return None
 

@@ -11,6 +11,10 @@ from envscaler_airflow.lifecycle import AttemptState
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import Record
 
+_APART_S = 600.0
+"""How much earlier than the owner saw it a node may have come, seconds. Chosen: as long as a change in place
+is awaited."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span(Record):
@@ -36,6 +40,37 @@ def spans_of(attempt: AttemptState) -> tuple[Span, ...]:
         else:
             found.append(Span(max(0.0, before.until - started), allocation, before.step))
     return tuple(found)
+
+
+def with_removed(intervals: Iterable[UsageInterval], attempt: AttemptState) -> tuple[UsageInterval, ...]:
+    """*intervals*, and those of nodes that went when the attempt became smaller in place.
+
+    A provider shows what is there: of a pod that is gone nobody wrote down more than the owner, who knows
+    when the node was there and when it was not. One that is still shown is not added.
+    """
+    known = tuple(intervals)
+    if not attempt.earlier or not known:
+        return known
+    started = attempt.started_at if attempt.started_at is not None else attempt.intended_at
+    off_s = min(item.start for item in known) - started
+    counts = [*(before.allocation.nodes for before in attempt.earlier), attempt.allocation.nodes]
+    came = [started] * counts[0]
+    gone: list[UsageInterval] = []
+    for before, count in zip(attempt.earlier, counts[1:], strict=True):
+        gone += [
+            UsageInterval(node, came[node] + off_s, max(came[node], before.until) + off_s)
+            for node in range(count, len(came))
+        ]
+        came = [*came[:count], *([before.until] * (count - len(came)))]
+    shown = {(item.node, end.end) for end in gone for item in known if _began_within(item, end)}
+    missing = tuple(item for item in gone if (item.node, item.end) not in shown)
+    return tuple(sorted((*known, *missing), key=lambda item: (item.node, item.start))) if missing else known
+
+
+def _began_within(item: UsageInterval, past: UsageInterval) -> bool:
+    """True for an interval of the same node that begins before *past* ends: it is that one."""
+    assert past.end is not None
+    return item.node == past.node and past.start - _APART_S <= item.start < past.end
 
 
 def by_span(held: Iterable[Held], spans: Sequence[Span]) -> list[tuple[Allocation, tuple[Held, ...]]]:

@@ -1,6 +1,7 @@
 """Attempts of two offers, of a changing number of nodes, of other sizes, and with claims."""
 
 import json
+import time
 
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS
@@ -8,7 +9,10 @@ from fakes.kubernetes.resources import CLAIMS, DRIVERS
 from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, request_for, running, with_claim
 
 from envscaler_airflow.backends.kubernetes import names, paths
+from envscaler_airflow.controller.facts import usage_of
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.lifecycle.state import Before
 from envscaler_airflow.planning.offers import Allocation
 
 
@@ -134,6 +138,24 @@ def test_an_elastic_attempt_grows_and_shrinks_in_place(cluster, connect):
     assert len(running(backend, shrunk).nodes) == 1
     assert len(cluster.list(JOBS, "default")) == 1
     assert backend.find(request_for(spec=ELASTIC)) == shrunk
+
+
+def test_pods_that_went_when_it_shrank_are_still_paid_for(cluster, connect):
+    """The API server forgets them; the owner's events do not."""
+    backend = connect()
+    began = time.time()
+    handle = backend.submit(request_for(spec=ELASTIC, allocation=Allocation(OFFER, nodes=3)))
+    running(backend, handle)
+    shrunk = backend.rescale(handle, 1)
+    eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
+    before = Before(Allocation(OFFER, nodes=3), until=began + 3600)
+
+    live = AttemptState(1, 1, Allocation(OFFER), started_at=began, earlier=(before,), handle=shrunk.to_dict())
+    found = usage_of(backend, live)
+
+    assert [item.node for item in backend.usage(shrunk)] == [0]
+    assert [(item.node, item.end is None) for item in found] == [(0, True), (1, False), (2, False)]
+    assert [round(item.end - item.start) for item in found[1:]] == [3600, 3600]
 
 
 def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):

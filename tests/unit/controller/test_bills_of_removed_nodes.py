@@ -1,0 +1,89 @@
+"""What nodes cost that went when an attempt became smaller in place: the bill is not gone with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.backends.base import UsageInterval
+from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.spans import with_removed
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.lifecycle.state import Before
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.testing.backend import cpu_offer
+
+HOUR = 3600.0
+START = 1e6
+OFFER = cpu_offer(1, usd_per_hour=1.0)
+
+
+def attempt(*history):
+    """``(nodes, until_h)`` of each time, the last with None: it is still so."""
+    *earlier, (nodes, _) = history
+    before = tuple(Before(Allocation(OFFER, count), START + hours * HOUR) for count, hours in earlier)
+    return AttemptState(
+        1, 1, Allocation(OFFER, nodes), phase="started", started_at=START, earlier=before, handle={}
+    )
+
+
+def held(*rows, off_s=0.0):
+    """Intervals of ``(node, from_h, to_h)`` by a provider's clock that is off by *off_s*."""
+    return tuple(
+        UsageInterval(
+            node, START + off_s + first * HOUR, None if last is None else START + off_s + last * HOUR
+        )
+        for node, first, last in rows
+    )
+
+
+@pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
+@pytest.mark.parametrize(
+    ("history", "seen", "node_hours"),
+    [
+        (((3, 10), (1, None)), [(0, 0, None)], 11 + 2 * 10),
+        (((1, 2), (3, 10), (2, None)), [(0, 0, None), (1, 2, None)], 11 + 9 + 8),
+        (((2, 4), (1, 6), (2, 8), (1, None)), [(0, 0, None)], 11 + 4 + 2),
+        (((2, 4), (1, 6), (2, None)), [(0, 0, None), (1, 6, None)], 11 + 4 + 5),
+    ],
+    ids=["shrunk", "grown-and-shrunk", "twice", "shrunk-and-grown"],
+)
+def test_a_node_that_was_removed_is_paid_until_then(history, seen, node_hours, off_s):
+    """11 h in all; the provider shows only what is there now."""
+    live = attempt(*history)
+
+    found = with_removed(held(*seen, off_s=off_s), live)
+
+    assert facts.usd_of(live, found, now=START + 11 * HOUR) == pytest.approx(node_hours)
+
+
+def test_one_that_is_still_shown_is_not_paid_twice():
+    """Its pod is there until its grace is over, and then for as long as the provider keeps it."""
+    live = attempt((2, 10), (1, None))
+    seen = held((0, 0, None), (1, 0.5, 10.01))
+
+    assert with_removed(seen, live) == seen
+
+
+def test_an_attempt_that_never_changed_has_what_the_provider_says():
+    """And so has one that only grew."""
+    seen = held((0, 0, None), (1, 3, None))
+
+    assert with_removed(seen, attempt((2, None))) == seen
+    assert with_removed(seen, attempt((1, 3), (2, None))) == seen
+    assert with_removed((), attempt((2, 3), (1, None))) == ()
+
+
+class Shows:
+    """A backend that shows what is there now."""
+
+    def usage(self, _handle):
+        """One node."""
+        return held((0, 0, None))
+
+
+def test_the_bill_asks_for_both(monkeypatch):
+    """Of a live attempt, for its budget, and of one that has ended."""
+    monkeypatch.setattr(facts.Handle, "from_dict", classmethod(lambda _cls, body: body))
+    live = attempt((2, 10), (1, None))
+
+    assert facts.usage_of(Shows(), live) == held((0, 0, None), (1, 0, 10))
