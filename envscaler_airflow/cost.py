@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from math import fsum
 
 from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.planning.record import Record, check_finite
-
-SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,13 @@ CHUNK_BYTES = 1 << 20
 POINTS_PER_CHUNK = 8
 """Rates told of one chunk. Chosen: 24 chunks then make a line of 200 points."""
 
-ANSWERS = ("move-requested", "move-accepted", "move-refused", "stop-requested")
+ANSWERS = {
+    "move-requested": "asked for a move",
+    "move-accepted": "move accepted",
+    "move-refused": "move refused",
+    "stop-requested": "asked to stop",
+}
+"""What was asked of a run and answered: events by type, with the words for it."""
 _CHUNK = re.compile(r"g(\d{1,9})-a(\d{1,9})-n0-(\d{1,12})\.jsonl\Z")
 
 

@@ -20,7 +20,7 @@ from envscaler_airflow.cost import Bill, Split
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
-from envscaler_airflow.plugin.facts import MOST_NODES, RunFacts
+from envscaler_airflow.plugin.facts import ANSWERS, MOST_NODES, RunFacts
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.scaling import Check
 
@@ -30,13 +30,6 @@ MOST_TEXT = 600
 """Longest text shown, letters. Chosen: a few lines."""
 REFRESH_S = 15
 """How often a page of a run that lives asks again. Source: as often as a node's status is written."""
-
-_ANSWERS = {
-    "move-requested": "asked for a move",
-    "move-accepted": "move accepted",
-    "move-refused": "move refused",
-    "stop-requested": "asked to stop",
-}
 
 
 def _resource(name: str) -> str:
@@ -171,7 +164,7 @@ def _node(status: Status) -> tuple[str, str]:
 
 
 def _answer(event: Event) -> tuple[str, str, str]:
-    words, target = _ANSWERS[event.type], event.body.get("target")
+    words, target = ANSWERS[event.type], event.body.get("target")
     if isinstance(target, Mapping):
         with suppress(KeyError, TypeError, ValueError):  # a request is anybody's
             words += f" to {Allocation.from_dict(target).name}"

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.simulate.elastic import Config, Model, Step
 
 DECISION_S = 60.0
+"""Between two questions to a policy, seconds. Chosen: every other check of a sensor."""
 NOISE = 0.03
-SECONDS_PER_HOUR = 3600.0
+"""Standard deviation of the logarithm of a measured step. Chosen: no single measurement is to be believed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.deadline.facts import SpotJob
-from envscaler_airflow.simulate.spot import SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
     import numpy as np
