@@ -124,8 +124,7 @@ def build_image(
         SpecError: The base is not allowed or not to be had, or a step fails; the log's end is told.
         BackendError: The image was built and is not there.
     """
-    check_base(spec, options.allowed_bases)
-    check_names(options)
+    check_options(spec, options)
     with tempfile.TemporaryDirectory(prefix="envscaler-build-") as name:
         kit = _Kit.of(spec, requirements, Path(name), options, resolve_secret)
         base, digest = _bring_base(spec, builder, options, kit.access)
@@ -223,13 +222,14 @@ def check_base(spec: EnvSpec, allowed: tuple[str, ...]) -> None:
         )
 
 
-def check_names(options: BuildOptions) -> None:
-    """Refuse what no image can be called, before anything is fetched for it.
+def check_options(spec: EnvSpec, options: BuildOptions) -> None:
+    """Refuse what cannot be built, before anything is fetched for it.
 
     Raises:
-        SpecError: The image's name, or that of the repository of layers, is none; or it is to be pushed, and
-            its name is of this machine alone.
+        SpecError: The base is not allowed; the image's name, or that of the repository of layers, is none; or
+            it is to be pushed, and its name is of this machine alone.
     """
+    check_base(spec, options.allowed_bases)
     for option, name in (("-t", options.name), ("--cache", options.cache)):
         if name is not None and not _IMAGE_NAME.fullmatch(name):
             raise SpecError(

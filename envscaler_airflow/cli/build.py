@@ -17,8 +17,7 @@ from envscaler_airflow.build.images import (
     BuildOptions,
     Built,
     build_image,
-    check_base,
-    check_names,
+    check_options,
     mirrors,
     push_image,
 )
@@ -77,11 +76,9 @@ def build(
     """
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
     requirements, options = read_requirements(spec), _options(given)
-    repository = os.environ.get("ENVSCALER_IMAGE_REPOSITORY")
-    if options.name is None and repository:
+    if options.name is None and (repository := os.environ.get("ENVSCALER_IMAGE_REPOSITORY")):
         options = replace(options, name=image_name(spec, requirements, repository))
-    check_base(spec, options.allowed_bases)
-    check_names(options)
+    check_options(spec, options)
     _check_file(given["lock_path"])
     builder = find_builder(given["builder"])
     lock = find_lock(given["locked"], open_store(default_store_url())) if given["locked"] else None
