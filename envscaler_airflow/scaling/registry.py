@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -11,8 +10,6 @@ from importlib.metadata import EntryPoint, entry_points
 from envscaler_airflow.scaling import POLICIES, Propose
 from envscaler_airflow.scaling.decision import Policy, Proposal, Want
 from envscaler_airflow.scaling.observation import Observation
-
-log = logging.getLogger(__name__)
 
 GROUP = "envscaler_airflow.policies"
 """Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""
@@ -43,8 +40,7 @@ def _brought(point: EntryPoint) -> Propose:
             return Proposal(reason=fault)
         try:
             return _checked(propose(observation, policy), told)
-        except Exception as err:
-            log.exception("%s failed", told)
+        except Exception as err:  # noqa: BLE001  (same)
             return Proposal(reason=f"{told} failed: {err!r}")
 
     return guarded

@@ -165,7 +165,7 @@ def test_deepspeed_files_as_old_as_their_mark_are_whole(tmp_path):
 def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
     """One further down is none that DeepSpeed writes, though it is there."""
     name = "mp_rank_00_model_states.pt"
-    put(tmp_path, {f"run/step1/{name}": ZIP, f"run/old/step9/{name}": ZIP, "run/latest": b"old/step9"})
+    put(tmp_path, {f"run/best/{name}": ZIP, f"run/old/step9/{name}": ZIP, "run/latest": b"old/step9"})
 
     assert chosen(tmp_path) is None
 
