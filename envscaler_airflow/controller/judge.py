@@ -95,6 +95,7 @@ def _validate(
         speeds={**(asked.speeds if asked else {}), **now.speeds},
         pending=None if not others and live.phase != "stopping" else now.pending,
         free_nodes=free,
+        refused={},  # whoever asks has waited
     )
     is_forced = bool(request.body.get("forced"))
     policy, policies = observer.policy(state), observer.policies

@@ -36,6 +36,7 @@ from envscaler_airflow.scaling import (
 )
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
+from envscaler_airflow.scaling.observation import Refused
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -236,6 +237,9 @@ class Observer:
             next_phase_in_s=next_in_s,
             phase_lasts_s=self._told.lasts_s(),
             wanted=dict(self._memory.wanted),
+            refused={
+                item.target: Refused(item.times, max(0.0, self._clock() - item.at)) for item in state.refused
+            },
         )
 
     def _head(self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float) -> Status | None:

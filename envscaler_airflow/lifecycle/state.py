@@ -161,6 +161,25 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """Moves of the live attempt to one target that were refused in a row, but those that people asked for.
+
+    Attributes:
+        target: Name of the allocation.
+        times: How many.
+        at: Owner's clock at the last, seconds since the epoch.
+    """
+
+    target: str
+    times: int
+    at: float
+
+
+MOST_REFUSALS = 200
+"""Targets of which refusals are kept, the last ones. Chosen: more than a plan has."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """All that the events say.
 
@@ -178,6 +197,7 @@ class RunState:
         spec_hash: Of the current spec.
         attempts: All attempts of all generations, in order.
         pending: Requests without an answer, in order.
+        refused: What the live attempt was refused since it began, or was changed in place.
         outputs: Of the current generation, once it succeeded.
         delivered: Actors that the result was delivered to, of the current generation.
         reason: Why the run failed or was stopped.
@@ -199,6 +219,7 @@ class RunState:
     spec_hash: str = ""
     attempts: tuple[AttemptState, ...] = ()
     pending: tuple[Request, ...] = ()
+    refused: tuple[Refusal, ...] = ()
     outputs: Mapping[str, str] = field(default_factory=dict)
     delivered: tuple[Actor, ...] = ()
     reason: str = ""
@@ -304,7 +325,7 @@ def _intended(state: RunState, event: Event) -> RunState:
         checkpoint_every_s=float(every_s) if every_s is not None else None,
         intended_at=event.at,
     )
-    return replace(state, attempts=(*state.attempts, attempt))
+    return replace(state, attempts=(*state.attempts, attempt), refused=())
 
 
 def _change(state: RunState, event: Event, **changes: Any) -> RunState:
@@ -364,7 +385,7 @@ def _changed(state: RunState, event: Event) -> RunState:
     for name in ("handle", "memory_bytes", "vcpus"):
         if body.get(name) is not None:
             found[name] = body[name]
-    return _change(state, event, earlier=(*live.earlier, before), **found)
+    return _change(replace(state, refused=()), event, earlier=(*live.earlier, before), **found)
 
 
 def _undone(state: RunState, event: Event) -> RunState:
@@ -383,6 +404,25 @@ def _requested(state: RunState, event: Event) -> RunState:
 def _answered(state: RunState, event: Event) -> RunState:
     number = int(event.body["request"])
     return replace(state, pending=tuple(item for item in state.pending if item.number != number))
+
+
+def _refused(state: RunState, event: Event) -> RunState:
+    asked = next((item for item in state.pending if item.number == int(event.body["request"])), None)
+    now = _answered(state, event)
+    name = None if asked is None or asked.body.get("forced") else _target_name(asked)
+    if name is None:
+        return now
+    before = next((item.times for item in state.refused if item.target == name), 0)
+    others = tuple(item for item in state.refused if item.target != name)
+    return replace(now, refused=(*others, Refusal(name, before + 1, event.at))[-MOST_REFUSALS:])
+
+
+def _target_name(asked: Request) -> str | None:
+    """Where it was to go; None when nobody can read that, which is no fault of the log."""
+    try:
+        return Allocation.from_dict(asked.body["target"]).name
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
+        return None
 
 
 def _succeeded(state: RunState, event: Event) -> RunState:
@@ -411,7 +451,7 @@ _APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
     "attempt-ended": _ended,
     "move-requested": _requested,
     "move-accepted": _accepted,
-    "move-refused": _answered,
+    "move-refused": _refused,
     "move-deferred": _deferred,
     "change-intended": _change_intended,
     "changed": _changed,

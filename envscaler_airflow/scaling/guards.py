@@ -8,6 +8,11 @@ from envscaler_airflow.scaling.decision import Policy, Want
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import outlook
 
+REFUSED_FIRST_S = 60.0
+REFUSED_MOST_S = 3600.0
+"""First and longest wait before a move that the owner refused is asked for again, seconds. Chosen: a full
+cluster costs a request an hour, and a passing reason a minute."""
+
 
 def holds_all(observation: Observation, policy: Policy) -> str | None:
     """Why nothing at all may be moved now; None: it may."""
@@ -32,6 +37,9 @@ def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
     target, here = want.target, observation.current
     if target.name == here.name:
         return f"the stage is on {here.name} already"
+    refused = _was_refused(observation, want)
+    if refused is not None:
+        return refused
     if not policy.min_nodes <= target.nodes <= policy.max_nodes:
         return f"{target.name} is outside {policy.min_nodes} to {policy.max_nodes} nodes"
     if target.nodes * max(1, target.offer.gpus) % policy.model_parallel:
@@ -46,6 +54,19 @@ def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
         or _over_budget(observation, want)
         or _over_deadline(observation, want)
     )
+
+
+def _was_refused(observation: Observation, want: Want) -> str | None:
+    """Asked again after a minute, then after twice as long each time; what is urgent, every minute."""
+    found = observation.refused.get(want.target.name)
+    if found is None:
+        return None
+    doubled = REFUSED_FIRST_S * 2.0 ** min(found.times - 1, 16)
+    wait_s = REFUSED_FIRST_S if want.is_urgent else min(REFUSED_MOST_S, doubled)
+    if found.ago_s >= wait_s:
+        return None
+    times = "once" if found.times == 1 else f"{found.times} times in a row"
+    return f"the owner refused that {times}, {found.ago_s:.0f} s of {wait_s:.0f} s ago"
 
 
 def _too_slow(observation: Observation, policy: Policy, want: Want) -> str | None:

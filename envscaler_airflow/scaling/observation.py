@@ -39,6 +39,23 @@ class Sample(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Refused(Record):
+    """Moves of the live attempt to one target that the owner refused in a row.
+
+    Attributes:
+        times: How many.
+        ago_s: Seconds since the last.
+    """
+
+    times: int
+    ago_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse NaN and negative amounts."""
+        check_finite(times=self.times, ago_s=self.ago_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Observation(Record):
     """Facts of one check. None is unknown, never 0.
 
@@ -72,6 +89,7 @@ class Observation(Record):
         next_phase, next_phase_in_s: What comes next and when, foretold from earlier runs.
         phase_lasts_s: How long each phase lasts, from earlier runs.
         wanted: Since when (``elapsed_s``) each allocation has been wanted without a break.
+        refused: What the owner refused lately, by allocation name.
     """
 
     current: Allocation
@@ -107,6 +125,7 @@ class Observation(Record):
     next_phase_in_s: float | None = None
     phase_lasts_s: Mapping[str, float] = field(default_factory=dict)
     wanted: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse NaN and negative amounts, so that no comparison below can lie."""

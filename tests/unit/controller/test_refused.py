@@ -1,0 +1,130 @@
+"""What the owner refused is asked for again, later each time: a full cluster fills no log."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.controller.stage import Wake
+from envscaler_airflow.lifecycle import RunState, fold
+from envscaler_airflow.lifecycle.events import Event
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.scaling import Observation, Policy, Proposal, Want, registry
+from envscaler_airflow.scaling.guards import holds
+from envscaler_airflow.scaling.observation import Refused
+from envscaler_airflow.testing import ElasticBackend
+
+SMALL = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
+SPEC = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1}}
+num_nodes: 1..4
+entrypoint: [python, train.py]
+checkpoint: {every: 10m}
+scaling: {policy: more, stabilization: 0s, cooldown: 1s, warmup: 1s, min_epochs_between: 0, min_speed: 0}
+"""
+
+
+def sensed(world):
+    """One check of a sensor that was made again, and its request when it wants one."""
+    observer = Observer(
+        store=world.store,
+        prefix=world.prefix,
+        backend=world.backend,
+        monotonic=world.clock.monotonic,
+        clock=world.clock.time,
+    )
+    decision = observer.look().check.decision
+    if decision.action == "move":
+        body = {"reason": decision.reason, "target": decision.target.to_dict(), "from_attempt": [1, 1]}
+        world.log.append_request("move-requested", body, actor=None)
+
+
+@pytest.fixture
+def full(new_world, monkeypatch):
+    """A run on a cluster that has no second node, under a policy that wants one at every check."""
+    want = Proposal((Want(Allocation(SMALL, 2), "more is better"),))
+    point = SimpleNamespace(name="more", value="tests:more", load=lambda: lambda _seen, _policy: want)
+    monkeypatch.setattr(registry, "entry_points", lambda **_group: [point])
+    registry.all_policies.cache_clear()
+    world = new_world((SMALL,), spec=SPEC, backend=ElasticBackend)
+    world.backend.free = {SMALL.name: 0}
+    yield world
+    registry.all_policies.cache_clear()
+
+
+def test_a_full_cluster_is_asked_less_and_less(full):
+    """Half an hour of checks every 30 s: some requests, not 60."""
+    world = full
+    owner = world.controller(value_of_hour=0.0)
+    owner.enter()
+    for look in range(60):
+        world.say(step=10 + look, elapsed_s=30.0 * look + 30)
+        sensed(world)
+        if world.state.pending:
+            owner.resume(Wake("request"))
+        world.clock.advance(30)
+
+    refused = [event for event in world.log.read() if event.type == "move-refused"]
+    assert 3 <= len(refused) <= 6
+    assert "are free" in refused[-1].body["reason"]
+    assert world.state.refused[0].times == len(refused)
+
+
+def event(number, kind, at=0.0, **body):
+    """An event of the log."""
+    return Event(number, kind, body, "w", at, None)
+
+
+def asked(number, target, **more):
+    """A request."""
+    return event(number, "move-requested", target=target, **more)
+
+
+def test_refusals_are_counted_by_target_and_forgotten_by_the_next_attempt():
+    """A person's are not counted, and nonsense is no fault of the log."""
+    target = Allocation(SMALL, 2).to_dict()
+    begin = [
+        event(1, "generation", generation=1, spec_hash="h"),
+        event(2, "attempt-intended", generation=1, attempt=1, allocation=Allocation(SMALL).to_dict()),
+    ]
+    events = [
+        *begin,
+        asked(3, target),
+        event(4, "move-refused", request=3, at=10.0),
+        asked(5, target),
+        event(6, "move-refused", request=5, at=20.0),
+        asked(7, target, forced=True),
+        event(8, "move-refused", request=7, at=30.0),
+        asked(9, "x"),
+        event(10, "move-refused", request=9),
+    ]
+    state = fold(events, RunState())
+    later = event(11, "attempt-intended", generation=1, attempt=2, allocation=Allocation(SMALL).to_dict())
+
+    [one] = state.refused
+    assert (one.target, one.times, one.at) == (Allocation(SMALL, 2).name, 2, 20.0)
+    assert fold([later], state).refused == ()
+
+
+@pytest.mark.parametrize(
+    ("times", "ago_s", "is_urgent", "is_held"),
+    [
+        (1, 59.0, False, True), (1, 60.0, False, False), (3, 239.0, False, True), (3, 240.0, False, False),
+        (1000, 3599.0, False, True), (1000, 3600.0, False, False), (1000, 59.0, True, True),
+        (1000, 60.0, True, False),
+    ],
+)  # fmt: skip
+def test_the_wait_doubles_up_to_an_hour_and_what_is_urgent_waits_a_minute(times, ago_s, is_urgent, is_held):
+    """The same for every policy."""
+    target = Allocation(SMALL, 2)
+    seen = Observation(Allocation(SMALL), (target,), refused={target.name: Refused(times, ago_s)})
+    want = Want(target, "more", is_urgent=is_urgent)
+    policy = Policy("threshold", max_nodes=4, min_speed=0.0)
+
+    assert ((holds(seen, policy, want) or "").startswith("the owner refused that")) is is_held
+    assert holds(replace(seen, refused={}), policy, want) is None
