@@ -210,6 +210,8 @@ def test_a_wait_has_its_reason(name):
 OTHERS = {
     "volume cannot be mounted": "test_a_volume_that_cannot_be_mounted_is_told_by_its_event",
     "quota used up": "test_a_quota_and_a_queue_are_waits_with_a_reason",
+    "pod is refused": "test_a_pod_that_the_api_server_refuses_is_told_from_one_that_waits",
+    "pod is refused for another reason": "test_a_pod_that_the_api_server_refuses_is_told_from_one_that_waits",
     "queue has not admitted it": "test_a_quota_and_a_queue_are_waits_with_a_reason",
     "Job deadline": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
     "stop that was asked for": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
@@ -359,6 +361,21 @@ def test_a_quota_and_a_queue_are_waits_with_a_reason():
     assert nodes_of(Seen(job(), events=(event,)))[0][:2] == ("pending", "quota")
     queued = nodes_of(Seen(job(queue="team", suspend=True)))
     assert queued == [("pending", "queue", "waits for its Kueue queue team")]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true', "refused"),
+        ('Pod "x" is invalid: spec.volumes[0].name: Required value', "refused"),
+        ('failed calling webhook "w": connection refused', "config"),
+    ],
+)
+def test_a_pod_that_the_api_server_refuses_is_told_from_one_that_waits(words, kind):
+    """By its own words."""
+    event = {"reason": "FailedCreate", "message": f"Error creating: {words}"}
+
+    assert nodes_of(Seen(job(), events=(event,)))[0] == ("pending", kind, f"Error creating: {words}")
 
 
 def test_a_volume_that_cannot_be_mounted_is_told_by_its_event():

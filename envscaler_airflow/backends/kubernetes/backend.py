@@ -199,10 +199,18 @@ class KubernetesBackend:
             self._check_room(request, parts)
         made = self._create_all(request, parts, jobs)
         waiting = [_may_start(job) for job in made]
-        for part, job, waits in zip(parts, made, waiting, strict=True):
-            if waits:
-                self._equip(job, part, request)
-        return [self._unsuspend(job) if waits else job for job, waits in zip(made, waiting, strict=True)]
+        try:
+            for part, job, waits in zip(parts, made, waiting, strict=True):
+                if waits:
+                    self._equip(job, part, request)
+            return [self._unsuspend(job) if waits else job for job, waits in zip(made, waiting, strict=True)]
+        except RefusedError as err:
+            if err.transient:
+                raise
+            self._take_back(handle_of(made))  # it would be suspended for ever
+            if err.status in (400, 422):
+                raise SpecError(f"{request.run_label}: {err}") from err
+            raise
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle when the attempt was started and is not released, else None."""
@@ -337,7 +345,7 @@ class KubernetesBackend:
                 if node.reason == "capacity":
                     self._take_back(handle)
                     raise CapacityError(f"{handle.name}: {node.detail}")
-                if node.state == "pending" and node.reason == "image":
+                if node.state == "pending" and node.reason in ("image", "refused"):
                     self._take_back(handle)
                     raise SpecError(f"{handle.name}: {node.detail}")
             if all(node.state != "pending" for node in status.nodes) or _waits_for_queue(status):

@@ -65,6 +65,15 @@ _NOT_THERE = re.compile(
 Source: recorded (containerd: gRPC NotFound); OCI distribution specification, error codes; containerd's
 and Docker's messages. Anything else, such as a registry that does not answer, may heal.
 """
+_REFUSED_PODS = (
+    ("exceeded quota", "quota"),
+    ("violates PodSecurity", "refused"),
+    (" is invalid: ", "refused"),
+)
+"""Why the API server takes no pod of a Job, by its own words; ``refused`` is what no waiting heals.
+
+Source: recorded (quota); wording of the PodSecurity admission plugin and of validation.
+"""
 _BAD_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -450,7 +459,7 @@ def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStat
     refused = [one for one in seen.events if one.get("reason") == "FailedCreate"]
     if refused:
         message = str(refused[-1].get("message") or "")
-        kind = "quota" if "exceeded quota" in message else "config"
+        kind = next((kind for words, kind in _REFUSED_PODS if words in message), "config")
         return NodeStatus(node, "pending", reason=kind, detail=message[:MAX_DETAIL_CHARACTERS])
     return NodeStatus(node, "pending", detail="its pod is being made")
 

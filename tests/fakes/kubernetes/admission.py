@@ -1,4 +1,4 @@
-"""Admission: service accounts, priorities, limit ranges, quotas."""
+"""Admission: service accounts, priorities, limit ranges, pod security, quotas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from decimal import Decimal
 from fakes.kubernetes.defaults import qos_class
 from fakes.kubernetes.errors import forbidden
 from fakes.kubernetes.objects import Object, is_over, quantity, said
-from fakes.kubernetes.resources import ACCOUNTS, LIMIT_RANGES, PODS, PRIORITIES, QUOTAS, Resource
+from fakes.kubernetes.podsecurity import ENFORCE, violations
+from fakes.kubernetes.resources import (
+    ACCOUNTS,
+    LIMIT_RANGES,
+    NAMESPACES,
+    PODS,
+    PRIORITIES,
+    QUOTAS,
+    Resource,
+)
 from fakes.kubernetes.store import Store
 
 SYSTEM_PRIORITIES = {"system-cluster-critical": 2_000_000_000, "system-node-critical": 2_000_001_000}
@@ -19,6 +28,7 @@ def admit(store: Store, resource: Resource, item: Object, namespace: str) -> Non
         _admit_account(store, item, namespace)
         _admit_priority(store, item)
         _admit_limits(store, item, namespace)
+        _admit_security(store, item, namespace)
         item["status"]["qosClass"] = qos_class(item["spec"])
     _admit_quotas(store, resource, item, namespace)
 
@@ -78,6 +88,14 @@ def _limit(pod: Object, container: Object, rule: Object) -> None:
         if name in limits and quantity(limits[name]) > quantity(most):
             why = f"maximum {name} usage per Container is {most}, but limit is {limits[name]}"
             raise forbidden(PODS, pod["metadata"]["name"], why)
+
+
+def _admit_security(store: Store, pod: Object, namespace: str) -> None:
+    labels = (store.get(NAMESPACES, "", namespace) or {}).get("metadata", {}).get("labels") or {}
+    level = labels.get(ENFORCE, "privileged")
+    if forbids := violations(pod, level):
+        why = f'violates PodSecurity "{level}:latest": {forbids}'
+        raise forbidden(PODS, pod["metadata"]["name"], why)
 
 
 def usage_of(resource: Resource, item: Object) -> dict[str, Decimal]:

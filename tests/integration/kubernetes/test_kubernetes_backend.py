@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS
+from fakes.kubernetes.resources import NAMESPACES
 from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
 
 from envscaler_airflow.backends.kubernetes import client, paths
@@ -59,10 +60,11 @@ def test_a_start_that_was_cut_off_is_finished(cluster, connect, what):
     """The owner dies at any line; no pod runs before all is there, and the next submit goes on."""
     backend, request = connect(), request_for()
     verb = "patch" if what == "jobs" else "create"
-    cluster.next_error(verb, what, 403)
+    cluster.next_error(verb, what, 500, times=client.TRIES)
     with pytest.raises(BackendError):
         backend.submit(request)
     assert cluster.list(PODS, "default") == []
+    assert len(cluster.list(JOBS, "default")) == 1
     assert backend.find(request) is None
 
     handle = backend.submit(request)
@@ -279,6 +281,54 @@ def test_a_quota_is_waited_for(cluster, connect):
     [node] = backend.observe(handle).nodes
     assert (node.state, node.reason) == ("pending", "quota")
     assert "exceeded quota: cpus" in node.detail
+
+
+def enforce(cluster, level):
+    """The pod security standard of the namespace."""
+    labels = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": level}}}
+    cluster.api.patch(NAMESPACES, "", "default", "application/merge-patch+json", labels)
+
+
+@pytest.mark.parametrize(
+    ("level", "settings"), [("baseline", {}), ("restricted", {"user": 1000})], ids=["baseline", "restricted"]
+)
+def test_pods_satisfy_the_standard_of_their_namespace(cluster, connect, level, settings):
+    """The restricted one where the deployment names a user."""
+    enforce(cluster, level)
+    backend = connect(**settings)
+
+    running(backend, backend.submit(request_for()))
+
+
+def test_pods_that_their_namespace_forbids_fail_at_once(cluster, connect):
+    """No waiting heals it; the words of the API server say what to set, and no Job is left."""
+    enforce(cluster, "restricted")
+    backend = connect()
+
+    with pytest.raises(SpecError, match=r"violates PodSecurity.*runAsNonRoot"):
+        backend.submit(request_for())
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
+
+
+@pytest.mark.parametrize(
+    ("what", "verb", "status", "error"),
+    [
+        ("configmaps", "create", 422, SpecError),
+        ("secrets", "create", 422, SpecError),
+        ("secrets", "create", 403, BackendError),
+        ("jobs", "patch", 403, BackendError),
+    ],
+)
+def test_a_start_that_can_never_be_finished_leaves_no_job(cluster, connect, what, verb, status, error):
+    """A Job that waits for what may not be made would wait for ever."""
+    backend = connect()
+    cluster.next_error(verb, what, status)
+
+    with pytest.raises(error):
+        backend.submit(request_for())
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
 
 
 def test_a_queue_admits_the_job(cluster, connect):
