@@ -95,7 +95,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
     if plot is not None:
         from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
 
-        plot_spot(plot, seen, jobs[0], cells[0], made)
+        plot_spot(plot, seen, jobs[0], cells[0], made, earlier=earlier, price_changes=changes)
     _print({"policy": policy, "jobs": jobs, "summary": reports.spot_summary(jobs)}, as_json=as_json)
 
 

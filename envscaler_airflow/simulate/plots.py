@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling.deadline.facts import ON_DEMAND
 from envscaler_airflow.simulate.spot import SpotPolicy, simulate_spot
-from envscaler_airflow.simulate.traces import Traces
+from envscaler_airflow.simulate.traces import Traces, excerpt
 
 if TYPE_CHECKING:
     from envscaler_airflow.simulate.reports import SpotCell
 
 
-def plot_spot(path: Path, traces: Traces, row: Mapping[str, Any], cell: SpotCell, policy: SpotPolicy) -> None:
-    """Availability of each zone, and what the policy ran, over the hours of one job.
+def plot_spot(
+    path: Path,
+    traces: Traces,
+    row: Mapping[str, Any],
+    cell: SpotCell,
+    policy: SpotPolicy,
+    *,
+    earlier: Traces | None = None,
+    price_changes: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> None:
+    """Availability of each zone, and what the policy ran, over the hours of the job that *row* tells of.
 
     Raises:
         SpecError: matplotlib is not installed.
@@ -24,9 +33,9 @@ def plot_spot(path: Path, traces: Traces, row: Mapping[str, Any], cell: SpotCell
     names, start = row["zone"].split("+"), row["start_tick"]
     gap_s = float(row["gap_s"])
     job = cell.job(gap_s)
-    zones = {name: traces.since(start, name)[: job.ticks] for name in names}
-    past = {name: traces.before(start, name) for name in names}
-    run = simulate_spot(job, zones, policy, history=past, ask_s=cell.ask_s)
+    met = excerpt(traces, names, start, job.ticks, earlier=earlier, price_changes=price_changes)
+    zones = met.zones
+    run = simulate_spot(job, zones, policy, history=met.past, prices=met.prices, ask_s=cell.ask_s)
     figure, axes = _pyplot().subplots(len(names) + 1, 1, figsize=(10, 1.2 * (len(names) + 1)), sharex=True)
     hours = [tick * gap_s / 3600 for tick in range(job.ticks)]
     for axis, name in zip(axes, names, strict=False):

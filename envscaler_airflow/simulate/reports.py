@@ -22,7 +22,7 @@ from envscaler_airflow.simulate.elastic_run import (
 from envscaler_airflow.simulate.optimum import spot_optimum
 from envscaler_airflow.simulate.references import Greedy, OnDemand, UniformProgress
 from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, simulate_spot
-from envscaler_airflow.simulate.traces import Traces, Window, prices_since
+from envscaler_airflow.simulate.traces import Traces, Window, excerpt
 
 SPOT_POLICIES: Mapping[str, type[SpotPolicy]] = {
     "deadline": DeadlinePolicy,
@@ -97,20 +97,11 @@ def spot_jobs(
     for names, by_tick in _starts(traces, windows, zones).items():
         for start, window in sorted(by_tick.items()):
             job = cell.job(window.gap_s)
-            rows = {name: traces.since(start, name)[: job.ticks] for name in names}
-            past = {
-                name: ((earlier.zones.get(name, ()) if earlier else ()) + traces.before(start, name))
-                for name in names
-            }
-            prices = {
-                name: prices_since(price_changes[name], start, job.ticks)
-                for name in names
-                if price_changes and name in price_changes
-            }
-            run = simulate_spot(job, rows, policy, history=past, prices=prices, ask_s=cell.ask_s)
+            met = excerpt(traces, names, start, job.ticks, earlier=earlier, price_changes=price_changes)
+            run = simulate_spot(job, met.zones, policy, history=met.past, prices=met.prices, ask_s=cell.ask_s)
             row = _spot_row(window, names, cell, run)
             if with_optimum:
-                row["optimum_usd"] = round(spot_optimum(job, rows, prices), 6)
+                row["optimum_usd"] = round(spot_optimum(job, met.zones, met.prices), 6)
             jobs.append(row)
     return jobs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,3 +148,39 @@ def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         if None in row or None in row.values():
             raise SpecError(f"{path}:{at + 2}: has another number of cells than there are columns")
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """What one job meets, by zone.
+
+    Attributes:
+        zones: Availability from its start on, a value for each tick.
+        past: The same before its start, oldest first.
+        prices: USD an hour on spot at each tick, of zones where they are known to change.
+    """
+
+    zones: Mapping[str, Sequence[int]]
+    past: Mapping[str, Sequence[int]]
+    prices: Mapping[str, Sequence[float]]
+
+
+def excerpt(
+    traces: Traces,
+    names: Sequence[str],
+    start: int,
+    ticks: int,
+    *,
+    earlier: Traces | None = None,
+    price_changes: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> Excerpt:
+    """*ticks* ticks of the zones *names* from tick *start* on; *earlier* traces end where *traces* begin."""
+    changes = price_changes or {}
+    return Excerpt(
+        zones={name: traces.since(start, name)[:ticks] for name in names},
+        past={
+            name: ((earlier.zones.get(name, ()) if earlier else ()) + traces.before(start, name))
+            for name in names
+        },
+        prices={name: prices_since(changes[name], start, ticks) for name in names if name in changes},
+    )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.scaling.deadline import SpotJob
+from envscaler_airflow.simulate import plots
 from envscaler_airflow.simulate.optimum import spot_optimum
 from envscaler_airflow.simulate.reports import SPOT_POLICIES
 from envscaler_airflow.simulate.spot import simulate_spot
@@ -129,6 +130,21 @@ def test_a_price_that_is_none_is_refused(tmp_path, row):
 
     assert got.exit_code == 2
     assert "p.csv:2" in got.output
+
+
+def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
+    """With prices that change: the cost under the picture is that of the report."""
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, _path: drawn.append(figure.axes[-1].get_xlabel()))
+    prices = tmp_path / "p.csv"
+    prices.write_text("zone,tick,spot_usd_per_h\na,0,0.11\n")
+
+    got = spot(
+        tmp_path, UP, "t,a,0,312,600\n", "--price-changes", prices, "--plot", tmp_path / "job.png", "--json"
+    )
+
+    cost = json.loads(got.output)["jobs"][0]["cost_usd"]
+    assert [words.split(";")[1].split(",")[0] for words in drawn] == [f" ${cost:.2f}"]
 
 
 def elastic(folder, change, *more):
