@@ -89,12 +89,16 @@ def publish(store: Store, prefix: str, job: SpotJob) -> bool:
         )
         return False
     data = table.to_bytes()
-    name = f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
+    name = _name_of(data)
     store.write(f"{prefix}/{name}", data)
     store.write(
         f"{prefix}/{KEY}", json.dumps({"schema": SCHEMA, "table": name, "job": job.to_dict()}).encode()
     )
     return True
+
+
+def _name_of(data: bytes) -> str:
+    return f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
 
 
 def name_of(store: Store, prefix: str) -> str | None:
@@ -117,7 +121,7 @@ def read(store: Store, prefix: str, name: str) -> Table | None:
         return None
     try:
         data = store.read(f"{prefix}/{name}", max_bytes=MAX_BYTES)
-        return None if data is None else Table.from_bytes(data)
+        return None if data is None or _name_of(data) != name else Table.from_bytes(data)
     except (ProtocolError, ValueError):
         return None
 
@@ -154,6 +158,7 @@ def _known(store: Store, prefix: str) -> tuple[str, SpotJob] | None:
     try:
         text = store.read(f"{prefix}/{KEY}", max_bytes=1 << 12)
         body = read_object(text, where=f"{prefix}/{KEY}") if text is not None else {}
-        return str(body["table"]), SpotJob.from_dict(body["job"])
+        name = str(body["table"])
+        return (name, SpotJob.from_dict(body["job"])) if _NAME.match(name) is not None else None
     except (ProtocolError, ValueError, KeyError, TypeError):
         return None

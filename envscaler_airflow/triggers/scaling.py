@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,7 @@ class ScalingTrigger(BaseTrigger):
         self.settle = settle
         self.prometheus_conn_id = prometheus_conn_id
         self._checks: Checks | None = None
+        self._busy = threading.Lock()
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Class path and arguments."""
@@ -102,7 +104,7 @@ class ScalingTrigger(BaseTrigger):
     async def cleanup(self) -> None:
         """Write the last checks; the stage is left alone."""
         if self._checks is not None:
-            await in_thread(self._checks.close, timeout_s=10.0)
+            await in_thread(self._checks.close, timeout_s=10.0, kind="scaling")
 
     async def _seen(self) -> dict[str, Any]:
         fault = ""
@@ -110,7 +112,7 @@ class ScalingTrigger(BaseTrigger):
             if self.until is not None and time.time() >= self.until:
                 return {"kind": "timeout", "reason": "the sensor's timeout is over"}
             try:
-                event = await in_thread(self._check)
+                event = await in_thread(self._check, kind="scaling")
                 fault = ""
             except (BackendError, ProtocolError, TimeoutError) as err:
                 event = None
@@ -121,6 +123,15 @@ class ScalingTrigger(BaseTrigger):
             await asyncio.sleep(self.check_s)
 
     def _check(self) -> dict[str, Any] | None:
+        """One at a time: where the last one hangs, in a policy of others, say, no second thread joins it."""
+        if not self._busy.acquire(blocking=False):
+            raise TimeoutError("the last check has not come back")
+        try:
+            return self._checked()
+        finally:
+            self._busy.release()
+
+    def _checked(self) -> dict[str, Any] | None:
         if self._checks is None:
             from envscaler_airflow.triggers.checks import Checks  # noqa: PLC0415  (in the thread)
 

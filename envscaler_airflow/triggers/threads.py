@@ -7,17 +7,23 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 120.0
 """Longest wait for one round of store and backend calls, seconds. Chosen: S3's own retries end before."""
 _THREADS = 32
-"""Threads for all triggers of this process. Chosen: rounds take some 20 ms of every 5 s."""
+"""Threads for all triggers of this process that do one kind of thing. Chosen: rounds take some 20 ms of
+every 5 s."""
+
+Kind = Literal["stage", "scaling"]
+"""Whose call it is: policies of other packages that hang in checks keep no lease from being renewed."""
 
 
-async def in_thread(call: Callable[..., T], *args: object, timeout_s: float = CALL_TIMEOUT_S) -> T:
+async def in_thread(
+    call: Callable[..., T], *args: object, timeout_s: float = CALL_TIMEOUT_S, kind: Kind = "stage"
+) -> T:
     """Result of ``call(*args)``, run in a thread of our own with this task's context (its log).
 
     The thread of a call that times out goes on; a pool of our own keeps such calls from
@@ -27,10 +33,10 @@ async def in_thread(call: Callable[..., T], *args: object, timeout_s: float = CA
         TimeoutError: No result within *timeout_s*.
     """
     context = contextvars.copy_context()
-    future = asyncio.get_running_loop().run_in_executor(_pool(), partial(context.run, call, *args))
+    future = asyncio.get_running_loop().run_in_executor(_pool(kind), partial(context.run, call, *args))
     return await asyncio.wait_for(future, timeout_s)
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="envscaler")
+def _pool(kind: Kind) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix=f"envscaler-{kind}")

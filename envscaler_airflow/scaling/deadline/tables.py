@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ SPOT, BUY, WAIT = range(3)
 FASTER = 1.0
 """How much faster than fitted the tables take losses and returns. Made by ``benchmarks/policies/tune.py``."""
 _ROW = BINS * 4 * 3
+MAX_UNPACKED = 1 << 28
+"""Most that a table unpacks to, bytes. Chosen: ten times that of the longest deadline."""
 _AGAIN = 4
 """Bin of age of another zone when it is launched after a loss. Chosen: an hour."""
 
@@ -84,10 +87,10 @@ class Table:
         """What :meth:`to_bytes` wrote.
 
         Raises:
-            ValueError: The bytes are torn or of another version.
+            ValueError: The bytes are torn, of another version, or more than a table of ours ever has.
         """
         try:
-            body = zlib.decompress(data)
+            body = _unpacked(data)
             count, rows, regimes = struct.unpack_from("<III", body)
             knots = struct.unpack_from(f"<{count}I{rows}d", body, 12)
             costs = array("f")
@@ -98,7 +101,23 @@ class Table:
             raise ValueError(
                 f"the table of a deadline has {len(costs)} costs, not {count * rows * regimes * _ROW}"
             )
-        return cls(knots[:count], knots[count:], regimes, costs)
+        ticks, slacks = knots[:count], knots[count:]
+        if not regimes or not all(map(_is_rising, (ticks, slacks))) or not all(map(isfinite, costs)):
+            raise ValueError("the table of a deadline holds what is no table")
+        return cls(ticks, slacks, regimes, costs)
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacker = zlib.decompressobj()
+    body = unpacker.decompress(data, MAX_UNPACKED)
+    if not unpacker.eof:
+        raise ValueError(f"it is torn, or has more than {MAX_UNPACKED} bytes")
+    return body
+
+
+def _is_rising(knots: Sequence[float]) -> bool:
+    """Two or more, each larger than the one before; NaN is larger than nothing."""
+    return len(knots) > 1 and all(one < other for one, other in pairwise(knots)) and isfinite(knots[-1])
 
 
 def _between(knots: tuple[float, ...], value: float) -> tuple[int, float]:

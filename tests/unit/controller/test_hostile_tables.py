@@ -1,0 +1,99 @@
+"""Tables of a deadline that somebody else wrote: bounded in size, checked, and else as if there were none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import tracemalloc
+import zlib
+from array import array
+
+import pytest
+
+from envscaler_airflow.controller import deadline_table
+from envscaler_airflow.protocol import SCHEMA
+from envscaler_airflow.scaling.deadline import SpotJob, Table
+from envscaler_airflow.scaling.deadline.tables import _ROW
+
+JOB = SpotJob(ticks=10, gap_s=600.0, work_s=0.0, overhead_s=60.0, on_demand_usd=3.0, spot_usd=1.0)
+
+
+def packed(ticks, slack, regimes, costs):
+    """As a table is written, whatever is in it."""
+    head = struct.pack("<III", len(ticks), len(slack), regimes)
+    knots = struct.pack(f"<{len(ticks)}I{len(slack)}d", *ticks, *slack)
+    return zlib.compress(head + knots + array("f", costs).tobytes())
+
+
+def costs(count, value=1.0):
+    """For *count* pairs of knots and one regime."""
+    return [value] * (count * _ROW)
+
+
+GOOD = packed((1, 10), (0.0, 600.0), 1, costs(4))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"torn",
+        GOOD[:-3],
+        packed((), (), 0, []),
+        packed((1,), (0.0,), 1, costs(1)),
+        packed((1, 1), (0.0, 600.0), 1, costs(4)),
+        packed((10, 1), (0.0, 600.0), 1, costs(4)),
+        packed((1, 10), (0.0, float("nan")), 1, costs(4)),
+        packed((1, 10), (0.0, float("inf")), 1, costs(4)),
+        packed((1, 10), (0.0, 600.0), 0, []),
+        packed((1, 10), (0.0, 600.0), 1, costs(4, float("nan"))),
+        packed((1, 10), (0.0, 600.0), 1, costs(3)),
+        zlib.compress(struct.pack("<III", 2**32 - 1, 2**32 - 1, 2**32 - 1)),
+    ],
+    ids=range(13),
+)
+def test_what_is_no_table_is_none(world, data):
+    """Torn, empty, not rising, NaN, or of sizes that nothing could hold."""
+    name = f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
+    world.store.write(f"{world.prefix}/{name}", data)
+
+    assert deadline_table.read(world.store, world.prefix, name) is None
+
+
+def test_a_table_that_unpacks_without_end_takes_no_memory(monkeypatch):
+    """A megabyte in the store that would be a gigabyte."""
+    monkeypatch.setattr("envscaler_airflow.scaling.deadline.tables.MAX_UNPACKED", 1 << 20)
+    bomb = zlib.compress(bytes(1 << 26), 9)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        Table.from_bytes(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 1 << 23
+
+
+def test_a_table_under_another_s_name_is_none(world):
+    """Its name is its hash: a changed one is not looked up."""
+    name = "tables/deadline-0123456789abcdef.bin"
+    world.store.write(f"{world.prefix}/{name}", GOOD)
+
+    assert deadline_table.read(world.store, world.prefix, name) is None
+
+
+@pytest.mark.parametrize("name", ["../../x", "tables/deadline-x.bin", "x" * 3000, "", "/etc/passwd"])
+def test_the_file_that_names_the_table_names_nothing_else(world, name):
+    """No path, and no text without end in every recorded check."""
+    body = {"schema": SCHEMA, "table": name, "job": JOB.to_dict()}
+    world.store.write(f"{world.prefix}/{deadline_table.KEY}", json.dumps(body).encode())
+
+    assert deadline_table.name_of(world.store, world.prefix) is None
+
+
+def test_the_good_one_is_read(world):
+    """What the others above are held against."""
+    name = f"tables/deadline-{hashlib.sha256(GOOD).hexdigest()[:16]}.bin"
+    world.store.write(f"{world.prefix}/{name}", GOOD)
+
+    assert deadline_table.read(world.store, world.prefix, name) == Table.from_bytes(GOOD)
