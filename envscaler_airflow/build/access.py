@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from envscaler_airflow.build.plain import read_plain
 from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.errors import SpecError
+
+MAX_CA_BYTES = 1 << 24
+"""Largest file of certificates, bytes. Chosen: all roots that Debian ships are 0.2 MB."""
 
 
 @contextmanager
@@ -56,7 +60,7 @@ def ca_bundle(path: Path) -> str:
         SpecError: *path* holds no certificate.
     """
     try:
-        own = path.read_text(encoding="utf-8")
+        own = read_plain(path, MAX_CA_BYTES)
         ssl.create_default_context(cadata=own)
     except (OSError, ValueError, ssl.SSLError) as err:
         raise SpecError(f"--ca-file {path}: no certificates can be read ({err}); give a PEM file") from err

@@ -10,6 +10,7 @@ from typing import Any
 
 from envscaler_airflow.build.bases import Family, facts
 from envscaler_airflow.build.builders import Builder, Container
+from envscaler_airflow.build.plain import read_plain
 from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.build.resolve import Resolution
 from envscaler_airflow.build.venv import python_version
@@ -92,7 +93,7 @@ def read_lock(text: str, store: Store | None = None, prefix: str | None = None) 
     """
     if prefix is None or store is None:
         try:
-            return Lock.from_text(Path(text).read_text(encoding="utf-8"), text)
+            return Lock.from_text(read_plain(Path(text), MAX_BYTES), text)
         except (OSError, UnicodeDecodeError) as err:
             raise SpecError(f"--locked {text}: cannot be read ({err}); name a run, or a lock.json") from err
     data = store.read(f"{prefix}/{LOCK}", max_bytes=MAX_BYTES)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from envscaler_airflow.build.plain import read_plain
+from envscaler_airflow.build.registry import MAX_BYTES
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import load_spec
 
@@ -25,7 +27,7 @@ def check_document(
         SpecError: Its faults; or it names files, which the registry does not hold.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path, MAX_BYTES)
     except (OSError, UnicodeDecodeError) as err:
         raise SpecError(f"{path}: cannot be read ({err}); write the path of a spec or module") from err
     with tempfile.TemporaryDirectory() as folder:

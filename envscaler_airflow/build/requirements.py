@@ -11,8 +11,8 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from envscaler_airflow.backends.local.files import read_bytes
 from envscaler_airflow.build.artefacts import Artefact
+from envscaler_airflow.build.plain import read_plain, real_path
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.spec.models import EnvSpec, Runtime
@@ -122,7 +122,7 @@ def read_requirements(spec: EnvSpec) -> Requirements:
                 "rename it, such as to requirements.txt"
             )
         files: dict[str, str] = {}
-        _read(path.parent.resolve(), path.name, files, by="runtimes: requirements")
+        _read(path.parent, path.name, files, by="runtimes: requirements")
         return Requirements(runtime, files, path.name)
     return Requirements()
 
@@ -177,11 +177,8 @@ def _included(text: str, where: str) -> str:
 def _text(folder: Path, name: str, by: str) -> str:
     path = folder / name
     try:
-        if not path.resolve().is_relative_to(folder):
+        if not real_path(path).is_relative_to(real_path(folder)):
             raise SpecError(f"{by}: {name!r:.100} leads out of its folder; keep it beside the first file")
-        data = read_bytes(path.resolve(), MAX_BYTES)
-        if data is None:
-            raise FileNotFoundError(2, "No such file or directory")
-        return data.decode("utf-8")
+        return read_plain(path, MAX_BYTES)
     except (OSError, ValueError) as err:
         raise SpecError(f"{by}: {path} cannot be read ({err}); write the path of a UTF-8 text file") from err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
@@ -164,3 +165,37 @@ def test_what_a_reader_leaves_unread_is_no_error_of_ours(call, monkeypatch):
 def closed_pipe(*_words: object, **_more: object) -> None:
     """Fail as writing to a closed pipe does."""
     raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("requirements", ["requirements.txt", "round/requirements.txt"])
+def test_links_in_a_circle_are_a_fault(call, tmp_path, requirements):
+    """Of the requirements file, or of the folder that it lies in."""
+    (tmp_path / "requirements.txt").unlink()
+    (tmp_path / requirements.partition("/")[0]).symlink_to(requirements.partition("/")[0])
+    (tmp_path / "envscaler.yaml").write_text(GOOD.replace("requirements.txt", requirements))
+
+    got = call("validate")
+
+    assert got.exit_code == 2
+    assert "its links lead round in a circle" in got.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["registry", "publish", "pipe", "team/x@1.0.0"],
+        ["build", "--builder", "buildah", "--ca-file", "pipe"],
+        ["registry", "publish", "/dev/zero", "team/x@1.0.0"],
+    ],
+)
+def test_a_pipe_or_device_in_place_of_a_file_is_refused(call, tmp_path, monkeypatch, words):
+    """Reading it would wait for ever, or never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "buildah").write_text("#!/bin/sh\n")
+    (tmp_path / "buildah").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    got = call(*words)
+
+    assert got.exit_code == 2
+    assert "is no plain file" in got.stderr
