@@ -438,6 +438,20 @@ def test_the_trigger_comes_back_from_its_serialized_arguments(world):
     assert again == ("envscaler_airflow.triggers.scaling.ScalingTrigger", arguments)
 
 
+def test_the_trigger_asks_the_server_of_the_sensors_connection(world, monkeypatch):
+    """Through settings and connections of the triggerer, when there is a query."""
+    asked = []
+    monkeypatch.setattr("envscaler_airflow.triggers.checks.asks", asked.append)
+    monkeypatch.setattr(ScalingTrigger, "_states", lambda _self: {"train": "skipped"})
+
+    for more in ({"prometheus_conn_id": "metrics"}, {}):
+        arguments = deferred(lambda more=more: sensor_of(world, **more).execute(context_of()))
+        trigger = ScalingTrigger(**{**arguments, "settle": 0.0})
+        asyncio.run(trigger.run().__anext__())
+
+    assert asked == ["metrics", None]
+
+
 def test_the_trigger_fires_once_and_carries_the_timeout(world, monkeypatch):
     """The event has what the next slice needs, and nothing follows it."""
     arguments = deferred(lambda: sensor_of(world, timeout=1e9).execute(context_of()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -174,6 +175,16 @@ def test_a_query_stands_over_what_nodes_report_under_the_name():
     seen = Observation(current=HERE, elapsed_s=10.0, samples=(*nodes, *answers.samples))
 
     assert decide(seen, POLICY).target.nodes == 3
+
+
+def test_a_query_that_fails_now_leaves_nothing_to_what_it_answered_before():
+    """A number of a moment ago is none of now."""
+    before = ask_rules(POLICY, lambda _query: (95.0,), at_s=10.0)
+    after = ask_rules(POLICY, answering(away).known, at_s=20.0)
+    seen = Observation(current=HERE, elapsed_s=20.0, samples=before.samples)
+
+    assert decide(seen, POLICY).action == "move"
+    assert decide(replace(seen, unknown=after.unknown), POLICY).action == "keep"
 
 
 def test_a_query_is_asked_once_and_a_server_that_is_away_is_not_waited_for_again():
