@@ -116,3 +116,15 @@ def test_a_first_run_has_nothing_to_go_by(world):
     world.controller().enter()
 
     assert foretold.publish(world.store, replace(world.key)) is False
+
+
+def test_the_last_of_the_earlier_runs_tells(world):
+    """The day before yesterday loading took 100 s, yesterday 200 s."""
+    for name, lasted_s in (("day-1", 100.0), ("day-2", 200.0)):
+        prefix = world.prefix.replace("/run/", f"/{name}/")
+        log = DecisionLog(world.store, prefix, writer="sensor", monotonic=world.clock.monotonic)
+        log.add(seen("loading", lasted_s))
+        log.close()
+
+    assert foretold.publish(world.store, world.key)
+    assert foretold.read(world.store, world.prefix) == Foretold((Span("loading", 200.0),))

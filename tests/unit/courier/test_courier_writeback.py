@@ -68,6 +68,20 @@ def test_what_changed_goes_up_once(bench, bucket, monkeypatch):
     assert puts == ["a/old.txt", "b/new.txt"]
     assert bucket.read("a/old.txt") == b"changed"
     assert bucket.read("b/new.txt") == b"new"
+    assert mark.stat().st_mtime_ns >= (bench.data / "b/new.txt").stat().st_ctime_ns  # not again
+
+
+@pytest.mark.parametrize(("behind_ms", "goes"), [(5, True), (20, False)])
+def test_a_clock_that_is_coarse_hides_no_change(bench, bucket, monkeypatch, behind_ms, goes):
+    """A file may bear a time up to 10 ms before the mark that it was written after; at 20 ms it is older."""
+    (bench.data / "b.txt").write_text("new")
+    at = (bench.data / "b.txt").stat().st_ctime_ns + behind_ms * 1_000_000
+    os.utime(bench.exchange.root / "volume-0.mark", ns=(at, at))
+    puts = puts_of(bucket, monkeypatch)
+
+    WriteBack(bench.site).flush()
+
+    assert ("b.txt" in puts) is goes
 
 
 def test_an_old_time_hides_no_change(bench, bucket):
