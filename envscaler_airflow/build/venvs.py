@@ -60,16 +60,21 @@ def ensure(
         raise SpecError("runtimes: package_manager: conda is for images; write pip or uv under targets.local")
     folder = (cache or default_cache()) / environment_key(spec, wanted)
     python = folder / "bin" / "python"
-    if (folder / READY).is_file():
+    if _is_ready(folder):
         return python
     with _locked(folder.with_suffix(".lock")):
-        if (folder / READY).is_file():
+        if _is_ready(folder):
             return python
         shutil.rmtree(folder, ignore_errors=True)
         named = f"Python {python_version(spec)}, {_count(wanted)} packages named"
         (say or _quiet)(f"environment {folder.name[:12]}: {named}")
         _make(spec, wanted, folder, env or {})
     return python
+
+
+def _is_ready(folder: Path) -> bool:
+    """False also when the Python that it was made with has gone from this machine."""
+    return (folder / READY).is_file() and (folder / "bin" / "python").exists()
 
 
 def environment_key(spec: EnvSpec, requirements: Requirements) -> str:

@@ -65,13 +65,15 @@ def test_other_content_is_another_environment(stage, tmp_path):
     assert venvs.environment_key(second, read_requirements(second)) != key
 
 
-def test_what_was_interrupted_is_made_anew(stage, tmp_path):
-    """Without its mark an environment counts as none."""
+@pytest.mark.parametrize("absent", [venvs.READY, "bin/python"])
+def test_what_was_interrupted_or_lost_its_python_is_made_anew(stage, tmp_path, absent):
+    """Without its mark, or with a link to a Python that has been removed, an environment counts as none."""
     python = venvs.ensure(stage("greeting"), tmp_path / "cache")
-    (python.parent.parent / venvs.READY).unlink()
-    (python.parent.parent / "bin" / "python").unlink()
+    (python.parent.parent / absent).unlink()
 
-    assert venvs.ensure(stage("greeting"), tmp_path / "cache").exists()
+    said: list[str] = []
+    assert venvs.ensure(stage("greeting"), tmp_path / "cache", say=said.append).exists()
+    assert len(said) == 1
 
 
 def test_what_cannot_be_installed_says_why_and_leaves_nothing(stage, tmp_path):
