@@ -4,7 +4,7 @@ import pytest
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
-from envscaler_airflow.backends.kubernetes.rescale import node_bound, rescale_patch
+from envscaler_airflow.backends.kubernetes.rescale import is_removable, node_bound, rescale_patch
 from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
@@ -128,6 +128,26 @@ SPEC = {"distributed": {"elastic": True}, "num_nodes": {"min": 1, "max": 4}}
 def test_only_an_elastic_launcher_lets_nodes_come(spec, bound):
     """Begun on two; as many as the spec allows, and never fewer than there are."""
     assert node_bound(spec, 2) == bound
+
+
+@pytest.mark.parametrize(
+    ("annotations", "spec", "is_first"),
+    [
+        (None, None, False),
+        ({names.REMOVABLE: "true"}, None, True),
+        ({names.REMOVABLE: "false"}, {}, False),
+        (None, {"unschedulable": True}, True),
+        (None, {"taints": [{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]}, True),
+        (None, {"taints": [{"key": "DeletionCandidateOfClusterAutoscaler", "effect": "x"}]}, True),
+        (None, {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}, True),
+        (None, {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}, False),
+    ],
+)
+def test_what_is_marked_or_stands_on_a_node_that_goes_leaves_first(annotations, spec, is_first):
+    """A node that nobody may read, and a taint that only keeps others away, say nothing."""
+    pod = {"metadata": {"annotations": annotations}}
+
+    assert is_removable(pod, None if spec is None else {"spec": spec}) is is_first
 
 
 def test_completions_and_parallelism_change_together():
