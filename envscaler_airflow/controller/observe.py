@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envscaler_airflow.backends.base import Backend
@@ -196,13 +196,37 @@ class Observer:
 
     def observation(self, state: RunState, live: AttemptState) -> Observation:
         """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
-        now_s = self._monotonic() + self._offset_s
-        spec = self.spec(state)
+        now_s, now = self._monotonic() + self._offset_s, self._clock()
         mine = self._remembered(state, live, now_s)
         head = self._head(state, live, mine, now_s)
-        done = work_of(head.progress) if head else None
         next_phase, next_in_s = self._foretell(head, now_s)
-        candidates, now = self.candidates(state), self._clock()
+        has_moved = _moves(state) > 0
+        return replace(
+            self._work_and_places(state, live, mine, head, now_s),
+            samples=self._samples,
+            unknown=self._unknown,
+            spent_usd=facts.spent_usd(state, self._backend, now=now),
+            budget_usd=_number(state.begun.get("budget_usd")),
+            deadline_table=self._table,
+            deadline_left_s=self._deadline_left_s(state),
+            since_move_s=now_s - mine.since_s if has_moved else None,
+            since_move_epochs=_epochs_since(mine, head) if has_moved else None,
+            moves=_moves(state),
+            pending=_pending(state, live),
+            training_phase=head.progress.phase if head else None,
+            next_phase=next_phase,
+            next_phase_in_s=next_in_s,
+            phase_lasts_s=self._told.lasts_s(),
+            wanted=dict(self._memory.wanted),
+            refused={item.target: Refused(item.times, max(0.0, now - item.at)) for item in state.refused},
+        )
+
+    def _work_and_places(
+        self, state: RunState, live: AttemptState, mine: _Attempt, head: Status | None, now_s: float
+    ) -> Observation:
+        """How far the training is and how fast, and what is known of where it runs and may run."""
+        done = work_of(head.progress) if head else None
+        candidates = self.candidates(state)
         places = (live.allocation, *candidates)
         return Observation(
             current=live.allocation,
@@ -219,27 +243,9 @@ class Observer:
             speeds=self._speeds(live, mine),
             measured=self._measured(live, head),
             gpu_speeds=_gpu_speeds(places),
-            speedups=speedups_of(spec),
+            speedups=speedups_of(self.spec(state)),
             overheads=self._overheads(state, live, head),
-            interruptions_per_hour=_interruptions(state, places, now=now),
-            samples=self._samples,
-            unknown=self._unknown,
-            spent_usd=facts.spent_usd(state, self._backend, now=now),
-            budget_usd=_number(state.begun.get("budget_usd")),
-            deadline_table=self._table,
-            deadline_left_s=self._deadline_left_s(state),
-            since_move_s=now_s - mine.since_s if _moves(state) else None,
-            since_move_epochs=_epochs_since(mine, head) if _moves(state) else None,
-            moves=_moves(state),
-            pending=_pending(state, live),
-            training_phase=head.progress.phase if head else None,
-            next_phase=next_phase,
-            next_phase_in_s=next_in_s,
-            phase_lasts_s=self._told.lasts_s(),
-            wanted=dict(self._memory.wanted),
-            refused={
-                item.target: Refused(item.times, max(0.0, self._clock() - item.at)) for item in state.refused
-            },
+            interruptions_per_hour=_interruptions(state, places, now=self._clock()),
         )
 
     def _head(self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float) -> Status | None:
