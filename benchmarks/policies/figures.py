@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fit import FILES, unseen
+
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotView
 from envscaler_airflow.simulate.elastic import gpu_prices, load_models
 from envscaler_airflow.simulate.elastic_run import best_fixed, elastic_optimum
@@ -34,6 +36,7 @@ from envscaler_airflow.simulate.traces import Traces, Window, of_dataset, read_t
 
 CELLS = [(deadline, overhead) for deadline in (52.0, 70.0, 92.0) for overhead in (0.02, 0.05, 0.2, 0.4)]
 SETS = ("aws2022_k80v100_600s.csv", "awsV100_2023_195s.csv", "gcpH100_2025_600s_count16.csv")
+FITTED_ON = tuple(name for name, _, _ in FILES)
 GROUPS = {
     SETS[1]: (
         "us-east-1a_v100_1,us-east-1c_v100_1,us-east-1d_v100_1",
@@ -53,7 +56,7 @@ GROUPS = {
     ),
 }
 """Zones by column, three or four at a time. Chosen before any was run."""
-HELD_OUT = {
+GROUPS_UNSEEN = {
     SETS[1]: ("us-east-1c_v100_1,us-east-2a_v100_1,us-west-2a_v100_1",),
     SETS[2]: (
         "asia-southeast1-b,europe-west3-c,us-central1-b",
@@ -61,28 +64,51 @@ HELD_OUT = {
         "asia-southeast1-b,europe-west3-c,us-central1-b,us-east5-a",
     ),
 }
-"""Zones of odd columns; of them the second half of the time was neither fitted nor chosen on (``fit.py``)."""
+"""Zones of odd columns; no choice has seen the second half of their time, nor have the constants there."""
 
 
 def cell(
     data: Path, name: str, at: tuple[float, float], zones: str = "", *, is_held_out: bool = False
 ) -> dict[str, float]:
-    """Means of one file at one deadline and overhead: ours, Uniform Progress and the optimum."""
+    """Means of one file at one deadline and overhead: ours, Uniform Progress and the optimum.
+
+    Ours by constants that have not seen the jobs (``ours``) and by those that are shipped (``shipped``),
+    which are the same for the traces of 2022.
+    """
     traces = read_traces(data / name)
     windows = of_dataset(read_windows(data / "windows.csv"), data / name)
     if is_held_out:
         windows = held_out(traces, windows)
     case = SpotCell(48.0, *at, 3.06, 0.9731)
     split = zones.split(",") if zones else []
-    ours = spot_jobs(traces, windows, case, DeadlinePolicy(), zones=split, with_optimum=True)
+    parts: dict[str, list[Window]] = {}
+    for window in windows:
+        if window.zone in (split or traces.zones):
+            is_one = not split or is_held_out
+            part = part_of(traces, window, case, is_one=is_one) if name in FITTED_ON else ""
+            parts.setdefault(part, []).append(window)
+    ours, shipped = [], []
+    for part, some in parts.items():
+        ours += spot_jobs(traces, some, case, DeadlinePolicy(unseen(part)), zones=split, with_optimum=True)
+        shipped += spot_jobs(traces, some, case, DeadlinePolicy(), zones=split) if part else []
     theirs = spot_jobs(traces, windows, case, UniformProgress(), zones=split)
     return {
         "jobs": len(ours),
         "ours": sum(job["cost_usd"] for job in ours) / len(ours),
+        "shipped": sum(job["cost_usd"] for job in shipped or ours) / len(ours),
         "up": sum(job["cost_usd"] for job in theirs) / len(theirs),
         "optimum": sum(job["optimum_usd"] for job in ours) / len(ours),
-        "late": sum(job["late"] for job in ours) + sum(job["late"] for job in theirs),
+        "late": sum(job["late"] for job in (*ours, *shipped, *theirs)),
     }
+
+
+def part_of(traces: Traces, window: Window, case: SpotCell, *, is_one: bool) -> str:
+    """Half of the time that the middle of the job lies in, and kind of column, of one zone."""
+    ticks = len(traces.zones[window.zone])
+    middle = window.start_tick - traces.first + case.deadline_h * 1800 / window.gap_s
+    half = "late" if middle >= ticks / 2 else "early"
+    column = list(traces.zones).index(window.zone)
+    return f"{'odd' if column % 2 else 'even'}-{half}" if is_one else half
 
 
 def held_out(traces: Traces, windows: Sequence[Window]) -> list[Window]:
@@ -99,7 +125,7 @@ def held_out(traces: Traces, windows: Sequence[Window]) -> list[Window]:
 def print_held_out(data: Path, pool: ProcessPoolExecutor) -> None:
     """What neither constants nor choices have seen of 2023 and 2025: later, and in other zones."""
     print("\nspot, held out by time and by zone, 52 h and 0.2 h: ratios to Uniform Progress (with failover)")
-    asked = [(name, zones) for name, groups in HELD_OUT.items() for zones in ("", *groups)]
+    asked = [(name, zones) for name, groups in GROUPS_UNSEEN.items() for zones in ("", *groups)]
     jobs = [pool.submit(cell, data, name, (52.0, 0.2), zones, is_held_out=True) for name, zones in asked]
     for (name, zones), job in zip(asked, jobs, strict=True):
         row = job.result()
@@ -114,8 +140,9 @@ def print_held_out(data: Path, pool: ProcessPoolExecutor) -> None:
 def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
     """Twelve cells of 2022, and the cell of 52 h and 0.2 h of the others."""
     print("\nspot, one zone: mean $ of all starts; ratios to Uniform Progress of the same run")
-    columns = ("set", "deadline", "overhead", "jobs", "UP $", "ours", "optimum", "late")
-    print("{:14} {:>8} {:>8} {:>5} {:>8} {:>7} {:>8} {:>5}".format(*columns))
+    print("(shipped: by the constants that are shipped, which have seen the traces of 2023 and 2025)")
+    columns = ("set", "deadline", "overhead", "jobs", "UP $", "ours", "shipped", "optimum", "late")
+    print("{:14} {:>8} {:>8} {:>5} {:>8} {:>7} {:>8} {:>8} {:>5}".format(*columns))
     asked = [(SETS[0], at) for at in CELLS] + [(name, (52.0, 0.2)) for name in SETS[1:]]
     found = list(pool.map(cell, [data] * len(asked), *zip(*asked, strict=True)))
     for (name, at), row in zip(asked, found, strict=True):
@@ -129,9 +156,9 @@ def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
 
 def print_cell(name: str, at: tuple[float, float], row: Mapping[str, float]) -> None:
     """One line."""
-    ours, optimum = row["ours"] / row["up"], row["optimum"] / row["up"]
+    ours, shipped, optimum = (row[key] / row["up"] for key in ("ours", "shipped", "optimum"))
     head = f"{name:14} {at[0]:8g} {at[1]:8g} {row['jobs']:5.0f} {row['up']:8.2f}"
-    print(f"{head} {ours:7.4f} {optimum:8.4f} {row['late']:5.0f}")
+    print(f"{head} {ours:7.4f} {shipped:8.4f} {optimum:8.4f} {row['late']:5.0f}")
 
 
 def print_zones(data: Path, pool: ProcessPoolExecutor) -> None:
@@ -141,9 +168,11 @@ def print_zones(data: Path, pool: ProcessPoolExecutor) -> None:
     found = list(pool.map(cell, [data] * len(asked), *zip(*asked, strict=True)))
     for name in GROUPS:
         rows = [row for (other, _, _), row in zip(asked, found, strict=True) if other == name]
-        sums = {key: sum(row[key] for row in rows) for key in ("ours", "up", "optimum", "late")}
-        ours, optimum = sums["ours"] / sums["up"], sums["optimum"] / sums["up"]
-        head = f"{name.split('_')[0]:14} UP ${sums['up'] / len(rows):.2f}  ours {ours:.4f}"
+        sums = {key: sum(row[key] for row in rows) for key in ("ours", "shipped", "up", "optimum", "late")}
+        ours, shipped, optimum = (sums[key] / sums["up"] for key in ("ours", "shipped", "optimum"))
+        head = (
+            f"{name.split('_')[0]:14} UP ${sums['up'] / len(rows):.2f}  ours {ours:.4f} shipped {shipped:.4f}"
+        )
         print(f"{head}  optimum {optimum:.4f}  ours over it {ours / optimum:.4f}  late {sums['late']:.0f}")
 
 

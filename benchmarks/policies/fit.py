@@ -1,21 +1,26 @@
-"""Fit the constants of the deadline policy on public traces of 2023 and 2025; prints the file of constants.
+"""Fit the constants of the deadline policy on public traces of 2023 and 2025, and write their two files.
 
-    python benchmarks/policies/fit.py --data DIR > envscaler_airflow/scaling/deadline/fitted.py
+    python benchmarks/policies/fit.py --data DIR
 
 Expectation maximisation of a hidden regime that multiplies the rates of loss and return by
 age; a regime is left at a constant rate for one drawn from a fixed distribution.
 
-Both sets are halved by time and by zone (every other column). The first half of the even columns
-is fitted on; ``tune.py`` chooses on the first half of the odd and the second of the even ones; the
-second half of the odd columns is read by ``figures.py`` alone. How likely each quarter is under the
-constants goes to standard error. Nothing of the traces of 2022 is read.
+What is shipped (``fitted.py``) is fitted on both sets as a whole; nothing of the traces of 2022 is
+read. Figures on 2023 and 2025 themselves (``figures.py``) go by ``held_out.json``, whose constants have
+not seen what they are measured on. Both sets are halved by time and by zone (every other column): a
+quarter goes by constants of the opposite one, of other zones at another time; several zones together,
+of both kinds of columns, by constants of the other half of the time.
+
+``tune.py`` chooses on the first half of the odd and the second of the even columns, by constants of
+the first half of the even ones; the second half of the odd columns no choice has seen. How likely
+each quarter is under these constants is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -24,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from envscaler_airflow.scaling.deadline import Hazard, fitted
 from envscaler_airflow.scaling.deadline.ages import BINS, age_bin
 from envscaler_airflow.simulate.traces import read_traces
 
@@ -38,7 +44,27 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Part = tuple[int, int]
 """Zones of even (0) or odd (1) columns, and the first (0) or second (1) half of their ticks."""
 FITTED, TUNED, HELD_OUT = ((0, 0),), ((0, 1), (1, 0)), ((1, 1),)
-"""Fitted on, chosen on, and measured on."""
+"""Fitted on for the choices, chosen on, and seen by neither."""
+WHOLE = (*FITTED, *TUNED, *HELD_OUT)
+MEASURED_ON: dict[str, tuple[Part, ...]] = {
+    "even-early": ((1, 1),),
+    "even-late": ((1, 0),),
+    "odd-early": ((0, 1),),
+    "odd-late": FITTED,
+    "early": ((0, 1), (1, 1)),
+    "late": ((0, 0), (1, 0)),
+}
+"""What constants are measured on, and the parts that they are fitted on instead."""
+FIELDS = {
+    "up": "UP_PER_HOUR",
+    "down": "DOWN_PER_HOUR",
+    "up_factors": "UP_FACTORS",
+    "down_factors": "DOWN_FACTORS",
+    "regimes": "REGIMES",
+    "regime_h": "REGIME_H",
+}
+FITTED_FILE = Path(fitted.__file__)
+HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +77,7 @@ class Series:
     ended: Array
 
 
-def load(data: Path, parts: Sequence[Part] = FITTED) -> list[Series]:
+def load(data: Path, parts: Sequence[Part] = WHOLE) -> list[Series]:
     """*parts* of both sets."""
     return [
         series(gap_s * every / 3600, half(row[::every], late))
@@ -98,33 +124,55 @@ def first_rates(rows: Sequence[Series]) -> Array:
     return rates
 
 
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """What the ticks of several zones let us believe; ticks after a zone's last one count for nothing.
+
+    Attributes:
+        belief: Probability of each regime, by zone and tick.
+        draws: Expected number of draws of each regime.
+        jumps: Expected number of ticks with a draw, the first ticks left out.
+        log_likelihood: Of all ticks.
+    """
+
+    belief: Array
+    draws: Array
+    jumps: float
+    log_likelihood: float
+
+
 def posterior(
-    row: Series, rates: Array, factors: Array, drawn: Array, per_hour: float
-) -> tuple[Array, Array, float, float]:
-    """Probability of each regime at each tick, expected draws, share of ticks with one, log-likelihood."""
-    fresh = -math.expm1(-per_hour * row.gap_h)
-    expected = rates[row.side, row.age][:, None] * factors[:, row.side].T * row.gap_h
-    likely = np.where(row.ended[:, None], -np.expm1(-expected), np.exp(-expected))
-    ahead, scale = np.empty_like(likely), np.empty(len(likely))
-    share = drawn.copy()
+    rows: Sequence[Series], rates: Array, factors: Array, drawn: Array, per_hour: float
+) -> Posterior:
+    """Forward and backward over all zones at once."""
+    ticks = max(len(row.side) for row in rows)
+    likely = np.ones((ticks, len(rows), len(drawn)))
+    fresh = np.zeros((ticks, len(rows), 1))
+    for at, row in enumerate(rows):
+        expected = rates[row.side, row.age][:, None] * factors[:, row.side].T * row.gap_h
+        here = slice(0, len(row.side))
+        likely[here, at] = np.where(row.ended[:, None], -np.expm1(-expected), np.exp(-expected))
+        fresh[here, at] = -math.expm1(-per_hour * row.gap_h)
+    ahead, scale = np.empty_like(likely), np.empty((ticks, len(rows), 1))
+    share = np.tile(drawn, (len(rows), 1))
     for tick, chance in enumerate(likely):
         if tick:
-            share = (1 - fresh) * share + fresh * drawn
+            share = (1 - fresh[tick]) * share + fresh[tick] * drawn
         share = share * chance
-        scale[tick] = share.sum()
+        scale[tick] = share.sum(1, keepdims=True)
         share = share / scale[tick]
         ahead[tick] = share
-    behind = np.ones(len(drawn))
+    behind = np.ones((len(rows), len(drawn)))
     belief, draws, jumps = np.empty_like(likely), np.zeros(len(drawn)), 0.0
-    for tick in range(len(likely) - 1, -1, -1):
+    for tick in range(ticks - 1, -1, -1):
         belief[tick] = ahead[tick] * behind
         weighed = likely[tick] * behind / scale[tick]
-        draw = (fresh if tick else 1.0) * drawn * weighed
+        draw = ((fresh[tick] if tick else 1.0) * drawn * weighed).sum(0)
         draws += draw
         if tick:
-            jumps += draw.sum()
-            behind = (1 - fresh) * weighed + fresh * (drawn @ weighed)
-    return belief, draws, jumps / max(1, len(likely) - 1), float(np.log(scale).sum())
+            jumps += float(draw.sum())
+            behind = (1 - fresh[tick]) * weighed + fresh[tick] * (weighed @ drawn)[:, None]
+    return Posterior(belief.swapaxes(0, 1), draws, jumps, float(np.log(scale).sum()))
 
 
 def fit(rows: Sequence[Series], rounds: int = ROUNDS) -> dict[str, Any]:
@@ -133,19 +181,16 @@ def fit(rows: Sequence[Series], rounds: int = ROUNDS) -> dict[str, Any]:
     drawn, rates, per_hour = np.full(len(factors), 1 / len(factors)), first_rates(rows), 1 / 24
     for _ in range(rounds):
         ends, hours = np.zeros((2, BINS)), np.zeros((2, BINS))
-        draws, jumps = np.zeros(len(factors)), []
-        for row in rows:
-            belief, more, share, _ = posterior(row, rates, factors, drawn, per_hour)
-            draws += more
-            jumps.append((share * (len(belief) - 1), len(belief) - 1))
+        found = posterior(rows, rates, factors, drawn, per_hour)
+        for row, belief in zip(rows, found.belief, strict=True):
             for side, bin_ in product((0, 1), range(BINS)):
-                here = (row.side == side) & (row.age == bin_)
+                here = np.flatnonzero((row.side == side) & (row.age == bin_))
                 ends[side, bin_] += row.ended[here].sum()
                 hours[side, bin_] += (belief[here] * factors[:, side]).sum() * row.gap_h
         pooled = (ends.sum(1) / hours.sum(1))[:, None]
         rates = (ends + pooled) / (hours + 1)
-        drawn = (draws + 0.1) / (draws + 0.1).sum()
-        per_hour = -math.log1p(-sum(a for a, _ in jumps) / sum(b for _, b in jumps)) * 6
+        drawn = (found.draws + 0.1) / (found.draws + 0.1).sum()
+        per_hour = -math.log1p(-found.jumps / sum(len(row.side) - 1 for row in rows)) * 6
     kept = [at for at, share in enumerate(drawn) if share > LEAST]
     shares = drawn[kept] / drawn[kept].sum()
     return {
@@ -163,29 +208,41 @@ def likelihood(rows: Sequence[Series], constants: dict[str, Any]) -> float:
     rates = np.array([constants["UP_PER_HOUR"], constants["DOWN_PER_HOUR"]])
     factors = np.array([constants["UP_FACTORS"], constants["DOWN_FACTORS"]]).T
     drawn, per_hour = np.array(constants["REGIMES"]), 1 / constants["REGIME_H"]
-    found = [posterior(row, rates, factors, drawn, per_hour)[3] for row in rows if len(row.side)]
-    return sum(found) / sum(len(row.side) for row in rows)
+    found = posterior(rows, rates, factors, drawn, per_hour)
+    return found.log_likelihood / sum(len(row.side) for row in rows)
 
 
 def text(constants: dict[str, Any]) -> str:
     """The file, as it is committed."""
-    head = (
-        '"""Fitted on a quarter of public traces. Made by ``benchmarks/policies/fit.py``; do not edit."""\n\n'
-    )
+    head = '"""Fitted on public traces. Made by ``benchmarks/policies/fit.py``; do not edit."""\n\n'
     return head + "".join(f"{name} = {value}\n" for name, value in constants.items())
 
 
+def held_out(data: Path) -> dict[str, dict[str, Any]]:
+    """Constants for each of :data:`MEASURED_ON`."""
+    return {name: fit(load(data, parts)) for name, parts in MEASURED_ON.items()}
+
+
+def unseen(name: str) -> Hazard:
+    """The model that has not seen part *name* of :data:`MEASURED_ON`; the shipped one for an empty name."""
+    if not name:
+        return Hazard()
+    found = json.loads(HELD_OUT_FILE.read_text())[name]
+    return Hazard.from_dict({field: found[constant] for field, constant in FIELDS.items()})
+
+
 def main() -> None:
-    """Print the file of constants."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Write both files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder with the spot traces")
-    data = parser.parse_args().data
-    constants = fit(load(data))
-    print(text(constants), end="")
+    data: Path = parser.parse_args().data
+    FITTED_FILE.write_text(text(fit(load(data))))
+    found = held_out(data)
+    HELD_OUT_FILE.write_text(json.dumps(found, indent=1) + "\n")
     for name, parts in (("fitted on", FITTED), ("chosen on", TUNED), ("held out", HELD_OUT)):
-        print(
-            f"{name}: log-likelihood a tick {likelihood(load(data, parts), constants):.4f}", file=sys.stderr
-        )
+        print(f"{name}: log-likelihood a tick {likelihood(load(data, parts), found['odd-late']):.4f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from fit import FILES, TUNED
+from fit import FILES, TUNED, unseen
 
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, policy, tables
 from envscaler_airflow.simulate.references import UniformProgress
@@ -46,7 +46,7 @@ def ratio(data: Path, at: int, cell: tuple[float, float], zones: int) -> float |
     (deadline, overhead), (_, gap_s, every) = cell, FILES[at]
     gap = gap_s * every
     job = SpotJob(int(deadline * 3600 / gap), gap, 48 * 3600.0, overhead * 3600.0, 3.06, 0.9731)
-    ours, theirs, mine = 0.0, 0.0, DeadlinePolicy()
+    ours, theirs, mine = 0.0, 0.0, DeadlinePolicy(unseen("odd-late"))
     for group, first, end in zones_of(data, at, zones):
         for start in range(first, end - job.ticks + 1, int(EVERY_H * 3600 / gap)):
             rows = {name: row[start : start + job.ticks] for name, row in group.items()}
