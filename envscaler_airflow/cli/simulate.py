@@ -72,30 +72,21 @@ def spot(  # noqa: PLR0913  # one argument for each option
     made = _policy(policy, reports.SPOT_POLICIES)
     seen = traces.read_traces(traces_file)
     windows = traces.of_dataset(traces.read_windows(windows_file), traces_file, dataset)
-    names = _zones(zones, traces_file, seen.zones)
     cells = [
         reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd, ask_s)
         for deadline in deadline_h
         for overhead in overhead_h
     ]
-    earlier = traces.read_traces(history_file) if history_file else None
-    changes = traces.read_price_changes(price_changes) if price_changes else None
-    jobs: list[dict[str, Any]] = []
-    for cell in cells:
-        jobs += reports.spot_jobs(
-            seen,
-            windows,
-            cell,
-            made,
-            zones=names,
-            earlier=earlier,
-            price_changes=changes,
-            with_optimum=optimum,
-        )
+    given: dict[str, Any] = {
+        "earlier": traces.read_traces(history_file) if history_file else None,
+        "price_changes": traces.read_price_changes(price_changes) if price_changes else None,
+    }
+    more = {"zones": _zones(zones, traces_file, seen.zones), "with_optimum": optimum, **given}
+    jobs = [job for cell in cells for job in reports.spot_jobs(seen, windows, cell, made, **more)]
     if plot is not None:
         from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
 
-        plot_spot(plot, seen, jobs[0], cells[0], made, earlier=earlier, price_changes=changes)
+        plot_spot(plot, seen, jobs[0], cells[0], made, **given)
     _print({"policy": policy, "jobs": jobs, "summary": reports.spot_summary(jobs)}, as_json=as_json)
 
 
