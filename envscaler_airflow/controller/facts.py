@@ -34,7 +34,9 @@ def observe(
     key = (attempt.generation, attempt.number)
     known = {node.node: node for node in seen.nodes} if seen else {}
     nodes = []
-    for index in range(attempt.allocation.nodes):
+    # Nodes of a change in place that was given up when the attempt was asked to go are to go too.
+    more = [] if attempt.change is not None else [one for one in known if one >= attempt.allocation.nodes]
+    for index in (*range(attempt.allocation.nodes), *sorted(more)):
         status, node = read_status(store, prefix, attempt=key, node=index), known.get(index)
         if node is None:
             nodes.append(NodeFacts(index, "unknown", status=status))

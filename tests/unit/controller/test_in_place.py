@@ -9,7 +9,7 @@ import pytest
 from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Delivered, Wake
+from envscaler_airflow.controller.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.protocol import control_name
@@ -283,6 +283,26 @@ def test_a_stop_does_not_wait_for_a_change(world):
 
     live = world.state.live
     assert (live.phase, live.stop_why, live.change) == ("stopping", "stop", None)
+
+
+def test_nodes_that_were_on_their_way_at_a_stop_have_to_go_too(world):
+    """Two nodes come while the user stops the run: it is over when they are, and no orphan is left."""
+    world.backend.new_nodes = NodeStatus(0, "starting")
+    owner = started(world)
+    world.ask_move(target=Allocation(SMALL, 3))
+    owner.resume(Wake("request"))
+    request_stop(world.store, world.prefix, reason="enough", by="me")
+    owner.resume(Wake("request"))
+    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    waiting = owner.resume(Wake("status"))
+    before = world.state.live
+
+    assert waiting.reason.startswith("waits for the attempt to go")
+    assert before is not None
+    world.backend.end(world.handle, exit_code=85, reason="left")
+    with pytest.raises(StoppedError):
+        owner.resume(Wake("status"))
+    assert (world.state.live, world.backend.live) == (None, [])
 
 
 def test_a_move_that_is_asked_for_during_a_change_is_refused(world):

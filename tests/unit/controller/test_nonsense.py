@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,29 @@ def test_a_policy_of_another_package_that_is_broken_moves_nothing(world, monkeyp
     assert isinstance(waiting, Waiting)
     assert world.answer(request).type == "move-refused"
     assert world.state.live.phase == "started"
+
+
+def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, monkeypatch):
+    """A slice of the owner that waits for ever would renew no lease."""
+    door, calls = threading.Lock(), []
+    door.acquire()
+
+    def hangs(seen, _policy):
+        calls.append(seen)
+        with door:
+            pass
+
+    monkeypatch.setattr(registry, "LIMIT_S", 0.05)
+    monkeypatch.setattr(registry, "MOST_AT_ONCE", 2)
+    bring(monkeypatch, lambda: hangs)
+    propose = registry.all_policies()["theirs"]
+    said = [propose(None, None).reason for _ in range(4)]
+    door.release()
+
+    told = "policy 'theirs' (theirs:policy)"
+    assert said[:2] == [f"{told} did not answer within 0.05 s"] * 2
+    assert said[2:] == [f"{told}: 2 calls of it have not come back"] * 2
+    assert len(calls) == 2
 
 
 def test_a_policy_whose_package_is_broken_stops_no_other(world, monkeypatch):
