@@ -6,6 +6,9 @@ import pytest
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer
+from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.look import look_at
+from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.watch import ExpiredError, Kept, Table, View
 from envscaler_airflow.errors import BackendError
 
@@ -106,3 +109,38 @@ def test_the_servers_clock_goes_on_between_two_lists():
     now[0] = 65.0
 
     assert view.attempt("j") == (None, [], 1060.0)
+
+
+def test_a_pod_that_runs_on_beside_its_ended_job_is_asked_for():
+    """The watch of pods may be behind that of Jobs: how the node ended is the server's word, not a guess."""
+    owner = [{"uid": "u"}]
+    job = {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {"conditions": []}}
+    over = {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "reason": "x"}]}}
+    runs = {"metadata": {"name": "p", "ownerReferences": owner}, "spec": {}, "status": {"phase": "Running"}}
+    failed = {**runs, "status": {"phase": "Failed"}}
+
+    class Behind:
+        """A view; and a server that knows better."""
+
+        def __init__(self, job, pods):
+            self.answer, self.asked = (job, pods, 1.0), 0
+
+        def attempt(self, _name):
+            return self.answer
+
+        def find(self, _path):
+            self.asked += 1
+            return Answer(over, 2.0)
+
+        def list(self, _path, _query):
+            return Answer({"items": [failed]}, 2.0)
+
+    def look(*shown):
+        behind = Behind(*shown)
+        seen = look_at(Part("default", "j", "u", 1), behind, behind, Settings())
+        return seen.pods, behind.asked
+
+    assert look(over, [runs]) == ((failed,), 1)
+    assert look(over, []) == ((failed,), 1)
+    assert look(over, [failed]) == ((failed,), 0)
+    assert look(job, [runs]) == ((runs,), 0)

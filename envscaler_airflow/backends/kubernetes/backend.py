@@ -20,7 +20,7 @@ from envscaler_airflow.backends.kubernetes import failures, names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect
 from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_end, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
-from envscaler_airflow.backends.kubernetes.look import look_at
+from envscaler_airflow.backends.kubernetes.look import look_at, steadily
 from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
@@ -364,7 +364,11 @@ class KubernetesBackend:
         Raises:
             BackendError: The API server does not answer, or the handle is none of this backend's.
         """
-        return _status(self._look(handle))
+        parts = self._parts(handle)
+        view = self._view(parts[0].namespace)
+        if view is None:
+            return _status(self._look(handle))
+        return steadily(view, parts, lambda: _status(self._look(handle)))
 
     def _parts(self, handle: Handle) -> tuple[Part, ...]:
         return parts_of(handle, self.namespace)

@@ -37,12 +37,17 @@ BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Waits after errors in a row, seconds. Chosen: an API server that comes back is not run over."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """One object as bytes: a thousand pods are a thousand objects to the garbage collector, not a million."""
+    """One object as bytes: a thousand pods are a thousand objects to the garbage collector, not a million.
+
+    A newer version of it is another one, which is equal to none but itself.
+    """
 
     name: str
     job: str
+    uid: str
+    is_leaving: bool
     text: bytes
 
     @classmethod
@@ -58,7 +63,9 @@ class Kept:
         elif "template" in spec:
             spec = {key: value for key, value in spec.items() if key != "template"}
         slim = {"metadata": metadata, "spec": spec, "status": body.get("status") or {}}
-        return cls(metadata["name"], _job_name(body), json.dumps(slim, separators=(",", ":")).encode())
+        is_leaving = bool(metadata.get("deletionTimestamp"))
+        text = json.dumps(slim, separators=(",", ":")).encode()
+        return cls(metadata["name"], _job_name(body), str(metadata.get("uid") or ""), is_leaving, text)
 
     def body(self) -> Json:
         """The object, anew for each who looks."""
@@ -124,6 +131,10 @@ class View:
     """Jobs and pods of one namespace, kept by two threads.
 
     Looking blocks only for the first list. What is shown is never older than :data:`STALE_S`.
+
+    Attributes:
+        told: What was made of a Job and of what is beside it, by its name; see :func:`.look.steadily`.
+        lists, watches: How many were begun.
     """
 
     def __init__(
@@ -149,6 +160,7 @@ class View:
         self._listing = threading.Lock()
         self._warnings: dict[str, list[Json]] = {}
         self._warned_at: float | None = None
+        self.told: dict[str, tuple[Any, Any]] = {}
         self.lists = 0
         self.watches = 0
 
@@ -176,6 +188,17 @@ class View:
         Raises:
             BackendError: Nothing is known, or it is too old.
         """
+        job, pods = self.shown(name)
+        with self._lock:
+            server_time = self._server_time()
+        return (None if job is None else job.body()), [pod.body() for pod in pods], server_time
+
+    def shown(self, name: str) -> tuple[Kept | None, tuple[Kept, ...]]:
+        """The Job *name* and its pods, unread.
+
+        Raises:
+            BackendError: Nothing is known, or it is too old.
+        """
         self._looked = self._monotonic()
         for table, filled in self._filled.items():
             if not filled.wait(FIRST_LOOK_S):
@@ -188,10 +211,8 @@ class View:
                 raise BackendError(
                     f"the watch was not heard for {age:.0f} s: {self._problem}", transient=True
                 )
-            job = self._tables["jobs"].items.get(name)
-            pods = list(self._tables["pods"].by_job.get(name, {}).values())
-            server_time = self._server_time()
-        return (None if job is None else job.body()), [pod.body() for pod in pods], server_time
+            pods = self._tables["pods"].by_job.get(name, {})
+            return self._tables["jobs"].items.get(name), tuple(pods.values())
 
     def warnings(self, uid: str) -> list[Json]:
         """Warning events about the object *uid*, of the last :data:`WARNINGS_S`; [] if none may be read."""
@@ -252,6 +273,8 @@ class View:
             for event in self._events(table):
                 with self._lock:
                     table.take(event)
+                    if event.get("type") == "DELETED":
+                        self._forget(name)
                     self._heard[name] = self._monotonic()
         except BackendError as err:
             if err.status == 410:
@@ -266,10 +289,17 @@ class View:
         answer = self._cluster.list(table.path, query, page=PAGE, each=Kept.of)
         with self._lock:
             table.fill(answer.body)
+            self._forget(name)
             self._heard[name] = self._monotonic()
             if answer.server_time is not None:
                 self._server = (answer.server_time, self._monotonic())
         self._filled[name].set()
+
+    def _forget(self, name: str) -> None:
+        """What was told of Jobs that are gone."""
+        if name == "jobs":
+            left = self._tables["jobs"].items
+            self.told = {job: told for job, told in self.told.items() if job in left}
 
     def _events(self, table: Table) -> Iterator[Json]:
         self.watches += 1

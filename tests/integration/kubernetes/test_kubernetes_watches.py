@@ -2,11 +2,13 @@
 
 import pytest
 from fakes.kubernetes import JOBS, QUOTAS
-from integration.kubernetes.rig import eventually, over, request_for, running
+from integration.kubernetes.rig import OFFER, eventually, over, request_for, running
 
+from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes.handles import handle_of
-from envscaler_airflow.backends.kubernetes.watch import View
+from envscaler_airflow.backends.kubernetes.watch import Kept, View
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.planning.offers import Allocation
 
 
 def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
@@ -25,6 +27,43 @@ def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
 
     assert over(backend, handles[0]) == [("ended", "failed")]
     running(backend, handles[1])
+
+
+def test_what_runs_on_is_read_once_and_every_change_is_seen(cluster, connect, monkeypatch):
+    """A look at what is as before reads nothing; a pod that is being ended is looked at each time."""
+    read = []
+    whole = Kept.body
+    monkeypatch.setattr(Kept, "body", lambda kept: read.append(kept.name) or whole(kept))
+    backend = connect(watches=True)
+    handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=2)))
+    running(backend, handle)
+    first = backend.observe(handle)
+    view = backend._view("default")
+    eventually(lambda: backend.observe(handle) and view.told.get(handle.name), lambda told: told is not None)
+    read.clear()
+
+    assert [backend.observe(handle) for _ in range(5)] == [first] * 5
+    assert read == []
+
+    cluster.node("node-0").silence()
+    cluster.pod(f"{handle.name}-1-").delete()
+    eventually(lambda: backend.pods(handle)[1][1]["metadata"], lambda found: "deletionTimestamp" in found)
+    eventually(lambda: backend.observe(handle) and read, lambda names: len(names) > 6)
+    read.clear()
+    backend.observe(handle)
+    assert len(read) == 3
+    assert backend.observe(replace_uid(handle)).nodes[0].state == "lost"
+
+    job = cluster.get(JOBS, handle.name)
+    cluster.api.delete(JOBS, "default", handle.name, {"propagationPolicy": "Background"})
+    eventually(lambda: view.shown(job["metadata"]["name"])[0], lambda kept: kept is None)
+    assert view.told == {}
+
+
+def replace_uid(handle):
+    """The handle of another Job of that name."""
+    body = handle.to_dict()
+    return Handle.from_dict({**body, "details": {**body["details"], "uid": "other"}})
 
 
 def test_a_view_that_is_too_old_shows_nothing(cluster, connect):
