@@ -13,10 +13,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
+from envscaler_airflow.controller.timed import timed
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import SCHEMA, read_object
-from envscaler_airflow.scaling import Observation, Policy, Proposal, Propose, meet_deadline
+from envscaler_airflow.scaling import POLICIES, Observation, Policy, Proposal, Propose, meet_deadline
 from envscaler_airflow.scaling.deadline import SpotJob, Table, build_table
 from envscaler_airflow.scaling.deadline.live import TICK_S
 from envscaler_airflow.scaling.registry import all_policies
@@ -127,7 +128,7 @@ def read(store: Store, prefix: str, name: str) -> Table | None:
 
 
 def with_tables(store: Store, prefix: str) -> Mapping[str, Propose]:
-    """All policies, the deadline policy with the table that each observation names.
+    """All policies, the deadline policy with the table that each observation names, others within a time.
 
     The first observation that names a table has it read: do that in a thread.
     """
@@ -139,7 +140,8 @@ def with_tables(store: Store, prefix: str) -> Mapping[str, Propose]:
             tables[name] = read(store, prefix, name)
         return meet_deadline(observation, policy, table=tables.get(name or ""))
 
-    return {**all_policies(), "deadline": by_table}
+    others = {name: timed(name, call) for name, call in all_policies().items() if name not in POLICIES}
+    return {**POLICIES, **others, "deadline": by_table}
 
 
 def _serves(known: SpotJob, job: SpotJob) -> bool:

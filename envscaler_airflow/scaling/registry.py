@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
-import threading
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -15,10 +13,6 @@ from envscaler_airflow.scaling.observation import Observation
 
 GROUP = "envscaler_airflow.policies"
 """Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""
-LIMIT_S = 20.0
-"""Longest time for one answer of such a policy, seconds. Chosen: ours take milliseconds."""
-MOST_AT_ONCE = 32
-"""Most calls of one such policy that run at a time. Chosen: as many as a triggerer has threads for checks."""
 MAX_WANTS = 1000
 """Most moves looked at of one proposal. Chosen: ten times the offers of a large plan."""
 
@@ -41,29 +35,13 @@ def _brought(point: EntryPoint) -> Propose:
     except Exception as err:  # noqa: BLE001  (an edge: code of others)
         propose, fault = None, f"{told} cannot be loaded: {err!r}"
 
-    room = threading.BoundedSemaphore(MOST_AT_ONCE)
-
     def guarded(observation: Observation, policy: Policy) -> Proposal:
         if propose is None or fault:
             return Proposal(reason=fault)
-        if not room.acquire(blocking=False):
-            return Proposal(reason=f"{told}: {MOST_AT_ONCE} calls of it have not come back")
-        answers: queue.SimpleQueue[Proposal] = queue.SimpleQueue()
-
-        def answer() -> None:
-            try:
-                answers.put(_checked(propose(observation, policy), told))
-            except Exception as err:  # noqa: BLE001  (same)
-                answers.put(Proposal(reason=f"{told} failed: {err!r}"))
-            finally:
-                room.release()
-
-        # A thread of its own, which nobody waits for at exit: a call that hangs cannot be ended.
-        threading.Thread(target=answer, name=f"envscaler-{point.name}", daemon=True).start()
         try:
-            return answers.get(timeout=LIMIT_S)
-        except queue.Empty:
-            return Proposal(reason=f"{told} did not answer within {LIMIT_S:g} s")
+            return _checked(propose(observation, policy), told)
+        except Exception as err:  # noqa: BLE001  (same)
+            return Proposal(reason=f"{told} failed: {err!r}")
 
     return guarded
 

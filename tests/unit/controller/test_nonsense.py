@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from envscaler_airflow.controller import deadline_table, timed
 from envscaler_airflow.controller.stage import Waiting, Wake
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Allocation
@@ -128,14 +129,14 @@ def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, 
         with door:
             pass
 
-    monkeypatch.setattr(registry, "LIMIT_S", 0.05)
-    monkeypatch.setattr(registry, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(timed, "LIMIT_S", 0.05)
+    monkeypatch.setattr(timed, "MOST_AT_ONCE", 2)
     bring(monkeypatch, lambda: hangs)
-    propose = registry.all_policies()["theirs"]
+    propose = deadline_table.with_tables(world.store, world.prefix)["theirs"]
     said = [propose(None, None).reason for _ in range(4)]
     door.release()
 
-    told = "policy 'theirs' (theirs:policy)"
+    told = "policy 'theirs'"
     assert said[:2] == [f"{told} did not answer within 0.05 s"] * 2
     assert said[2:] == [f"{told}: 2 calls of it have not come back"] * 2
     assert len(calls) == 2
