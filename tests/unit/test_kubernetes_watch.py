@@ -5,7 +5,7 @@ import json
 import pytest
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.client import Answer
+from envscaler_airflow.backends.kubernetes.client import Answer, RefusedError
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.look import look_at
 from envscaler_airflow.backends.kubernetes.settings import Settings
@@ -144,3 +144,54 @@ def test_a_pod_that_runs_on_beside_its_ended_job_is_asked_for():
     assert look(over, []) == ((failed,), 1)
     assert look(over, [failed]) == ((failed,), 0)
     assert look(job, [runs]) == ((runs,), 0)
+
+
+class Waits:
+    """In the place of a view's event: notes how long it was waited for, and ends after *times*."""
+
+    def __init__(self, times):
+        """Nothing was asked yet."""
+        self.times, self.asked_s = times, []
+
+    def is_set(self):
+        """True once it was waited for so often."""
+        return len(self.asked_s) >= self.times
+
+    def wait(self, seconds):
+        """Take no time."""
+        self.asked_s.append(seconds)
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (BackendError("gone", transient=True), [1, 2, 4, 8, 16, 30, 30]),
+        (RefusedError("busy", status=429, reason="TooManyRequests", retry_after_s=20), [20] * 5 + [30] * 2),
+        (RefusedError("broken", status=500, reason="", retry_after_s=None), [1, 2, 4, 8, 16, 30, 30]),
+        (RefusedError("expired", status=401, reason="", retry_after_s=None), [1, 2, 4, 8, 16, 30, 30]),
+    ],
+    ids=["gone", "busy", "broken", "expired-token"],
+)
+def test_a_server_in_trouble_is_asked_less_and_less(monkeypatch, error, waits):
+    """Longer after each failure in a row, and as long as it asks for."""
+    view = View(Server([], []), "default", monotonic=lambda: 0.0)
+    monkeypatch.setattr(view, "_ending", ended := Waits(len(waits)))
+    monkeypatch.setattr(view, "round", fail := Failing(error))
+
+    view._keep("pods")
+
+    assert ended.asked_s == waits
+    assert fail.times == len(waits)
+
+
+class Failing:
+    """A round that fails each time."""
+
+    def __init__(self, error):
+        """It was not called yet."""
+        self.error, self.times = error, 0
+
+    def __call__(self, _name):
+        """Raise it."""
+        self.times += 1
+        raise self.error

@@ -46,7 +46,6 @@ class Kept:
 
     name: str
     job: str
-    uid: str
     is_leaving: bool
     text: bytes
 
@@ -65,7 +64,7 @@ class Kept:
         slim = {"metadata": metadata, "spec": spec, "status": body.get("status") or {}}
         is_leaving = bool(metadata.get("deletionTimestamp"))
         text = json.dumps(slim, separators=(",", ":")).encode()
-        return cls(metadata["name"], _job_name(body), str(metadata.get("uid") or ""), is_leaving, text)
+        return cls(metadata["name"], _job_name(body), is_leaving, text)
 
     def body(self) -> Json:
         """The object, anew for each who looks."""

@@ -408,6 +408,9 @@ def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch
     assert not caught.value.transient
     assert cluster.get(JOBS, handle.name)["spec"] == job["spec"]
 
+    backend.cluster.delete(paths.jobs("default", handle.name), uid=stale["uid"])
+    assert cluster.get(JOBS, handle.name)["metadata"]["uid"] == handle.details["uid"]
+
 
 def test_a_release_of_what_is_gone_is_done(cluster, connect, monkeypatch):
     """Its time to live ran out between the look and the write."""
