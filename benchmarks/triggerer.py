@@ -2,10 +2,11 @@
 
     python benchmarks/triggerer.py [--stages 1000] [--seconds 60]
 
-A fake API server in a process of its own (real HTTP) holds a Job and its pod for each stage. Each
-stage has a backend of its own, as a trigger has, and looks every 5 s from a thread; all share the one view of
-the namespace. In the middle every watch is cut and every resource version is forgotten (410), so that all is
-listed anew. A coroutine that sleeps 1 ms measures how much later it wakes.
+A fake API server in a process of its own (real HTTP) holds a Job and its pod for each stage; nine in ten
+of them run, the others wait for a node. Each stage has a backend of its own, as a trigger has, and looks
+every 5 s from a thread; all share the one view of the namespace. In the middle every watch is cut and
+every resource version is forgotten (410), so that all is listed anew. A coroutine that sleeps 1 ms
+measures how much later it wakes.
 
 What delays a loop is told apart: the CPU that its own thread took meanwhile, which is what the loop itself
 did; searches for garbage, during which every thread of the process waits; and a process of its own that only
@@ -44,6 +45,8 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 
 EVERY_S = 5.0
 MOST_MS = 50.0
+WAITING = 10
+"""One stage in so many waits for its node, the others run."""
 OFFER = Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0)
 
 
@@ -62,6 +65,15 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def run_pod(cluster: Any, name: str) -> None:
+    """Say that it runs, as a kubelet would."""
+    from fakes.kubernetes import PODS  # noqa: PLC0415 - only the server's process has it
+
+    main = {"name": "main", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+    status = {"phase": "Running", "containerStatuses": [main]}
+    cluster.api.patch(PODS, "default", name, "application/merge-patch+json", {"status": status}, "status")
+
+
 def serve(stages: int, config: str, pipe: Connection) -> None:
     """The cluster, in its own process: say the handles, forget and count when asked."""
     from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, Cluster  # noqa: PLC0415 - only this process has it
@@ -75,7 +87,9 @@ def serve(stages: int, config: str, pipe: Connection) -> None:
             request = AttemptRequest("file:///store", prefix, "dag.train", 1, 1, allocation, ("train",))
             rendered = maker.render(request)
             job = cluster.create(JOBS, rendered["job"])
-            cluster.create(PODS, pod_of(job))
+            pod = cluster.create(PODS, pod_of(job))
+            if number % WAITING:
+                run_pod(cluster, pod["metadata"]["name"])
             handles.append(rendered["name"])
         jobs = {job["metadata"]["name"]: job for job in cluster.list(JOBS, "default")}
         pipe.send([handle_of([jobs[name]]).to_dict() for name in handles])
