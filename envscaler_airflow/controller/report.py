@@ -97,7 +97,8 @@ def failure_message(state: RunState) -> str:
     head = f"the stage failed: {state.reason}"
     if not lines:
         return head
-    return "\n".join([head, f"last {len(lines)} lines of attempt {last.number if last else '?'}:", *lines])
+    many = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
+    return "\n".join([head, f"last {many} of attempt {last.number if last else '?'}:", *lines])
 
 
 def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:

@@ -87,11 +87,15 @@ def pack_workdir(folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | No
     """Pack *folder* into a new file in *scratch* (the system's temporary folder when None).
 
     Raises:
-        SpecError: *folder* does not exist, is larger than *max_bytes*, or holds a link that leads outside.
+        SpecError: *folder* does not exist, cannot be read, is larger than *max_bytes*, or holds a link that
+            leads outside.
     """
     if not folder.is_dir():
         raise SpecError(f"workdir: {folder} is no folder")
-    entries = sorted(_entries(folder.resolve()), key=lambda item: item.path)
+    try:
+        entries = sorted(_entries(folder.resolve()), key=lambda item: item.path)
+    except OSError as err:
+        raise SpecError(_unreadable(folder, err)) from err
     total = sum(item.size for item in entries)
     if total > max_bytes or len(entries) > MAX_FILES:
         raise SpecError(_too_large(folder, entries, total, max_bytes))
@@ -104,6 +108,11 @@ def pack_workdir(folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | No
         raise
     path = Path(name)
     return Archive(path, digest, path.stat().st_size, unpacked, len(entries))
+
+
+def _unreadable(path: Path, err: OSError) -> str:
+    which, why = err.filename or path, err.strerror or err
+    return f"workdir: {which} cannot be read: {why}; let the stage's user read it, or name it in .gitignore"
 
 
 def _too_large(folder: Path, entries: list[_Entry], total: int, max_bytes: int) -> str:
@@ -147,7 +156,11 @@ def _add(tar: tarfile.TarFile, item: _Entry) -> None:
         info.type, info.linkname = tarfile.SYMTYPE, item.link
         tar.addfile(info)
         return
-    with item.source.open("rb") as stream:
+    try:
+        opened = item.source.open("rb")
+    except OSError as err:
+        raise SpecError(_unreadable(item.source, err)) from err
+    with opened as stream:
         info.size = os.fstat(stream.fileno()).st_size
         try:
             tar.addfile(info, stream)

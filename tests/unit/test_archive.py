@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import tarfile
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -155,6 +156,29 @@ def test_no_such_workdir(tmp_path):
     """The message names the folder."""
     with pytest.raises(SpecError, match="missing is no folder"):
         pack_workdir(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["secret.key", "sub"])
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, name):
+    """A file or a folder of another user; nothing of the archive is left."""
+    folder = make(tmp_path / "work", {"secret.key": "x", "sub/a": "x"})
+
+    def refuse(function):
+        def asked(path, *arguments, **options):
+            if isinstance(path, str | Path) and Path(path).name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *arguments, **options)
+
+        return asked
+
+    monkeypatch.setattr(os, "scandir", refuse(os.scandir))
+    monkeypatch.setattr(Path, "open", refuse(Path.open))
+
+    with pytest.raises(
+        SpecError, match=rf"{name} cannot be read: Permission denied; .* leave it out by \.git"
+    ):
+        pack_workdir(folder, scratch=tmp_path)
+    assert not list(tmp_path.glob("*.zst"))
 
 
 def test_another_content_is_refused_before_anything_is_written(tmp_path):
