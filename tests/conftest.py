@@ -1,11 +1,19 @@
-"""For all tests: an Airflow home of the session's own, so that nobody's settings are read or written."""
+"""For all tests: an Airflow home of the session's own, so that nobody's settings are read or written.
+
+A shell starts what runs in its background with SIGINT ignored, and children inherit that: tests that press
+Ctrl-C would wait for ever, so it is taken back.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 HOME = tempfile.TemporaryDirectory(prefix="envscaler-tests-")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["AIRFLOW_HOME"] = HOME.name
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"

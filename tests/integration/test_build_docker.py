@@ -280,12 +280,14 @@ def test_a_command_that_is_interrupted_ends_and_leaves_no_container(project):
     """Ctrl-C reaches the command; nothing runs on."""
     words = [sys.executable, "-m", "envscaler_airflow.cli", "run", "-f", "envscaler.yaml"]
     words += ["--target", "docker", "--", "sh", "-c", "echo begun; sleep 250"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
 
-    process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
 
-    assert process.wait(60) != 0
-    process.stdout.close()
-    assert docker("ps", "--all", "--quiet") == ""
+            assert process.wait(60) != 0
+            assert docker("ps", "--all", "--quiet") == ""
+        finally:
+            process.kill()
