@@ -28,8 +28,10 @@ $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< pytest pytest-timeout pytest-xdist
 	touch $@
 
+# The files that take longest, which build images, come first: else a worker begins one when the others are done.
 test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cores at most).
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/contract tests/integration tests/compat $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		tests/integration tests/contract tests/compat tests/unit $(ARGS)
 
 test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost and moved (4 minutes on 2 cores at most).
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
