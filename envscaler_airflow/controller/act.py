@@ -436,7 +436,8 @@ class Controller(Asking):
         if state.status != "stopped":
             return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
         self._write_result(state, report.run_report(state, now=self._clock()))
-        raise StoppedError(f"the run was stopped: {state.reason}; clear the task to take it up again")
+        again = "clear the task, or start the run again by its name, to take it up"
+        raise StoppedError(f"the run was stopped: {state.reason}; {again}")
 
     def _deliver(self, state: RunState, action: Action) -> _Result:
         del action
