@@ -29,15 +29,15 @@ $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 	touch $@
 
 # The files that take longest, which build images, come first: else a worker begins one when the others are done.
-test: venv  ## Run everything that needs no Airflow services (8 minutes on 2 cores at most).
+test: venv  ## Run everything that needs no Airflow services (10 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/integration tests/contract tests/compat tests/unit $(ARGS)
 
-test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost and moved (4 minutes on 2 cores at most).
+test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost and moved (6 minutes on 2 cores, its environment included).
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
-e2e: venv  ## Run the rest against one real Airflow (12 minutes on 2 cores at most).
+e2e: venv  ## Run the rest against one real Airflow (14 minutes on 2 cores).
 	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
