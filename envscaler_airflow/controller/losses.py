@@ -71,7 +71,7 @@ def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *
         return None
     price = spot[0].offer.usd_per_hour
     per_hour = losses_per_hour(state, now=now) * sum(part.nodes for part in spot)
-    best = price_aware_interval_s(costs[0], per_hour, price or 0.0, _prices(earlier, spot[0].offer))
+    best = price_aware_interval_s(costs[0], per_hour, price, _prices(earlier, spot[0].offer))
     return None if best is None else min(every, max(LEAST_EVERY_S, best))
 
 

@@ -9,7 +9,7 @@ from envscaler_airflow.planning.record import check_finite
 
 
 def price_aware_interval_s(
-    save_s: float, losses_per_hour: float, price: float, recent: Sequence[float]
+    save_s: float, losses_per_hour: float, price: float | None, recent: Sequence[float]
 ) -> float | None:
     """The interval with the rate of losses that the price foretells: shorter while it is high."""
     return checkpoint_interval_s(save_s, losses_per_hour * price_risk(price, recent))
@@ -41,10 +41,10 @@ PRICE_WEIGHT = 11.0
 one half and four times. Made by ``benchmarks/policies/prices.py`` on price changes of 2023, rounded."""
 
 
-def price_risk(price: float, recent: Sequence[float]) -> float:
+def price_risk(price: float | None, recent: Sequence[float]) -> float:
     """Factor on a rate of losses by the price against the median of recent ones; 1 when unknown."""
     known = sorted(value for value in recent if value > 0 and math.isfinite(value))
-    if not known or not price > 0 or not math.isfinite(price):
+    if not known or price is None or not price > 0 or not math.isfinite(price):
         return 1.0
     rise = math.log(price / known[len(known) // 2])
     return min(4.0, max(0.5, math.exp(PRICE_WEIGHT * rise)))

@@ -322,6 +322,7 @@ def test_a_price_above_its_recent_level_raises_the_risk():
     assert price_risk(0.9, [1.0] * 9) == 0.5
     assert price_risk(9.0, [1.0] * 9) == 4.0
     assert price_risk(1.0, []) == 1.0
+    assert price_risk(None, [1.0] * 9) == 1.0
     assert price_aware_interval_s(60, 0.1, 1.1, [1.0] * 9) < 0.65 * checkpoint_interval_s(60, 0.1)
 
 
