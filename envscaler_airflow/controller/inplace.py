@@ -162,11 +162,21 @@ def _rescale(
     if missing is None and is_overdue and any(one.state != "running" for one in seen):
         missing = f"not all nodes ran within {CHANGE_S:.0f} s"
     if missing is not None:
-        backend.rescale(handle, live.allocation.nodes)
-        return Outcome("undone", f"none to be had: {missing}")
+        return _undo(backend, handle, live, missing)
     if all(one.state == "running" for one in seen):
         return Outcome("done", handle=found, found={"handle": found.to_dict()})
     return Outcome("going", f"{nodes} nodes are awaited", handle=found)
+
+
+def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing: str) -> Outcome:
+    """Back to the nodes that the attempt had; where that fails too, the target is for the next attempt."""
+    try:
+        backend.rescale(handle, live.allocation.nodes)
+    except (CapacityError, BackendError) as err:
+        if isinstance(err, BackendError) and err.transient:
+            raise
+        return Outcome("move", f"neither to be had nor to be undone: {missing}; {err}")
+    return Outcome("undone", f"none to be had: {missing}")
 
 
 def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:

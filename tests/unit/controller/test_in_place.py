@@ -254,6 +254,28 @@ def test_a_backend_that_refuses_more_nodes_is_believed(world, error, event):
     assert types(world)[-1] == event
 
 
+@pytest.mark.parametrize("error", [CapacityError("full"), BackendError("gone", status=404)])
+def test_a_change_that_cannot_be_undone_is_left_to_the_next_attempt(world, monkeypatch, error):
+    """Neither as asked nor as it was: the owner goes on, and the attempt makes room for another."""
+    world.backend.new_nodes = NodeStatus(0, "pending", reason="capacity", detail="0/3 nodes are free")
+    owner = started(world)
+    world.ask_move(target=Allocation(SMALL, 2))
+    rescale, asked = world.backend.rescale, []
+
+    def fails_back(handle, nodes):
+        asked.append(nodes)
+        if nodes == 1:
+            raise error
+        return rescale(handle, nodes)
+
+    monkeypatch.setattr(world.backend, "rescale", fails_back)
+
+    owner.resume(Wake("request"))
+
+    assert asked == [2, 1]
+    assert (types(world)[-1], world.state.live.phase) == ("attempt-stopping", "stopping")
+
+
 def test_new_nodes_are_awaited(world):
     """They start; the watcher looks at all of them and wakes the owner when they run."""
     world.backend.new_nodes = NodeStatus(0, "starting")
