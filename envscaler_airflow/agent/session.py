@@ -175,6 +175,7 @@ class Session:
         self.steps = self._saved_step = facts["step"] or 0
         self.epoch = self._saved_epoch = facts["epoch"] or 0
         self._restored_samples = facts["samples"] or 0
+        self._rate, self._busy_rate, self._sample_rate = Rate(), Rate(), Rate()  # that jump is no speed
         self._has_samples = facts["samples"] is not None
         return path
 

@@ -516,7 +516,7 @@ class _Tracker:
             item.name: getattr(said if getattr(said, item.name) is not None else found, item.name)
             for item in fields(Progress)
         }
-        if values["steps_per_s"] is None and values["step"] is not None:
+        if said.step is None and values["steps_per_s"] is None and values["step"] is not None:
             self._steps.add(now, values["step"])
             rate = self._steps.per_s()
             values["steps_per_s"] = rate

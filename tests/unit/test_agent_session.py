@@ -79,6 +79,23 @@ def test_counts_go_on_from_the_restored_checkpoint(tmp_path):
     assert rig.said().progress.samples == 3232
 
 
+def test_restored_steps_are_no_speed(tmp_path):
+    """From step 1000, steps of a second: one a second, not the thousand that were made before."""
+    rig = Rig(tmp_path / "x")
+    folder = tmp_path / "restored"
+    folder.mkdir()
+    (folder / "agent.json").write_text('{"step": 1000, "samples": 32000}', encoding="utf-8")
+    ex.write_json(rig.exchange.start, {"restore": {"path": str(folder), "step": 1000}, "session": {}})
+
+    with rig.session() as session:
+        rig.now += 2
+        session.restore()
+        rig.walk(session, 5)
+
+    said = rig.said().progress
+    assert (said.step, said.steps_per_s, said.step_time_s, said.samples_per_s) == (1005, 1.0, 1.0, 32.0)
+
+
 def test_progress_says_what_is_known(rig):
     """Ten steps of a second: one step and 32 samples a second; the rest is unknown."""
     with rig.session(100, 5) as session:
