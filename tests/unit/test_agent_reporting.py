@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from envscaler_airflow.agent.exchange import Exchange
+from envscaler_airflow.agent.exchange import Exchange, SessionReport
 from envscaler_airflow.agent.rates import Rate
 from envscaler_airflow.agent.reporting import Reporter, aggregate
+from envscaler_airflow.agent.wrapper import _Tracker
 from envscaler_airflow.protocol import Progress, Status
 
 
@@ -209,3 +210,21 @@ def test_a_rate_needs_two_moments():
     assert rate.per_s() is None
     rate.add(2, 7)
     assert rate.per_s() == 2
+
+
+@pytest.mark.parametrize(("by", "rate"), [("session", None), ("log", 100.0)])
+def test_only_steps_told_by_the_log_are_timed_here(by, rate):
+    """A session counts its own, and its first look at a restored step is a jump; a log has nobody else."""
+    said = Progress()
+
+    class Pump:
+        def progress(self):
+            return said if by == "log" else Progress()
+
+    tracker = _Tracker(Pump(), None, 0.0)
+    for now, step in ((1.0, 0), (11.0, 1000)):
+        said = Progress(step=step)
+        got = tracker.merge(now, SessionReport(progress=said if by == "session" else Progress()))
+
+    assert got.step == 1000
+    assert got.steps_per_s == rate
