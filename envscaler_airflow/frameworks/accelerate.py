@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from envscaler_airflow.agent import Session
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.frameworks.randomness import random_state, set_random_state
-from envscaler_airflow.frameworks.torch import agree
+from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11; type checkers alone read it
@@ -51,6 +51,7 @@ class AcceleratedSession:
         """
         if not hasattr(loader, "total_batch_size"):
             raise ValueError("AcceleratedSession: loader must be what accelerator.prepare returned")
+        leave_group_at_exit()
         self.session = session if session is not None else Session(agree=agree)
         self.epoch = self.batch = 0
         self._accelerator, self._loader = accelerator, loader

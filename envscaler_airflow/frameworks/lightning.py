@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from envscaler_airflow.agent import Session
 from envscaler_airflow.frameworks.randomness import load_random_state, save_random_state
-from envscaler_airflow.frameworks.torch import agree
+from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit
 
 _FILE = "lightning.ckpt"
 
@@ -36,6 +36,7 @@ class SessionCallback(Callback):
 
     def __init__(self, session: Optional[Session] = None) -> None:
         """Look for the checkpoint to go on from."""
+        leave_group_at_exit()
         self.session = session if session is not None else Session(agree=agree)
         folder = self.session.restore()
         self.restored = str(folder / _FILE) if folder is not None else None

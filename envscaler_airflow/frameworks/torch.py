@@ -15,8 +15,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import sys
+import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -30,6 +34,8 @@ GLOBAL_BATCH = "ENVSCALER_GLOBAL_BATCH"
 MICRO_BATCH = "ENVSCALER_MICRO_BATCH"
 """What a stage with ``distributed.global_batch`` is told: samples of a step, and of one pass of one rank."""
 _PARTS = "state.pt"
+_DRAIN_S = 0.2
+"""Chosen: a thread that waits for the interpreter's lock to drop a collective needs microseconds."""
 
 
 def agree(value: int) -> int:
@@ -40,6 +46,24 @@ def agree(value: int) -> int:
     box = torch.tensor([value], device=device)
     torch.distributed.broadcast(box, src=0)
     return int(box)
+
+
+@lru_cache(maxsize=None)
+def leave_group_at_exit() -> None:
+    """Have the process group destroyed when the program ends, unless an exception ends it.
+
+    A thread of gloo may still hold the last collective while the interpreter is taken down; it then ends a
+    program that has done its work by SIGABRT (github.com/pytorch/pytorch/issues/190489). Nobody but the one
+    who made the group can tell earlier that it is done with.
+    """
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    # After an exception the other ranks may be stuck, and NCCL would wait for them here.
+    if torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None:
+        torch.distributed.destroy_process_group()
+        time.sleep(_DRAIN_S)  # whoever still refers to the group keeps its threads; no call waits for them
 
 
 class ResumableLoader(DataLoader):

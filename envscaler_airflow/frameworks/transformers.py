@@ -24,7 +24,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from envscaler_airflow.agent import Session
-from envscaler_airflow.frameworks.torch import agree
+from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit
 
 _AFTER_STEP = "_maybe_log_save_evaluate"
 _SAVE = "_save_checkpoint"
@@ -53,6 +53,7 @@ class SessionCallback(TrainerCallback):
                 f"SessionCallback needs Trainer.{_AFTER_STEP} and {_SAVE}; this release has them no more: "
                 "use one that docs/how-to/frameworks.md names"
             )
+        leave_group_at_exit()
         self.session = session if session is not None else Session(agree=agree)
         folder = self.session.restore()
         self.restored = None

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from envscaler_airflow.agent import Session
 from envscaler_airflow.frameworks.noise import GradientNoise
-from envscaler_airflow.frameworks.torch import ResumableLoader, ShardedState, agree
+from envscaler_airflow.frameworks.torch import ResumableLoader, ShardedState, agree, leave_group_at_exit
 
 
 def main() -> None:
@@ -28,6 +28,7 @@ def main() -> None:
     os.environ.setdefault("ENVSCALER_GLOBAL_BATCH", "32")  # a stage is told them by its spec
     os.environ.setdefault("ENVSCALER_MICRO_BATCH", "16")
     torch.distributed.init_process_group("gloo")
+    leave_group_at_exit()
     model = DistributedDataParallel(corpus.model())
     model.eval()  # without dropout: its masks would hang on the number of workers
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -54,7 +55,6 @@ def main() -> None:
                     session.checkpoint(state.save, epoch_end=loader.epoch_end)
     if session.rank == 0:
         options.write(asked.output, model.module.state_dict())
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,3 +221,28 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match=r"holds \['model'\], this training is \['loader', 'model'\]"):
         TrainingState(model=model, loader=loader()).load(tmp_path)
+
+
+_ENDING = """
+import atexit, sys, torch
+from envscaler_airflow.frameworks.torch import leave_group_at_exit
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method="file://" + sys.argv[1])
+atexit.register(lambda: print("there" if torch.distributed.is_initialized() else "left"))
+leave_group_at_exit()
+leave_group_at_exit()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "group"),
+    [("", 0, "left"), ("raise SystemExit(75)", 75, "left"), ("raise ValueError", 1, "there")],
+)
+def test_the_group_is_left_at_the_end_but_not_waited_for_after_an_error(end, code, group, tmp_path):
+    """A rank that fails must not wait for ranks that are stuck."""
+    command = [sys.executable, "-c", _ENDING + end, str(tmp_path / "store")]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True, timeout=60)
+
+    assert (done.returncode, done.stdout.strip()) == (code, group), done.stderr
