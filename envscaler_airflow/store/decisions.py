@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
@@ -23,7 +24,9 @@ CHUNK_BYTES = 1 << 18
 """A chunk is closed after so many seconds or bytes. Chosen: a few objects an hour, each small to read."""
 MAX_CHUNK_BYTES = 1 << 22
 """Largest chunk read, bytes. Chosen: sixteen times the largest that is written."""
-
+READERS = 8
+"""Chunks read at a time. Chosen: below the ten connections that botocore keeps. A training of three weeks has
+3,000 chunks: two minutes when one request follows the other and each takes 40 ms."""
 
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
@@ -88,13 +91,17 @@ def read_decisions(
     checks: list[tuple[tuple[int, float], Check, int]] = []
     folder = join(prefix, "decisions")
     names = sorted(store.children(folder), key=_number)
-    for name in names if newest_chunks is None else names[-newest_chunks:]:
-        text = store.read(f"{folder}/{name}", max_bytes=MAX_CHUNK_BYTES) or b""
-        for line in text.splitlines():
-            found = _read(line)
-            if found is not None:
-                seen = found[0].observation
-                checks.append(((seen.generation, seen.elapsed_s), *found))
+    names = names if newest_chunks is None else names[-newest_chunks:]
+    with ThreadPoolExecutor(max(1, min(READERS, len(names)))) as readers:
+        texts = readers.map(
+            lambda name: store.read(f"{folder}/{name}", max_bytes=MAX_CHUNK_BYTES) or b"", names
+        )
+        for text in texts:
+            for line in text.splitlines():
+                found = _read(line)
+                if found is not None:
+                    seen = found[0].observation
+                    checks.append(((seen.generation, seen.elapsed_s), *found))
     for _, check, times in sorted(checks, key=lambda item: item[0]):
         yield check, times
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
@@ -87,3 +88,23 @@ def test_torn_lines_and_other_versions_are_left_out(tmp_path):
     store.write("run/decisions/zz-000001.jsonl", good[:40] + b"\n" + newer + b"\nnull\n")
 
     assert len(list(read_decisions(store, "run"))) == 1
+
+
+def test_chunks_are_read_beside_each_other_and_kept_in_order(tmp_path):
+    """A training of weeks has thousands."""
+    store, clock, log = made(tmp_path)
+    for number in range(4):
+        clock.advance(CHUNK_S)
+        log.add(check(number * CHUNK_S, reason=f"because of {number}"))
+    meeting = threading.Barrier(2, timeout=1)
+
+    class Meeting:
+        children = store.children
+
+        def read(self, name, max_bytes):
+            meeting.wait()
+            return store.read(name, max_bytes=max_bytes)
+
+    found = [read.observation.elapsed_s for read, _ in read_decisions(Meeting(), "run")]
+
+    assert found == [number * CHUNK_S for number in range(4)]
