@@ -153,6 +153,8 @@ class Controller(Asking):
                 return result
             if action.kind in ("start", "end", "kill"):
                 wake = Wake("status")
+            elif action.kind in ("stop", "change"):  # a time that was over was not that of the going
+                wake = replace(wake, kind="status")
             state = result
 
     def _facts(self, state: RunState, wake: Wake) -> Facts:

@@ -143,6 +143,27 @@ def test_a_change_that_takes_long_is_awaited_and_then_left_to_the_next_attempt(w
     assert world.state.live.target == Allocation(LARGE)
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_what_is_asked_to_go_when_a_change_takes_too_long_has_its_own_time(world, is_stopped):
+    """The ten minutes were the change's: the attempt is not killed before it can save."""
+    world.backend.answers = ["going"]
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    watch = world.watch(owner.resume(Wake("request")))
+    watch.poll()
+    world.clock.advance(600)
+    wake = watch.poll()
+    if is_stopped:  # it came in the same moment
+        request_stop(world.store, world.prefix, reason="enough", by="t")
+
+    waiting = owner.resume(wake)
+
+    assert (wake.kind, world.state.live.stop_why) == ("overdue", "stop" if is_stopped else "move")
+    assert [node.state for node in world.backend.observe(world.handle).nodes] == ["running"]
+    world.clock.advance(world.state.live.stop["grace_s"])
+    assert world.watch(waiting).poll() is None
+
+
 def test_the_owner_is_woken_when_a_change_is_over(world):
     """The second answer of the machine is "done"."""
     world.backend.answers = ["going", "done"]
