@@ -48,7 +48,7 @@ class DataPlace(Record):
     Attributes:
         name: Of the volume.
         cloud, region: Where they lie.
-        gib: How much is read once; None: unknown, and then the copy is not counted.
+        gib: How much is read once; None: unknown, and then the copy counts as nothing, which the plan says.
         zone: Of a claim that is bound to it.
         is_bound: They can be used in this region (and zone) alone.
     """
@@ -77,10 +77,10 @@ class DataPlace(Record):
         return is_there and (self.zone in (None, zone) or not zone)
 
     def usd_to(self, cloud: str, region: str) -> float | None:
-        """Price of the copy; None when the cloud's is not known, or the cloud of a cluster is not."""
-        if self.is_bound or self._is_at(cloud, region) or not self.gib:
+        """Price of the copy; None when size or the cloud's is not known, or the cloud of a cluster is not."""
+        if self.is_bound or self._is_at(cloud, region) or self.gib == 0:
             return 0.0
-        if cloud == "kubernetes":
+        if cloud == "kubernetes" or self.gib is None:
             return None
         table = USD_PER_GIB_BETWEEN_REGIONS if cloud == self.cloud else USD_PER_GIB_OUT
         each = table.get(self.cloud)

@@ -434,17 +434,35 @@ class _Looker:
         }
         work = replace(self.work, interruptions_per_hour=dict.fromkeys(spot, 0.0))
         notes = notes_of(candidates, work, self.goal, self.hour)
-        notes += [
-            f"what {item.name} costs to leave {item.cloud} is unknown and counted as nothing"
-            for item in self.work.data
-            if item.gib and any(item.usd_to(*_place(found)) is None for found in candidates)
-        ]
+        notes += _data_notes(candidates, self.work, is_timed=self.is_timed)
         clouds = {item.allocation.offer.cloud for item in candidates} - set(USD_PER_GIB_MONTH)
         if any(need.disk_gib for need in needs) and clouds and self.is_timed:
             notes.append(f"what disks cost on {', '.join(sorted(clouds))} is unknown and counted as nothing")
         if self.table.label:
             notes.append(f"prices: {self.table.label}")
         return notes
+
+
+def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) -> list[str]:
+    """What of the copies of data is in no price."""
+    notes = []
+    for item in work.data:
+        usds = [item.usd_to(*_place(found)) for found in candidates]
+        if None in usds and item.gib is None:
+            notes.append(
+                f"how much {item.name} holds is unknown, and copying it counted as nothing: tell its size"
+            )
+        elif None in usds:
+            notes.append(f"what {item.name} costs to leave {item.cloud} is unknown and counted as nothing")
+        if not is_timed and any(usds):
+            notes.append(
+                f"no speed is known, so copying {item.name} is in no price: up to ${_most(usds):.2f}"
+            )
+    return notes
+
+
+def _most(usds: Sequence[float | None]) -> float:
+    return max(usd for usd in usds if usd is not None)
 
 
 def _place(candidate: Candidate) -> tuple[str, str]:

@@ -61,8 +61,9 @@ class Estimate(Record):
             restarts and lost work together.
         usd, usd_low, usd_high: Money for the same; None when the price is unknown.
         objective: ``usd + value_of_hour * hours``; None when the price is unknown.
-        data_usd: Of *usd*: bringing the data where the machines are.
-        disk_usd: Of *usd*: the disks that the stage asks for, where their price is known.
+        data_usd: Of *usd*: bringing the data where the machines are; None: of some that is unknown, and
+            *usd* has what is known.
+        disk_usd: Of *usd*: the disks that the stage asks for; None: unknown, and not in *usd*.
     """
 
     hours: float
@@ -76,8 +77,8 @@ class Estimate(Record):
     usd_low: float | None = None
     usd_high: float | None = None
     objective: float | None = None
-    data_usd: float = 0.0
-    disk_usd: float = 0.0
+    data_usd: float | None = 0.0
+    disk_usd: float | None = 0.0
 
 
 def estimate(

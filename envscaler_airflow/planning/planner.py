@@ -8,7 +8,7 @@ from typing import Any
 
 from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning.billing import BILLING, Charges
-from envscaler_airflow.planning.data import DataPlace, Extras, disk_usd_per_hour, extras_at
+from envscaler_airflow.planning.data import USD_PER_GIB_MONTH, DataPlace, Extras, disk_usd_per_hour, extras_at
 from envscaler_airflow.planning.fleet import has_spot, losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import (
     SECONDS_PER_HOUR,
@@ -359,6 +359,10 @@ def candidate_of(
         interruptions_per_hour=losses_per_hour,
         charges=Charges(also.data_usd, BILLING.get(cloud), disks),
     )
+    if any(item.usd_to(cloud, allocation.offer.region) is None for item in work.data):
+        expected = replace(expected, data_usd=None)
+    if also.disk_gib and cloud not in USD_PER_GIB_MONTH:
+        expected = replace(expected, disk_usd=None)
     return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
 
 

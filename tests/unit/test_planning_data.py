@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
+from envscaler_airflow.cli.market import candidate_body
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Requirements, Speed, Work, feasible, plan
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, Extras, data_places, extras_at
@@ -142,14 +143,46 @@ def test_each_node_has_a_disk_of_its_own():
 
 
 def test_a_disk_without_a_known_price_is_said():
-    """It counts as nothing, aloud."""
+    """It counts as nothing, aloud, and is no zero to tools."""
     far = replace(HERE, cloud="nebius", region="eu-north1", zone=None)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
     got = search(replace(GPU, disk_gib=10.0), table_of([far]), work=Work(1, "units"), how=how)
 
     assert "what disks cost on nebius is unknown and counted as nothing" in got.notes
-    assert got.chosen.estimate.disk_usd == 0.0
+    assert got.chosen.estimate.disk_usd is None
+    assert candidate_body(got.chosen)["disk_usd"] is None
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (DataPlace("data", "tencent", "ap-tokyo", gib=10.0), "what data costs to leave tencent is unknown"),
+        (DataPlace("data", "aws", "us-west-2"), "how much data holds is unknown, and copying it counted as"),
+    ],
+)
+def test_a_copy_without_a_known_price_is_said(data, words):
+    """It counts as nothing, aloud, and is no zero to tools; what is known of other data is still paid."""
+    known = DataPlace("known", "aws", "eu-west-1", gib=100.0)
+    how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
+
+    got = search(GPU, table_of([HERE]), work=Work(10, "units", data=(data, known)), how=how)
+
+    assert any(note.startswith(words) for note in got.notes), got.notes
+    assert candidate_body(got.chosen)["data_usd"] is None
+    assert got.chosen.estimate.usd == pytest.approx(10 + 400 / 3600 + 2.0, rel=0.02)
+
+
+def test_a_copy_is_said_when_no_speed_is_known():
+    """Offers are ranked by the hour then: what the copy costs is in no price, and may be more than all."""
+    data = DataPlace("data", "aws", "us-east-1", gib=5000.0)
+    far = replace(HERE, cloud="gcp", region="us-central1", zone=None)
+
+    there = search(GPU, table_of([far]), work=Work(data=(data,)))
+    here = search(GPU, table_of([HERE]), work=Work(data=(data,)))
+
+    assert "no speed is known, so copying data is in no price: up to $450.00" in there.notes
+    assert not any("copying" in note for note in here.notes)
 
 
 def test_extras_are_finite():
