@@ -154,6 +154,7 @@ def _saving_into(args: TrainingArguments, folder: Path) -> Iterator[None]:
         "output_dir": str(folder),
         "push_to_hub": False,
         "save_only_model": False,
+        "save_strategy": "no",  # else it takes the step's best model to lie here, on every rank at once
         "save_total_limit": None,
     }
     theirs = {name: getattr(args, name) for name in ours}

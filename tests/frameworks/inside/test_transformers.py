@@ -126,6 +126,22 @@ def test_the_best_checkpoint_so_far_moves_along(rig_every, tmp_path):
     assert torch.equal(again.model.weight, whole.model.weight)
 
 
+def test_a_save_at_the_best_step_leaves_the_trainer_s_own_best_alone(rig_every, tmp_path):
+    """The session's folder moves on: a best looked for there would fail every save to come, and the end."""
+    rig = rig_every(6)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    options = {"epochs": 3, "eval_strategy": "epoch", **best, "save_strategy": "best"}
+    plain = trainer(tmp_path / "plain", **options)
+    plain.train()
+    made = trainer(tmp_path / "out", **options)
+    callback = SessionCallback(made, rig.session())
+    made.train(resume_from_checkpoint=callback.restored)
+
+    assert rig.names() == ["g1-step-00000006-a2", "g1-step-00000012-a2"]
+    assert made.state.best_model_checkpoint == str(tmp_path / "out/checkpoint-6")
+    assert torch.equal(made.model.weight, plain.model.weight)
+
+
 def test_what_is_saved_leaves_the_trainer_s_own_folder_alone(rig_every, tmp_path):
     """Nothing is written to ``output_dir``, and its settings are what they were."""
     rig = rig_every(2)
