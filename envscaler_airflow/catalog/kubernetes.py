@@ -170,15 +170,16 @@ def node_pools(
     Returns:
         Pools by offer name. A price that neither tells is unknown.
     """
-    alike: dict[str, list[tuple[Offer, ClusterNode]]] = {}
+    alike: dict[tuple[str, str | None], list[tuple[Offer, ClusterNode]]] = {}
     for item in nodes:
         node = read_node(item)
         if node.is_usable and node.vcpus and node.memory_gib:
             offer = _offer(node)
-            alike.setdefault(offer.name, []).append((offer, node))
+            # A node whose device plugin is not up yet has no GPU: its neighbours of the same type do.
+            alike.setdefault((offer.name, offer.gpu_name), []).append((offer, node))
     pools = []
     for found in alike.values():
-        usd, source = node_price(found[0][1], prices=prices, cluster_prices=cluster_prices or {})
+        usd, source = _dearest((node for _, node in found), prices, cluster_prices or {})
         offer = replace(
             found[0][0],
             vcpus=min(one.vcpus for one, _ in found),
@@ -190,6 +191,17 @@ def node_pools(
         names = tuple(sorted(node.name for _, node in found))
         pools.append(NodePool(offer, len(names), names, found[0][1].pool))
     return sorted(pools, key=lambda item: item.offer.name)
+
+
+def _dearest(
+    nodes: Iterable[ClusterNode], prices: OfferTable | None, cluster_prices: Mapping[str, float]
+) -> tuple[float | None, str]:
+    """The highest price of alike nodes, which may be of several pools; unknown where that of one is."""
+    alike = {
+        replace(node, name="", vcpus=0.0, memory_gib=0.0) if node.instance_type else node for node in nodes
+    }
+    found = [node_price(node, prices=prices, cluster_prices=cluster_prices) for node in alike]
+    return max(found, key=lambda price: (price[0] is None, price[0] or 0.0, price[1]))
 
 
 def _offer(node: ClusterNode) -> Offer:

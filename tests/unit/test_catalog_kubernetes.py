@@ -121,6 +121,29 @@ def test_nodes_that_are_alike_are_one_pool_of_the_smallest():
     assert round(pool.offer.memory_gib, 2) == 14.31
 
 
+def test_a_node_whose_gpus_are_not_up_yet_is_no_part_of_the_pool_that_has_them():
+    """The device plugin comes minutes after the node; feature discovery's labels may, too."""
+    fresh = node(name="fresh", without=(PRODUCT, MEMORY))
+    del fresh["status"]["allocatable"]["nvidia.com/gpu"]
+
+    for nodes in ([EKS, fresh], [fresh, EKS]):
+        found = {pool.offer.gpu_name: (pool.offer.gpus, pool.names) for pool in node_pools(nodes)}
+
+        assert found == {"A10G": (1, ("ip-10-0-1-7",)), None: (0, ("fresh",))}
+
+
+def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
+    """Which of them a pod lands on is not known; nor is the price, where that of one is not."""
+    other = node(name="other", labels={"eks.amazonaws.com/nodegroup": "dear"})
+
+    for nodes in ([EKS, other], [other, EKS]):
+        (pool,) = node_pools(nodes, cluster_prices={"gpu": 1.0, "dear": 5.0})
+        (unknown,) = node_pools(nodes, cluster_prices={"gpu": 1.0})
+
+        assert (pool.offer.usd_per_hour, pool.offer.price_source) == (5.0, "cluster_prices[dear]")
+        assert unknown.offer.usd_per_hour is None
+
+
 @pytest.mark.parametrize(
     "broken",
     [
