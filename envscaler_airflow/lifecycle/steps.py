@@ -205,8 +205,8 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
             return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
-        if live.stop_why == "image":
-            return Action("kill", reason="nothing of it ever ran")
+        if live.stop_why == "image" and not _is_at_work(facts):
+            return Action("kill", reason="nothing of it trains")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
     image = _bad_image(facts)
     if image is not None:
@@ -244,6 +244,13 @@ def _bad_image(facts: Facts) -> str | None:
     """Why the image of a node can never be had; None when it may come."""
     nodes = facts.observed.nodes if facts.observed else ()
     return next((one.detail for one in nodes if one.state == "pending" and one.reason == "image"), None)
+
+
+def _is_at_work(facts: Facts) -> bool:
+    """True when a node has something to save, or is at it: the others of one that was made again."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    at_work = (one.status for one in nodes if one.state in ("running", "unknown"))
+    return any(said is not None and said.phase not in ("setup", "restoring", "ended") for said in at_work)
 
 
 def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:

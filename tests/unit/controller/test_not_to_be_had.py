@@ -13,7 +13,7 @@ from envscaler_airflow.controller.stage import Stage, Wake
 from envscaler_airflow.errors import BudgetError, RunFailedError
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.protocol import Ended, Status
 from envscaler_airflow.store.stockouts import stockouts
 from envscaler_airflow.testing import ElasticBackend
 
@@ -114,6 +114,53 @@ def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
         owner.resume(Wake("status"))
 
     assert len(world.state.attempts) == 1
+    assert world.backend.live == []
+
+
+def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world):
+    """Node 1 was lost and is made again, the registry has dropped the tag: node 0 keeps its hours of work."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step=10)
+    world.backend.set_state(
+        world.handle, "pending", node=1, reason="image", detail="ErrImagePull of x: not found"
+    )
+
+    waiting = owner.resume(Wake("status"))
+    asked, seen = world.control(), world.backend.observe(world.handle).nodes
+    quiet = world.watch(waiting).poll()
+    saved = world.save(50)
+    world.say(step=50, checkpoint=saved, phase="uploading")
+    owner.resume(Wake("status"))
+    going = world.backend.observe(world.handle).nodes[0].state
+    world.say(ended=Ended(exit_code=85, reason="left"), step=50, checkpoint=saved)
+    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    owner.resume(Wake("status"))
+    with pytest.raises(RunFailedError, match="its image can never be had: ErrImagePull of x"):
+        owner.resume(Wake("status"))
+
+    assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
+    assert (quiet.detail, going) == ("none to be had", "running")
+    assert world.state.attempts[0].ended["checkpoint"] == saved
+    assert world.backend.live == []
+
+
+def test_what_trains_and_does_not_go_is_killed_when_its_time_is_over(world):
+    """As any attempt that is asked to go: nothing is paid for longer than that."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step=10)
+    world.backend.set_state(world.handle, "pending", node=1, reason="image", detail="not found")
+    watch = world.watch(owner.resume(Wake("status")))
+    watch.poll()
+    world.clock.advance(30 + 60)
+    wake = watch.poll()
+    owner.resume(wake)
+
+    with pytest.raises(RunFailedError, match="its image can never be had"):
+        owner.resume(Wake("status"))
+
+    assert wake.kind == "overdue"
     assert world.backend.live == []
 
 
