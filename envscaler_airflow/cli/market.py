@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -24,6 +25,16 @@ ARCHES = ("x86_64", "arm64", "any")
 CAPACITIES = ("spot", "on-demand", "auto")
 
 
+class Readable(click.File):
+    """A file, or - where there is a standard input."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Open it."""
+        if value == "-" and sys.stdin is None:
+            self.fail("the standard input is closed; name a file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 _OPTIONS = (
     click.option(
         "--offers",
@@ -38,7 +49,7 @@ _OPTIONS = (
     click.option(
         "--nodes",
         "nodes_file",
-        type=click.File(encoding="utf-8"),
+        type=Readable(encoding="utf-8"),
         help="Look at a cluster's nodes alone: `kubectl get nodes -o json`, a file or -.",
     ),
     click.option(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import multiprocessing
+import sys
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.catalog.live import Fetched
 from envscaler_airflow.catalog.shelf import Shelf
 from envscaler_airflow.cli import main
+from envscaler_airflow.cli.offers import offers_command
 from envscaler_airflow.clouds.base import Quote
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Offer
@@ -118,6 +120,14 @@ def test_nodes_that_are_nested_without_end_are_refused(shell, tmp_path):
     (tmp_path / "nodes.json").write_text('{"items": ' + "[" * 100_000)
 
     is_refused(shell("offers", "--nodes", str(tmp_path / "nodes.json")), "kubectl get nodes -o json")
+
+
+def test_nodes_from_a_closed_standard_input_are_refused(monkeypatch):
+    """Cron and daemons close it; click itself fails with a traceback there."""
+    monkeypatch.setattr(sys, "stdin", None)
+
+    with pytest.raises(click.BadParameter, match="standard input is closed; name a file"):
+        offers_command.make_context("offers", ["--nodes", "-"])
 
 
 def test_without_money_only_what_is_free_will_do(shell):
