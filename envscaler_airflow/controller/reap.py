@@ -28,8 +28,9 @@ def reap(
 ) -> Iterator[Orphan]:
     """Remove Jobs of the backend's namespace that no live run of *store* owns; yields each.
 
-    A Job is left alone for its first 15 minutes, and when it belongs to another store. A live attempt whose
-    task is over is asked to save and go, as by a kill; its Job is removed by a later call.
+    A Job is left alone for its first 15 minutes, when it belongs to another store, and when its run cannot be
+    told. A live attempt whose task is over is asked to save and go, as by a kill; its Job is removed by a
+    later call.
 
     Args:
         store: Run store.
@@ -63,9 +64,20 @@ def reap(
 
 
 def _state(store: Store, prefix: str) -> RunState | None:
-    """Fold of a run's events; None when there is no such run."""
+    """Fold of a run's events; None when there is no such run.
+
+    Raises:
+        ProtocolError: It cannot be told: a version that is newer wrote of it, or this is another store.
+    """
     state = EventLog(store, prefix, snapshots=False).load()
-    return state if state.number else None
+    if state.unknown:
+        raise ProtocolError(f"run {prefix}, event {state.unknown[-1]}: a newer version wrote it")
+    if state.number:
+        return state
+    deployment = prefix.partition("/")[0]
+    if not store.children(deployment):  # not mounted here, or another store behind the same URL
+        raise ProtocolError(f"store {store.url} holds nothing of the deployment {deployment}")
+    return None
 
 
 def _key(store: Store, prefix: str) -> RunKey | None:
@@ -82,7 +94,9 @@ def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: floa
     if orphan.is_live and orphan.runs:
         state = _state(store, orphan.prefix)
         owner = state.owner.ti_id if state is not None and state.owner is not None else ""
-        kill_quietly(store, orphan.prefix, backend, ti_id=owner, reason=orphan.reason)
+        asked = kill_quietly(store, orphan.prefix, backend, ti_id=owner, reason=orphan.reason)
+        if asked and state is not None and state.live is not None and state.live.handle is None:
+            backend.stop(orphan.handle, grace_s=grace_s)  # its owner died before it could record the start
         return
     if orphan.runs:
         backend.stop(orphan.handle, grace_s=grace_s)

@@ -129,6 +129,51 @@ def test_the_operator_asks_airflow_for_tasks_of_its_own_deployment(world, monkey
     assert world.live() == {good, other}
 
 
+def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path):
+    """A folder that is not mounted here, or another cluster's at the same path: its runs cannot be told."""
+    name = world.run(GOOD)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").mkdir()
+    empty = open_store(world.store.url)
+    EventLog(empty, OTHER.prefix).append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=None)
+
+    assert list(reap(empty, world.backend)) == []
+    assert world.live() == {name}
+
+
+@pytest.mark.parametrize("text", [None, b"torn"], ids=["newer-event", "torn-event"])
+def test_a_run_that_cannot_be_told_is_left_alone(world, text):
+    """Events of a newer version, or of nobody: nothing of it ends, and all else is removed as ever."""
+    good, gone = world.run(GOOD), world.run(GONE)
+    ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
+    for key in (GOOD, GONE):
+        EventLog(world.store, key.prefix).append(3, "attempt-ended", ended, actor=None)
+    if text is None:
+        EventLog(world.store, GOOD.prefix).append(4, "attempt-revived", {}, actor=None)
+    else:
+        world.store.write(f"{GOOD.prefix}/events/000005.json", text)
+
+    assert [one.handle.name for one in reap(world.store, world.backend)] == [gone]
+    assert [one["metadata"]["name"] for one in world.cluster.list(JOBS, "default")] == [good]
+
+
+def test_a_start_that_nobody_recorded_is_ended(world):
+    """The owner died between the Job and its event: no handle says what to stop but the Job itself."""
+    name = world.run(GONE)
+    world.store.delete(f"{GONE.prefix}/events/000003.json")
+    gone = {"task_is_over": lambda _key: "its task is failed in Airflow"}
+
+    assert [one.handle.name for one in reap(world.store, world.backend, **gone)] == [name]
+    until = time.monotonic() + 20
+    while name in world.live():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    world.cluster.advance(60)
+    list(reap(world.store, world.backend, **gone))
+
+    assert world.cluster.list(JOBS, "default") == []
+
+
 def test_a_run_from_a_shell_is_no_task(monkeypatch):
     """Airflow knows nothing of it, and that is no reason to end it."""
     monkeypatch.setattr(states, "task_state", lambda *_: "removed")

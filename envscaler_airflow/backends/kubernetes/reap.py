@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,10 @@ from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend
 from envscaler_airflow.backends.kubernetes.failures import job_end, timestamp
 from envscaler_airflow.backends.kubernetes.handles import handle_of
+from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import RunState
+
+log = logging.getLogger(__name__)
 
 YOUNG_S = 900.0
 """Age up to which a Job is left alone, seconds. Chosen: an owner records within one slice what it made."""
@@ -49,7 +53,8 @@ def orphans(
     Args:
         backend: Of the namespace.
         store_url: Jobs of other stores are left alone: their runs cannot be seen from here.
-        state_of: Fold of a run's events by its folder; None when there is no such run.
+        state_of: Fold of a run's events by its folder; None when there is no such run. A ProtocolError says
+            that it cannot be told, and leaves the Job alone.
         server_time: Clock of the API server, seconds since the epoch.
         ownerless: Why nobody owns the live attempt of a run any more, though its events do not say so; None
             when somebody does.
@@ -63,7 +68,11 @@ def orphans(
         if born is None or server_time - born < YOUNG_S:
             continue
         prefix = str(annotations.get(names.PREFIX))
-        reason = _why(job, state_of(prefix))
+        try:
+            reason = _why(job, state_of(prefix))
+        except ProtocolError as err:
+            log.warning("job=%s left alone: %s", metadata["name"], err)
+            continue
         is_live = reason is None
         if is_live:
             reason = ownerless(prefix)
