@@ -26,7 +26,7 @@ from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import find_conflicts, resolve
 from envscaler_airflow.build.scan import SEVERITIES, scan_image
 from envscaler_airflow.build.stage_image import image_name
-from envscaler_airflow.cli.common import default_store_url
+from envscaler_airflow.cli.common import default_store_url, not_empty
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.specs import environment_secret, pairs, spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
@@ -59,7 +59,7 @@ from envscaler_airflow.store.base import open_store
 @click.option("--scan", is_flag=True, help="Run trivy or grype.")
 @click.option("--scan-severity", default="high", type=click.Choice(SEVERITIES), show_default=True)
 @click.option("--lock", "lock_path", type=click.Path(path_type=Path), help="File to write the lock to.")
-@click.option("--locked", help="A run, or a lock.json: build exactly that.")
+@click.option("--locked", callback=not_empty, help="A run, or a lock.json: build exactly that.")
 @click.option("--no-resolve", is_flag=True, help="Do not look for conflicts first.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def build(

@@ -39,6 +39,13 @@ NOT_NEGATIVE = Amount(min=0, max=1e12)
 """Dollars, and what else may be nothing."""
 
 
+def not_empty(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Refuse an empty text, which a variable that is not set leaves: it would say nothing, unseen."""
+    if value is not None and not value.strip():
+        raise click.BadParameter("is empty; write one, or leave the option out")
+    return value
+
+
 def default_store_url() -> str:
     """``ENVSCALER_STORE_URL``, else Airflow's own setting by its variable, else a folder of the user's."""
     configured = os.environ.get("ENVSCALER_STORE_URL") or os.environ.get("AIRFLOW__ENVSCALER__STORE_URL")

@@ -148,7 +148,7 @@ def quantity(option: str, read: Callable[[str], float], text: str | None) -> flo
     Raises:
         SpecError: It cannot be read; says what to write.
     """
-    if not text:
+    if text is None:
         return None
     try:
         return read(text)

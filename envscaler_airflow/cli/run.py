@@ -13,7 +13,7 @@ import click
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
-from envscaler_airflow.cli.common import NOT_NEGATIVE, shell_key, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, not_empty, shell_key, store_option
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
@@ -32,16 +32,16 @@ from envscaler_airflow.store.logs import read_logs
 
 @click.command()
 @spec_options
-@click.option("--name", help="Name of the run; the same name again goes on with it.")
+@click.option("--name", callback=not_empty, help="Name of the run; the same name again goes on with it.")
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
 @click.option("--value-of-hour", type=NOT_NEGATIVE, help="USD that an hour is worth.")
 @click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
-@click.option("--restore-from", help="URI of a checkpoint of another run to begin from.")
+@click.option("--restore-from", callback=not_empty, help="URI of a checkpoint of another run to begin from.")
 @click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
 @click.option("--target", default="local", type=click.Choice(["local", "docker"]), show_default=True)
-@click.option("--locked", help="A run, or a lock.json: run in exactly that environment.")
+@click.option("--locked", callback=not_empty, help="A run, or a lock.json: run in exactly that environment.")
 @click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @store_option

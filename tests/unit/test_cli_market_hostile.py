@@ -87,11 +87,19 @@ def is_refused(got, words):
         ("run", ["--budget", "nan"], "'--budget': budget_usd must be finite"),
         ("run", ["--value-of-hour", "nan"], "'--value-of-hour': value_of_hour must be finite"),
         ("submit", ["--budget", "nan"], "'--budget': budget_usd must be finite"),
+        ("plan", ["--strategy", "deadline", "--deadline", ""], "--deadline: '' is no duration"),
+        ("offers", ["--memory", ""], "--memory: '' is no memory"),
+        ("run", ["--name", ""], "'--name': is empty; write one, or leave the option out"),
+        ("run", ["--name", " "], "'--name': is empty"),
+        ("run", ["--locked", ""], "'--locked': is empty"),
+        ("run", ["--restore-from", ""], "'--restore-from': is empty"),
+        ("submit", ["--name", ""], "'--name': is empty"),
+        ("build", ["--locked", ""], "'--locked': is empty"),
     ],
 )
 def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
     """With the option, and what to write."""
-    if command in ("run", "submit"):
+    if command in ("run", "submit", "build"):
         is_refused(CliRunner().invoke(main, [command, *options]), words)
     else:
         is_refused(shell(command, *options), words)
