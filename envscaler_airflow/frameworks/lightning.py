@@ -128,7 +128,13 @@ class SessionCallback(Callback):
 
     def _save_of(self, trainer: Trainer) -> Any:
         def save(folder: Path) -> None:
-            trainer.save_checkpoint(folder / _FILE)
+            try:
+                trainer.save_checkpoint(folder / _FILE)
+            except RuntimeError:  # a collective's, or of every rank
+                raise
+            except Exception:  # of the rank that writes: the others wait for it at the end of the save
+                trainer.strategy.barrier("Trainer.save_checkpoint")
+                raise
             save_random_state(folder, self.session.rank)  # Lightning keeps none, and each rank has its own
 
         return save

@@ -10,6 +10,8 @@ import pytest
 import torch
 from fakes.lives import Life
 
+from envscaler_airflow.protocol import parse_checkpoint_name
+
 EXAMPLES = Path(__file__).parents[3] / "dags/examples/frameworks"
 ROOT = Path(__file__).parents[3]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -40,6 +42,38 @@ def test_two_ranks_leave_and_go_on_together(framework, tmp_path):
     assert len(ranks) >= 2, ranks
     models = [torch.load(tmp_path / name / "model.pt") for name in ("whole", "moved")]
     assert max(float((models[0][name] - models[1][name]).abs().max()) for name in models[0]) <= 1e-6
+
+
+FULL_ONCE = """
+import runpy, sys
+from lightning.pytorch.strategies import DDPStrategy
+
+write, calls = DDPStrategy.save_checkpoint, []
+
+def full_once(strategy, *arguments, **named):
+    calls.append(strategy)
+    if len(calls) == 1 and strategy.global_rank == 0:
+        raise OSError(28, "No space left on device")
+    write(strategy, *arguments, **named)
+
+DDPStrategy.save_checkpoint = full_once
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("train_lightning", run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_disk_that_is_full_for_one_rank_holds_up_no_other(tmp_path):
+    """Lightning's ranks wait for each other at the end of a save: the one that failed comes there too."""
+    script = tmp_path / "full_once.py"
+    script.write_text(FULL_ONCE)
+    command = [*LAUNCHER, str(script), str(EXAMPLES), f"--output={tmp_path / 'model'}", "--epochs=1"]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    life = Life(tmp_path, command, env=env, every={"steps": 7})
+
+    assert life.wait() == 0, life.said()
+    assert "checkpoint at step 7 failed, the one before stays: rank 0: OSError" in life.said()
+    assert parse_checkpoint_name(life.newest.name)[1] == 28
 
 
 @pytest.mark.timeout(240)
