@@ -423,7 +423,11 @@ def _why_not(item: Candidate, chosen: Candidate) -> str:
     if not item.is_safe and chosen.is_safe:
         return "may miss deadline or budget"
     if item.estimate is not None and chosen.estimate is not None:
-        return _dearer(item.estimate.objective, chosen.estimate.objective, "")
+        later_h = item.estimate.hours - chosen.estimate.hours
+        worth, best = item.estimate.objective, chosen.estimate.objective
+        # Where no deadline is kept for sure the sooner one was chosen, whatever it costs.
+        is_later = later_h > 0 and worth is not None and best is not None and worth <= best
+        return f"+{later_h:.2f} h" if is_later else _dearer(worth, best, "")
     if item.estimate is None and chosen.estimate is not None:
         return "speed unknown"
     return _dearer(item.usd_per_hour, chosen.usd_per_hour, "/h")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from click.testing import CliRunner
 
 from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.plan import _commitment
-from envscaler_airflow.planning import Offer
+from envscaler_airflow.cli.plan import _commitment, _why_not
+from envscaler_airflow.planning import Allocation, Goal, Offer, Speed, Work
+from envscaler_airflow.planning.planner import candidate_of, rank_of
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import remember
 
@@ -312,6 +314,21 @@ def test_a_chosen_fleet_is_the_first_line_of_the_table(tmp_path, monkeypatch):
     assert (fleet["rest"]["capacity_type"], fleet["rest_nodes"]) == ("spot", 1)
     assert words(lines[1]).startswith("aws/us-east-1/us-east-1a 2 x g4dn.xlarge 4 16 T4:1 1 of them 0.7260")
     assert lines[1].endswith("*")
+
+
+def test_what_costs_less_and_takes_longer_is_told_by_its_time():
+    """No candidate keeps the deadline for sure: the sooner one was chosen, and the other is no "same"."""
+    speed, work = Speed(1 / 3600, 0.5 / 3600, "user"), Work(10, "units")
+    offer = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=2.0)
+    goal = Goal("deadline", deadline_s=36000.0)
+    cheap = replace(offer, instance_type="g4dn.2xlarge", usd_per_hour=0.5)
+
+    chosen = candidate_of(Allocation(offer), speed, work, goal, hour_usd=0.0)
+    later = candidate_of(Allocation(cheap), replace(speed, mean=0.99 / 3600), work, goal, hour_usd=0.0)
+
+    assert rank_of(chosen, goal) < rank_of(later, goal)
+    assert _why_not(later, chosen) == f"+{later.estimate.hours - chosen.estimate.hours:.2f} h"
+    assert _why_not(replace(chosen, allocation=Allocation(cheap)), chosen) == "same, later by name"
 
 
 @pytest.mark.parametrize(
