@@ -46,11 +46,14 @@ class AcceleratedSession:
         """Go on from the checkpoint, if there is one. Everything must be prepared, *loader* too.
 
         Raises:
-            ValueError: *loader* was not prepared.
+            ValueError: *loader* was not prepared, or its dataset has no order that could be resumed.
             CheckpointError: What was used of the epoch does not divide over these ranks.
         """
         if not hasattr(loader, "total_batch_size"):
-            raise ValueError("AcceleratedSession: loader must be what accelerator.prepare returned")
+            raise ValueError(
+                "AcceleratedSession: loader must be what accelerator.prepare returned, of a dataset with "
+                "__getitem__ (an IterableDataset has no place that could be saved)"
+            )
         leave_group_at_exit()
         self.session = session if session is not None else Session(agree=agree)
         self.epoch = self.batch = 0
@@ -147,7 +150,12 @@ class AcceleratedSession:
         return {**place, "batch": used // ranks}
 
     def _save(self, folder: Path) -> None:
-        self._accelerator.save_state(str(folder))
+        naming = self._accelerator.project_configuration
+        is_automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
+        try:
+            self._accelerator.save_state(str(folder))
+        finally:
+            naming.automatic_checkpoint_naming = is_automatic
         place = {
             "epoch": self.epoch,
             "batch": self.batch,

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 from envscaler_airflow.frameworks.accelerate import AcceleratedSession
 from envscaler_airflow.protocol import EXIT_LEFT
@@ -15,12 +15,13 @@ from envscaler_airflow.protocol import EXIT_LEFT
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(2))
 
 
-def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None):
+def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None, project=None):
     """Six batches of four rows an epoch, shuffled, with dropout; the model and the session."""
     set_seed(1)
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=accumulation,
+        project_config=project,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
     )
     model = torch.nn.Linear(4, 1)
@@ -80,6 +81,18 @@ def test_an_order_that_is_drawn_from_the_epoch_goes_on_in_the_right_epoch(rig_ev
     assert torch.equal(again.weight, whole.weight)
 
 
+def test_what_accelerate_names_itself_is_saved_with_the_session_all_the_same(rig_every, tmp_path):
+    """``automatic_checkpoint_naming`` would put weights elsewhere: a checkpoint that restores nothing."""
+    rig = rig_every(4)
+    project = ProjectConfiguration(project_dir=str(tmp_path / "p"), automatic_checkpoint_naming=True)
+    model, _ = train(rig, project=project)
+    resume(rig, rig.names()[0])
+    again, _ = train(rig, project=project)
+
+    assert project.automatic_checkpoint_naming
+    assert torch.equal(again.weight, model.weight)
+
+
 def test_accumulated_gradients_count_as_one_step(rig):
     """Two batches a step: three steps an epoch, of eight samples."""
     train(rig, accumulation=2)
@@ -133,3 +146,20 @@ def test_a_loader_that_was_not_prepared_is_refused(rig):
     """Its place could not be known on several ranks."""
     with pytest.raises(ValueError, match="what accelerator"):
         AcceleratedSession(Accelerator(cpu=True), torch.utils.data.DataLoader(ROWS), rig.session())
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows one after the other."""
+
+    def __iter__(self):
+        """All of them."""
+        return iter(ROWS)
+
+
+def test_a_stream_is_refused_by_name(rig):
+    """It was prepared, and that does not help: nobody knows the place in it."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
+
+    with pytest.raises(ValueError, match="an IterableDataset has no place"):
+        AcceleratedSession(accelerator, loader, rig.session())
