@@ -16,7 +16,7 @@ from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Action, AttemptState, RunState
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.protocol import Control
+from envscaler_airflow.protocol import Control, Progress
 
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
@@ -28,6 +28,8 @@ class Asking(Owner):
     def _stop_body(self, state: RunState, action: Action, *, align: str) -> dict[str, Any]:
         live = live_of(state)
         said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        if said is not None and action.why == "stalled":
+            said = replace(said, progress=Progress())  # no step of it is to come
         return {
             "generation": live.generation,
             "attempt": live.number,

@@ -12,6 +12,9 @@ MOST_GRACE_S = 3600.0
 """Most of it, seconds. Chosen: a checkpoint of 100 GB at 60 MB/s, twice."""
 GRACE_FACTOR = 2.0
 """Grace by the measured seconds of a checkpoint. Chosen: a save beside uploads of logs takes longer."""
+LEAVE_STEPS = 13.0
+"""Grace by the measured seconds of a step. Source: ranks on several nodes ask each other at every tenth
+(``agent.session.AGREE_EVERY``), and SIGTERM comes after four fifths of it (``agent.leaving.TERM_SHARE``)."""
 MACHINE_MARGIN_S = 3600.0
 """Longer than its money lasts a machine may live when owner, watcher and courier are all gone, seconds.
 Chosen: queueing, image pulls and the upgrade of a triggerer fit, so that the owner's own stop comes first."""
@@ -20,19 +23,19 @@ MACHINE_S = 30 * 86400.0
 
 
 def grace_s(state: RunState, said: Status | None = None) -> float:
-    """Seconds from asking to killing: twice what a checkpoint took, as far as one was measured.
+    """Seconds from asking to killing: twice what a checkpoint took, and the steps until it can be made.
 
     Args:
-        state: Fold of the run's events; the last attempt that told counts.
+        state: Fold of the run's events; the last attempt that told of a checkpoint counts.
         said: What node 0 of the live attempt last said; None when unknown.
     """
     measured = None if said is None else said.checkpoint_s
     for attempt in reversed(state.attempts_of(state.generation)):
         if measured is None:
             measured = checkpoint_s_of(attempt.ended.get("checkpoint_s"))
-    if measured is None:
-        return GRACE_S
-    return min(MOST_GRACE_S, max(GRACE_S, GRACE_FACTOR * measured))
+    step_s = None if said is None else said.progress.step_time_s
+    needed = GRACE_FACTOR * (measured or 0.0) + LEAVE_STEPS * (step_s or 0.0)
+    return min(MOST_GRACE_S, max(GRACE_S, needed))
 
 
 def checkpoint_s_of(value: object) -> float | None:

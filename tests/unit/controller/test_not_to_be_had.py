@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from envscaler_airflow.agent.leaving import Ask, due_signal
+from envscaler_airflow.agent.leaving import Facts as AgentFacts
 from envscaler_airflow.controller import choose, limits
-from envscaler_airflow.controller.request import kill_quietly
+from envscaler_airflow.controller.request import kill_quietly, request_stop
 from envscaler_airflow.controller.stage import Stage, Wake
 from envscaler_airflow.errors import BudgetError, RunFailedError
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Ended, Status
+from envscaler_airflow.protocol import Ended, Progress, Status
 from envscaler_airflow.store.stockouts import stockouts
 from envscaler_airflow.testing import ElasticBackend
 
@@ -201,12 +203,59 @@ def test_an_attempt_has_twice_its_checkpoint_to_go(world):
     assert (asked, grace_s) == ([30.0, 180.0], 180.0)
 
 
+@pytest.mark.parametrize("align", ["step", "now"])
+def test_steps_that_take_long_are_awaited_by_whoever_asks_to_go(world, align):
+    """Ranks on several nodes hear of it at every tenth step: of 40 s each, beyond 30 s and a minute."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step_time_s=40.0)
+    if align == "now":
+        request_stop(world.store, world.prefix, reason="enough", by="t")
+        waiting = owner.resume(Wake("request"))
+    else:
+        owner.time_out("over")
+        waiting = owner.resume(Wake("status"))
+    asked, watch = world.control(), world.watch(waiting)
+    watch.poll()
+    world.clock.advance(10 * 40.0 + 10.0)
+    ask = Ask(asked.action, 0.0, 0.0 if align == "now" else asked.align_timeout_s, asked.grace_s)
+
+    assert asked.align == align
+    assert due_signal(ask, 10 * 40.0 + 10.0, AgentFacts(cooperates=True)) is None
+    assert watch.poll() is None
+    world.clock.advance(asked.grace_s)
+    assert watch.poll().kind == "overdue"
+
+
+def test_steps_that_no_longer_come_are_not_awaited(world):
+    """A training that stalled has the least grace, however long its steps took."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step_time_s=40.0, health="stalled")
+
+    owner.resume(Wake("status"))
+
+    assert (world.control().action, world.control().grace_s) == ("stop", 30.0)
+
+
 @pytest.mark.parametrize(
-    ("checkpoint_s", "grace_s"), [(None, 30.0), (1.0, 30.0), (90.0, 180.0), (1e6, 3600.0)]
+    ("checkpoint_s", "step_time_s", "grace_s"),
+    [
+        (None, None, 30.0),
+        (1.0, None, 30.0),
+        (90.0, None, 180.0),
+        (1e6, None, 3600.0),
+        (None, 0.1, 30.0),
+        (None, 10.0, 130.0),
+        (90.0, 10.0, 310.0),
+        (90.0, 1e6, 3600.0),
+    ],
 )
-def test_the_grace_has_bounds(checkpoint_s, grace_s):
+def test_the_grace_has_bounds(checkpoint_s, step_time_s, grace_s):
     """At least Kubernetes' 30 s, at most an hour."""
-    assert limits.grace_s(RunState(), Status(checkpoint_s=checkpoint_s)) == grace_s
+    said = Status(checkpoint_s=checkpoint_s, progress=Progress(step_time_s=step_time_s))
+
+    assert limits.grace_s(RunState(), said) == grace_s
 
 
 @pytest.mark.parametrize(
