@@ -82,7 +82,12 @@ class CloudPricingHook(BaseHook):
         """Ask for *regions*, keep what is good, and make the catalog anew.
 
         A region that fails keeps its last good prices; its book says why and since when.
+
+        Raises:
+            SpecError: *regions* is one text, each letter of which would be asked for.
         """
+        if isinstance(regions, str):
+            raise SpecError(f"regions {regions!r:.60}: write a list, such as [{regions!r:.60}]")
         from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415  (as above)
 

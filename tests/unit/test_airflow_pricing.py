@@ -132,6 +132,14 @@ def test_a_refresh_keeps_prices_and_tells_failures(tmp_path, monkeypatch):
     assert len(good.prices) == 1
 
 
+def test_one_region_without_a_list_is_refused(tmp_path):
+    """Its letters are no regions: books of them would fail quietly, and every plan would name them."""
+    with pytest.raises(SpecError, match=r"write a list, such as \['us-east-1'\]"):
+        hook_on(Feed(), cache=str(tmp_path)).refresh("us-east-1")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_test_of_a_connection_says_what_came():
     """True and how many, or False and why."""
     refused = BackendError("AWS pricing in us-east-1: no", status=403)
