@@ -293,8 +293,17 @@ def nodes_of(seen, nodes=1):
 
 
 def test_a_job_that_is_gone_is_lost():
-    """Somebody deleted it: known to be gone."""
-    assert nodes_of(Seen(None), 2) == [("lost", "lost", "its Job is gone from the cluster")] * 2
+    """Somebody deleted it: known to be gone with its pods, which are no longer waited for on a silent node."""
+    gone = "its Job is gone from the cluster"
+    running, over = pod(main={"running": {}}), pod(phase="Failed", index=1, main=ended(143))
+    silent = overdue(600)
+
+    assert nodes_of(Seen(None), 2) == [("lost", "lost", gone)] * 2
+    assert nodes_of(Seen(None, (running, over)), 2) == [
+        ("running", "", f"is being ended: {gone}"),
+        ("lost", "lost", gone),
+    ]
+    assert nodes_of(Seen(None, silent.pods, server_time=silent.server_time))[0][:2] == ("lost", "lost")
 
 
 def test_a_container_that_ended_runs_until_its_pod_has():

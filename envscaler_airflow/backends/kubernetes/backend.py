@@ -488,10 +488,10 @@ class KubernetesBackend:
 
     def _stop(self, part: Part, seen: Seen, *, grace_s: float) -> None:
         job = seen.job
-        if job is None or job_end(job) is not None:
+        if job is not None and job_end(job) is not None:
             return
-        asked = failures.stop_asked(job)
-        if asked is None or (grace_s <= 0 < float(asked.get("grace_s") or 0)):
+        asked = None if job is None else failures.stop_asked(job)
+        if job is not None and (asked is None or grace_s <= 0 < float(asked.get("grace_s") or 0)):
             never_came = failures.unmet(read_attempt(seen, part.nodes))
             note = {"grace_s": grace_s, "at": seen.server_time} | (
                 {"unmet": never_came} if never_came else {}
@@ -503,7 +503,7 @@ class KubernetesBackend:
             try:
                 self.cluster.patch(paths.jobs(part.namespace, part.name), patch)
             except RefusedError as err:
-                if err.status not in (404, 409):
+                if err.status not in (404, 409) or err.transient:
                     raise
                 return
         # The kubelet has to see the end, so that nothing runs when the pod is gone: never 0.

@@ -350,17 +350,22 @@ def read_attempt(seen: Seen, nodes: int, *, first: int = 0) -> AttemptStatus:
 
 
 def _read_job(seen: Seen, nodes: int) -> AttemptStatus:
-    if seen.job is None:
-        gone = "its Job is gone from the cluster"
-        return AttemptStatus(
-            tuple(NodeStatus(node, "lost", reason="lost", detail=gone) for node in range(nodes))
-        )
     newest: dict[int, Json] = {}
     for pod in sorted(seen.pods, key=_age):
         index = index_of(pod)
         if index is not None:
             newest[index] = pod
+    if seen.job is None:
+        return AttemptStatus(tuple(_without_job(seen, node, newest.get(node)) for node in range(nodes)))
     return AttemptStatus(tuple(_node(seen, seen.job, node, newest.get(node)) for node in range(nodes)))
+
+
+def _without_job(seen: Seen, node: int, pod: Json | None) -> NodeStatus:
+    """Lost once its pod has ended: until then that may save, and no other attempt is to run beside it."""
+    gone = "its Job is gone from the cluster"
+    if pod is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return NodeStatus(node, "lost", reason="lost", detail=gone)
+    return _silent_node(seen, node, pod) or NodeStatus(node, "running", detail=f"is being ended: {gone}")
 
 
 def _age(pod: Json) -> tuple[bool, str, str]:
@@ -388,11 +393,9 @@ def _node(seen: Seen, job: Json, node: int, pod: Json | None) -> NodeStatus:
 
 
 def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
-    silence = silent_for(pod, seen)
-    if silence is not None and silence >= LOST_AFTER_S and is_silent(pod, seen):
-        where = (pod.get("spec") or {}).get("nodeName")
-        detail = f"node {where} does not answer; its pod is overdue by {silence:.0f} s"
-        return NodeStatus(node, "lost", reason="lost", detail=detail)
+    silent = _silent_node(seen, node, pod)
+    if silent is not None:
+        return silent
     main = _container(pod, MAIN)
     if _state(main, "running") is not None or _state(main, "terminated") is not None:
         return NodeStatus(node, "running", detail=_leaving(pod, job))
@@ -401,6 +404,16 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
         kind = {"capacity": "scheduling", "image": "pulling"}.get(kind, kind)
     state: NodeState = "pending" if kind in ("scheduling", "capacity", "gated", "image") else "starting"
     return NodeStatus(node, state, reason="" if kind == "starting" else kind, detail=detail)
+
+
+def _silent_node(seen: Seen, node: int, pod: Json) -> NodeStatus | None:
+    """The loss of a pod that is overdue where its machine does not answer; None for any other."""
+    silence = silent_for(pod, seen)
+    if silence is None or silence < LOST_AFTER_S or not is_silent(pod, seen):
+        return None
+    where = (pod.get("spec") or {}).get("nodeName")
+    detail = f"node {where} does not answer; its pod is overdue by {silence:.0f} s"
+    return NodeStatus(node, "lost", reason="lost", detail=detail)
 
 
 def _leaving(pod: Json, job: Json) -> str:

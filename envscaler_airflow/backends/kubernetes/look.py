@@ -65,11 +65,9 @@ def steadily(view: View, parts: Sequence[Part], read: Callable[[], AttemptStatus
 
 def _fetch(cluster: Cluster, part: Part) -> tuple[Json | None, list[Json], float | None]:
     found = cluster.find(paths.jobs(part.namespace, part.name))
-    if found is None:
-        return None, [], None
     query = {"labelSelector": f"{names.JOB_NAME}={part.name}"}
-    pods = cluster.list(paths.pods(part.namespace), query)
-    return found.body, pods.body["items"], pods.server_time
+    pods = cluster.list(paths.pods(part.namespace), query)  # those of a deleted Job outlive it
+    return (None if found is None else found.body), pods.body["items"], pods.server_time
 
 
 def _is_over(pod: Json) -> bool:

@@ -44,7 +44,7 @@ def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
 
 
 def _is_over(seen: Seen) -> bool:
-    return seen.job is None or job_end(seen.job) is not None
+    return seen.job is not None and job_end(seen.job) is not None
 
 
 def _bound_at(pod: Json) -> float | None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS
+from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS, Program
 from fakes.kubernetes.resources import NAMESPACES
 from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
 
@@ -25,6 +25,24 @@ def test_with_its_job_everything_goes(cluster, connect):
     backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
 
     eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
+
+
+@pytest.mark.parametrize("watches", [False, True], ids=["calls", "watch"])
+def test_a_job_that_somebody_deletes_is_over_when_its_pods_are(cluster, connect, watches):
+    """They save within their grace, and no other attempt runs beside them; what is overdue is killed."""
+    cluster.script(Program(term="ignore"), container="main")
+    backend = connect(watches=watches)
+    handle = backend.submit(request_for())
+    running(backend, handle)
+
+    backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
+    [node] = eventually(lambda: backend.observe(handle).nodes, lambda nodes: nodes[0].detail)
+
+    assert (node.state, node.detail) == ("running", "is being ended: its Job is gone from the cluster")
+    assert [interval.end for interval in backend.usage(handle)] == [None]
+    backend.stop(handle, grace_s=0)
+    assert over(backend, handle) == [("lost", "lost")]
+    assert cluster.list(PODS, "default") == []
 
 
 def test_a_job_of_somebody_else_is_refused(cluster, connect):
@@ -131,7 +149,15 @@ def test_a_write_that_met_another_is_tried_again(cluster, connect):
     backend = connect()
     cluster.next_error("patch", "jobs", 409, times=2)
 
-    running(backend, backend.submit(request_for()))
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.next_error("patch", "jobs", 409, times=client.TRIES)
+    with pytest.raises(BackendError) as caught:
+        backend.stop(handle, grace_s=0)  # nothing was asked of it, and nobody is told that it was
+
+    assert caught.value.transient
+    backend.stop(handle, grace_s=0)
+    assert over(backend, handle) == [("ended", "killed")]
 
 
 def test_what_no_node_could_ever_hold_is_refused(connect):
