@@ -114,6 +114,9 @@ class Controller(Asking):
         if entry.kind == "begin":
             freeze.write(self._store, self._key, frozen)
             return self._append(state, "generation", self._generation_body(state, frozen, entry.reason))
+        spent = facts.spent_usd(state, self._backend, now=self._clock())
+        if (fault := choose.budget_fault(self._stage, spent)) is not None:
+            log.warning("run=%s %s", self._prefix, fault)
         body: dict[str, Any] = {"reason": entry.reason}
         if entry.respec:
             freeze.write(self._store, self._key, frozen)
@@ -218,11 +221,13 @@ class Controller(Asking):
 
     def _allocation(self, state: RunState, action: Action) -> Allocation:
         """The target, unless it has too little memory now; without one, the planner's choice."""
-        target, memory = action.target, action.memory_bytes
+        target, memory, now = action.target, action.memory_bytes, self._clock()
+        spent = facts.spent_usd(state, self._backend, now=now)
+        if (fault := choose.budget_fault(self._stage, spent)) is not None:
+            raise BudgetError(fault)
         if target is not None and (memory is None or choose.least_memory_bytes(target) >= memory):
             return target
-        spec, offers, now = self._spec(state), self._backend.offers(), self._clock()
-        spent = facts.spent_usd(state, self._backend, now=now)
+        spec, offers = self._spec(state), self._backend.offers()
         goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
         sold_out = choose.sold_out_offers(self._store, offers, now=now)
         how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(self._backend, RunsMixed)}

@@ -94,6 +94,16 @@ def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
     return told
 
 
+def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
+    """Why nobody knows what is left of the budget; None when it is known, or there is none."""
+    if stage.budget_usd is None or spent_usd is not None:
+        return None
+    return (
+        f"what the stage has cost so far is unknown, since a price is: a budget of ${stage.budget_usd:.2f} "
+        "cannot be kept; state the price, or clear the task without a budget"
+    )
+
+
 def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
     """What the user wants of the rest: money and time that the generation has used are gone.
 
@@ -106,12 +116,10 @@ def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: floa
     Raises:
         BudgetError: There is a budget, and nobody knows what of it is left.
     """
+    fault = budget_fault(stage, spent_usd)
+    if fault is not None:
+        raise BudgetError(fault)
     budget, deadline = stage.budget_usd, stage.deadline_s
-    if budget is not None and spent_usd is None:
-        raise BudgetError(
-            f"what the stage has cost so far is unknown, since a price is: a budget of ${budget:.2f} cannot "
-            "be kept; state the price, or clear the task without a budget"
-        )
     begun = state.begun_at if state.attempts_of(state.generation) else None
     return Goal(
         strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from envscaler_airflow.controller import facts
@@ -173,3 +175,23 @@ def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(w
     assert (early, late) == (None, None)
     assert spent == pytest.approx(0.025)
     assert report["bill"]["usd"] == pytest.approx(0.025)
+
+
+def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, caplog):
+    """Cleared with a budget: what runs goes on, and is said to be beyond it; nothing new is begun."""
+    world = new_world((replace(cpu_offer(1), usd_per_hour=None),))
+    world.controller().enter()
+    world.say(checkpoint=world.save(10))
+    world.clock.advance(60)
+    owner = world.controller(budget_usd=5.0)
+    owner.enter()
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    world.clock.advance(3600)
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+
+    with pytest.raises(BudgetError, match=r"a budget of \$5.00 cannot be kept"):
+        owner.resume(Wake("backoff"))
+
+    assert any("a budget of $5.00 cannot be kept" in line for line in told)
+    assert len(world.state.attempts) == 1
