@@ -293,7 +293,7 @@ def nodes_of(seen, nodes=1):
 
 
 def test_a_job_that_is_gone_is_lost():
-    """Somebody deleted it: known to be gone with its pods, which are no longer waited for on a silent node."""
+    """Somebody deleted it: known to be gone with its pods, which are not waited for on a silent node."""
     gone = "its Job is gone from the cluster"
     running, over = pod(main={"running": {}}), pod(phase="Failed", index=1, main=ended(143))
     silent = overdue(600)
