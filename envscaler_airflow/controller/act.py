@@ -211,7 +211,8 @@ class Controller(Asking):
         }
         spec, begun = self._spec(state), state.attempts_of(state.generation)
         sizes = inplace.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
-        memory = action.memory_bytes if sizes.memory_bytes is None else sizes.memory_bytes
+        known = [one for one in (action.memory_bytes, sizes.memory_bytes) if one is not None]
+        memory = max(known, default=None)  # what the last one needed, though it is beyond the spec's limit
         every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._clock())
         found = {"memory_bytes": memory, "vcpus": sizes.vcpus, "checkpoint_every_s": every_s}
         if every_s is not None:

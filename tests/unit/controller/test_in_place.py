@@ -12,7 +12,7 @@ from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import control_name
+from envscaler_airflow.protocol import Ended, control_name
 from envscaler_airflow.testing import ElasticBackend, ScriptedBackend
 
 GIB = 2**30
@@ -84,6 +84,20 @@ def test_the_next_attempt_keeps_what_was_changed(world, monkeypatch):
     assert request.allocation == Allocation(LARGE)
     assert request.spec["resources"]["requests"] == {"cpu": "2000m", "memory": "6144Mi"}
     assert request.spec["resources"]["limits"] == {"memory": "6144Mi"}
+
+
+def test_memory_that_ran_out_is_raised_also_where_it_was_changed(world):
+    """6 GiB in a slice of 8 were too few: the next attempt has all 8, though the spec's limit is 6."""
+    owner = started(world)
+    world.ask_move(target=Allocation(LARGE))
+    owner.resume(Wake("request"))
+    world.say(step=70, checkpoint=world.save(70), ended=Ended(signal=9, reason="out-of-memory"))
+    world.backend.end(world.handle, signal=9, reason="out-of-memory")
+    owner.resume(Wake("status"))
+
+    owner.resume(Wake("backoff"))
+
+    assert (world.state.live.allocation, world.state.live.memory_bytes) == (Allocation(LARGE), 8 * GIB)
 
 
 def test_each_hour_is_paid_at_its_own_price(world):
