@@ -247,7 +247,7 @@ class KubernetesBackend:
     ) -> list[Json]:
         """The Jobs that are there, and those that are missing; where one cannot be, none is left behind."""
         made: list[Json] = []
-        new: list[Json] = []
+        new = [job for job in jobs if job is not None and _may_start(job)]  # of a start that was cut off
         for part, job in zip(parts, jobs, strict=True):
             try:
                 made.append(job or self._create(request, part))

@@ -91,6 +91,28 @@ def test_a_quota_for_jobs_that_has_room_for_one_part_leaves_none(cluster, connec
     eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
 
 
+def test_a_cut_off_mixed_start_that_can_never_be_finished_leaves_none(cluster, connect, monkeypatch):
+    """The first Job is of the try before: in a queue it would be admitted, and wait for ever for its rest."""
+    backend, request = connect(queue="team"), request_for(allocation=MIXED)
+    real = backend.cluster.create
+
+    def broken(path, body):
+        if body["metadata"]["name"].endswith("-p1"):
+            raise BackendError("no answer", transient=True)
+        return real(path, body)
+
+    with monkeypatch.context() as patch, pytest.raises(BackendError, match="no answer"):
+        patch.setattr(backend.cluster, "create", broken)
+        backend.submit(request)
+    assert len(cluster.list(JOBS, "default")) == 1
+    cluster.create(QUOTAS, {"metadata": {"name": "jobs"}, "spec": {"hard": {"count/jobs.batch": "1"}}})
+
+    with pytest.raises(BackendError, match="exceeded quota"):
+        backend.submit(request)
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
+
+
 def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster, connect):
     """A Job ends its own pods; the other's would wait for ever. Who went as asked ends nobody."""
     backend = connect()
