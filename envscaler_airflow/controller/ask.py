@@ -86,7 +86,7 @@ class Asking(Owner):
         if change is None:
             raise RuntimeError("nothing is being changed")
         self._check_still_owner(state)
-        sizes = inplace.sizes_of(self._spec(state), change.target)
+        sizes = inplace.sizes_of(self._spec(state), change.target, had_bytes=live.memory_bytes)
         is_overdue = bool(action.extra.get("is_overdue"))
         got = inplace.carry_out(self._backend, live, change, sizes, is_overdue=is_overdue)
         if got.state == "going":

@@ -72,14 +72,16 @@ class Sizes:
     memory_bytes: int | None = None
 
 
-def sizes_of(spec: EnvSpec, allocation: Allocation) -> Sizes:
-    """All of the slice, but no more than the spec's limits."""
+def sizes_of(spec: EnvSpec, allocation: Allocation, *, had_bytes: int | None = None) -> Sizes:
+    """All of the slice, but no more than the spec's limits, or than the memory that was had already."""
     limits = spec.resources.alternatives[0].limits
     vcpus = min(part.offer.vcpus for part in allocation.parts)
     memory = least_memory_bytes(allocation)
     if limits.cpu_cores is not None:
         vcpus = min(vcpus, limits.cpu_cores)
-    return Sizes(vcpus, memory if limits.memory_bytes is None else min(memory, limits.memory_bytes))
+    if limits.memory_bytes is not None:
+        memory = min(memory, max(limits.memory_bytes, had_bytes or 0))
+    return Sizes(vcpus, memory)
 
 
 def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation) -> Sizes:

@@ -100,6 +100,26 @@ def test_memory_that_ran_out_is_raised_also_where_it_was_changed(world):
     assert (world.state.live.allocation, world.state.live.memory_bytes) == (Allocation(LARGE), 8 * GIB)
 
 
+def test_a_larger_slice_takes_no_memory_away_that_ran_out_before(new_world):
+    """Raised to 9 GiB, beyond the spec's 6: four CPUs come with those 9, and not with 6."""
+    small = replace(LARGE, memory_gib=12)
+    larger = replace(SMALL, instance_type="node:cpu-4", vcpus=4, memory_gib=16, usd_per_hour=4.0)
+    world = new_world((small, larger), spec=SPEC, backend=ElasticBackend)
+    owner = started(world)
+    world.say(step=70, checkpoint=world.save(70), ended=Ended(signal=9, reason="out-of-memory"))
+    world.backend.end(world.handle, signal=9, reason="out-of-memory")
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+    world.say(step=80, elapsed_s=60.0)
+    before = world.state.live.memory_bytes
+    world.ask_move(target=Allocation(larger))
+
+    owner.resume(Wake("request"))
+
+    assert types(world)[-1] == "changed"
+    assert (before, world.backend.sizes[world.handle.name]) == (9 * GIB, (4.0, 9 * GIB))
+
+
 def test_each_hour_is_paid_at_its_own_price(world):
     """An hour at $1, changed in place, an hour at $2: $3, and the steps of each are told apart."""
     owner = started(world)
