@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +37,8 @@ COLUMNS = (
 )
 _NEEDED = COLUMNS[:12]
 _MAX_FAULTS = 20
+_MOST = 1e12
+"""No number of a machine is larger. Chosen: products of such numbers with nodes and hours stay finite."""
 
 
 class Published(NamedTuple):
@@ -190,9 +191,9 @@ class _Reader:
 
 
 def _number(text: str) -> float | None:
-    """A finite number that is not negative; None for anything else."""
+    """A number of a machine, which is not negative; None for anything else."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 <= value < math.inf else None
+    return value if 0 <= value <= _MOST else None

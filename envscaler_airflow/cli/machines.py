@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import TextIO
@@ -16,6 +15,9 @@ from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
 
 OWN = "own"
 """Cloud of machines that one has."""
+
+MOST_USD = 1e12
+"""No machine costs more an hour. Chosen: the most that options of dollars take."""
 
 
 def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
@@ -43,6 +45,7 @@ def own_offer(text: str) -> Offer:
     known = {"cpus", "memory", "gpu", "usd"}
     gpu, _, count = given.get("gpu", "").partition(":")
     is_whole = given.keys() <= known and {"cpus", "memory"} <= given.keys() and len(given) == len(more)
+    is_whole = is_whole and ("gpu" not in given or bool(gpu))
     if not name or "=" in name or not is_whole or not re.fullmatch(r"[0-9]{0,3}", count):
         raise SpecError(f"--own {text!r}: write box,cpus=32,memory=128Gi,gpu=A100:2,usd=0")
     gpu_name = gpu_names.canonical(gpu) or gpu or None
@@ -57,7 +60,7 @@ def own_offer(text: str) -> Offer:
             gpu_name=gpu_name,
             gpus=int(count or 1) if gpu_name else 0,
             gpu_memory_gb=gpu_names.MEMORY_GB.get(gpu_name or ""),
-            usd_per_hour=float(given.get("usd", "0")),
+            usd_per_hour=_usd(given.get("usd", "0")),
             price_source="yours",
         )
     except ValueError as err:
@@ -69,10 +72,17 @@ def _own_prices(texts: Sequence[str]) -> dict[str, float]:
     for text in texts:
         name, _, number_text = text.rpartition("=")
         try:
-            usd = float(number_text)
+            usd = _usd(number_text)
         except ValueError:
-            usd = -1.0
-        if not name or not 0 <= usd < math.inf:
+            name = ""
+        if not name:
             raise SpecError(f"--node-price {text!r}: write POOL=USD, such as gpu-pool=1.20")
         found[name] = usd
     return found
+
+
+def _usd(text: str) -> float:
+    usd = float(text)
+    if not 0 <= usd <= MOST_USD:
+        raise ValueError(f"usd {text}: write dollars an hour, 0 or more")
+    return usd

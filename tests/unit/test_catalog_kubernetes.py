@@ -246,6 +246,7 @@ def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
         (json.dumps(EKS), ("--node-price", "gpu"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "gpu=nan"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "gpu=-1"), "POOL=USD"),
+        (json.dumps(EKS), ("--node-price", "gpu=1e308"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "=1"), "POOL=USD"),
     ],
 )

@@ -62,7 +62,7 @@ def test_only_published_prices_are_prices(tmp_path):
     }
 
 
-@pytest.mark.parametrize("price", ["nan", "-1", "0", "inf", "1,5", "free"])
+@pytest.mark.parametrize("price", ["nan", "-1", "0", "inf", "1,5", "free", "1e308"])
 def test_a_price_that_is_none_is_unknown_and_said(tmp_path, price):
     """NaN, negative, zero, infinite, or text."""
     line = G5.replace(",1.006,", f',"{price}",')

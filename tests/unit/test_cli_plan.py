@@ -267,6 +267,8 @@ def test_a_machine_of_ones_own_is_among_the_others_and_costs_nothing(shell):
         "box,cpus=0,memory=32Gi",
         "box,cpus=8,memory=32Gi,usd=nan",
         "box,cpus=8,memory=32Gi,usd=-1",
+        "box,cpus=8,memory=32Gi,usd=1e308",
+        "box,cpus=8,memory=32Gi,gpu=:2",
         "box,cpus=8,memory=32Gi,gpu=T4:x",
         "box,cpus=8,memory=32Gi,gpu=T4:-1",
         "box,cpus=8,memory=32Gi,colour=red",
