@@ -24,6 +24,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 ARCHES = ("x86_64", "arm64", "any")
 CAPACITIES = ("spot", "on-demand", "auto")
 
+SHOWN_FAULTS = 3
+"""Refused values of a table that are named. Chosen."""
+
 
 class Readable(click.File):
     """A file, or - where there is a standard input."""
@@ -154,6 +157,12 @@ def quantity(option: str, read: Callable[[str], float], text: str | None) -> flo
         return read(text)
     except ValueError as err:
         raise SpecError(f"{option}: {err}") from err
+
+
+def fault_notes(faults: Sequence[str]) -> list[str]:
+    """What was refused of a table, the first of many."""
+    more = [] if len(faults) <= SHOWN_FAULTS else [f"and {len(faults) - SHOWN_FAULTS} more lines like that"]
+    return [f"refused: {fault}" for fault in faults[:SHOWN_FAULTS]] + more
 
 
 def offer_body(offer: Offer) -> dict[str, Any]:

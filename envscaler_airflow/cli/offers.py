@@ -14,6 +14,7 @@ from envscaler_airflow.cli.market import (
     Committed,
     accelerators,
     billing_body,
+    fault_notes,
     infra,
     machine_body,
     market_options,
@@ -59,12 +60,16 @@ def offers_command(
     if found.chosen is None:
         for note in unknown_gpus((need,), table):
             raise NoOfferError(note)
+        for note in fault_notes(table.faults):
+            click.echo(f"note: {note}", err=True)
         found.pick()
     if as_json:
         offers = [item.allocation.offer for item in found.candidates[:limit]]
         terms = committed(offers)
         bodies = [_body(offer, table, terms.get(offer.name, {})) for offer in offers]
-        click.echo(json.dumps({"offers": bodies, "label": table.label}, indent=1))
+        click.echo(
+            json.dumps({"offers": bodies, "label": table.label, "notes": fault_notes(table.faults)}, indent=1)
+        )
         return
     lines = []
     for item, count in places(found.candidates)[:limit]:
@@ -84,7 +89,8 @@ def offers_command(
             ]
         )
     print_table(COLUMNS, lines)
-    click.echo(f"note: prices: {table.label}")
+    for note in (f"prices: {table.label}", *fault_notes(table.faults)):
+        click.echo(f"note: {note}")
 
 
 def _body(offer: Offer, table: OfferTable, terms: Mapping[str, float]) -> dict[str, Any]:

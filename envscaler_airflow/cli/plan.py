@@ -19,6 +19,7 @@ from envscaler_airflow.cli.market import (
     Committed,
     accelerators,
     candidate_body,
+    fault_notes,
     infra,
     market_options,
     number,
@@ -70,9 +71,6 @@ BURSTABLE = re.compile(r"aws:t\d|gcp:(e2-(micro|small|medium)|f1-|g1-)|azure:Sta
 
 TERM_WORDS = {"1m": "a month", "1y": "a year", "3y": "three years"}
 """Terms of committed prices."""
-
-SHOWN_FAULTS = 3
-"""Refused values of a table that are named. Chosen."""
 
 COLUMNS = (
     "INFRA",
@@ -149,7 +147,7 @@ def plan_command(
         *_advice(made),
         *_commitment(made, committed),
         *_unpriced(unpriced_offers(needs, table, scope.has)),
-        *_faults(table.faults),
+        *fault_notes(table.faults),
     ]
     if options["as_json"]:
         click.echo(json.dumps(plan_body(made, notes), indent=1))
@@ -338,11 +336,6 @@ def _advice(made: Plan) -> list[str]:
     if BURSTABLE.match(f"{offer.cloud}:{name}"):
         notes.append(f"{name} has its full speed for a while only (burstable, or part of a core)")
     return notes
-
-
-def _faults(faults: Sequence[str]) -> list[str]:
-    more = [] if len(faults) <= SHOWN_FAULTS else [f"and {len(faults) - SHOWN_FAULTS} more lines like that"]
-    return [f"refused: {fault}" for fault in faults[:SHOWN_FAULTS]] + more
 
 
 def _goal(options: dict[str, Any]) -> Goal:

@@ -242,6 +242,17 @@ def test_a_mixed_fleet_is_told_where_both_markets_will_do(shell, tmp_path):
     ) in wide.output
 
 
+@pytest.mark.parametrize(
+    "line", ["aws,us-east-1,,m5,4,16,,,,nan,,x86_64,,,", "aws,us-east-1,,m5,nan,16,,,,1,,x86_64,,,"]
+)
+@pytest.mark.parametrize("command", ["plan", "offers"])
+def test_what_was_refused_of_a_table_is_named(shell, tmp_path, command, line):
+    """By both commands, also where no offer is left."""
+    (tmp_path / "offers.csv").write_text("\n".join([",".join(COLUMNS), line]) + "\n")
+
+    assert "note: refused: offers.csv:2: " in shell(command).output
+
+
 def test_a_machine_of_ones_own_is_among_the_others_and_costs_nothing(shell):
     """Unless its owner says otherwise; it is never rounded, and stands by its name."""
     free = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1").output)
