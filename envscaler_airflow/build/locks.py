@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from envscaler_airflow.build.bases import Family, facts
 from envscaler_airflow.build.builders import Builder, Container
 from envscaler_airflow.build.plain import read_plain
@@ -78,9 +80,12 @@ class Lock:
             body = json.loads(text)
             check_schema(body["schema"], where=where)
             kept = {name: body[name] for name in cls.__slots__ if body.get(name) is not None}
-            kept["gpus"] = tuple(str(gpu) for gpu in kept.get("gpus", ()))
-            return cls(**kept)
-        except (ValueError, KeyError, TypeError) as err:
+            return TypeAdapter(cls).validate_python(kept)
+        except ValidationError as err:
+            fault = err.errors()[0]
+            field = ".".join(str(part) for part in fault["loc"])
+            raise ProtocolError(f"{where} is no lock of an environment: {field}: {fault['msg']}") from err
+        except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise ProtocolError(f"{where} is no lock of an environment: {err!r}") from err
 
 

@@ -156,10 +156,29 @@ def test_a_lock_is_read_back_and_shows_versions():
     assert json.loads(text)["packages"] == {"attrs": "25.1.0"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": "9.0"}', '{"name": "x"}'])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"schema": "9.0"}', '{"name": "x"}'])
 def test_what_is_no_lock_is_refused(text):
     """Torn, of another shape, of another version."""
     with pytest.raises(ProtocolError, match="lock"):
+        Lock.from_text(text, "lock.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("requirements", 5, "requirements"),
+        ("system_packages", "git", "system_packages"),
+        ("system_packages", {"git": 5}, "system_packages.git"),
+        ("python", 3.11, "python"),
+        ("base_digest", [], "base_digest"),
+        ("gpus", "A100", "gpus"),
+    ],
+)
+def test_a_field_of_a_lock_that_cannot_be_is_named(field, value, named):
+    """Locks are files that people edit: no traceback, and nothing is made of it."""
+    text = json.dumps({**json.loads(LOCK.to_text()), field: value})
+
+    with pytest.raises(ProtocolError, match=rf"^lock.json is no lock of an environment: {named}: Input"):
         Lock.from_text(text, "lock.json")
 
 
