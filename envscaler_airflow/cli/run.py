@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
@@ -23,11 +24,15 @@ from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
 from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.logs import read_logs
+
+_OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")
+"""Options that a container would not heed: it is started, and nobody owns it."""
 
 
 @click.command()
@@ -58,8 +63,10 @@ def run(
 
     A COMMAND after -- runs in the same environment in place of the entrypoint.
     """
-    check_store(store)
     given, target = inputs or {}, options["target"]
+    if target == "docker":
+        _check_container_options()
+    check_store(store)
     spec = load_spec(path, parameters=parameters, inputs=given, target=target, registry=spec_registry())
     name = options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
     key = shell_key(store, name, spec.name)
@@ -76,6 +83,26 @@ def run(
     for output, uri in result.outputs.items():
         click.echo(f"output {output}: {uri}")
     print_report(result.report)
+
+
+def _check_container_options() -> None:
+    """Refuse what a container would not heed.
+
+    Raises:
+        SpecError: Such an option was given.
+    """
+    context = click.get_current_context()
+    of_owned = [item for item in context.command.params if item.name in _OF_OWNED]
+    ignored = [
+        item.opts[0]
+        for item in of_owned
+        if context.get_parameter_source(str(item.name)) is ParameterSource.COMMANDLINE
+    ]
+    if ignored:
+        raise SpecError(
+            f"{', '.join(ignored)}: a container is only started and waited for; leave it out, "
+            "or write --target local"
+        )
 
 
 def _stage(

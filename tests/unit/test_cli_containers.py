@@ -167,6 +167,25 @@ def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
     assert got.stderr.startswith("Error: volumes: d: pvc://claim is a claim of Kubernetes; write another")
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--budget", "5"], "--budget"),
+        (["--restore-from", "s3://b/ckpt", "--value-of-hour", "5"], "--value-of-hour, --restore-from"),
+        (["--strategy", "balanced"], "--strategy"),
+        (["--install-system"], "--install-system"),
+    ],
+)
+def test_what_a_container_would_not_heed_is_refused(options, named, tmp_path):
+    """A budget that holds nothing, or a training begun anew beside a checkpoint, is found out late."""
+    got = CliRunner().invoke(
+        main, ["run", "-f", "e.yaml", "--target", "docker", "--store", f"file://{tmp_path}/s", *options]
+    )
+
+    assert got.exit_code == 2
+    assert got.stderr.startswith(f"Error: {named}: a container is only started and waited for")
+
+
 @pytest.mark.parametrize("name", ["nightly-1", "../../etc", "/etc", "a/b", "..", "x" * 300])
 def test_outputs_of_a_run_are_one_folder_below_the_working_directory(name, tmp_path, monkeypatch):
     """As the store names it: no name leads out."""
