@@ -60,6 +60,7 @@ class Book(Record):
         failed_at: When.
         notes: What the feed left out.
         machines: What else it told of instance types, as :class:`Machine` has it.
+        left_out: Prices that the newest answer did not have: those last seen go on, with their date.
     """
 
     cloud: str
@@ -75,6 +76,7 @@ class Book(Record):
     failed_at: float | None = None
     notes: tuple[str, ...] = ()
     machines: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    left_out: int = 0
 
     def words(self, now: float) -> str:
         """One line for people: how old, what failed, what is in quarantine."""
@@ -85,6 +87,8 @@ class Book(Record):
             text += f" (refresh failed {ago}: {self.error:.160}; the last good prices are kept)"
         if self.quarantined:
             text += f" ({len(self.quarantined)} prices leapt and are in quarantine)"
+        if self.left_out:
+            text += f" ({self.left_out} prices are older: the newest answer left them out)"
         return text
 
 
@@ -156,6 +160,7 @@ def refreshed(
         notes=fetched.notes,
         machines={name: tuple(machine) for name, machine in fetched.machines.items()}
         or ({} if last is None else last.machines),
+        left_out=len(before.keys() - {quote.key for quote in fetched.quotes}),
     )
 
 

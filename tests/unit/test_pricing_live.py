@@ -71,6 +71,19 @@ def test_a_failure_keeps_the_last_good_prices_and_says_their_age():
     assert unanswered(None, "aws", "x", "no answer", now=0).words(0).startswith("aws x never answered")
 
 
+def test_prices_that_the_newest_answer_left_out_go_on_and_are_said_to_be_older():
+    """The book is fresh, a spot price that is quoted no more is not."""
+    book = refresh(refresh(None, LISTED, SPOT), LISTED, now=49 * HOUR)
+
+    sources = {offer.price_source for offer in with_books(TABLE, [book]).offers() if offer.usd_per_hour}
+    assert sources == {"AWS, 1970-01-03 01:00 UTC", "AWS, 1970-01-01 01:00 UTC"}
+    assert book.words(49 * HOUR) == (
+        "aws us-east-1 0.0 h old (1 prices are older: the newest answer left them out)"
+    )
+    assert Book.from_dict(book.to_dict()) == book
+    assert "older" not in refresh(book, LISTED, SPOT, now=50 * HOUR).words(50 * HOUR)
+
+
 @pytest.mark.parametrize("usd", [1.1 * 5.01, 1.1 / 5.01, 0.00001])
 def test_a_price_that_leaps_is_in_quarantine_and_the_last_one_goes_on(usd):
     """More than five times the last one, or less than a fifth of it."""
