@@ -400,7 +400,8 @@ class Controller(Asking):
         leaving = self._leaving(live, verdict.target)
         if leaving:
             body["leaving"] = [item.to_dict() for item in leaving]
-        if way == "rescale" and not inplace.are_last(leaving, live, verdict.target):
+        is_last = inplace.are_last(leaving, live, verdict.target)
+        if way == "rescale" and (not is_last or self._would_begin_anew(live)):
             way = "move"  # only the last nodes can go while the others stay what they are
         if way != "move":
             body |= {"generation": live.generation, "attempt": live.number, "kind": way}

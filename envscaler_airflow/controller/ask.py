@@ -70,6 +70,14 @@ class Asking(Owner):
                 step_s[node] = said.progress.step_time_s
         return who_leaves(live.allocation, fewer, removable=self._marked(live), step_s=step_s)
 
+    def _would_begin_anew(self, live: AttemptState) -> bool:
+        """True for what restores by a Session: started again on several nodes, that is as the attempt began.
+
+        A Session tells the seconds of its saves, also before the first.
+        """
+        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        return said is not None and said.progress.save_s is not None
+
     def _marked(self, live: AttemptState) -> frozenset[int]:
         """Nodes that somebody marked to go first; none where nobody can, or where there is no answer."""
         if live.handle is None or not isinstance(self._backend, MarksNodes):

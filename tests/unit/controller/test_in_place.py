@@ -276,6 +276,20 @@ def test_an_elastic_training_gets_nodes_while_it_runs(world):
     assert len(world.backend.observe(world.handle).nodes) == 3
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_what_would_begin_anew_on_other_nodes_saves_and_is_moved(world, checkpoint):
+    """On several nodes a Session that torchrun starts again goes back to where the attempt began."""
+    owner = started(world)
+    world.say(step=500, elapsed_s=3600.0, save_s=0.0, checkpoint=world.save(400) if checkpoint else None)
+    world.ask_move(target=Allocation(SMALL, 2))
+
+    owner.resume(Wake("request"))
+
+    assert types(world)[-1] == "move-accepted"
+    assert world.control().action == "leave"
+    assert len(world.backend.observe(world.handle).nodes) == 1
+
+
 def test_nodes_that_do_not_come_leave_the_training_as_it_was(world):
     """None to be had for the second node: the attempt has one again, and no restart."""
     world.backend.new_nodes = NodeStatus(0, "pending", reason="capacity", detail="0/3 nodes are free")
