@@ -54,6 +54,12 @@ class Requirements:
         """True when nothing is to be installed."""
         return self.locked is None and self.main is None and not (self.runtime and self.runtime.packages)
 
+    @property
+    def has_conda_packages(self) -> bool:
+        """True when some are conda's, which no lock of ours holds."""
+        runtime = self.runtime
+        return runtime is not None and runtime.package_manager == "conda" and bool(runtime.packages)
+
     def artefacts(self) -> list[Artefact]:
         """``requirements.txt`` and the files that it names; [] when nothing is to be installed."""
         if self.is_empty:

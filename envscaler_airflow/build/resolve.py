@@ -81,13 +81,19 @@ def resolve(
         timeout_s: Longest time.
 
     Raises:
-        SpecError: They cannot be had together; the message is the chain of who needs what.
+        SpecError: They cannot be had together, and the message is the chain of who needs what; or they are
+            conda's.
         BackendError: The index cannot be reached.
     """
     if requirements.is_empty:
         return Resolution("")
     if requirements.locked is not None:
         return Resolution(requirements.locked)
+    if requirements.has_conda_packages:  # pip's index has others by the same names
+        raise SpecError(
+            "runtimes: package_manager: conda's packages cannot be locked; "
+            "leave --lock out, or write pip or uv"
+        )
     held = _held(spec, requirements) if with_base else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

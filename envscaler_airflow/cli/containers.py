@@ -88,7 +88,7 @@ def _bring_image(
     if lock is not None:
         spec, requirements = apply_lock(spec, requirements, lock)
         options = replace(options, base_digest=lock.base_digest)
-    elif not requirements.is_empty:
+    elif not requirements.is_empty and not requirements.has_conda_packages:
         with index_access(requirements, resolve_secret=resolve_secret) as env:
             requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
     made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=resolve_secret)

@@ -156,6 +156,12 @@ def test_conda_and_pip_are_in_one_report(tmp_path, index, conda):
     assert "pip" not in (tmp_path / "environment.yml").read_text()
 
 
+def test_packages_of_conda_are_in_no_lock(tmp_path, index):
+    """An index of pip has others by the same names: a lock would say what no image holds."""
+    with pytest.raises(SpecError, match="conda's packages cannot be locked"):
+        resolve(*conda_stage(tmp_path, index, "trainer"), hashes=True)
+
+
 def test_conda_packages_that_go_together_are_no_finding(tmp_path, index, conda):
     """Exit code 0 of the dry run."""
     conda("{}", 0)

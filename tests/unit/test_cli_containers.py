@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from envscaler_airflow.build.builders import Docker, Image
+from envscaler_airflow.build.images import Built
 from envscaler_airflow.build.machine import Here
 from envscaler_airflow.cli import containers, main
 from envscaler_airflow.cli.containers import check_stage, container_of, outputs_folder
@@ -148,6 +150,23 @@ def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch,
         run(need)
     with pytest.raises(SpecError, match="claim of Kubernetes"):  # which is looked at next
         run({**need, "cpu_fallback": True})
+
+
+def test_packages_of_conda_are_built_as_they_are_written(monkeypatch):
+    """They are no names that pip's index knows, and no lock holds them."""
+    built = []
+
+    def build(_spec, requirements, *_given, **_named):
+        built.append(requirements)
+        return Built("s:1", Image("i", None, {}, (), ()), "c", "b", None, is_new=True)
+
+    monkeypatch.setattr(containers, "build_image", build)
+    runtime = {"type": "python", "package_manager": "conda", "packages": ["numpy=1.26"]}
+
+    name, lock = containers._bring_image(stage(runtimes=[runtime]), None, Docker(), str)
+
+    assert (name, lock.requirements) == ("s:1", None)
+    assert [item.locked for item in built] == [None]
 
 
 def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
