@@ -15,10 +15,20 @@ from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
+LEAST_COLUMNS = 80
+"""What a narrower terminal is taken for: it wraps lines, a table would cut amounts. Chosen: the usual."""
+
+
+def _own_console() -> Console:
+    """Text as it stands, on standard output."""
+    console = Console(markup=False)
+    console.width = max(console.width, LEAST_COLUMNS)
+    return console
+
 
 def print_runs(rows: Sequence[tuple[str, str, RunState]], console: Console | None = None) -> None:
     """Each run of the store with its status, below the deployment that it belongs to; names are never cut."""
-    console = console or Console(markup=False)
+    console = console or _own_console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("RUN", overflow="fold")
     for column in ("STATUS", "GENERATION", "ATTEMPTS"):
@@ -36,12 +46,12 @@ def print_runs(rows: Sequence[tuple[str, str, RunState]], console: Console | Non
 
 def print_run(prefix: str, state: RunState, said: Sequence[Status | None], *, waits: str = "") -> None:
     """One run: its attempts, what the nodes of the current one last said, and what they wait for."""
-    console = Console(markup=False)
+    console = _own_console()
     reason = f": {printable(state.reason)}" if state.reason else ""
     console.print(Text.assemble(f"{prefix}: ", (state.status, "bold"), reason))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
-        table.add_column(column, no_wrap=True)
+        _add_column(table, column)
     table.add_column("BEGUN BECAUSE")
     for attempt in state.attempts_of(state.generation):
         price = attempt.allocation.usd_per_hour
@@ -61,6 +71,11 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None], *, wa
         console.print(f"waits: {printable(waits)}")
 
 
+def _add_column(table: Table, name: str) -> None:
+    """A long allocation goes on below, so that there is room for what it costs."""
+    table.add_column(name, no_wrap=name != "ALLOCATION", overflow="fold")
+
+
 def printable(text: str) -> str:
     """*text* on one line, without what would steer a terminal: parts of it come from a training's side."""
     return "".join(char if char.isprintable() else " " for char in text)
@@ -77,11 +92,11 @@ def _node_line(node: Status) -> str:
 
 def print_report(body: Mapping[str, Any], console: Console | None = None) -> None:
     """The cost report: a line for each attempt, the pauses, and the totals against a static plan."""
-    console = console or Console()
+    console = console or _own_console()
     bill = body["bill"]
     table = Table(title="Attempts", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED"):
-        table.add_column(column, no_wrap=True)
+        _add_column(table, column)
     for line in bill.get("lines", ()):
         use = line["use"]
         table.add_row(

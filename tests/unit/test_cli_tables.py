@@ -64,3 +64,22 @@ def test_a_bill_names_both_parts_of_a_mixed_attempt():
         "g1-a1 1 x aws/us-east-1/p3.2xlarge/on-demand + 1 x aws/us-east-1/p3.2xlarge/spot "
         "3600 2.0000 4.000000"
     ) in shown
+
+
+@pytest.mark.parametrize("columns", ["80", "20", "0"])
+def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsys, monkeypatch):
+    """A pipe has 80 columns, and allocations of a cluster have names of nearly as many."""
+    monkeypatch.setenv("COLUMNS", columns)
+    core = Offer("kubernetes", "ap-northeast-1", "g5.12xlarge", "on-demand", 48, 192, "ap-northeast-1a")
+    core = replace(core, usd_per_hour=3.0, price_source="cluster_prices[gpu]")
+    spot = replace(core, capacity_type="spot", usd_per_hour=1.0)
+    held = tuple(Held(node, 0.0, 36000.0) for node in range(4))
+    use = Use(1, 1, Allocation(core, 4, rest=spot, rest_nodes=3), held, "succeeded", 100, 10, 0, 9000, 9000)
+
+    print_report({"bill": bill([use], now=0).to_dict(), "attempts": [{"price_source": core.price_source}]})
+
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if "g1-a1" in line).split()
+    assert [row[0], *row[-6:]] == ["g1-a1", "36000", "1.5000", "60.000000", "9000", "0", "succeeded"]
+    assert "total $60.000000" in shown
+    assert "price: cluster_prices[gpu]" in shown
