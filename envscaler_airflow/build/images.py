@@ -50,6 +50,13 @@ def mirrors() -> dict[str, str]:
     return {name: value for name in names if (value := os.environ.get(f"ENVSCALER_{name}"))}
 
 
+def configured_bases() -> tuple[str, ...]:
+    """Globs of ENVSCALER_ALLOWED_BASES, which hold for every build on this machine."""
+    return tuple(
+        part.strip() for part in os.environ.get("ENVSCALER_ALLOWED_BASES", "").split(",") if part.strip()
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """How an image is built.
@@ -74,7 +81,7 @@ class BuildOptions:
     ca_file: Path | None = None
     tls_verify: bool = True
     args: Mapping[str, str] = field(default_factory=mirrors)
-    allowed_bases: tuple[str, ...] = ()
+    allowed_bases: tuple[str, ...] = field(default_factory=configured_bases)
     base_digest: str | None = None
     logs: Path = field(default_factory=default_logs)
 

@@ -18,6 +18,7 @@ from envscaler_airflow.build.images import (
     Built,
     build_image,
     check_options,
+    configured_bases,
     mirrors,
     push_image,
 )
@@ -119,8 +120,6 @@ def _say(line: str) -> None:
 
 
 def _options(given: dict[str, Any]) -> BuildOptions:
-    configured = os.environ.get("ENVSCALER_ALLOWED_BASES", "")
-    allowed = (*given["bases"], *(part.strip() for part in configured.split(",") if part.strip()))
     return BuildOptions(
         name=given["name"],
         is_shared=given["push"],
@@ -129,7 +128,7 @@ def _options(given: dict[str, Any]) -> BuildOptions:
         ca_file=given["ca_file"],
         tls_verify=not given["insecure"],
         args={**mirrors(), **pairs(given["args"], "--build-arg")},
-        allowed_bases=allowed,
+        allowed_bases=(*given["bases"], *configured_bases()),
     )
 
 

@@ -169,6 +169,14 @@ def test_packages_of_conda_are_built_as_they_are_written(monkeypatch):
     assert [item.locked for item in built] == [None]
 
 
+def test_bases_that_this_machine_does_not_allow_start_no_container(monkeypatch):
+    """Whoever holds builds to certain bases means the images that ``run`` builds, too."""
+    monkeypatch.setenv("ENVSCALER_ALLOWED_BASES", "python:*, debian:*")
+
+    with pytest.raises(SpecError, match=r"base.image: b is not allowed here; write one that matches python:"):
+        containers._bring_image(stage(), None, Docker(), str)
+
+
 def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
     """Exit code 2, and no image is built."""
     monkeypatch.chdir(tmp_path)
