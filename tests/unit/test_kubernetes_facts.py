@@ -245,6 +245,22 @@ def test_pods_that_were_made_again_are_billed_each():
     assert [(one.node, one.end) for one in found] == [(0, timestamp(END)), (0, None)]
 
 
+def test_what_a_node_held_before_its_pod_was_made_again_is_billed():
+    """The pod before is gone without a trace; one that waits for a machine is billed from there no more."""
+    late, waiting = pod(), pod(phase="Pending")
+    waiting["status"]["conditions"] = []
+    for one in (late, waiting):
+        one["metadata"]["creationTimestamp"] = BOUND.replace("01:00", "02:00")
+    soon = pod()
+    soon["metadata"]["creationTimestamp"] = BOUND
+
+    before = UsageInterval(0, timestamp(START), timestamp(START) + 120)
+    assert intervals(Seen(job(), (late,)), PART)[0] == before
+    assert intervals(Seen(job(), (waiting,)), PART) == (before,)
+    assert len(intervals(Seen(job(), (soon,)), PART)) == 1
+    assert len(intervals(Seen(job(), (soon, late)), PART)) == 2
+
+
 def test_a_resize_moves_the_limits_that_are_there():
     """Memory has one, CPU has none."""
     assert patch_of(pod(), vcpus=2.5, memory_bytes=2 << 30)["spec"]["containers"] == [

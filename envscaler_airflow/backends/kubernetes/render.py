@@ -159,7 +159,7 @@ class _Attempt:
         labels = names.labels_of(request)
         job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
         job_labels |= {names.FIRST: str(first)} if first else {}
-        job_labels |= {names.MOST: str(self.most)} if self.is_elastic else {}
+        job_labels |= {names.MOST: str(self.most), names.BEGUN: str(nodes)} if self.is_elastic else {}
         template = self._template(labels)
         spec: dict[str, Any] = {
             "completionMode": "Indexed",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from envscaler_airflow.backends.base import UsageInterval
+from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import (
     Json,
     Seen,
@@ -15,13 +17,18 @@ from envscaler_airflow.backends.kubernetes.failures import (
 )
 from envscaler_airflow.backends.kubernetes.handles import Part
 
+MADE_AGAIN_S = 60.0
+"""So much later than its Job began a node's first pod that is shown was not its first, seconds. Chosen: a Job
+makes its pods within seconds, and waits 10 s and more before it makes one again."""
+
 
 def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
     """From the moment a pod was bound to a node to the end of its last container, one for each pod.
 
     A node whose pods are gone is billed from the Job's start to its end; one whose Job is gone, to the
     last moment that is known: nobody wrote down more. A pod that no machine was found for costs nothing,
-    and neither does a Job that was given up before any of its pods ran.
+    and neither does a Job that was given up before any of its pods ran. Disrupted pods are gone within
+    seconds: a node whose pod was made again was held before that one was made.
     """
     found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
     known = {interval.node for interval in found} | {index_of(pod) for pod in seen.pods}
@@ -29,6 +36,7 @@ def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
         known |= set(range(part.nodes))
     others = (_of_job(node, seen, part) for node in range(part.nodes) if node not in known)
     found += [interval for interval in others if interval is not None]
+    found += _of_gone_pods(seen, part)
     numbered = [replace(one, node=part.first + one.node) for one in found]
     return tuple(sorted(numbered, key=lambda one: (one.node, one.start)))
 
@@ -41,6 +49,24 @@ def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") or _is_over(seen):
         end = max(start, _ended_at(pod) or _job_ended_at(seen) or start)
     return UsageInterval(node, start, end)
+
+
+def _of_gone_pods(seen: Seen, part: Part) -> Iterator[UsageInterval]:
+    """From the Job's start to the first pod that is shown, of each node that the Job began with."""
+    job = seen.job or {}
+    start, labels = (
+        timestamp((job.get("status") or {}).get("startTime")),
+        job.get("metadata", {}).get("labels"),
+    )
+    begun = int((labels or {}).get(names.BEGUN) or part.nodes)
+    made: dict[int, float] = {}
+    for pod in seen.pods:
+        node, at = index_of(pod), timestamp(pod["metadata"].get("creationTimestamp"))
+        if node is not None and at is not None:
+            made[node] = min(at, made.get(node, at))
+    for node, at in made.items():
+        if node < begun and start is not None and at - start > MADE_AGAIN_S:
+            yield UsageInterval(node, start, at)
 
 
 def _is_over(seen: Seen) -> bool:

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, QUOTAS, SECRETS
+from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS
 from fakes.kubernetes.resources import CLAIMS, DRIVERS
 from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, request_for, running, with_claim
 
@@ -179,6 +179,35 @@ def test_pods_that_went_when_it_shrank_are_still_paid_for(cluster, connect):
     assert [item.node for item in backend.usage(shrunk)] == [0]
     assert [(item.node, item.end is None) for item in found] == [(0, True), (1, False), (2, False)]
     assert [round(item.end - item.start) for item in found[1:]] == [3600, 3600]
+
+
+@pytest.mark.parametrize("spec", [{}, ELASTIC], ids=["fixed", "elastic"])
+def test_pods_that_were_made_again_are_still_paid_for(cluster, connect, spec):
+    """The API server forgets a disrupted pod within seconds: two hours on spot are no ten seconds.
+
+    One that came because the attempt grew was not there before, and one that waits again costs nothing.
+    """
+    backend = connect()
+    handle = backend.submit(request_for(spec=spec))
+    running(backend, handle)
+    for _ in range(2):
+        cluster.advance(3600)
+        cluster.pod(f"{handle.name}-0-").evict()
+        cluster.advance(60)
+        running(backend, handle)
+    if spec:
+        handle = backend.rescale(handle, 2)
+        running(backend, handle)
+    for one in cluster.list(NODES):
+        cluster.node(one["metadata"]["name"]).cordon()
+    cluster.pod(f"{handle.name}-0-").evict()
+    cluster.advance(3600)
+
+    lost, *others = backend.usage(handle)
+
+    assert lost.node == 0
+    assert 7200 < lost.end - lost.start < 8000
+    assert [(one.node, one.end) for one in others] == ([(1, None)] if spec else [])
 
 
 def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):
