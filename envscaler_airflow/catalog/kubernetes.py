@@ -52,6 +52,9 @@ _ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
 UNNAMED_GPU = "GPU"
 """Name of a GPU that no label names: GPU feature discovery is not installed there."""
 
+_MOST = 2.0**60
+"""Amounts from here on are none of a node. Chosen: an exbibyte, in bytes."""
+
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i)?)\Z")
 _SUFFIXES = {
     **{letter: 10.0 ** (3 * power) for power, letter in enumerate(("n", "u", "m"), start=-3)},
@@ -238,7 +241,7 @@ def node_price(
     for key in (node.pool, _type_of(node), "*"):
         if key is not None and key in cluster_prices:
             return cluster_prices[key], f"cluster_prices[{key}]"
-    if prices is None or node.cloud is None or node.instance_type is None:
+    if prices is None or None in (node.cloud, node.region, node.instance_type):
         return None, "no price is known of this node"
     need = Requirements(
         cloud=node.cloud,
@@ -249,8 +252,7 @@ def node_price(
     )
     chosen = search(need, prices, how=Search(limit=1)).chosen
     if chosen is None or chosen.usd_per_hour is None:
-        where = f" in {node.region}" if node.region else ""
-        return None, f"no price of {node.cloud} {node.instance_type} is known{where}"
+        return None, f"no price of {node.cloud} {node.instance_type} is known in {node.region}"
     return (
         chosen.usd_per_hour,
         f"as {node.cloud} {node.instance_type}: {chosen.allocation.offer.price_source}",
@@ -280,6 +282,7 @@ def _first(labels: Mapping[str, str], names: Iterable[str]) -> str | None:
 def _amount(value: object) -> float:
     """What can be allocated; 0 when it is not said, or not readably."""
     try:
-        return quantity(str(value))
+        found = quantity(str(value))
     except ValueError:
         return 0.0
+    return found if found < _MOST else 0.0

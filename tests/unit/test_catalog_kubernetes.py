@@ -161,6 +161,26 @@ def test_a_node_that_takes_nothing_is_no_offer(broken):
     assert node_pools([broken]) == []
 
 
+def test_a_node_that_does_not_say_its_region_has_no_price_of_the_cloud():
+    """Prices differ by region: the cheapest one's would be a guess."""
+    lost = node(without=("topology.kubernetes.io/region", "topology.kubernetes.io/zone"))
+
+    (pool,) = node_pools([lost], prices=packaged())
+    (own,) = node_pools([lost], prices=packaged(), cluster_prices={"g5.xlarge": 2.0})
+
+    assert (pool.offer.usd_per_hour, own.offer.usd_per_hour) == (None, 2.0)
+
+
+@pytest.mark.parametrize("resource", ["nvidia.com/gpu", "cpu", "memory"])
+def test_an_amount_beyond_all_sense_is_none(resource):
+    """It has more digits than a number holds."""
+    found = node_pools([node(allocatable={resource: "9" * 400})])
+
+    assert [(pool.offer.gpus, pool.offer.gpu_name) for pool in found] == (
+        [(0, None)] if resource == "nvidia.com/gpu" else []
+    )
+
+
 def test_ones_own_prices_go_before_the_clouds():
     """By pool, by type, or for all; 0 is a price here."""
     bare = node(spec={"providerID": "kind://docker/x"}, without=["eks.amazonaws.com/nodegroup"])
