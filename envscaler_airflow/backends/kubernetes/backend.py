@@ -35,7 +35,7 @@ from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.backends.kubernetes.usage import intervals
+from envscaler_airflow.backends.kubernetes.usage import usage_of
 from envscaler_airflow.backends.kubernetes.watch import View, shared_view
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 
@@ -407,7 +407,7 @@ class KubernetesBackend:
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """Intervals of every node by the times in Jobs and pods. Raises BackendError."""
-        return tuple(one for part, seen in self._look(handle) for one in intervals(seen, part))
+        return usage_of(self._look(handle))
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """What the kubelet keeps of each node's output, from byte *since* on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from envscaler_airflow.backends.base import UsageInterval
@@ -20,6 +20,21 @@ from envscaler_airflow.backends.kubernetes.handles import Part
 MADE_AGAIN_S = 60.0
 """So much later than its Job began a node's first pod that is shown was not its first, seconds. Chosen: a Job
 makes its pods within seconds, and waits 10 s and more before it makes one again."""
+
+
+def usage_of(found: Sequence[tuple[Part, Seen]]) -> tuple[UsageInterval, ...]:
+    """Of all Jobs of an attempt. One that is gone, and its times with it, was held as long as the others."""
+    held = [(seen.job is None, one) for part, seen in found for one in intervals(seen, part)]
+    ends = [one.end for is_gone, one in held if not is_gone]
+    if not ends:
+        return tuple(one for _, one in held)
+    last = max((end for end in ends if end is not None), default=0.0)
+    until = None if None in ends else last
+    return tuple(_at_most(one, until) if is_gone and one.end == one.start else one for is_gone, one in held)
+
+
+def _at_most(one: UsageInterval, until: float | None) -> UsageInterval:
+    return replace(one, end=None if until is None else max(one.start, until))
 
 
 def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:

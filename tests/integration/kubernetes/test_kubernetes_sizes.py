@@ -210,6 +210,23 @@ def test_pods_that_were_made_again_are_still_paid_for(cluster, connect, spec):
     assert [(one.node, one.end) for one in others] == ([(1, None)] if spec else [])
 
 
+def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
+    """Its times went with it: at most it was held as long as the other, which ends soon after."""
+    backend = connect()
+    handle = backend.submit(request_for(allocation=MIXED))
+    running(backend, handle)
+    cluster.advance(3600)
+    second = handle.details["parts"][1]
+    backend.cluster.delete(paths.jobs("default", second["name"]), uid=second["uid"])
+    eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
+
+    assert {one.node: one.end for one in backend.usage(handle)} == {0: None, 1: None, 2: None}
+    eventually(lambda: backend.mend(handle) or backend.observe(handle), lambda status: status.is_over)
+    first, *others = backend.usage(handle)
+    assert [(one.node, one.end) for one in others] == [(1, first.end), (2, first.end)]
+    assert all(one.end - one.start > 3000 for one in (first, *others))
+
+
 def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):
     """By an annotation of its pod, a cordon, or an autoscaler's taint; node 0 may be among them."""
     cluster.add_node("going", cpu="1300m", memory="2Gi")
