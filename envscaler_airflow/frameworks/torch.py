@@ -50,7 +50,7 @@ def agree(value: int) -> int:
 
 @lru_cache(maxsize=None)
 def leave_group_at_exit() -> None:
-    """Have the process group destroyed when the program ends, unless an exception ends it.
+    """Have gloo's process group destroyed when the program ends, unless an exception ends it.
 
     A thread of gloo may still hold the last collective while the interpreter is taken down; it then ends a
     program that has done its work by SIGABRT (github.com/pytorch/pytorch/issues/190489). Nobody but the one
@@ -60,8 +60,11 @@ def leave_group_at_exit() -> None:
 
 
 def _leave_group() -> None:
-    # After an exception the other ranks may be stuck, and NCCL would wait for them here.
-    if torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None:
+    # After an exception the other ranks may be stuck, and NCCL would wait for them here. One that a launcher
+    # caught (torch.multiprocessing.spawn) leaves no trace, nor does sys.exit("reason"): so never NCCL's.
+    if not torch.distributed.is_initialized() or torch.distributed.get_backend() == "nccl":
+        return
+    if getattr(sys, "last_value", None) is None:
         torch.distributed.destroy_process_group()
         time.sleep(_DRAIN_S)  # whoever still refers to the group keeps its threads; no call waits for them
 

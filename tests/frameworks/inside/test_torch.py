@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.frameworks import torch as of_torch
 from envscaler_airflow.frameworks.randomness import random_state, set_random_state
 from envscaler_airflow.frameworks.torch import ResumableLoader, ShardedState, TrainingState
 
@@ -246,3 +247,18 @@ def test_the_group_is_left_at_the_end_but_not_waited_for_after_an_error(end, cod
     done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True, timeout=60)
 
     assert (done.returncode, done.stdout.strip()) == (code, group), done.stderr
+
+
+def test_a_group_of_nccl_is_left_to_the_end_of_the_process(monkeypatch):
+    """Its end waits for the other ranks, and after ``sys.exit("no data")`` of one they wait for this one."""
+    destroyed = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: destroyed.append(1))
+    monkeypatch.setattr(of_torch, "_DRAIN_S", 0.0)
+
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda backend=backend: backend)
+        of_torch._leave_group()
+        destroyed.append(backend)
+
+    assert destroyed == ["nccl", 1, "gloo"]
