@@ -170,6 +170,7 @@ class Controller(Asking):
                     self._store, self._prefix, self._backend, live, silent_s=wake.silent_s
                 )
         spec = self._spec(state)
+        is_full = live is None and last is not None and last.outcome == "out-of-memory"
         return Facts(
             observed=observed,
             spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
@@ -177,7 +178,7 @@ class Controller(Asking):
             backoff_is_over=wake.kind in ("backoff", "entry"),
             is_overdue=wake.kind == "overdue",
             memory_limit_bytes=choose.memory_limit_bytes(spec, last),
-            memory_cap_bytes=choose.memory_cap_bytes(spec, self._backend.offers()),
+            memory_cap_bytes=choose.memory_cap_bytes(spec, self._backend.offers() if is_full else ()),
             oom_memory_factor=spec.failure.oom_memory_factor,
             max_fruitless_attempts=spec.failure.max_fruitless_attempts,
         )

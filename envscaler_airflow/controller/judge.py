@@ -10,7 +10,7 @@ from typing import Any
 from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.controller import choose
 from envscaler_airflow.controller.observe import Observer
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.errors import BackendError, NoOfferError
 from envscaler_airflow.lifecycle import AttemptState, Request, RunState
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Observation, validate
@@ -55,7 +55,10 @@ def judge(
         return Verdict(None, f"the request cannot be read: {err!r}")
     if asked_from and asked_from != [live.generation, live.number]:
         return Verdict(None, f"it was asked of attempt {asked_from[-1]}; now attempt {live.number} runs")
-    offers = backend.offers()
+    try:
+        offers = backend.offers()
+    except (BackendError, NoOfferError) as err:
+        return Verdict(None, f"what can be had is not known now: {err}")
     refusal = choose.fits(spec, target, offers)
     if refusal is not None:
         return Verdict(None, refusal)

@@ -1,0 +1,63 @@
+"""What can do without it waits for no API server that is away and no Role that was taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.controller.stage import Delivered, Wake
+from envscaler_airflow.errors import BackendError, NoOfferError
+
+AWAY = [BackendError("the API server does not answer", transient=True), NoOfferError("403: list nodes")]
+
+
+@pytest.fixture(params=AWAY, ids=["away", "forbidden"])
+def owner(world, monkeypatch, request):
+    """Of an attempt that runs, from when on nobody tells what can be had."""
+    owner = world.controller()
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+
+    def offers():
+        raise request.param
+
+    monkeypatch.setattr(world.backend, "offers", offers)
+    return owner
+
+
+def test_an_attempt_is_asked_to_go(world, owner):
+    """A cancel is a word in the store."""
+    request_stop(world.store, world.prefix, reason="enough", by="me")
+
+    owner.resume(Wake("request"))
+
+    assert world.control().action == "leave"
+
+
+def test_a_result_is_delivered(world, owner):
+    """It is there, whatever else is not."""
+    world.succeed()
+
+    assert isinstance(owner.resume(Wake("status")), Delivered)
+
+
+def test_a_move_is_refused_and_the_training_goes_on(world, owner):
+    """The sensor asks again."""
+    asked = world.ask_move()
+
+    owner.resume(Wake("request"))
+
+    answer = world.answer(asked)
+    assert answer.type == "move-refused"
+    assert "what can be had is not known now" in answer.body["reason"]
+    assert world.state.live.phase == "started"
+
+
+def test_a_lost_machine_is_followed_by_one_of_the_same_offer(world, owner):
+    """Nothing is planned anew."""
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+
+    owner.resume(Wake("backoff"))
+
+    assert (world.state.live.number, world.state.live.phase) == (2, "started")
