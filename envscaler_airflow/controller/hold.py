@@ -57,9 +57,12 @@ class Holder:
 
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
         """One slice; when store or machines do not answer, say so and do it again: the run stays ours."""
-        wait_s = POLL_S
+        wait_s, renewed = POLL_S, self.monotonic()
         while True:
             try:
+                if self.monotonic() - renewed >= RENEW_EVERY_S:
+                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id)
+                    renewed = self.monotonic()
                 return self.controller.resume(wake)
             except BackendError as err:
                 if not (err.transient or isinstance(err, StoreError)):

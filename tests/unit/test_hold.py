@@ -11,8 +11,8 @@ from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store import open_store
-from envscaler_airflow.store.lease import waits_of
-from envscaler_airflow.testing import ScriptedBackend, cpu_offer
+from envscaler_airflow.store.lease import read_lease, waits_of
+from envscaler_airflow.testing import ManualClock, ScriptedBackend, cpu_offer
 
 WAITING = Waiting(Watching(1, 1), "runs")
 DONE = Delivered({}, {})
@@ -78,6 +78,20 @@ def test_a_slice_without_an_answer_is_done_again(error):
     assert slept == [2.0, 4.0]
     assert [wake.detail for wake in controller.wakes] == ["the attempt ended"] * 3
     assert said[1].startswith("no answer, tried again in 2 s: ")
+
+
+@pytest.mark.parametrize("error", [BackendError("away", transient=True), StoreError("gone", transient=True)])
+def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
+    """The run stays ours: a courier that sees the lease stand still ends its attempt."""
+    store, clock = open_store(f"file://{tmp_path}"), ManualClock()
+    waiting = holder(Answers(*[error] * 60, DONE), slept=[], said=[], store=store)
+    began, waiting.monotonic, waiting.sleep = clock.monotonic(), clock.monotonic, clock.advance
+
+    got = waiting.hold()
+
+    minutes = (clock.monotonic() - began) / 60
+    assert (got, minutes > 50) == (DONE, True)
+    assert read_lease(store, "p").counter >= minutes / 2
 
 
 def test_a_refusal_for_good_is_not_repeated():
