@@ -146,7 +146,7 @@ def plan_command(
         *unknown_gpus(needs, table),
         *_advice(made),
         *_commitment(made, committed),
-        *_unpriced(unpriced_offers(needs, table, scope.has)),
+        *_unpriced(unpriced_offers(needs, table, scope.has, data_places(spec))),
         *fault_notes(table.faults),
     ]
     if options["as_json"]:

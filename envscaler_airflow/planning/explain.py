@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 
+from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.offers import Allocation, CapacityType
 from envscaler_airflow.planning.planner import Rejected
 from envscaler_airflow.planning.requirements import (
@@ -135,7 +136,10 @@ def unknown_gpus(needs: Sequence[Requirements], table: OfferTable) -> list[str]:
 
 
 def unpriced_offers(
-    needs: Sequence[Requirements], table: OfferTable, has_region: Callable[[str, str], bool]
+    needs: Sequence[Requirements],
+    table: OfferTable,
+    has_region: Callable[[str, str], bool],
+    data: Sequence[DataPlace] = (),
 ) -> dict[tuple[str, str], list[str]]:
     """Regions, by (cloud, capacity type), with offers that would do and whose price nobody knows."""
     found: dict[tuple[str, str], set[str]] = {}
@@ -149,7 +153,9 @@ def unpriced_offers(
                 for row in reversed(table.rows_of(number, capacity)):
                     if prices[row] != UNKNOWN:
                         break  # rows are by price, unknown ones last
-                    cloud, region, zone = table.places[table.place[row]]
-                    if has_region(cloud, region) and fits_place(need, cloud, region, zone):
+                    cloud, region, _ = place = table.places[table.place[row]]
+                    if not (has_region(cloud, region) and fits_place(need, *place)):
+                        continue
+                    if not data or all(item.allows(*place) for item in data):
                         found.setdefault((cloud, capacity), set()).add(region)
     return {key: sorted(regions) for key, regions in sorted(found.items())}

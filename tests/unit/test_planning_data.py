@@ -13,6 +13,7 @@ from envscaler_airflow.cli.market import candidate_body
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Requirements, Speed, Work, feasible, plan
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, Extras, data_places, extras_at
+from envscaler_airflow.planning.explain import unpriced_offers
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.table import table_of
 from envscaler_airflow.spec import load_spec
@@ -109,6 +110,18 @@ def test_both_planners_pass_over_where_a_claim_cannot_be_used():
     assert {item.reason for item in small.rejected} == {"claim can be used in aws/us-east-1/us-east-1b alone"}
     assert any(f"exclude {AWAY.name} at $0.9000/h: claim" in note for note in large.notes)
     assert feasible([GPU], [HERE, NEXT, AWAY], data=[claim]) == (Allocation(NEXT),)
+
+
+def test_what_a_claim_excludes_is_not_said_to_lack_a_price():
+    """Its price would change nothing."""
+    table = table_of([replace(item, usd_per_hour=None) for item in (HERE, AWAY)])
+    claim = DataPlace("claim", "aws", "us-east-1", is_bound=True)
+
+    free = unpriced_offers([GPU], table, lambda *_: True)
+    bound = unpriced_offers([GPU], table, lambda *_: True, [claim])
+
+    assert free == {("aws", "on-demand"): ["us-east-1", "us-west-2"]}
+    assert bound == {("aws", "on-demand"): ["us-east-1"]}
 
 
 def test_both_planners_count_the_copy_and_the_disk():
