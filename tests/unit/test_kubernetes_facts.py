@@ -294,3 +294,18 @@ def test_a_resize_that_the_kubelet_has_not_seen_is_going():
     one["status"]["observedGeneration"] = 1
 
     assert state_of((one,)) == "going"
+
+
+def test_where_the_kubelet_tells_no_generation_what_the_container_has_counts():
+    """Kubernetes 1.33: what was asked for is there, is not yet, or nobody says."""
+    one = pod()
+    del one["status"]["observedGeneration"]
+    one["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "2"}, "limits": {"memory": "1Gi"}}
+    [main] = one["status"]["containerStatuses"]
+
+    found = [state_of((one,))]
+    for cpu in ("1", "2000m"):
+        main["resources"] = {"requests": {"cpu": cpu}, "limits": {"memory": "1024Mi"}}
+        found.append(state_of((one,)))
+
+    assert found == ["going", "going", "done"]

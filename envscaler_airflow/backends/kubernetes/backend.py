@@ -400,8 +400,7 @@ class KubernetesBackend:
         For the owner alone. Where the Role does not allow it, nothing is done: the node counts as lost.
         """
         found = self._look(handle)
-        rest = unneeded(found)
-        for part, seen in rest:
+        for part, seen in unneeded(found):
             self._stop(part, seen, grace_s=LEAST_GRACE_S)
         return tuple(name for _, seen in found for name in free_lost(self.cluster, seen))
 
@@ -469,12 +468,14 @@ class KubernetesBackend:
         return self.resized(handle)
 
     def resized(self, handle: Handle) -> ResizeState:
-        """How far the last :meth:`resize` is. Raises BackendError."""
-        return state_of(self._live(handle))
+        """How far the last :meth:`resize` is; a node without a pod has it to come. Raises BackendError."""
+        live, nodes = self._live(handle), sum(part.nodes for part in self._parts(handle))
+        state = state_of(live)
+        return "going" if state == "done" and len(live) < nodes else state
 
     def _live(self, handle: Handle) -> tuple[Json, ...]:
-        pods = self.pods(handle)
-        return tuple(pod for _, pod in pods if (pod.get("status") or {}).get("phase") == "Running")
+        pods = (pod for _, pod in self.pods(handle) if not pod["metadata"].get("deletionTimestamp"))
+        return tuple(pod for pod in pods if (pod.get("status") or {}).get("phase") == "Running")
 
     # -- ending
 
@@ -493,9 +494,8 @@ class KubernetesBackend:
         asked = None if job is None else failures.stop_asked(job)
         if job is not None and (asked is None or grace_s <= 0 < float(asked.get("grace_s") or 0)):
             never_came = failures.unmet(read_attempt(seen, part.nodes))
-            note = {"grace_s": grace_s, "at": seen.server_time} | (
-                {"unmet": never_came} if never_came else {}
-            )
+            note: Json = {"grace_s": grace_s, "at": seen.server_time}
+            note |= {"unmet": never_came} if never_came else {}
             patch = {
                 "metadata": {"uid": part.uid, "annotations": {names.STOP: json.dumps(note)}},
                 "spec": {"activeDeadlineSeconds": STOP_DEADLINE_S},

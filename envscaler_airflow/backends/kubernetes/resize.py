@@ -8,6 +8,7 @@ from envscaler_airflow.backends.base import ResizeState
 from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
 from envscaler_airflow.backends.kubernetes.failures import MAIN, condition
+from envscaler_airflow.catalog.kubernetes import quantity
 
 MIB = 1 << 20
 
@@ -64,4 +65,20 @@ def _state(pod: Json) -> ResizeState:
         return "infeasible" if going.get("reason") == "Error" else "going"
     generation = pod["metadata"].get("generation")
     seen = (pod.get("status") or {}).get("observedGeneration")
-    return "going" if generation is not None and seen is not None and seen < generation else "done"
+    if generation is None or seen is None:
+        return "done" if _has_what_it_asks_for(pod) else "going"
+    return "going" if seen < generation else "done"
+
+
+def _has_what_it_asks_for(pod: Json) -> bool:
+    """By what the kubelet says the training has: one of Kubernetes 1.33 tells no generation of a pod."""
+    asked, given = (
+        next((one.get("resources") or {} for one in found or () if one["name"] == MAIN), {})
+        for found in (pod["spec"]["containers"], (pod.get("status") or {}).get("containerStatuses"))
+    )
+    return all(
+        quantity(str((given.get(part) or {}).get(name, "0"))) == quantity(str(amount))
+        for part in ("requests", "limits")
+        for name, amount in (asked.get(part) or {}).items()
+        if name in ("cpu", "memory")
+    )

@@ -370,6 +370,27 @@ def test_cpu_grows_in_place(cluster, connect):
     assert cpu_of(cluster, handle) in ("2", "2000m")
 
 
+def test_a_pod_that_is_made_again_has_to_grow_too(cluster, connect):
+    """While it waits for a machine nothing is done; it comes as small as its Job says."""
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.node("node-0").cordon()
+    cluster.pod(f"{handle.name}-0-").evict()
+
+    eventually(lambda: backend.observe(handle).nodes[0].state, lambda state: state == "pending")
+    assert backend.resize(handle, vcpus=2.0, memory_bytes=None) == "going"
+    cluster.add_node("node-1")
+    cluster.advance(60)
+    running(backend, handle)
+
+    state = eventually(
+        lambda: backend.resize(handle, vcpus=2.0, memory_bytes=None), lambda state: state != "going"
+    )
+    assert state == "done"
+    assert cpu_of(cluster, handle) in ("2", "2000m")
+
+
 def test_a_resize_without_room_waits_and_one_beyond_the_node_never_comes(cluster, connect):
     """Deferred while others hold it; infeasible at once for more than the node has."""
     backend = connect()
