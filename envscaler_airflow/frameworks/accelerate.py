@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from envscaler_airflow.agent import Session
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.frameworks.randomness import random_state, set_random_state
-from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit
+from envscaler_airflow.frameworks.torch import agree, allow_numpy, leave_group_at_exit
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11; type checkers alone read it
@@ -63,6 +63,7 @@ class AcceleratedSession:
         self._owes_epoch_end = False
         folder = self.session.restore()
         if folder is not None:
+            allow_numpy()
             accelerator.load_state(str(folder))
             accelerator.step = 0  # passes since a step: of other ranks it would be another number
             self._restored = self._place_in(folder)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import pickle
 import sys
 import time
 from functools import lru_cache
@@ -241,9 +242,14 @@ class TrainingState:
         self._rank = int(os.environ.get("RANK", "0"))
 
     def save(self, folder: Path) -> None:
-        """Write what the next step hangs on; for ``Session.checkpoint``."""
+        """Write what the next step hangs on; for ``Session.checkpoint``.
+
+        Raises:
+            CheckpointError: :meth:`load` would refuse what a part's ``state_dict`` holds.
+        """
         if self._rank == 0:
             torch.save({name: part.state_dict() for name, part in self._parts.items()}, folder / _PARTS)
+            _check_readable(folder / _PARTS)
         save_random_state(folder, self._rank)
 
     def load(self, folder: Optional[Path]) -> bool:
@@ -254,6 +260,7 @@ class TrainingState:
         """
         if folder is None:
             return False
+        allow_numpy()
         found = torch.load(folder / _PARTS, map_location="cpu", weights_only=True)
         if set(found) != set(self._parts):
             raise CheckpointError(f"{folder}: holds {sorted(found)}, this training is {sorted(self._parts)}")
@@ -304,6 +311,31 @@ class ShardedState(TrainingState):
 
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+def allow_numpy() -> None:
+    """Let ``weights_only`` loads read numbers and arrays of numpy, such as a learning rate out of a sweep."""
+    numpy, allow = sys.modules.get("numpy"), getattr(torch.serialization, "add_safe_globals", None)
+    if numpy is not None and allow is not None:
+        made_by = (getattr(numpy, "_core", None) or numpy.core).multiarray  # numpy 2, else 1
+        kinds = numpy.typecodes["AllInteger"] + numpy.typecodes["AllFloat"] + "?"
+        dtypes = [type(numpy.dtype(kind)) for kind in kinds]
+        allow([made_by.scalar, getattr(made_by, "_reconstruct"), numpy.ndarray, numpy.dtype, *dtypes])  # noqa: B009 (what numpy's pickles name)
+
+
+def _check_readable(path: Path) -> None:
+    allow_numpy()
+    unsafe = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # since torch 2.6
+    found = sorted(unsafe(path)) if unsafe is not None else []
+    if not found:
+        return
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as err:
+        raise CheckpointError(
+            f"a state_dict holds {', '.join(found)}, which a restore would refuse: "
+            "keep numbers, texts, lists, dicts and tensors in it"
+        ) from err
 
 
 def _mixed(seed: int, epoch: int) -> int:

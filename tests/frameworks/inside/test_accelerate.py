@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -15,7 +16,7 @@ from envscaler_airflow.protocol import EXIT_LEFT
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(2))
 
 
-def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None, project=None):
+def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None, project=None, lr=0.1):
     """Six batches of four rows an epoch, shuffled, with dropout; the model and the session."""
     set_seed(1)
     accelerator = Accelerator(
@@ -25,7 +26,7 @@ def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None, proje
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
     )
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     loader = torch.utils.data.DataLoader(ROWS, batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with AcceleratedSession(accelerator, loader, rig.session()) as session:
@@ -90,6 +91,16 @@ def test_what_accelerate_names_itself_is_saved_with_the_session_all_the_same(rig
     again, _ = train(rig, project=project)
 
     assert project.automatic_checkpoint_naming
+    assert torch.equal(again.weight, model.weight)
+
+
+def test_a_learning_rate_of_numpy_is_restored(rig_every):
+    """``accelerator.load_state`` alone refuses its own checkpoint of one."""
+    rig = rig_every(4)
+    model, _ = train(rig, lr=np.float64(0.1))
+    resume(rig, rig.names()[0])
+    again, _ = train(rig, lr=np.float64(0.1))
+
     assert torch.equal(again.weight, model.weight)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -222,6 +223,48 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match=r"holds \['model'\], this training is \['loader', 'model'\]"):
         TrainingState(model=model, loader=loader()).load(tmp_path)
+
+
+class Kept:
+    """A part of a training that keeps one value."""
+
+    def __init__(self, value):
+        """Keep it."""
+        self.value = value
+
+    def state_dict(self):
+        """It."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        """Take it back."""
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.int64(3), np.float32(0.25), np.bool_(True)])
+def test_numbers_of_numpy_are_read_back(value, tmp_path):
+    """A learning rate out of ``np.linspace``: its checkpoints would be refused at every restore."""
+    TrainingState(kept=Kept(value)).save(tmp_path)
+    again = Kept(None)
+    TrainingState(kept=again).load(tmp_path)
+
+    assert again.value == value
+    assert type(again.value) is type(value)
+
+
+def test_an_array_of_numpy_is_read_back(tmp_path):
+    """As it was."""
+    TrainingState(kept=Kept(np.arange(3))).save(tmp_path)
+    again = Kept(None)
+    TrainingState(kept=again).load(tmp_path)
+
+    assert again.value.tolist() == [0, 1, 2]
+
+
+def test_what_no_restore_would_read_is_told_at_the_save(tmp_path):
+    """While the training is there to go on, not when its machine is gone."""
+    with pytest.raises(CheckpointError, match=r"a state_dict holds pathlib.* which a restore would refuse"):
+        TrainingState(kept=Kept(tmp_path)).save(tmp_path)
 
 
 _ENDING = """
