@@ -205,7 +205,7 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
             return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
-        if live.stop_why == "image" and not _is_at_work(facts):
+        if live.stop_why in ("image", "capacity") and not _is_at_work(facts):
             return Action("kill", reason="nothing of it trains")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
     image = _bad_image(facts)
@@ -213,7 +213,8 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
         return Action("stop", why="image", reason=f"its image can never be had: {image}")
     missing = _cannot_be_had(facts)
     if missing is not None:
-        return Action("kill", reason=f"none to be had: {missing}")
+        kind: Literal["stop", "kill"] = "stop" if _has_trained(facts) else "kill"
+        return Action(kind, why="capacity", reason=f"none to be had: {missing}")
     lost = _lost_node(facts)
     if lost is not None:
         return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
@@ -251,6 +252,14 @@ def _is_at_work(facts: Facts) -> bool:
     nodes = facts.observed.nodes if facts.observed else ()
     at_work = (one.status for one in nodes if one.state in ("running", "unknown"))
     return any(said is not None and said.phase not in ("setup", "restoring", "ended") for said in at_work)
+
+
+def _has_trained(facts: Facts) -> bool:
+    """True when a node is at work that has made steps or checkpoints, and does not wait for its first."""
+    head = facts.observed.head if facts.observed else None
+    if head is None or not _is_at_work(facts):
+        return False
+    return head.last_checkpoint is not None or (head.progress.step or 0) > (head.start_step or 0)
 
 
 def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:

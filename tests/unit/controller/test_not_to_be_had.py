@@ -147,6 +147,39 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
     assert world.backend.live == []
 
 
+def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
+    """Node 1 was lost and there is no room to make it again: node 0, elastic, trained on without it."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step=50)
+    never_came(world, 1)
+
+    owner.resume(Wake("status"))
+    asked, seen = world.control(), world.backend.observe(world.handle).nodes
+    saved = world.save(60)
+    world.say(step=60, checkpoint=saved, ended=Ended(exit_code=85, reason="left"))
+    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    owner.resume(Wake("status"))
+    world.backend.end(world.handle, node=1, signal=9, reason="killed")
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+
+    assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
+    assert (world.state.live.number, world.state.live.candidates) == (2, (saved,))
+
+
+def test_what_only_waits_for_others_is_given_back_at_once(world):
+    """It made no step: node 0 alone of two that were to begin together."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step=0)
+    never_came(world, 1)
+
+    owner.resume(Wake("status"))
+
+    assert world.backend.observe(world.handle).nodes[0].state == "ended"
+
+
 def test_what_trains_and_does_not_go_is_killed_when_its_time_is_over(world):
     """As any attempt that is asked to go: nothing is paid for longer than that."""
     owner = world.controller()
