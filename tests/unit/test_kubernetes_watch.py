@@ -1,11 +1,13 @@
 """Unit tests of the shared view: what list and watch say, without a server."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from kubernetes.config import ConfigException
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.client import Answer, RefusedError
+from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, RefusedError
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.look import look_at
 from envscaler_airflow.backends.kubernetes.settings import Settings
@@ -161,6 +163,9 @@ class Waits:
         """Take no time."""
         self.asked_s.append(seconds)
 
+    def set(self):
+        """The threads are to end."""
+
 
 @pytest.mark.parametrize(
     ("error", "waits"),
@@ -182,6 +187,34 @@ def test_a_server_in_trouble_is_asked_less_and_less(monkeypatch, error, waits):
 
     assert ended.asked_s == waits
     assert fail.times == len(waits)
+
+
+def test_a_watch_that_ends_in_a_way_nobody_foresaw_is_begun_anew(monkeypatch):
+    """Its view is closed, so that the next look makes another; else all stages were never heard again."""
+    view = View(Server([], []), "default", monotonic=lambda: 0.0)
+    monkeypatch.setattr(view, "round", Failing(KeyError("resourceVersion")))
+
+    with pytest.raises(KeyError):
+        view._keep("pods")
+
+    assert view.is_closed
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), ConfigException("Token file is empty")]
+)
+def test_a_token_that_cannot_be_read_now_is_no_answer(error):
+    """The file is being replaced, or a helper failed: as for a server that does not answer."""
+
+    def auth_settings():
+        raise error
+
+    api = SimpleNamespace(configuration=SimpleNamespace(host="http://h", auth_settings=auth_settings))
+
+    with pytest.raises(BackendError, match=r"too many files|is empty") as caught:
+        Cluster(api, sleep=lambda _s: None).get("/api")
+
+    assert caught.value.transient
 
 
 class Failing:

@@ -268,10 +268,11 @@ class Cluster:
         import urllib3  # noqa: PLC0415  # comes with the client
 
         url = self.host + quote(path) + (f"?{urlencode(query)}" if query else "")
-        headers = {"Accept": "application/json", "User-Agent": "envscaler-airflow", **self._credentials()}
+        headers = {"Accept": "application/json", "User-Agent": "envscaler-airflow"}
         if body is not None:
             headers["Content-Type"] = _CONTENT[content]
         try:
+            headers |= self._credentials()
             return self._api.rest_client.pool_manager.request(
                 method,
                 url,
@@ -297,7 +298,8 @@ class Cluster:
     def _transport_errors() -> tuple[type[Exception], ...]:
         import urllib3  # noqa: PLC0415  # comes with the client
 
-        return (urllib3.exceptions.HTTPError, OSError)
+        unreadable: type[Exception] = import_module("kubernetes.config").ConfigException  # of a token
+        return (urllib3.exceptions.HTTPError, OSError, unreadable)
 
     @staticmethod
     def _check(method: str, path: str, response: Any) -> None:

@@ -242,6 +242,12 @@ class View:
     # -- the threads
 
     def _keep(self, name: str) -> None:
+        try:
+            self._follow(name)
+        finally:
+            self.close()  # however it ended: the next look makes another view
+
+    def _follow(self, name: str) -> None:
         failed = 0
         while not self._ending.is_set():
             if self._monotonic() - self._looked > IDLE_S:
