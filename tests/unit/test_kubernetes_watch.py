@@ -200,9 +200,7 @@ def test_a_watch_that_ends_in_a_way_nobody_foresaw_is_begun_anew(monkeypatch):
     assert view.is_closed
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(24, "Too many open files"), ConfigException("Token file is empty")]
-)
+@pytest.mark.parametrize("error", [OSError(24, "too many files"), ConfigException("token file is empty")])
 def test_a_token_that_cannot_be_read_now_is_no_answer(error):
     """The file is being replaced, or a helper failed: as for a server that does not answer."""
 
