@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin.facts import Rate
 
 WIDTH = 960.0
@@ -55,7 +56,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An attempt in its lane.
+    """An attempt in its lane, up to its end or to a change in place.
 
     Attributes:
         waits_x, x, end_x: From the decision to begin it over its start to its end.
@@ -110,26 +111,37 @@ def time_axis(attempts: Sequence[AttemptState], *, now: float) -> Axis | None:
 
 def lanes(attempts: Sequence[AttemptState], axis: Axis, *, now: float) -> Lanes:
     """One lane for each allocation, in the order in which they were first held."""
-    names = list(dict.fromkeys(item.allocation.name for item in attempts))
+    names = list(dict.fromkeys(held.name for item in attempts for held in held_by(item)))
     if len(names) > MOST_LANES:
         names = [*names[: MOST_LANES - 1], "others"]
-    return Lanes(tuple(names), tuple(_bar(item, names, axis, now) for item in attempts))
+    return Lanes(tuple(names), tuple(bar for item in attempts for bar in _bars(item, names, axis, now)))
 
 
-def _bar(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> Bar:
-    name = attempt.allocation.name
+def held_by(attempt: AttemptState) -> tuple[Allocation, ...]:
+    """What an attempt held, one or one more for each change in place."""
+    return (*(before.allocation for before in attempt.earlier), attempt.allocation)
+
+
+def _bars(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> Iterator[Bar]:
+    """One, or one more for each change in place."""
     end = now if attempt.ended_at is None else attempt.ended_at
-    start = end if attempt.started_at is None else attempt.started_at
+    begun = end if attempt.started_at is None else attempt.started_at
+    starts = [begun, *(before.until for before in attempt.earlier)]
     ended = why_ended(attempt)
-    return Bar(
-        number=attempt.number,
-        waits_x=axis.x(attempt.intended_at),
-        x=axis.x(start),
-        end_x=axis.x(end),
-        lane=names.index(name) if name in names else len(names) - 1,
-        kind=kind_of(ended),
-        text=f"attempt {attempt.number} on {name}: {ended or attempt.phase}",
-    )
+    for index, (held, start, until) in enumerate(
+        zip(held_by(attempt), starts, [*starts[1:], end], strict=True)
+    ):
+        is_last = index == len(attempt.earlier)
+        yield Bar(
+            number=attempt.number,
+            waits_x=axis.x(start if index else attempt.intended_at),
+            x=axis.x(start),
+            end_x=axis.x(until),
+            lane=names.index(held.name) if held.name in names else len(names) - 1,
+            kind=kind_of(ended) if is_last else "moved",
+            text=f"attempt {attempt.number} on {held.name}: "
+            f"{ended or attempt.phase if is_last else 'changed in place'}",
+        )
 
 
 def kind_of(ended: str) -> str:

@@ -36,6 +36,9 @@ ANSWERS = {
     "move-requested": "asked for a move",
     "move-accepted": "move accepted",
     "move-refused": "move refused",
+    "move-deferred": "move put off to the next start",
+    "change-intended": "change in place",
+    "change-undone": "change in place undone",
     "stop-requested": "asked to stop",
 }
 """What was asked of a run and answered: events by type, with the words for it."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
@@ -126,26 +127,32 @@ def _summary(
 
 
 def _row(attempt: AttemptState, bill: Bill, *, now: float) -> Row:
-    line = next((item for item in bill.lines if item.use.attempt == attempt.number), None)
+    usd = [line.usd for line in bill.lines if line.use.attempt == attempt.number]
+    known = [value for value in usd if value is not None]
+    held = charts.held_by(attempt)
     start = attempt.started_at if attempt.started_at is not None else attempt.intended_at
     end = now if attempt.ended_at is None else attempt.ended_at
-    price = attempt.allocation.usd_per_hour
+    prices = ["unknown" if one.usd_per_hour is None else f"${one.usd_per_hour:.4f}" for one in held]
     ended = why_ended(attempt)
     first, last = attempt.ended.get("start_step"), attempt.step
     steps = f"{first} to {last}" if isinstance(first, int) and last is not None else "unknown"
     return Row(
         number=attempt.number,
-        allocation=attempt.allocation.name,
-        price="unknown" if price is None else f"${price:.4f}",
+        allocation=_in_turn(one.name for one in held),
+        price=_in_turn(prices),
         begun=moment(attempt.intended_at),
         lasted=charts.clock(end - start),
         steps="" if attempt.is_live else steps,
-        usd=money(line.usd if line else None),
+        usd=money(sum(known) if known and len(known) == len(usd) else None),
         ended=ended or attempt.phase,
         kind=charts.kind_of(ended),
         reason=attempt.reason,
         detail=attempt.ended.get("detail", ""),
     )
+
+
+def _in_turn(texts: Iterable[str]) -> str:
+    return " then ".join(text for text, _ in groupby(texts))
 
 
 def _node(status: Status) -> tuple[str, str]:

@@ -154,6 +154,31 @@ def test_a_live_attempt_costs_what_it_was_held_for(store):
     assert "time 1 min" in text
 
 
+def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
+    """An hour at 0.36 USD and one at 0.72: what it held, each price, and the cost of both."""
+    begin(store)
+    larger = Allocation(Offer(**NAMED, instance_type="cpu-2", usd_per_hour=0.72))
+    log = EventLog(store, "run", clock=lambda: 1000.0 + 3600)
+    what = {"generation": 1, "attempt": 1, "kind": "resize", "target": larger.to_dict()}
+    log.append_request("move-requested", {"target": larger.to_dict(), "reason": "faster"}, actor=ACTOR)
+    log.append_request("change-intended", {**what, "request": 4, "reason": "faster"}, actor=ACTOR)
+    log.append_request("changed", what, actor=ACTOR)
+
+    facts = read_facts(store, "run")
+    text = Elements(run_page(facts, now=1000.0 + 7200)).text
+    drawn = charts.lanes(facts.state.attempts, charts.Axis(1000.0, 8200.0), now=8200.0)
+
+    assert "1 local/cpu-1 then local/cpu-2 $0.3600 then $0.7200 1970" in text
+    assert text.count("$1.08") == 2  # of the run, and of its attempt
+    assert "asked for a move to local/cpu-2 faster" in text
+    assert "change in place to local/cpu-2 faster" in text
+    assert drawn.names == ("local/cpu-1", "local/cpu-2")
+    assert [(bar.lane, bar.x, bar.end_x, bar.kind) for bar in drawn.bars] == [
+        (0, 150.0, 555.0, "moved"),
+        (1, 555.0, 960.0, "live"),
+    ]
+
+
 def test_what_is_not_known_is_said_to_be(store):
     """No status, no price, no step: never a zero."""
     free = Allocation(Offer(**NAMED, instance_type="cpu-1"))
