@@ -6,14 +6,21 @@ import click
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.cli.cluster import cluster_options
-from envscaler_airflow.cli.common import store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, store_option
 from envscaler_airflow.controller.reap import reap as reap_jobs
 from envscaler_airflow.store.base import Store
 
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@click.option("--grace", "grace_s", default=30.0, show_default=True, help="Seconds that a pod may take.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=NOT_NEGATIVE,
+    default=30.0,
+    show_default=True,
+    help="Seconds that a pod may take.",
+)
 @cluster_options
 @store_option
 def reap(*, store: Store, backend: KubernetesBackend, dry_run: bool, grace_s: float) -> None:

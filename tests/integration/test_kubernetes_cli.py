@@ -165,6 +165,15 @@ def test_reap_leaves_what_is_young_and_what_is_of_another_store(shell):
     assert len(shell.cluster.list(JOBS, "default")) == 1
 
 
+@pytest.mark.parametrize("grace", ["nan", "-3", "inf"])
+def test_a_grace_that_is_no_time_is_refused(grace):
+    """Before anything is asked of a cluster."""
+    result = CliRunner().invoke(main, ["reap", "--grace", grace])
+
+    assert result.exit_code == 2
+    assert "--grace" in result.output
+
+
 def test_the_rights_are_printed_for_kubectl():
     """For a namespace and an account; valid, and without nodes when these are not to be read."""
     words = ["kubernetes", "rbac", "--namespace", "ml", "--account", "runner"]
