@@ -35,6 +35,9 @@ PRODUCT = {
     "capacitystatus": "Used",
 }
 TERMS: Mapping[str, Commitment] = {"1yr": "1y", "3yr": "3y"}
+_STRANGE = (ValueError, KeyError, TypeError, AttributeError)
+"""What answers of another shape than AWS documents end in."""
+
 _ARCHES = {"x86_64": "x86_64", "arm64": "arm64"}
 
 
@@ -120,7 +123,7 @@ class AwsPrices:
             transient = "Throttl" in code or status in (429, None) or (status or 0) >= 500
             text = f"AWS {service} in {region}: {err}"
             raise BackendError(text, status=status, transient=transient) from err
-        except (BotoCoreError, ResponseParserError, ValueError, KeyError, TypeError) as err:
+        except (BotoCoreError, ResponseParserError, *_STRANGE) as err:
             raise BackendError(f"AWS {service} in {region}: {err}", transient=True) from err
 
     def _risks(self, region: str) -> dict[str, int]:
@@ -130,9 +133,12 @@ class AwsPrices:
             if not isinstance(body, dict) or not isinstance(body.get("spot_advisor"), dict):
                 raise BackendError("AWS Spot Advisor: the answer has no spot_advisor", transient=True)
             self._advice = body["spot_advisor"]
-        linux = self._advice.get(region, {}).get("Linux", {})
-        # Its five ranges are numbered 0 to 4; index 0 of ours is "unknown".
-        return {name: int(item["r"]) + 1 for name, item in linux.items() if item.get("r") in range(5)}
+        try:
+            linux = self._advice.get(region, {}).get("Linux", {})
+            # Its five ranges are numbered 0 to 4; index 0 of ours is "unknown".
+            return {name: int(item["r"]) + 1 for name, item in linux.items() if item.get("r") in range(5)}
+        except _STRANGE as err:
+            raise BackendError(f"AWS Spot Advisor in {region}: {err}", transient=True) from err
 
 
 def _on_demand(api: Any, region: str) -> Iterator[Quote]:

@@ -102,7 +102,8 @@ def read_parts(skus: Iterable[Mapping[str, Any]], region: str) -> tuple[_Parts, 
     parts: _Parts = {}
     strange = 0
     for sku in skus:
-        if region not in sku.get("serviceRegions", ()):
+        regions = sku.get("serviceRegions")
+        if not isinstance(regions, list) or region not in regions:
             continue
         found = _which(sku)
         if found is None:

@@ -349,6 +349,8 @@ def test_aws_list_spot_types_zones_and_risks(cloud, caller):
         ("GetProducts", 500, {"__type": "InternalErrorException"}, True),
         ("GetProducts", 200, b'{"PriceList": ["{\\"prod', True),
         ("GetProducts", 200, {"PriceList": ["{torn"]}, True),
+        ("GetProducts", 200, {"PriceList": ["null"]}, True),
+        ("GetProducts", 200, {"PriceList": ['{"product": null}']}, True),
         ("DescribeSpotPriceHistory", 403, REFUSED, False),
         ("DescribeSpotPriceHistory", 200, b"<DescribeSpot", True),
     ],
@@ -363,12 +365,20 @@ def test_what_aws_refuses_is_an_error(cloud, caller, action, status, body, trans
     assert caught.value.transient is transient
 
 
-def test_an_advisor_that_fails_leaves_the_risks_unknown(cloud, caller):
+@pytest.mark.parametrize(
+    ("advice", "words"),
+    [
+        ((503, b""), "answered 503"),
+        ((200, {"spot_advisor": {"us-east-1": None}}), "in us-east-1: 'NoneType' object"),
+        ((200, {"spot_advisor": {"us-east-1": {"Linux": {"g5.xlarge": 4}}}}), "in us-east-1: 'int' object"),
+    ],
+)
+def test_an_advisor_that_fails_leaves_the_risks_unknown(cloud, caller, advice, words):
     """Prices are taken all the same, and it is said."""
     answer = aws_answer([])
 
     def without_advisor(method, path, *more):
-        return (503, b"") if path.endswith(".json") else answer(method, path, *more)
+        return advice if path.endswith(".json") else answer(method, path, *more)
 
     cloud.answer = without_advisor
 
@@ -376,7 +386,7 @@ def test_an_advisor_that_fails_leaves_the_risks_unknown(cloud, caller):
 
     assert len(got.quotes) == 3
     assert got.risks == {}
-    assert "interruption ranges are unknown: AWS Spot Advisor answered 503" in got.notes[0]
+    assert f"interruption ranges are unknown: AWS Spot Advisor {words}" in got.notes[0]
 
 
 def test_moto_answers_types_and_offerings_as_aws_does(cloud, caller):

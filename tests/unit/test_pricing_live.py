@@ -451,6 +451,12 @@ GCP = [
 ]
 
 
+@pytest.mark.parametrize("regions", [None, 5, "us-central1", {}])
+def test_a_gcp_price_of_no_list_of_regions_is_none(regions):
+    """Nor an error: the others count."""
+    assert read_parts([GCP[0] | {"serviceRegions": regions}], "us-central1") == ({}, 0)
+
+
 def test_gcp_machines_cost_the_sum_of_their_parts():
     """Eight cores, 30 GiB and two V100 of $2.48: $5.34; no spot price where a part has none."""
     parts, strange = read_parts(GCP, "us-central1")
