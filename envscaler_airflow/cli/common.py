@@ -17,7 +17,7 @@ from envscaler_airflow.folders import data_folder
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import SHELL_DAG, RunKey
+from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -74,13 +74,18 @@ def shell_key(store: Store, name: str, task: str) -> RunKey:
 
 
 def find_run(store: Store, text: str) -> str:
-    """Folder of the run that *text* names: its whole prefix, or the end of one that is unique.
+    """Folder of the run that *text* names: its whole prefix, or a part of one that is unique.
+
+    Names count as they were given, and as they stand in the folder, where ``v1.2`` is ``v1%2E2``.
 
     Raises:
         SpecError: None or several runs end so; the message lists them.
     """
-    wanted = text.strip("/").split("/")
-    found = [prefix for prefix in run_prefixes(store) if _ends(prefix, wanted)]
+    parts = text.strip("/").split("/")
+    spellings = [parts]
+    if all(parts):
+        spellings += [[encode_part(part) for part in parts], [encode_part(text)]]
+    found = [prefix for prefix in run_prefixes(store) if any(_ends(prefix, one) for one in spellings)]
     if len(found) == 1:
         return found[0]
     if not found:

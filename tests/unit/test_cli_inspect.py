@@ -11,6 +11,7 @@ from rich.console import Console
 
 from envscaler_airflow.build.locks import LOCK, Lock
 from envscaler_airflow.cli import main
+from envscaler_airflow.cli.common import shell_key
 from envscaler_airflow.cli.tables import print_runs
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.store.base import open_store
@@ -67,6 +68,18 @@ def test_a_torn_run_is_listed_beside_the_others(call, store, name):
     assert len(listed) == 3
     assert listed[name.rpartition("/")[0].removesuffix("/events")] == "unreadable"
     assert sorted(listed.values()).count("unreadable") == 1
+
+
+@pytest.mark.parametrize("name", ["v1.2 of today", "a/b", "%41", "..", "x" * 100])
+def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
+    """As ``submit --name`` took it, and as its folder is written; another name finds nothing."""
+    key = shell_key(store, name, "train")
+    EventLog(store, key.prefix).append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
+
+    for words in (name, key.prefix, key.prefix.split("/")[2]):
+        assert json.loads(call("status", "--json", words).stdout)["run"] == key.prefix
+    assert call("cancel", name).stdout == f"{key.prefix}: asked to checkpoint and stop\n"
+    assert call("status", f"{name}~").exit_code == 2
 
 
 def test_an_attempt_that_there_is_not_is_told(call):
