@@ -144,6 +144,27 @@ def test_a_price_that_is_none_is_refused(price):
         Settings.read({"usd_per_hour": {"g5.xlarge": price}})
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gpu": "A100"},
+        {"gpus": 2},
+        {"vcpus": math.inf},
+        {"gpu": "A100", "gpus": 1, "gpu_memory_gb": math.nan},
+    ],
+)
+def test_a_node_class_that_no_offer_can_be_is_refused(fields):
+    """By the configuration, and not in the middle of a plan."""
+    with pytest.raises(SpecError, match=r"cluster_prices\.0: Value error, (gpus|vcpus|gpu_memory_gb)"):
+        Settings.read({"cluster_prices": [{"name": "n", "vcpus": 1, "memory_gib": 1, **fields}]})
+
+
+def test_a_life_without_an_end_is_refused():
+    """Every Job has a deadline."""
+    with pytest.raises(SpecError, match="longest_s"):
+        Settings.read({"longest_s": math.inf})
+
+
 def test_preemptible_nodes_are_spot():
     """They have no label of GKE's Spot VMs; who names gke asks for those by their label alone."""
     nodes = [node(labels={"cloud.google.com/gke-preemptible": "true"})]

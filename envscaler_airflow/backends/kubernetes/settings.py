@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Offer
@@ -34,6 +34,12 @@ class NodeClass(BaseModel):
     usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()
+
+    @model_validator(mode="after")
+    def _check_offer(self) -> Self:
+        """What no offer can be is told here, by the offer's own words."""
+        self.offer("")
+        return self
 
     def offer(self, region: str) -> Offer:
         """What the planner chooses from."""
@@ -117,7 +123,7 @@ class Settings(BaseModel):
     store_secret: str | None = None
     keep: Literal["never", "on-failure"] | Annotated[int, Field(ge=0)] = "never"
     ttl_s: Annotated[int, Field(ge=60)] = 86400
-    longest_s: Annotated[float, Field(gt=0)] = 30 * 86400.0
+    longest_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30 * 86400.0
     drain_s: Annotated[float, Field(ge=0)] = 3600.0
     cluster_spread: Literal["none", "zone", "host"] = "none"
 
