@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from envscaler_airflow.catalog.columns import MAGIC, pack, packaged, unpack
+from envscaler_airflow.catalog.columns import MAGIC, labelled, pack, packaged, unpack
 from envscaler_airflow.catalog.csvtables import read_tables
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.folders import cache_folder
@@ -49,7 +49,20 @@ def _live(folder: Path) -> OfferTable | None:
         return None
     from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
 
-    return Shelf(folder).load(now=time.time())
+    table = Shelf(folder).load(now=time.time())
+    if table is not None or not _has_books(folder):
+        return table
+    why = (
+        f"the live prices in {folder} are torn or of another version and not used: envscaler catalog refresh"
+    )
+    return labelled(packaged(), f"{packaged().label}; {why}")
+
+
+def _has_books(folder: Path) -> bool:
+    try:
+        return any(folder.glob("prices-*.json"))
+    except OSError:
+        return False
 
 
 def has_live_prices(folder: Path) -> bool:

@@ -219,7 +219,9 @@ def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
     assert search(need, live).chosen.usd_per_hour == 1.2
 
     (tmp_path / "catalog.bin").write_bytes(b"torn")
-    assert search(need, open_catalog(cache=tmp_path)).chosen.usd_per_hour == 1.006
+    torn = open_catalog(cache=tmp_path)
+    assert search(need, torn).chosen.usd_per_hour == 1.006
+    assert torn.label.startswith(f"packaged; the live prices in {tmp_path} are torn or of another version")
     (tmp_path / "prices-aws-us-east-1.json").write_text("{")
     assert shelf.books() == []
 
