@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk._shared.secrets_masker import redact
@@ -15,8 +15,9 @@ from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import store_place
-from envscaler_airflow.operators.params import RESTART
+from envscaler_airflow.operators.params import RESTART, RESTARTS
 from envscaler_airflow.operators.stage import deadline_of, spec_path
+from envscaler_airflow.planning import STRATEGIES
 from envscaler_airflow.spec import load_spec, spec_params
 from envscaler_airflow.spec.secrets import REFERENCE_FORMS
 
@@ -52,6 +53,8 @@ def stage_of(
             spec = with_image(spec, image=settings.image, repository=settings.image_repository)
         _refuse_masked(spec.to_dict())
     deadline_s, deadline_at = deadline_of(operator.deadline)
+    _check_word("strategy", operator.strategy, STRATEGIES)
+    _check_word("restart", operator.restart or "resume", RESTARTS)
     return Stage(
         spec=spec,
         spec_source=operator.spec,
@@ -106,6 +109,11 @@ def _uri(name: str, value: object) -> str:
             f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[{name!r}]"
         )
     return value
+
+
+def _check_word(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise SpecError(f"{name}: {value!r:.40} must be one of {', '.join(known)}")
 
 
 def _usd(name: str, value: float | str | None) -> float | None:

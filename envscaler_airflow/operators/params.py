@@ -10,6 +10,8 @@ from airflow.sdk import Param
 
 RESTART = "restart"
 """DAG param that begins afresh when it is ``fresh``; one form field for all stages of a DAG."""
+RESTARTS = ("resume", "fresh")
+"""What it may say."""
 
 
 def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
@@ -31,7 +33,7 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
         params[RESTART] = Param(
             "resume",
             type="string",
-            enum=["resume", "fresh"],
+            enum=list(RESTARTS),
             description="fresh: begin anew instead of going on from the last good checkpoint",
         )
     return params

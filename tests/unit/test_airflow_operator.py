@@ -453,6 +453,22 @@ def test_a_point_in_time_stays_where_it_is(world, monkeypatch, again):
     assert seen == [pytest.approx(deadline.timestamp() - begun, abs=1e-6)]
 
 
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"strategy": "fastest"}, "strategy: 'fastest' must be one of"),
+        ({"strategy": "None"}, "strategy: 'None' must be one of"),
+        ({"restart": "Fresh"}, "restart: 'Fresh' must be one of resume, fresh"),
+    ],
+)
+def test_a_word_that_is_not_known_is_told_and_nothing_begins(world, argument, words):
+    """Never retried; and a run that was to begin afresh does not go on instead."""
+    with pytest.raises(AirflowFailException, match=words):
+        world.execute(world.operator(**argument), Ti())
+
+    assert world.log.load().number == 0
+
+
 def test_a_deadline_that_is_neither_is_told():
     """With both forms."""
     with pytest.raises(SpecError, match="write '4h' or"):
