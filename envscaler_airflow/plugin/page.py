@@ -93,7 +93,7 @@ def run_page(facts: RunFacts, *, now: float) -> str:
         hidden_nodes=max(0, state.current.allocation.nodes - MOST_NODES) if state.current else 0,
         answers=[_answer(event) for event in facts.answers],
         checks=[_check(*item) for item in facts.checks],
-        cost=_cost(bill),
+        cost=_cost(bill, is_done=state.status == "succeeded"),
         chart=charts,
     )
 
@@ -189,8 +189,12 @@ def _check(check: Check, times: int) -> tuple[str, str, str, str, str]:
     )
 
 
-def _cost(bill: Bill) -> dict[str, Any]:
-    """What the money went to: parts that are known, each with its share of their sum."""
+def _cost(bill: Bill, *, is_done: bool) -> dict[str, Any]:
+    """What the money went to: parts that are known, each with its share of their sum.
+
+    What a part of the work has cost is not compared with the whole of it on one allocation.
+    """
+    saved = bill.saved_usd if is_done else None
     names = [item.name for item in fields(Split)]
     known = [(name, value) for name in names if (value := getattr(bill.usd_split, name)) is not None]
     whole = sum(value for _, value in known)
@@ -206,8 +210,8 @@ def _cost(bill: Bill) -> dict[str, Any]:
         "unknown": [name for name in names if getattr(bill.usd_split, name) is None],
         "static": money(static.usd) if static else None,
         "static_name": static.allocation.name if static else "",
-        "saved": bill.saved_usd,
-        "saved_words": money(abs(bill.saved_usd)) if bill.saved_usd is not None else "",
+        "saved": saved,
+        "saved_words": money(abs(saved)) if saved is not None else "",
         "notes": bill.notes[:20],
         "sources": sorted(source for source in sources if source),
     }

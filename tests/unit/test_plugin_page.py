@@ -435,3 +435,20 @@ def test_the_style_is_the_only_thing_that_the_policy_allows():
     assert f"style-src 'sha256-{digest}'" in POLICY
     assert POLICY.startswith("default-src 'none'; ")
     assert "script-src" not in POLICY
+
+
+@pytest.mark.parametrize("status", ["active", "stopped", "failed"])
+def test_a_part_of_the_work_is_not_compared_with_the_whole(status, recorded, tmp_path):
+    """It cost less because less was done."""
+    for name in ("000010.json", "000011.json"):
+        (tmp_path / "recorded/run/events" / name).unlink()
+    log = begin(recorded, number=3)
+    if status != "active":
+        log.append_request("attempt-ended", {"generation": 1, "attempt": 3, "outcome": "failed"}, actor=ACTOR)
+        log.append_request(status, {"generation": 1, "reason": "asked for"}, actor=ACTOR)
+
+    text = Elements(run_page(read_facts(recorded, "run"), now=2e9)).text
+
+    assert f"Training: {status}" in text
+    assert "local/cpu-1 would have cost $0." in text
+    assert "this run cost" not in text
