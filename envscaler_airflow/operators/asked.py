@@ -42,6 +42,8 @@ def stage_of(
     inputs = {name: _uri(name, value) for name, value in (operator.inputs or {}).items()}
     spec = None
     if is_entry:
+        _check_word("strategy", operator.strategy, STRATEGIES)
+        _check_word("restart", operator.restart or "resume", RESTARTS)
         path = spec_path(operator.spec, context["dag"].fileloc)
         registry = SpecRegistry(store_place(operator.store_url, operator.store_conn_id).open)
         parameters = chosen_parameters(spec_params(path, registry=registry), context["params"], parameters)
@@ -53,8 +55,6 @@ def stage_of(
             spec = with_image(spec, image=settings.image, repository=settings.image_repository)
         _refuse_masked(spec.to_dict())
     deadline_s, deadline_at = deadline_of(operator.deadline)
-    _check_word("strategy", operator.strategy, STRATEGIES)
-    _check_word("restart", operator.restart or "resume", RESTARTS)
     return Stage(
         spec=spec,
         spec_source=operator.spec,
