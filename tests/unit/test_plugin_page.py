@@ -444,7 +444,8 @@ def test_a_part_of_the_work_is_not_compared_with_the_whole(status, recorded, tmp
         (tmp_path / "recorded/run/events" / name).unlink()
     log = begin(recorded, number=3)
     if status != "active":
-        log.append_request("attempt-ended", {"generation": 1, "attempt": 3, "outcome": "failed"}, actor=ACTOR)
+        end = {"generation": 1, "attempt": 3, "outcome": "failed", "usage": [[0, 1000.0, 1001.0]]}
+        log.append_request("attempt-ended", end, actor=ACTOR)
         log.append_request(status, {"generation": 1, "reason": "asked for"}, actor=ACTOR)
 
     text = Elements(run_page(read_facts(recorded, "run"), now=2e9)).text
