@@ -13,6 +13,7 @@ from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
 
 POLL_S = 2.0
@@ -42,12 +43,27 @@ class Holder:
     monotonic: Callable[[], float] = time.monotonic
 
     def hold(self) -> Delivered:
-        """Until the run is delivered. Raises as :meth:`Controller.enter`."""
-        return self._until_delivered(self.controller.enter())
+        """Until the run is delivered. Raises as :meth:`Controller.enter`.
+
+        Once an attempt of this holder's was begun no answer ends nothing: it may run.
+        """
+        try:
+            result = self.controller.enter()
+        except BackendError as err:
+            if not err.transient or not self._may_run():
+                raise
+            self.on_wait(Waiting(Watching(0, 0), f"no answer, tried again: {err}"))
+            result = self._resume(Wake("entry"), Watching(0, 0))
+        return self._until_delivered(result)
+
+    def _may_run(self) -> bool:
+        state = EventLog(self.store, self.prefix, snapshots=False).load()
+        is_ours = state.owner is not None and state.owner.ti_id == self.actor.ti_id
+        return is_ours and state.live is not None
 
     def go_on(self) -> Delivered:
         """The same, for a run that this holder has entered before."""
-        return self._until_delivered(self.controller.resume(Wake("request")))
+        return self._until_delivered(self._resume(Wake("request"), Watching(0, 0)))
 
     def _until_delivered(self, result: Waiting | Delivered) -> Delivered:
         while isinstance(result, Waiting):

@@ -10,7 +10,7 @@ from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watchin
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import open_store
+from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store.lease import read_lease, waits_of
 from envscaler_airflow.testing import ManualClock, ScriptedBackend, cpu_offer
 
@@ -92,6 +92,36 @@ def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
     minutes = (clock.monotonic() - began) / 60
     assert (got, minutes > 50) == (DONE, True)
     assert read_lease(store, "p").counter >= minutes / 2
+
+
+@pytest.mark.parametrize(("owner", "is_begun"), [("me", True), ("me", False), ("another", True)])
+def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_path, owner, is_begun):
+    """It may run already, and a shell that ended would leave it to its lease. Else a wrong address fails."""
+    store, said, error = open_store(f"file://{tmp_path}"), [], BackendError("away", transient=True)
+    log, begun = EventLog(store, "p"), {"generation": 1, "reason": "first start", "spec_hash": "0"}
+    log.append(0, "generation", begun, actor=Actor(owner))
+    if is_begun:
+        attempt = {"generation": 1, "attempt": 1, "allocation": Allocation(cpu_offer(1)).to_dict()}
+        log.append(1, "attempt-intended", attempt, actor=Actor(owner))
+    controller = Answers(error, DONE)
+    controller.enter = lambda: controller.resume(Wake("entry"))
+    held = holder(controller, slept=[], said=said, store=store)
+
+    if owner == "another" or not is_begun:
+        with pytest.raises(BackendError, match="away"):
+            held.hold()
+    else:
+        assert held.hold() is DONE
+        assert [wake.kind for wake in controller.wakes] == ["entry", "entry"]
+        assert said == ["no answer, tried again: away"]
+
+
+def test_a_stop_without_an_answer_is_asked_for_again():
+    """Ctrl-C while the cluster does not answer: the stop is recorded, and somebody has to carry it out."""
+    slept = []
+
+    assert holder(Answers(BackendError("away", transient=True), DONE), slept=slept, said=[]).go_on() is DONE
+    assert slept == [2.0]
 
 
 def test_a_refusal_for_good_is_not_repeated():
