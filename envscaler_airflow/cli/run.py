@@ -151,6 +151,8 @@ def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:
     try:
         return holder.hold()
     except KeyboardInterrupt:
+        if not holder.is_ours():
+            raise  # nothing was begun, and another owner is not to be stopped
         click.echo("-- asked to checkpoint and stop; Ctrl-C again leaves it to its lease", err=True)
         request_stop(store, prefix, reason="Ctrl-C", by="shell")
         return holder.go_on()

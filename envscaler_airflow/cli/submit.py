@@ -122,6 +122,8 @@ class _Submission:
         try:
             return holder.hold()
         except KeyboardInterrupt:
+            if not holder.is_ours():
+                raise  # nothing was begun, and another owner is not to be stopped
             click.echo("-- asked to checkpoint and stop; Ctrl-C again leaves it to its lease", err=True)
             request_stop(self._store, self._prefix, reason="Ctrl-C", by="shell")
             return holder.go_on()

@@ -11,7 +11,7 @@ from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
@@ -56,10 +56,16 @@ class Holder:
             result = self._resume(Wake("entry"), Watching(0, 0))
         return self._until_delivered(result)
 
+    def is_ours(self) -> bool:
+        """True once the run is this holder's: before, it may be another's. Raises StoreError."""
+        owner = self._state().owner
+        return owner is not None and owner.ti_id == self.actor.ti_id
+
     def _may_run(self) -> bool:
-        state = EventLog(self.store, self.prefix, snapshots=False).load()
-        is_ours = state.owner is not None and state.owner.ti_id == self.actor.ti_id
-        return is_ours and state.live is not None
+        return self.is_ours() and self._state().live is not None
+
+    def _state(self) -> RunState:
+        return EventLog(self.store, self.prefix, snapshots=False).load()
 
     def go_on(self) -> Delivered:
         """The same, for a run that this holder has entered before."""

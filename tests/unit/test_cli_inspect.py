@@ -13,7 +13,8 @@ from envscaler_airflow.build.locks import LOCK, Lock
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.common import shell_key
 from envscaler_airflow.cli.tables import print_runs
-from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog, event_name
 
@@ -80,6 +81,25 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
         assert json.loads(call("status", "--json", words).stdout)["run"] == key.prefix
     assert call("cancel", name).stdout == f"{key.prefix}: asked to checkpoint and stop\n"
     assert call("status", f"{name}~").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeypatch, tmp_path, command):
+    """Another process may own the run of that name."""
+    spec = tmp_path / "train.yaml"
+    spec.write_text("version: v1\nname: train\nbase: {image: a:1}\nentrypoint: [python3, -V]\n")
+    key, owner = shell_key(store, "held", "train"), Actor("another")
+    begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
+    EventLog(store, key.prefix).append(0, "generation", begun, actor=owner)
+
+    def interrupted(_controller):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Controller, "enter", interrupted)
+    got = CliRunner().invoke(main, [command, "-f", str(spec), "--name", "held", "--store", store.url])
+
+    assert (got.exit_code, got.stderr.strip()) == (1, "Aborted!")
+    assert EventLog(store, key.prefix).load().pending == ()
 
 
 def test_an_attempt_that_there_is_not_is_told(call):
