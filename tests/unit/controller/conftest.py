@@ -135,8 +135,12 @@ class World:
         phase="running",
         **more,
     ):
-        """Let a node of the live attempt say something; *more* is of its progress, *training* its phase."""
+        """Let a node of the live attempt say something; *more* is of its progress, *training* its phase.
+
+        *last*: name and step of its last checkpoint, where that is not of this *step*.
+        """
         checkpoint_s, training = more.pop("checkpoint_s", None), more.pop("training", None)
+        checkpoint, saved_step = more.pop("last", None) or (checkpoint, step if checkpoint else None)
         live = self.state.live
         name = f"{KEY.prefix}/{status_name(live.generation, live.number, node)}"
         old = self.store.read(name)
@@ -154,7 +158,7 @@ class World:
             ),
             start_step=0,
             last_checkpoint=checkpoint,
-            last_checkpoint_step=step if checkpoint else None,
+            last_checkpoint_step=saved_step,
             ended=ended,
             outputs=outputs or {},
         )
