@@ -144,6 +144,9 @@ def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[E
         exact = tuple(f"{name}={known[name]}" if name in known else name for name in names)
         spec = spec.model_copy(update={"system_packages": exact})
     if lock.requirements is not None and not requirements.is_empty:
+        held = {**Resolution(lock.requirements).versions, **facts(spec.base).packages}
+        if absent := [name for name in requirements.names if name not in held]:
+            raise SpecError(f"--locked: the lock does not hold {', '.join(absent)}; run without it")
         requirements = requirements.with_lock(lock.requirements)
     return spec, requirements
 

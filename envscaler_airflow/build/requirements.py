@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from envscaler_airflow.build.artefacts import Artefact
 from envscaler_airflow.build.plain import read_plain, real_path
@@ -60,6 +61,19 @@ class Requirements:
         runtime = self.runtime
         return runtime is not None and runtime.package_manager == "conda" and bool(runtime.packages)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of pip's packages that are written without a marker and without an address.
+
+        Those of files that the user's file includes are left out: they may be constraints.
+        """
+        runtime = self.runtime
+        texts = [] if runtime is None or self.has_conda_packages else list(runtime.packages)
+        texts += [line for _, line in _joined(self.files.get(self.main or "", ""))]
+        found = [_requirement(re.split(r"\s(?:#|--)", text)[0]) for text in texts]
+        plain = (item for item in found if item is not None and item.url is None and item.marker is None)
+        return tuple(dict.fromkeys(canonicalize_name(item.name) for item in plain))
+
     def artefacts(self) -> list[Artefact]:
         """``requirements.txt`` and the files that it names; [] when nothing is to be installed."""
         if self.is_empty:
@@ -87,6 +101,13 @@ class Requirements:
         lines += [f"-r {FOLDER}/{self.main}"] if self.main else []
         lines += check_packages(runtime)
         return "".join(f"{line}\n" for line in lines)
+
+
+def _requirement(text: str) -> Requirement | None:
+    try:
+        return Requirement(text)
+    except InvalidRequirement:
+        return None
 
 
 def check_packages(runtime: Runtime) -> list[str]:

@@ -205,6 +205,35 @@ def test_a_lock_of_another_environment_is_refused(body, fault):
         apply_lock(stage(**body), Requirements(), LOCK)
 
 
+@pytest.mark.parametrize(
+    ("packages", "file", "absent"),
+    [
+        (["attrs", "NumPy>=2"], "", "numpy"),
+        ([], "attrs==25.1.0 --hash=sha256:00 # pinned\nsix\nattrs[tests]\n", "six"),
+        (["six"], "numpy  # later", "six, numpy"),
+    ],
+)
+def test_a_package_that_was_written_since_is_in_no_lock(packages, file, absent):
+    """Installed exactly by it, the image would lack the package, and the training end at its import."""
+    spec = stage(runtimes=[{"type": "python", "packages": packages}])
+    wanted = Requirements(spec.runtimes[0], {"r.txt": file}, "r.txt" if file else None)
+
+    with pytest.raises(SpecError, match=f"^--locked: the lock does not hold {absent}; run without it$"):
+        apply_lock(spec, wanted, LOCK)
+
+
+def test_what_need_not_be_in_a_lock_is_not_missed_there():
+    """Of the base, for other machines, from an address, an option, a constraint."""
+    spec = stage(
+        base={"image": "b", "provides": {"python": "3.11", "torch": "2.1.0"}},
+        runtimes=[{"type": "python", "packages": ["Attrs", "torch", "pywin32; sys_platform == 'win32'"]}],
+    )
+    text = "--index-url https://example.com/simple\n-c c.txt\nx @ https://example.com/x.whl\n\n# six\n"
+    wanted = Requirements(spec.runtimes[0], {"r.txt": text, "c.txt": "numpy<2\n"}, "r.txt")
+
+    assert apply_lock(spec, wanted, LOCK)[1].locked == LOCK.requirements
+
+
 def test_a_lock_of_a_machine_holds_the_packages_that_were_there():
     """The run did without the other, and so does its repetition."""
     lock = replace(LOCK, image=None, requirements=None, system_packages={"git": "1:2.39"})
