@@ -15,16 +15,26 @@ TIMEOUT_S = 1800.0
 """Longest scan, seconds. Chosen: the database of vulnerabilities is loaded first."""
 
 
-def scan_image(builder: Builder, image: str, *, severity: str = "high") -> str:
-    """The scanner's report when nothing of *severity* or above was found.
+def find_scanner() -> str:
+    """Path of trivy or grype.
 
     Raises:
-        SpecError: Something was found, or no scanner is installed; an unscanned image never passes.
-        BackendError: The scanner failed.
+        SpecError: Neither is installed; an unscanned image never passes.
     """
     program = find_program("trivy", "grype")
     if program is None:
         raise SpecError("--scan: neither trivy nor grype is installed; install one, or leave --scan out")
+    return program
+
+
+def scan_image(builder: Builder, image: str, *, severity: str = "high") -> str:
+    """The scanner's report when nothing of *severity* or above was found.
+
+    Raises:
+        SpecError: Something was found, or no scanner is installed.
+        BackendError: The scanner failed.
+    """
+    program = find_scanner()
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "image.tar")
         builder.save(image, archive)

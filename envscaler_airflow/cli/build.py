@@ -25,7 +25,7 @@ from envscaler_airflow.build.images import (
 from envscaler_airflow.build.locks import apply_lock
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import find_conflicts, resolve
-from envscaler_airflow.build.scan import SEVERITIES, scan_image
+from envscaler_airflow.build.scan import SEVERITIES, find_scanner, scan_image
 from envscaler_airflow.build.stage_image import image_name
 from envscaler_airflow.cli.common import default_store_url, not_empty
 from envscaler_airflow.cli.environment import find_lock, lock_of
@@ -81,6 +81,8 @@ def build(
         options = replace(options, name=image_name(spec, requirements, repository))
     check_options(spec, options)
     _check_file(given["lock_path"])
+    if given["scan"]:
+        find_scanner()
     builder = find_builder(given["builder"])
     lock = find_lock(given["locked"], open_store(default_store_url())) if given["locked"] else None
     if lock is not None:

@@ -199,3 +199,13 @@ def test_a_pipe_or_device_in_place_of_a_file_is_refused(call, tmp_path, monkeypa
 
     assert got.exit_code == 2
     assert "is no plain file" in got.stderr
+
+
+def test_a_scan_that_nobody_can_make_is_refused_before_the_build(call, monkeypatch, tmp_path):
+    """Not after the hour that the image took."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    got = call("build", "--scan")
+
+    assert got.exit_code == 2
+    assert got.stderr.startswith("Error: --scan: neither trivy nor grype is installed")
