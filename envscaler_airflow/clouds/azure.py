@@ -54,6 +54,8 @@ class AzurePrices:
                 raise BackendError("Azure Retail Prices: the answer has no Items", transient=True)
             yield from (item for item in page["Items"] if isinstance(item, dict))
             url, params = page.get("NextPageLink") or None, None  # the link carries the query
+            if not isinstance(url, str | None):
+                raise BackendError(f"Azure Retail Prices: {url!r:.100} is no address", transient=True)
         raise BackendError(f"Azure Retail Prices: more than {MAX_PAGES} pages", transient=True)
 
 

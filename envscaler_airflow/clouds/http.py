@@ -80,6 +80,8 @@ class Caller:
         try:
             with self._client.stream("GET", url, params=params, headers=self.headers) as answer:
                 status, content = answer.status_code, self._content(answer, what)
+        except httpx.InvalidURL as err:
+            raise BackendError(f"{what}: {url!r:.100} is no address: {err}", transient=False) from err
         except httpx.HTTPError as err:
             text = f"{what}: no answer within {TIMEOUT_S:g} s: {err or type(err).__name__}"
             raise BackendError(text, transient=True) from err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from envscaler_airflow.clouds.azure import AzurePrices
 from envscaler_airflow.clouds.gcp import GcpPrices
 from envscaler_airflow.clouds.http import PAGE_BYTES, PAGE_S, PAUSES_S, TIMEOUT_S, Caller
 from envscaler_airflow.errors import BackendError
@@ -48,6 +49,17 @@ def test_silence_is_an_error_that_may_pass():
     assert caught.value.transient
     assert clock.slept == []  # it was waited for long enough
     assert TIMEOUT_S < 30
+
+
+@pytest.mark.parametrize("link", ["https://cloud.test/\n", 5, ["x"]])
+def test_a_next_page_that_is_no_address_is_an_error(link):
+    """The region is not taken, and its last good prices go on."""
+    with httpx.Client(
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, json={"Items": [], "NextPageLink": link}))
+    ) as client:
+        feed = AzurePrices(caller=Caller(client), url="https://cloud.test/prices")
+        with pytest.raises(BackendError, match="is no address"):
+            feed.fetch("eastus")
 
 
 def test_a_client_of_its_own_waits_no_longer():
