@@ -29,6 +29,8 @@ MOST_CHUNKS = 24
 """Chunks of metrics read, evenly over the run. Chosen: as many reads as take a second from a bucket."""
 CHUNK_BYTES = 1 << 20
 """Largest chunk of metrics read, bytes. Source: the agent closes one at that size."""
+MOST_PER_S = 1e15
+"""Rates above it, or above 0 and below its inverse, are left out. Chosen: no training has such."""
 POINTS_PER_CHUNK = 8
 """Rates told of one chunk. Chosen: 24 chunks then make a line of 200 points."""
 
@@ -198,7 +200,9 @@ def speeds(counts: Sequence[tuple[float, float | None]]) -> list[tuple[float, fl
     found = []
     for (then, before), (now, count) in pairwise(ends):
         if before is not None and count is not None and now > then and count >= before:
-            found.append(((then + now) / 2, (count - before) / (now - then)))
+            per_s = (count - before) / (now - then)
+            if per_s == 0 or 1 / MOST_PER_S <= per_s <= MOST_PER_S:
+                found.append(((then + now) / 2, per_s))
     return found
 
 

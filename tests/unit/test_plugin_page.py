@@ -294,6 +294,16 @@ def test_a_metric_that_is_none_is_left_out(store, line):
     assert "<polyline" in run_page(facts, now=1060)
 
 
+@pytest.mark.parametrize(("t", "step"), [(1e-300, 1e300), (1.0, 1e300), (1e300, 1e-20), (1e300, 5e-324)])
+def test_a_speed_that_no_chart_holds_is_left_out(t, step, store):
+    """Counts and times of the training's side, each a number, whose quotient is none."""
+    begin(store)
+    lines = f'{{"t": 0, "step": 0}}\n{{"t": {t}, "step": {step}}}\n'
+    store.write("run/metrics/g1-a1-n0-000001.jsonl", lines.encode())
+
+    assert "Training: active" in run_page(read_facts(store, "run"), now=1060)
+
+
 def test_a_status_that_is_none_is_left_out(store):
     """Torn, or of another version."""
     begin(store)
