@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 import time
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
@@ -283,21 +284,31 @@ class ShardedState(TrainingState):
         self._model, self._optimizer = model, optimizer
 
     def save(self, folder: Path) -> None:
-        """Write this rank's shards; rank 0 also the index of all of them, and the other parts."""
+        """Write this rank's shards; rank 0 also the index of all of them, and the other parts.
+
+        Raises:
+            CheckpointError: A rank could not write, or as :class:`TrainingState` says.
+        """
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - takes a second, and few need it
 
-        dcp.save(self._shards(), checkpoint_id=folder)
+        with _told_as_ours("saved"):
+            dcp.save(self._shards(), checkpoint_id=folder)
         super().save(folder)
 
     def load(self, folder: Optional[Path]) -> bool:
-        """Read the shards that this rank needs, whichever rank wrote them; False on a fresh start."""
+        """Read the shards that this rank needs, whichever rank wrote them; False on a fresh start.
+
+        Raises:
+            CheckpointError: They cannot be read, or as :class:`TrainingState` says.
+        """
         if folder is None:
             return False
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - as above
         from torch.distributed.checkpoint.state_dict import set_state_dict  # noqa: PLC0415 - as above
 
         shards = self._shards()
-        dcp.load(shards, checkpoint_id=folder)
+        with _told_as_ours("read"):
+            dcp.load(shards, checkpoint_id=folder)
         set_state_dict(
             self._model,
             self._optimizer,
@@ -311,6 +322,18 @@ class ShardedState(TrainingState):
 
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+@contextmanager
+def _told_as_ours(done: str) -> Iterator[None]:
+    """Torch's is a BaseException, which no training that goes on without this checkpoint would catch."""
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - as above
+
+    try:
+        yield
+    except CheckpointException as err:
+        why = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(err.failures.items()))
+        raise CheckpointError(f"shards cannot be {done}: {why}") from err
 
 
 def allow_numpy() -> None:

@@ -211,6 +211,25 @@ def test_a_state_brings_back_parameters_optimizer_place_and_randomness(kind, tmp
     assert theirs.position == 16
 
 
+def test_shards_that_cannot_be_written_or_read_are_no_end_of_the_training(tmp_path, monkeypatch):
+    """Torch says so by a BaseException; a full disk is to cost a checkpoint alone."""
+    model = torch.nn.Linear(2, 2)
+    state = ShardedState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def full(*_given, **_named):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint.FileSystemWriter, "write_data", full)
+        with pytest.raises(CheckpointError, match=r"shards cannot be saved: rank 0: OSError\(28"):
+            state.save(tmp_path / "full")
+    state.save(tmp_path / "torn")
+    for shard in (tmp_path / "torn").glob("*.distcp"):
+        shard.write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="shards cannot be read: rank 0: "):
+        state.load(tmp_path / "torn")
+
+
 def test_a_fresh_start_loads_nothing():
     """``Session.restore`` returns None then."""
     assert TrainingState(model=torch.nn.Linear(1, 1)).load(None) is False
