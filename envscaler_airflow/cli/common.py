@@ -46,6 +46,13 @@ def not_empty(_ctx: click.Context, _param: click.Parameter, value: str | None) -
     return value
 
 
+def without_deadline(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Say what the strategy comes to where no deadline can be told."""
+    if value == "deadline":
+        click.echo("-- a run from a shell has no deadline: --strategy deadline is cost here", err=True)
+    return value
+
+
 def default_store_url() -> str:
     """``ENVSCALER_STORE_URL``, else Airflow's own setting by its variable, else a folder of the user's."""
     configured = os.environ.get("ENVSCALER_STORE_URL") or os.environ.get("AIRFLOW__ENVSCALER__STORE_URL")

@@ -140,7 +140,7 @@ def plan_command(
     made = _search(spec, needs, table, scope=scope, options=options)
     has_none = options["strategy"] == "deadline" and options["deadline"] is None
     notes = [
-        *(["no --deadline was told: an hour is worth nothing, as with --strategy cost"] if has_none else []),
+        *(["no --deadline was told: --strategy deadline is cost here"] if has_none else []),
         *_missing_on_vm(spec, target),
         *made.notes,
         *unknown_gpus(needs, table),

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
-from envscaler_airflow.cli.common import NOT_NEGATIVE, not_empty, shell_key, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, not_empty, shell_key, store_option, without_deadline
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
@@ -39,7 +39,10 @@ _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install
 @spec_options
 @click.option("--name", callback=not_empty, help="Name of the run; the same name again goes on with it.")
 @click.option(
-    "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
+    "--strategy",
+    default="balanced",
+    callback=without_deadline,
+    type=click.Choice(["cost", "balanced", "performance", "deadline"]),
 )
 @click.option("--value-of-hour", type=NOT_NEGATIVE, help="USD that an hour is worth.")
 @click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")

@@ -12,7 +12,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.cli.cluster import cluster_options
-from envscaler_airflow.cli.common import NOT_NEGATIVE, not_empty, shell_key, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, not_empty, shell_key, store_option, without_deadline
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.act import Controller
@@ -32,7 +32,10 @@ from envscaler_airflow.store.logs import read_logs
 @spec_options
 @click.option("--name", callback=not_empty, help="Name of the run; the same name again goes on with it.")
 @click.option(
-    "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
+    "--strategy",
+    default="balanced",
+    callback=without_deadline,
+    type=click.Choice(["cost", "balanced", "performance", "deadline"]),
 )
 @click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
 @click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")

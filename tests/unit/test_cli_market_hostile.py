@@ -153,6 +153,16 @@ def test_a_strategy_of_deadlines_without_one_says_so(shell):
     assert "no --deadline was told" not in shell("plan", "--strategy", "deadline", "--deadline", "4h").output
 
 
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_a_run_from_a_shell_says_that_it_has_no_deadline(command):
+    """Its strategy would count hours for nothing, unseen."""
+    told = CliRunner().invoke(main, [command, "--strategy", "deadline", "--name", ""]).output
+    plain = CliRunner().invoke(main, [command, "--strategy", "cost", "--name", ""]).output
+
+    words = "a run from a shell has no deadline: --strategy deadline is cost here"
+    assert (words in told, words in plain) == (True, False)
+
+
 def test_a_full_disk_is_an_error_in_words(monkeypatch, shell):
     """Standard output is a file there."""
 
