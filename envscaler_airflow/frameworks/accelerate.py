@@ -27,7 +27,12 @@ from accelerate import Accelerator
 from envscaler_airflow.agent import Session
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.frameworks.randomness import random_state, set_random_state
-from envscaler_airflow.frameworks.torch import agree, allow_numpy, leave_group_at_exit
+from envscaler_airflow.frameworks.torch import (
+    agree,
+    allow_numpy,
+    leave_group_at_exit,
+    telling_of_shards,
+)
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11; type checkers alone read it
@@ -154,7 +159,8 @@ class AcceleratedSession:
         naming = self._accelerator.project_configuration
         is_automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
         try:
-            self._accelerator.save_state(str(folder))
+            with telling_of_shards("saved"):
+                self._accelerator.save_state(str(folder))
         finally:
             naming.automatic_checkpoint_naming = is_automatic
         place = {

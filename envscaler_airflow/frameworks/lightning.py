@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from envscaler_airflow.agent import Session
 from envscaler_airflow.frameworks.randomness import load_random_state, save_random_state
-from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit
+from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit, telling_of_shards
 
 _FILE = "lightning.ckpt"
 
@@ -128,13 +128,14 @@ class SessionCallback(Callback):
 
     def _save_of(self, trainer: Trainer) -> Any:
         def save(folder: Path) -> None:
-            try:
-                trainer.save_checkpoint(folder / _FILE)
-            except RuntimeError:  # a collective's, or of every rank
-                raise
-            except Exception:  # of the rank that writes: the others wait for it at the end of the save
-                trainer.strategy.barrier("Trainer.save_checkpoint")
-                raise
+            with telling_of_shards("saved"):
+                try:
+                    trainer.save_checkpoint(folder / _FILE)
+                except RuntimeError:  # a collective's, or of every rank
+                    raise
+                except Exception:  # of the rank that writes: the others wait for it at the end of the save
+                    trainer.strategy.barrier("Trainer.save_checkpoint")
+                    raise
             save_random_state(folder, self.session.rank)  # Lightning keeps none, and each rank has its own
 
         return save

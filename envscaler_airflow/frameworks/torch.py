@@ -291,7 +291,7 @@ class ShardedState(TrainingState):
         """
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - takes a second, and few need it
 
-        with _told_as_ours("saved"):
+        with telling_of_shards("saved"):
             dcp.save(self._shards(), checkpoint_id=folder)
         super().save(folder)
 
@@ -307,7 +307,7 @@ class ShardedState(TrainingState):
         from torch.distributed.checkpoint.state_dict import set_state_dict  # noqa: PLC0415 - as above
 
         shards = self._shards()
-        with _told_as_ours("read"):
+        with telling_of_shards("read"):
             dcp.load(shards, checkpoint_id=folder)
         set_state_dict(
             self._model,
@@ -325,13 +325,20 @@ class ShardedState(TrainingState):
 
 
 @contextmanager
-def _told_as_ours(done: str) -> Iterator[None]:
-    """Torch's is a BaseException, which no training that goes on without this checkpoint would catch."""
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - as above
+def telling_of_shards(done: str) -> Iterator[None]:
+    """Tell of shards that cannot be *done* (saved, read) by an error that costs a checkpoint alone.
 
+    Torch's is a BaseException, which nobody catches who goes on without this checkpoint.
+
+    Raises:
+        CheckpointError: In place of torch's.
+    """
     try:
         yield
-    except CheckpointException as err:
+    except BaseException as err:
+        api = sys.modules.get("torch.distributed.checkpoint.api")  # loaded where it was raised
+        if api is None or not isinstance(err, api.CheckpointException):
+            raise
         why = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(err.failures.items()))
         raise CheckpointError(f"shards cannot be {done}: {why}") from err
 

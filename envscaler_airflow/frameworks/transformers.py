@@ -24,7 +24,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from envscaler_airflow.agent import Session
-from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit
+from envscaler_airflow.frameworks.torch import agree, leave_group_at_exit, telling_of_shards
 
 _AFTER_STEP = "_maybe_log_save_evaluate"
 _SAVE = "_save_checkpoint"
@@ -140,7 +140,7 @@ class SessionCallback(TrainerCallback):
 
     def _save(self, folder: Path) -> None:
         trainer = self._trainer
-        with _saving_into(trainer.args, folder):
+        with _saving_into(trainer.args, folder), telling_of_shards("saved"):
             getattr(trainer, _SAVE)(trainer.model, trial=None)
         best = trainer.state.best_model_checkpoint
         if trainer.args.load_best_model_at_end and trainer.args.should_save and best is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fakes.session_rig import LAUNCHER, Rig
+from torch.distributed.checkpoint.api import CheckpointException
 
 torch.set_num_threads(1)
 
@@ -33,3 +34,10 @@ def rig(tmp_path):
 def rig_every(tmp_path):
     """The same with checkpoints every so many steps."""
     return lambda steps: Rig(tmp_path / "exchange", every={"steps": steps})
+
+
+@pytest.fixture(params=["file", "shard"])
+def full_disk(request):
+    """What a save raises on a full disk: of a file, or of the shards of a distributed checkpoint."""
+    error = OSError(28, "No space left on device")
+    return error if request.param == "file" else CheckpointException("save", {0: (error, None)})

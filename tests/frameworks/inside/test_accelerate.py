@@ -136,7 +136,7 @@ def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig):
     assert rig.names() == []
 
 
-def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch):
+def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch, full_disk):
     """The training goes on, and the next one is saved."""
     rig = rig_every(5)
     save, calls = Accelerator.save_state, []
@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monke
     def full(self, *arguments, **named):
         calls.append(arguments)
         if len(calls) == 1:
-            raise OSError(28, "No space left on device")
+            raise full_disk
         return save(self, *arguments, **named)
 
     monkeypatch.setattr(Accelerator, "save_state", full)

@@ -131,7 +131,7 @@ def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
     assert torch.equal(again.layer.weight, whole.layer.weight)
 
 
-def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch):
+def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch, full_disk):
     """The training goes on, and the next one is saved."""
     rig = rig_every(5)
     save, calls = lightning.Trainer.save_checkpoint, []
@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monke
     def full(self, *arguments, **named):
         calls.append(self.global_step)
         if len(calls) == 1:
-            raise OSError(28, "No space left on device")
+            raise full_disk
         save(self, *arguments, **named)
 
     monkeypatch.setattr(lightning.Trainer, "save_checkpoint", full)

@@ -187,7 +187,7 @@ def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig, tmp_path, opti
     assert rig.names() == []
 
 
-def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, tmp_path, monkeypatch, full_disk):
     """The Trainer's own save would end it; through the session the training goes on, and says so."""
     rig = rig_every(4)
     made = trainer(tmp_path / "out")
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, tmp_p
     def full(*arguments, **named):
         calls.append(made.state.global_step)
         if len(calls) == 1:
-            raise OSError(28, "No space left on device")
+            raise full_disk
         save(*arguments, **named)
 
     monkeypatch.setattr(made, "_save_checkpoint", full)
