@@ -263,7 +263,7 @@ class Exchange:
         return [name for _, name in sorted(names)]
 
     def done(self, name: str) -> Path:
-        """Mark that checkpoint *name* is in the store with its manifest."""
+        """Mark that checkpoint *name* is in the store with its manifest, or was given up for good."""
         return self.checkpoints / f"{name}.done"
 
     def _read(self, path: Path) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Mapping
@@ -94,16 +95,22 @@ class Checkpoints:
             try:
                 self._bring_on(name)
             except CheckpointError as err:
-                self._given_up.add(name)
-                self._site.messages.say(
-                    "checkpoint", f"checkpoint {name} is lost: {err}; the one before stays"
-                )
+                self._give_up(name, str(err))
             except (StoreError, OSError) as err:
                 self._backoff.failed()
                 self._site.messages.say("checkpoint", f"checkpoint {name} waits: {err}")
                 return False
         self._backoff.worked()
         return all(name in self._given_up for name in self._site.exchange.saved(self._site.who))
+
+    def _give_up(self, name: str, why: str) -> None:
+        """Wait for it no more, nor let what is saved later wait: it is done with, as one in the store."""
+        self._given_up.add(name)
+        self._uploaded.pop(name, None)
+        self._site.messages.say("checkpoint", f"checkpoint {name} is lost: {why}; the one before stays")
+        with contextlib.suppress(OSError):
+            self._site.exchange.write_json(self._site.exchange.done(name), {"name": name, "lost": why})
+            self._tidy(name)
 
     def _bring_on(self, name: str) -> None:
         if name not in self._uploaded:

@@ -4,7 +4,9 @@ import shutil
 
 import pytest
 
+from envscaler_airflow.agent import saving
 from envscaler_airflow.courier.site import WorkInterruptedError
+from envscaler_airflow.courier.snapshots import snapshot_facts
 from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, Chunks, Outputs
 from envscaler_airflow.protocol import Control, control_name
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
@@ -250,6 +252,31 @@ def test_a_save_that_cannot_be_kept_is_given_up_and_said(bench, store, tmp_path)
 
     assert f"checkpoint {NAME} is lost: " in bench.site.messages.text()
     assert bench.state.last_checkpoint is None
+
+
+def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path):
+    """Neither those of a Session, which leaves out what two others wait for, nor their room on the disk."""
+    checkpoints = Checkpoints(bench.site, 3)
+    for step in (100, 200, 300):
+        name = f"g1-step-{step:08d}-a2"
+        (bench.session_saves(name, step=step) / "link").symlink_to(tmp_path)
+        checkpoints.step()
+
+    assert saving.waiting(bench.exchange.checkpoints) == []
+    assert [name for name in left(bench, "checkpoints") if not name.endswith(".done")] == [NAME]
+    assert Checkpoints(bench.site, 3).step()  # a courier that is started again
+    assert complete_checkpoints(store, 1) == ()
+
+
+def test_a_snapshot_that_is_given_up_holds_back_no_later_ones(bench, tmp_path):
+    """They wait until none is on its way."""
+    folder = bench.session_saves(NAME)
+    snapshot_facts(bench.exchange, NAME).write_text("{}")
+    (folder / "link").symlink_to(tmp_path)
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert bench.exchange.saved(bench.who) == []
 
 
 def test_old_ones_go_by_count(bench, store):
