@@ -496,17 +496,10 @@ class KubernetesBackend:
             never_came = failures.unmet(read_attempt(seen, part.nodes))
             note: Json = {"grace_s": grace_s, "at": seen.server_time}
             note |= {"unmet": never_came} if never_came else {}
-            patch = {
-                "metadata": {"uid": part.uid, "annotations": {names.STOP: json.dumps(note)}},
-                "spec": {"activeDeadlineSeconds": STOP_DEADLINE_S},
-            }
-            try:
-                self.cluster.patch(paths.jobs(part.namespace, part.name), patch)
-            except RefusedError as err:
-                if err.status not in (404, 409) or err.transient:
-                    raise
+            if not self._amend(part, {"metadata": {"annotations": {names.STOP: json.dumps(note)}}}):
                 return
-        # The kubelet has to see the end, so that nothing runs when the pod is gone: never 0.
+        # Before the deadline, by which the Job would end them within the grace that they were made with. And
+        # the kubelet has to see the end, so that nothing runs when the pod is gone: never 0.
         grace = max(1, math.ceil(grace_s))
         for pod in seen.pods:
             if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
@@ -514,6 +507,19 @@ class KubernetesBackend:
             metadata = pod["metadata"]
             path = paths.pods(metadata["namespace"], metadata["name"])
             self.cluster.delete(path, uid=metadata["uid"], grace_s=grace)
+        if job is not None:
+            self._amend(part, {"spec": {"activeDeadlineSeconds": STOP_DEADLINE_S}})
+
+    def _amend(self, part: Part, patch: Json) -> bool:
+        """Patch its Job; False when that is gone by now, and its pods with it."""
+        body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": part.uid}}
+        try:
+            self.cluster.patch(paths.jobs(part.namespace, part.name), body)
+        except RefusedError as err:
+            if err.status not in (404, 409) or err.transient:
+                raise
+            return False
+        return True
 
     def release(self, handle: Handle) -> None:
         """Remove the pods of an ended attempt; its Jobs stay for an hour as the mark that it was."""
@@ -523,26 +529,20 @@ class KubernetesBackend:
                 self._release(part, seen)
 
     def _release(self, part: Part, seen: Seen) -> None:
-        job, path = seen.job, paths.jobs(part.namespace, part.name)
+        job = seen.job
         if job is None:
             return
         if job_end(job) is None and (job["spec"].get("suspend") or not seen.pods):
-            self.cluster.delete(path, uid=part.uid)
+            self.cluster.delete(paths.jobs(part.namespace, part.name), uid=part.uid)
             return
         kept = self._keeps(job)
         patch: Json = {
-            "metadata": {"uid": part.uid, "labels": {names.RELEASED: "true"}},
+            "metadata": {"labels": {names.RELEASED: "true"}},
             "spec": {"ttlSecondsAfterFinished": max(RELEASED_TTL_S, kept)},
         }
         if job_end(job) is None:
             patch["spec"]["activeDeadlineSeconds"] = STOP_DEADLINE_S
-        try:
-            self.cluster.patch(path, patch)
-        except RefusedError as err:
-            if err.status not in (404, 409) or err.transient:
-                raise
-            return  # it is gone by now, and its pods with it
-        if kept:
+        if not self._amend(part, patch) or kept:
             return
         for pod in seen.pods:
             where = paths.pods(part.namespace, pod["metadata"]["name"])

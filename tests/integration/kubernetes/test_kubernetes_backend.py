@@ -160,6 +160,28 @@ def test_a_write_that_met_another_is_tried_again(cluster, connect):
     assert over(backend, handle) == [("ended", "killed")]
 
 
+@pytest.mark.parametrize("asked", [600, 5])
+def test_pods_have_the_grace_that_the_stop_gives_them(cluster, connect, monkeypatch, asked):
+    """Not the one that they were made with, when nobody knew how long a checkpoint takes: 30 s."""
+    cluster.script(Program(term="ignore"), container="main")
+    backend = connect()
+    handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=2)))
+    running(backend, handle)
+    real = backend.cluster.patch
+
+    def seen_by_the_job_controller(path, body):
+        answer = real(path, body)
+        cluster.advance(1)
+        return answer
+
+    monkeypatch.setattr(backend.cluster, "patch", seen_by_the_job_controller)
+    backend.stop(handle, grace_s=asked)
+
+    assert [pod["metadata"]["deletionGracePeriodSeconds"] for _, pod in backend.pods(handle)] == [asked] * 2
+    backend.stop(handle, grace_s=0)
+    assert over(backend, handle) == [("ended", "killed")] * 2
+
+
 def test_what_no_node_could_ever_hold_is_refused(connect):
     """By what the pod asks for; where nodes are added it waits, and the scheduler says why."""
     for asked in ({"cpu": "4000"}, {"memory": "900Ti"}):
