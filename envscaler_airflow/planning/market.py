@@ -453,7 +453,8 @@ def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) 
                 f"how much {item.name} holds is unknown, and copying it counted as nothing: tell its size"
             )
         elif None in usds:
-            notes.append(f"what {item.name} costs to leave {item.cloud} is unknown and counted as nothing")
+            left = item.cloud or item.place  # a cluster of one's own is in no cloud
+            notes.append(f"what {item.name} costs to leave {left} is unknown and counted as nothing")
         if not is_timed and any(usds):
             notes.append(
                 f"no speed is known, so copying {item.name} is in no price: up to ${_most(usds):.2f}"

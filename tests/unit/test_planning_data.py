@@ -171,6 +171,7 @@ def test_a_disk_without_a_known_price_is_said():
     ("data", "words"),
     [
         (DataPlace("data", "tencent", "ap-tokyo", gib=10.0), "what data costs to leave tencent is unknown"),
+        (DataPlace("data", "", "hall-3", gib=10.0), "what data costs to leave hall-3 is unknown"),
         (DataPlace("data", "aws", "us-west-2"), "how much data holds is unknown, and copying it counted as"),
     ],
 )
