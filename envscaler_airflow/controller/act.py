@@ -336,7 +336,7 @@ class Controller(Asking):
         live, end = live_of(state), action.end
         if end is None or live.handle is None:
             raise RuntimeError("an end needs a started attempt")
-        if end.outcome == "not-started":
+        if len(end.never_came) >= live.allocation.nodes:  # none of it ran
             usage = facts.usage_of(self._backend, live)
         else:
             usage = facts.known_usage(self._backend, live, now=self._clock())

@@ -6,11 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.controller import facts
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, BudgetError, RunFailedError
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer
+
+SPEC_OF_TWO = """\
+version: v1
+name: train
+resources: {requests: {cpu: 1, memory: 1Gi}}
+num_nodes: 2
+entrypoint: [python, train.py]
+checkpoint: {every: 10m}
+"""
 
 
 def test_a_long_attempt_is_stopped_when_the_budget_is_spent(world):
@@ -195,3 +205,24 @@ def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, c
 
     assert any("a budget of $5.00 cannot be kept" in line for line in told)
     assert len(world.state.attempts) == 1
+
+
+def test_what_ran_beside_a_node_that_never_came_again_is_not_free(new_world):
+    """Ten hours of node 0, whose Job somebody deleted while node 1 was refused: its times are gone."""
+    world = new_world(spec=SPEC_OF_TWO)
+    world.controller().enter()
+    began = world.clock.time()
+    price = world.state.live.allocation.usd_per_hour
+    owner = world.controller(budget_usd=1000.0)
+    owner.enter()
+    world.clock.advance(36000)
+    world.backend.set_state(world.handle, "lost", node=0, reason="lost")
+    world.backend.set_state(world.handle, "ended", node=1, reason="capacity", detail="full")
+    world.backend.usage = lambda _handle: (UsageInterval(0, began, began),)
+
+    owner.resume(Wake("status"))
+
+    ended = world.state.attempts[0].ended
+    assert (ended["outcome"], ended["never_came"], "usd" in ended) == ("not-started", [1], False)
+    spent = facts.spent_usd(world.state, world.backend, now=world.clock.time())
+    assert spent == pytest.approx(10 * price)
