@@ -21,7 +21,9 @@ TRANSFER_S = 3600.0
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _ENV_FILE_LINE = 60_000
 """Longest value in an env file, bytes: docker reads its lines by Go's bufio.Scanner, which ends at 64 KiB."""
-_ENTER = 'set -a; . /run/secrets/variables; set +a; exec "$@"'
+_ENTER = 'exec >/run/secrets/output 2>&1; set -a; . /run/secrets/variables; set +a; exec "$@"'
+"""What a container of buildah begins with. Its output goes past buildah, which on a busy machine leaves out
+the last of it: seen with version 1.28.2 and chroot isolation, in 2 of 960 runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +237,16 @@ class Buildah:
                 variables = Path(folder, "variables")
                 text = "".join(f"{key}={shlex.quote(value)}\n" for key, value in container.env.items())
                 variables.write_text(text, encoding="utf-8")
-                mounts = (*container.mounts, (str(variables), "/run/secrets/variables", True))
+                output = Path(folder, "output")
+                ours = (
+                    (str(variables), "/run/secrets/variables", True),
+                    (str(output), "/run/secrets/output", False),
+                )
+                mounts = (*container.mounts, *ours)
                 volumes = [word for mount in mounts for word in ("--volume", _volume(mount))]
                 inside = ["sh", "-c", _ENTER, "sh", *words]
-                return stream_program([self._program, "run", *volumes, name, "--", *inside], on_line)
+                command = [self._program, "run", *volumes, name, "--", *inside]
+                return stream_program(command, on_line, fifo=output)
         finally:
             run_program([self._program, "rm", name])
 

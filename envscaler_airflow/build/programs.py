@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
+import select
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,10 @@ from envscaler_airflow.errors import BackendError, SpecError
 
 KILL_AFTER_S = 10.0
 """Grace of a program that is past its time, seconds. Chosen."""
+_LOOK_S = 0.5
+"""Silence after which a program is looked at, seconds: others may keep its output open. Chosen."""
+_CHUNK_BYTES = 1 << 16
+"""Read at once. Source: pipe(7), the capacity of a pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +64,34 @@ def run_program(
 
 def stream_program(
     words: Sequence[str], on_line: Callable[[str], None], *, cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None, fifo: Path | None = None,
 ) -> int:  # fmt: skip
     """Run *words*, both outputs as one, and hand over each line as it comes; the exit code.
+
+    Args:
+        words: The program and its arguments.
+        on_line: Called with each line.
+        cwd: Its working directory.
+        env: Added to this process's own.
+        fifo: Made here and used in place of a nameless pipe: what writes to it is heard as well.
 
     Raises:
         BackendError: It cannot be started.
     """
+    read, write = os.pipe() if fifo is None else _open_fifo(fifo)
     try:
         process = subprocess.Popen(
             list(words), cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            stdout=write, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except OSError as err:
+        os.close(read)
         raise BackendError(f"{words[0]}: cannot be started ({err})") from err
-    assert process.stdout is not None
+    finally:
+        os.close(write)
     try:
-        for line in process.stdout:
-            on_line(line.rstrip("\n"))
+        for line in _lines(read, process):
+            on_line(line)
         return process.wait()
     except BaseException:
         process.terminate()
@@ -85,7 +102,34 @@ def stream_program(
             process.wait()
         raise
     finally:
-        process.stdout.close()
+        os.close(read)
+
+
+def _lines(read: int, process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Lines without their ends, until all have closed it, or *process* is over and nobody writes."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    rest = ""
+    while True:
+        if not select.select([read], [], [], _LOOK_S)[0]:
+            if process.poll() is not None:
+                break
+            continue
+        chunk = os.read(read, _CHUNK_BYTES)
+        *lines, rest = (rest + decoder.decode(chunk, final=not chunk)).split("\n")
+        yield from lines
+        if not chunk:
+            break
+    if rest:
+        yield rest
+
+
+def _open_fifo(path: Path) -> tuple[int, int]:
+    """Its ends for reading and writing; whoever sees it may write."""
+    os.mkfifo(path)
+    path.chmod(0o666)
+    read = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # to block would be to wait for a writer
+    os.set_blocking(read, True)
+    return read, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def find_program(*names: str) -> str | None:
