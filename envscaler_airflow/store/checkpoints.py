@@ -131,8 +131,8 @@ def prune(
     Good: manifest readable, every file there with its size, and not among *rejected*. Counted are
     this attempt's own and the owner's candidates. Never deleted: the newest good one, whatever
     *keep* says; one without a manifest of this attempt (it is being written); anything when a later
-    attempt has begun, or when no good one is found. A void one of an older attempt goes when it is
-    older than all that are kept.
+    attempt has begun, or when no good one is found. One of an older attempt that is no candidate goes
+    when it is older than all that are kept and these are as many as are wanted, or it is not complete.
 
     Raises:
         StoreError: Cannot be told; nothing more is deleted.
@@ -149,7 +149,7 @@ def prune(
     void = [
         name for name in names if name not in order and not _is_of(name, attempt) and _step(name) < oldest
     ]
-    gone = [*beyond, *void]
+    gone = [*beyond, *(name for name in void if len(kept) >= keep or name not in complete)]
     for name in gone:
         # The manifest goes first: from then on nobody takes the rest for a checkpoint.
         store.delete(f"{checkpoint_prefix(name)}/{MANIFEST}")

@@ -228,6 +228,18 @@ def test_what_an_older_attempt_left_half_done_goes_when_it_is_old(store, save):
     assert pruned(store, attempt=2) == ("g1-step-00000050-a1",)
 
 
+@pytest.mark.parametrize(("keep", "gone"), [(100, 0), (20, 0), (17, 4), (3, 18)])
+def test_more_than_the_candidates_are_kept_where_the_user_wants_more(store, save, keep, gone):
+    """The owner names 16 to resume from; those before them are not void because of that."""
+    names = [save(f"g1-step-{step:08d}-a1") for step in range(1, 21)]
+    save(SECOND)
+
+    deleted = pruned(store, attempt=2, candidates=tuple(names[:3:-1]), keep=keep)
+
+    assert sorted(deleted) == names[:gone]
+    assert len(complete_checkpoints(store, 1)) == 21 - gone
+
+
 def test_a_zombies_checkpoints_do_not_push_out_good_ones(store, save):
     """Attempt 1 lives on beside attempt 2 and saves at higher steps; attempt 2 counts what it may use."""
     for name in (A1, A2):
