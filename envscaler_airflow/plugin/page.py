@@ -204,7 +204,7 @@ def _cost(bill: Bill, *, is_done: bool) -> dict[str, Any]:
         parts.append({"name": name, "usd": money(value), "x": round(x, 1), "width": round(width, 1)})
         x += width
     static = bill.static
-    sources = {line.use.allocation.offer.price_source for line in bill.lines}
+    sources = {part.offer.price_source for line in bill.lines for part in line.use.allocation.parts}
     return {
         "parts": parts,
         "unknown": [name for name in names if getattr(bill.usd_split, name) is None],

@@ -179,6 +179,19 @@ def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
     ]
 
 
+def test_where_each_price_of_a_mixed_allocation_is_from_is_told(store):
+    """An hour of one node on demand and one of spot, whose prices are of two lists."""
+    spot = {**NAMED, "capacity_type": "spot"}
+    core = Offer(**NAMED, instance_type="cpu-1", usd_per_hour=0.36, price_source="the list")
+    rest = Offer(**spot, instance_type="cpu-1", usd_per_hour=0.12, price_source="the market")
+    begin(store, allocation=Allocation(core, 2, rest=rest, rest_nodes=1))
+
+    text = Elements(run_page(read_facts(store, "run"), now=1000.0 + 3600)).text
+
+    assert "cost $0.480000" in text
+    assert "Price: the list Price: the market" in text
+
+
 def test_what_is_not_known_is_said_to_be(store):
     """No status, no price, no step: never a zero."""
     free = Allocation(Offer(**NAMED, instance_type="cpu-1"))
