@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 
+from envscaler_airflow.build import builders
 from envscaler_airflow.build.builders import Access, Buildah, Container, Docker, Order, find_builder
 from envscaler_airflow.build.scan import scan_image
 from envscaler_airflow.errors import BackendError, SpecError
@@ -193,6 +196,25 @@ def test_buildah_says_what_it_cannot_do(program):
         buildah.run("x", ["true"], Container(mounts=(("/srv/a:b", "/d", True),)), print)
 
     assert not any(line.startswith("run") for line in program.words("buildah"))
+
+
+def test_variables_can_be_read_by_the_image_s_user_whatever_the_umask_is(program, monkeypatch):
+    """The file is mounted as it is; the folder that it lies in is nobody else's."""
+    seen = []
+
+    def stream(words, *_given):
+        path = Path(next(word for word in words if word.endswith(":/run/secrets/variables:ro")).split(":")[0])
+        seen.extend([path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777])
+        return 0
+
+    monkeypatch.setattr(builders, "stream_program", stream)
+    before = os.umask(0o077)
+    try:
+        Buildah(program("buildah", "from*) echo c-1;;")).run("x", ["true"], Container(env={"A": "b"}), print)
+    finally:
+        os.umask(before)
+
+    assert seen == [0o644, 0o700]
 
 
 def test_buildah_removes_its_container_whatever_the_command_did(program):
