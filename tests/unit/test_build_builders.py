@@ -202,7 +202,7 @@ def test_variables_can_be_read_by_the_image_s_user_whatever_the_umask_is(program
     """The file is mounted as it is; the folder that it lies in is nobody else's."""
     seen = []
 
-    def stream(words, *_given):
+    def stream(words, *_given, **_named):
         path = Path(next(word for word in words if word.endswith(":/run/secrets/variables:ro")).split(":")[0])
         seen.extend([path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777])
         return 0
