@@ -237,9 +237,7 @@ class Buildah:
                 variables = Path(folder, "variables")
                 text = "".join(f"{key}={shlex.quote(value)}\n" for key, value in container.env.items())
                 variables.write_text(text, encoding="utf-8")
-                variables.chmod(
-                    0o644
-                )  # for the image's user, whatever the umask is; the folder is ours alone
+                variables.chmod(0o644)  # for the image's user, under any umask; the folder is ours alone
                 output = Path(folder, "output")
                 ours = (
                     (str(variables), "/run/secrets/variables", True),
