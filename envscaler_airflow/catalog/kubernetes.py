@@ -178,10 +178,12 @@ def node_pools(
         node = read_node(item)
         if node.is_usable and node.vcpus and node.memory_gib:
             offer = _offer(node)
-            # A node whose device plugin is not up yet has no GPU: its neighbours of the same type do.
             alike.setdefault((offer.name, offer.gpu_name), []).append((offer, node))
+    with_gpus = {name for name, gpu in alike if gpu is not None}
     pools = []
-    for found in alike.values():
+    for (name, gpu), found in alike.items():
+        if gpu is None and name in with_gpus:
+            continue  # nodes whose device plugin is not up yet: what the others of their type have tells more
         usd, source = _dearest((node for _, node in found), prices, cluster_prices or {})
         offer = replace(
             found[0][0],

@@ -121,15 +121,16 @@ def test_nodes_that_are_alike_are_one_pool_of_the_smallest():
     assert round(pool.offer.memory_gib, 2) == 14.31
 
 
-def test_a_node_whose_gpus_are_not_up_yet_is_no_part_of_the_pool_that_has_them():
-    """The device plugin comes minutes after the node; feature discovery's labels may, too."""
+def test_a_node_whose_gpus_are_not_up_yet_tells_nothing_of_its_type():
+    """The device plugin comes minutes after the node; the pool is of those that have it."""
     fresh = node(name="fresh", without=(PRODUCT, MEMORY))
     del fresh["status"]["allocatable"]["nvidia.com/gpu"]
 
     for nodes in ([EKS, fresh], [fresh, EKS]):
         found = {pool.offer.gpu_name: (pool.offer.gpus, pool.names) for pool in node_pools(nodes)}
 
-        assert found == {"A10G": (1, ("ip-10-0-1-7",)), None: (0, ("fresh",))}
+        assert found == {"A10G": (1, ("ip-10-0-1-7",))}
+    assert [pool.offer.gpus for pool in node_pools([fresh])] == [0]
 
 
 def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
