@@ -39,9 +39,9 @@ def stage_of(
         SpecError: The spec or an argument is wrong.
     """
     parameters = dict(operator.parameters or {})
-    inputs = {name: _uri(name, value) for name, value in (operator.inputs or {}).items()}
-    spec = None
+    inputs, spec = {}, None
     if is_entry:
+        inputs = {name: _uri(name, value) for name, value in (operator.inputs or {}).items()}
         _check_word("strategy", operator.strategy, STRATEGIES)
         _check_word("restart", operator.restart or "resume", RESTARTS)
         path = spec_path(operator.spec, context["dag"].fileloc)

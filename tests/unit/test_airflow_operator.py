@@ -385,6 +385,15 @@ def test_an_input_that_is_no_uri_is_refused(world):
         world.execute(world.operator(inputs={"data": None}))
 
 
+def test_an_input_that_is_gone_ends_no_stage_that_runs(world):
+    """Its upstream was cleared meanwhile: what runs goes by what was frozen."""
+    operator, ti = world.operator(inputs={"data": "file:///tmp"}), Ti()
+    world.execute(operator, ti)
+    operator.inputs = {"data": None}
+
+    world.deferral(lambda: world.resume(operator, ti))
+
+
 def test_a_spec_that_is_wrong_is_never_retried(world):
     """Nor is anything begun."""
     (world.dag_file.parent / "train.yaml").write_text(SPEC + "nonsense: 1\n")
