@@ -13,7 +13,7 @@ from envscaler_airflow.controller.spans import Span, cost_usd
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
-from envscaler_airflow.lifecycle.ends import LOST_AFTER_S, began_anew
+from envscaler_airflow.lifecycle.ends import LOST_AFTER_S
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
@@ -213,9 +213,6 @@ class Watch:
             found.append(Wake("status", detail="every node said that it ended"))
         if not self._watching.stopping and any(status.health == "stalled" for status in said):
             found.append(Wake("status", detail="stalled"))
-        is_anew = began_anew(self.statuses.get(0), nodes=self._watching.nodes) is not None
-        if is_anew and not self._watching.stopping:
-            found.append(Wake("status", detail="it began anew"))
         silent = self._silent_s()
         if silent >= LOST_AFTER_S:
             found.append(Wake("silent", silent_s=silent, detail="neither backend nor nodes were heard"))

@@ -77,20 +77,6 @@ class Observed:
         return self.nodes[0].status if self.nodes else None
 
 
-def began_anew(said: Status | None, *, nodes: int) -> str | None:
-    """Where a training makes steps again that are in a checkpoint of its own attempt; None when it does not.
-
-    An elastic launcher starts it again when a node goes, and ranks on several nodes then restore by their
-    Session what the attempt began from. Steps that no Session counts (it tells its saves) may be anything.
-    """
-    if said is None or nodes < 2 or said.progress.save_s is None:
-        return None
-    step, saved = said.progress.step, said.last_checkpoint_step
-    if step is None or saved is None or not (said.start_step or 0) < step < saved:
-        return None
-    return f"it was started again and is at step {step}, before its checkpoint of step {saved}"
-
-
 @dataclass(frozen=True, slots=True)
 class End:
     """How an attempt ended: what the ``attempt-ended`` event carries.

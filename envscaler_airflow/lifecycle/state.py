@@ -85,8 +85,8 @@ class AttemptState:
         vcpus: CPUs per node where they were changed in place; None as in the spec.
         checkpoint_every_s: Seconds between its checkpoints, where that is other than the spec says.
         handle: The backend's, once started.
-        stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled``, ``timeout``, ``image``,
-            ``capacity`` or ``begun-anew``; ``""`` while running.
+        stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled``, ``timeout``, ``image`` or
+            ``capacity``; ``""`` while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
         stop: Body of the stopping event; empty before.
         target: Where a move goes.

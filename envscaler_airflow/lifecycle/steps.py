@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envscaler_airflow.lifecycle.ends import USER_ERRORS, End, Observed, began_anew, end_of
+from envscaler_airflow.lifecycle.ends import USER_ERRORS, End, Observed, end_of
 from envscaler_airflow.lifecycle.events import Actor
 from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState
 from envscaler_airflow.planning.offers import Allocation
@@ -275,9 +275,6 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
     head = facts.observed.head if facts.observed else None
     if head is not None and head.health == "stalled":
         return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
-    anew = began_anew(head, nodes=live.allocation.nodes)
-    if anew is not None:
-        return Action("stop", why="begun-anew", reason=anew)
     move = _first(state.pending, "move-requested")
     if live.change is None:
         return Action("judge", request=move) if move is not None else None

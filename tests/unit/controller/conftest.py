@@ -135,12 +135,8 @@ class World:
         phase="running",
         **more,
     ):
-        """Let a node of the live attempt say something; *more* is of its progress, *training* its phase.
-
-        *last*: name and step of its last checkpoint, where that is not of this *step*.
-        """
+        """Let a node of the live attempt say something; *more* is of its progress, *training* its phase."""
         checkpoint_s, training = more.pop("checkpoint_s", None), more.pop("training", None)
-        checkpoint, saved_step = more.pop("last", None) or (checkpoint, step if checkpoint else None)
         live = self.state.live
         name = f"{KEY.prefix}/{status_name(live.generation, live.number, node)}"
         old = self.store.read(name)
@@ -158,7 +154,7 @@ class World:
             ),
             start_step=0,
             last_checkpoint=checkpoint,
-            last_checkpoint_step=saved_step,
+            last_checkpoint_step=step if checkpoint else None,
             ended=ended,
             outputs=outputs or {},
         )

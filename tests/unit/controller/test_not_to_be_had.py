@@ -168,56 +168,6 @@ def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
     assert (world.state.live.number, world.state.live.candidates) == (2, (saved,))
 
 
-def test_what_torchrun_began_anew_goes_on_from_its_newest_checkpoint(world):
-    """Node 1 was lost and made again: ranks on several nodes restore what the attempt began from."""
-    owner = world.controller()
-    waiting = owner.enter()
-    saved = world.save(500)
-    world.say(step=510, save_s=1.0, last=(saved, 500))
-    watch = world.watch(waiting)
-    quiet = watch.poll()
-    world.say(step=3, save_s=1.0, last=(saved, 500))
-
-    wake = watch.poll()
-    owner.resume(wake)
-    asked, stopping = world.control(), world.log.read()[-1].body
-    for node in range(2):
-        world.say(node=node, step=4, last=(saved, 500), ended=Ended(exit_code=85, reason="left"))
-    world.backend.end(world.handle, exit_code=85, reason="left")
-    owner.resume(Wake("status"))
-    owner.resume(Wake("backoff"))
-
-    assert (quiet, wake.detail) == (None, "it began anew")
-    assert (asked.action, stopping["why"]) == ("leave", "begun-anew")
-    assert stopping["reason"] == "it was started again and is at step 3, before its checkpoint of step 500"
-    assert (world.state.live.number, world.state.live.candidates) == (2, (saved,))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "more"),
-    [
-        (2, {"step": 3, "last": None, "save_s": 1.0}),
-        (2, {"step": 500, "last": 500, "save_s": 1.0}),
-        (2, {"step": 3, "last": 500}),
-        (1, {"step": 3, "last": 500, "save_s": 1.0}),
-    ],
-)
-def test_what_has_no_newer_checkpoint_of_ours_is_left_alone(new_world, nodes, more):
-    """It made none yet, is there, counts steps of its own, or restores the newest by itself."""
-    world = new_world(
-        (GPU,), spec=SPEC.replace("num_nodes: 2", f"num_nodes: {nodes}"), backend=ElasticBackend
-    )
-    owner = world.controller()
-    waiting = owner.enter()
-    last = more["last"] and (world.save(more["last"]), more["last"])
-    world.say(**{**more, "last": last})
-
-    owner.resume(Wake("status"))
-
-    assert world.watch(waiting).poll() is None
-    assert world.state.live.phase == "started"
-
-
 def test_what_only_waits_for_others_is_given_back_at_once(world):
     """It made no step: node 0 alone of two that were to begin together."""
     owner = world.controller()
