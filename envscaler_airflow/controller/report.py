@@ -44,7 +44,10 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
 
 
 def run_bill(state: RunState, *, now: float) -> Bill:
-    """The bill of the current generation."""
+    """The bill of the current generation.
+
+    Before the work is done, what it cost is not compared with the whole of it on one allocation.
+    """
     attempts = state.attempts_of(state.generation)
     uses = [
         use for index, attempt in enumerate(attempts) for use in _uses(attempt, _next_start(attempts, index))
@@ -52,7 +55,8 @@ def run_bill(state: RunState, *, now: float) -> Bill:
     pauses = [_pause(before, after) for before, after in pairwise(attempts)]
     totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
     known = [total for total in totals if total is not None]
-    return bill(uses, now=now, pauses=pauses, total_steps=known[-1] if known else None)
+    made = bill(uses, now=now, pauses=pauses, total_steps=known[-1] if known else None)
+    return made if state.status == "succeeded" else replace(made, saved_usd=None)
 
 
 def run_report(state: RunState, *, now: float) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def run_page(facts: RunFacts, *, now: float) -> str:
         hidden_nodes=max(0, state.current.allocation.nodes - MOST_NODES) if state.current else 0,
         answers=[_answer(event) for event in facts.answers],
         checks=[_check(*item) for item in facts.checks],
-        cost=_cost(bill, is_done=state.status == "succeeded"),
+        cost=_cost(bill),
         chart=charts,
     )
 
@@ -189,12 +189,9 @@ def _check(check: Check, times: int) -> tuple[str, str, str, str, str]:
     )
 
 
-def _cost(bill: Bill, *, is_done: bool) -> dict[str, Any]:
-    """What the money went to: parts that are known, each with its share of their sum.
-
-    What a part of the work has cost is not compared with the whole of it on one allocation.
-    """
-    saved = bill.saved_usd if is_done else None
+def _cost(bill: Bill) -> dict[str, Any]:
+    """What the money went to: parts that are known, each with its share of their sum."""
+    saved = bill.saved_usd
     names = [item.name for item in fields(Split)]
     known = [(name, value) for name in names if (value := getattr(bill.usd_split, name)) is not None]
     whole = sum(value for _, value in known)
