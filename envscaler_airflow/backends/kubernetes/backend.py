@@ -498,11 +498,12 @@ class KubernetesBackend:
             note |= {"unmet": never_came} if never_came else {}
             if not self._amend(part, {"metadata": {"annotations": {names.STOP: json.dumps(note)}}}):
                 return
-        # Before the deadline, by which the Job would end them within the grace that they were made with. And
-        # the kubelet has to see the end, so that nothing runs when the pod is gone: never 0.
+        # Before the deadline, by which the Job would end them within the grace that they were made with; and
+        # never 0, so that the kubelet sees the end. What waits for a node has none: the deadline ends it.
         grace = max(1, math.ceil(grace_s))
         for pod in seen.pods:
-            if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+            is_over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+            if is_over or (job is not None and not pod["spec"].get("nodeName")):
                 continue
             metadata = pod["metadata"]
             path = paths.pods(metadata["namespace"], metadata["name"])
