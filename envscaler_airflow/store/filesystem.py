@@ -50,6 +50,7 @@ class FilesystemStore:
 
         Raises:
             SpecError: fsspec does not know the protocol, or its package is missing.
+            StoreError: The filesystem connects at once, and cannot.
         """
         try:
             self._fs, root = url_to_fs(url, **dict(options or {}))
@@ -59,6 +60,8 @@ class FilesystemStore:
             raise SpecError(
                 f"store {url}: {err}: write file:///path, s3://bucket/path or gs://bucket/path"
             ) from err
+        except OSError as err:
+            raise StoreError(f"store {url}: {type(err).__name__}: {err}", transient=True) from err
         self._root: str = root.rstrip("/")
         self.url = url.rstrip("/") if not url.endswith("://") else url
         protocol = self._fs.protocol

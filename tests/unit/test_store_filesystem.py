@@ -101,3 +101,16 @@ def test_an_unknown_protocol_says_what_to_write():
     """A typo in the scheme."""
     with pytest.raises(SpecError, match=r"s4.*write file:///path"):
         open_store("s4://bucket/x")
+
+
+def test_a_server_that_cannot_be_reached_is_named(monkeypatch):
+    """Some filesystems connect when they are opened; asked again it may be there."""
+
+    def refuse(*_url, **_options):
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr("envscaler_airflow.store.filesystem.url_to_fs", refuse)
+
+    with pytest.raises(StoreError, match="store ftp://host/x: ConnectionRefusedError: refused") as told:
+        open_store("ftp://host/x")
+    assert told.value.transient
