@@ -22,7 +22,7 @@ from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_e
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
 from envscaler_airflow.backends.kubernetes.look import look_at, steadily
 from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
-from envscaler_airflow.backends.kubernetes.mounts import drivers_for
+from envscaler_airflow.backends.kubernetes.mounts import drivers_for, holds_s
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.render import (
     MAIN,
@@ -523,7 +523,7 @@ class KubernetesBackend:
         return True
 
     def release(self, handle: Handle) -> None:
-        """Remove the pods of an ended attempt; its Jobs stay for an hour as the mark that it was."""
+        """Remove the pods of an ended attempt; its Jobs stay for a while as the mark that it was."""
         found = self._look(handle)
         if _status(found).is_over:
             for part, seen in found:
@@ -539,7 +539,7 @@ class KubernetesBackend:
         kept = self._keeps(job)
         patch: Json = {
             "metadata": {"labels": {names.RELEASED: "true"}},
-            "spec": {"ttlSecondsAfterFinished": max(RELEASED_TTL_S, kept)},
+            "spec": {"ttlSecondsAfterFinished": max(RELEASED_TTL_S, kept, holds_s(job, self.settings.ttl_s))},
         }
         if job_end(job) is None:
             patch["spec"]["activeDeadlineSeconds"] = STOP_DEADLINE_S

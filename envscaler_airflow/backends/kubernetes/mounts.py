@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.names import claim_name, dns_label
+from envscaler_airflow.backends.kubernetes.names import HOLDS, claim_name, dns_label
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.outputs import is_output_uri
@@ -248,6 +248,17 @@ def claims_of(spec: Mapping[str, Any], *, run: str, labels: Mapping[str, str]) -
             {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec_of}
         )
     return made
+
+
+def holds_s(job: Mapping[str, Any], ttl_s: int) -> int:
+    """Seconds that an ended *job* stays for the claims of its run: a later attempt may need their data.
+
+    One whose nodes all succeeded is the last of its run, and holds nothing for others.
+    """
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    is_complete = any(one["type"] == "Complete" and one["status"] == "True" for one in conditions)
+    holds = (job["metadata"].get("annotations") or {}).get(HOLDS) == "true"
+    return ttl_s if holds and not is_complete else 0
 
 
 def _shared(found: Mounts, what: str, path: str) -> None:

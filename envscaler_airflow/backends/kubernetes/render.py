@@ -161,6 +161,7 @@ class _Attempt:
         job_labels |= {names.FIRST: str(first)} if first else {}
         job_labels |= {names.MOST: str(self.most), names.BEGUN: str(nodes)} if self.is_elastic else {}
         template = self._template(labels)
+        holds = any(names.RUN in claim["metadata"].get("labels", {}) for claim in self.claims())
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
             "completions": nodes,
@@ -188,7 +189,8 @@ class _Attempt:
                     names.PREFIX: request.run_prefix,
                     names.STORE: request.store_url,
                     names.STAGE: request.run_label,
-                },
+                }
+                | ({names.HOLDS: "true"} if holds else {}),
             },
             "spec": spec,
         }

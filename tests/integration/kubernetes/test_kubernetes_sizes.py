@@ -6,11 +6,11 @@ import time
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS
 from fakes.kubernetes.resources import CLAIMS, DRIVERS
-from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, request_for, running, with_claim
+from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, over, request_for, running, with_claim
 
 from envscaler_airflow.backends.kubernetes import names, paths
 from envscaler_airflow.controller.facts import usage_of
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.lifecycle import AttemptState
 from envscaler_airflow.lifecycle.state import Before
 from envscaler_airflow.planning.offers import Allocation
@@ -296,6 +296,32 @@ def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connec
     backend.cluster.delete(paths.jobs("default", second.name), uid=second.details["uid"])
 
     eventually(lambda: len(cluster.list(CLAIMS, "default")), lambda count: count == 1)
+
+
+@pytest.mark.parametrize(("ends", "hours"), [("fails", 24), ("succeeds", 1)])
+def test_a_claim_outlives_the_attempts_that_could_not_start(cluster, connect, ends, hours):
+    """Its data are for the next attempt, which may wait for a machine for hours; after a success for nobody."""
+    backend, spec = (
+        connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}]),
+        with_claim(retain="run"),
+    )
+    [large] = backend.offers()
+    handle = backend.submit(request_for(spec=spec))
+    running(backend, handle)
+    cluster.pod(f"{handle.name}-0-").exit(1 if ends == "fails" else 0)
+    over(backend, handle)
+    backend.release(handle)
+
+    def is_kept():
+        with pytest.raises(CapacityError):
+            backend.submit(request_for(spec=spec, attempt=2, allocation=Allocation(large)))
+        return len(cluster.list(CLAIMS, "default")) == 1
+
+    assert is_kept()
+    cluster.advance(hours * 3600 - 600)
+    assert is_kept()
+    cluster.advance(1200)
+    eventually(lambda: cluster.list(CLAIMS, "default"), lambda left: left == [])
 
 
 def test_a_claim_that_is_there_is_bound_as_it_is(cluster, connect):
