@@ -54,7 +54,8 @@ class End:
 def tell_end(end: End, last_lines: Sequence[str]) -> Tuple[Ended, int]:
     """Return the end for the owner and the wrapper's exit code for whoever started it.
 
-    A command that was asked to go and finishes by itself before a signal has succeeded.
+    A command that was asked to go and finishes by itself before a signal has succeeded, unless a Session
+    of it said that it leaves: a pipeline ends with the code of its last command.
     One that fails by itself before a signal has failed, asked or not.
     """
     code = end.code if end.code >= 0 else None
@@ -65,7 +66,7 @@ def tell_end(end: End, last_lines: Sequence[str]) -> Tuple[Ended, int]:
 
 
 def _reason(end: End, last_lines: Sequence[str]) -> Tuple[str, str]:
-    if end.code == 0 and not end.signalled:
+    if end.code == 0 and not (end.signalled or end.session_left):
         return "succeeded", ""
     if end.session_left or (end.asked and (end.signalled or end.code in (EXIT_LEFT, EXIT_STOPPED))):
         return end.asked or "left", "saved and left" if end.session_left else "ended when asked"

@@ -336,6 +336,16 @@ def test_cooperating_code_leaves_at_the_end_of_an_epoch(node):
     assert status.progress.first_step_s < status.progress.elapsed_s
 
 
+def test_a_training_that_leaves_in_a_pipeline_has_not_succeeded(node):
+    """A shell ends with the code of ``cat``, which is 0: the work is half done all the same."""
+    node.start("sh", "-c", '"$0" -c "$1" | cat', sys.executable, TRAIN.format(in_save=""))
+    node.until(lambda: (node.report().progress.step or 0) > 5)
+    node.ask("leave", align="step")
+
+    assert node.end()[0] == EXIT_LEFT
+    assert (node.status().ended.reason, len(node.saves())) == ("left", 1)
+
+
 def test_a_run_that_nobody_owns_is_orphaned(node):
     """The courier says so in the reason."""
     node.train().ask("leave", align="step", reason="orphaned: the lease stood still")

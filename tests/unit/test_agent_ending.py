@@ -129,6 +129,13 @@ def test_a_launcher_that_turns_leaving_into_a_failure_is_seen_through():
     assert reason(End(1, asked="left", session_left=True), "ChildFailedError") == ("left", EXIT_LEFT)
 
 
+def test_a_pipeline_that_turns_leaving_into_success_is_seen_through():
+    """``python train.py | tee log`` ends with the code of ``tee``: the training left all the same."""
+    assert reason(End(0, asked="left", session_left=True)) == ("left", EXIT_LEFT)
+    assert reason(End(0, asked="stopped", session_left=True)) == ("stopped", EXIT_STOPPED)
+    assert reason(End(0, asked="orphaned", session_left=True)) == ("orphaned", EXIT_ORPHANED)
+
+
 def test_finishing_by_itself_when_asked_to_leave_is_success():
     """The last step came before the signal."""
     assert reason(End(0, asked="left")) == ("succeeded", 0)
