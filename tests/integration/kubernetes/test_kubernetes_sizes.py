@@ -300,11 +300,9 @@ def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connec
 
 @pytest.mark.parametrize(("ends", "hours"), [("fails", 24), ("succeeds", 1)])
 def test_a_claim_outlives_the_attempts_that_could_not_start(cluster, connect, ends, hours):
-    """Its data are for the next attempt, which may wait for a machine for hours; after a success for nobody."""
-    backend, spec = (
-        connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}]),
-        with_claim(retain="run"),
-    )
+    """Its data are for the next attempt, which may wait for hours; after a success for nobody."""
+    backend = connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}])
+    spec = with_claim(retain="run")
     [large] = backend.offers()
     handle = backend.submit(request_for(spec=spec))
     running(backend, handle)
