@@ -241,6 +241,19 @@ def test_a_node_is_billed_from_its_binding_to_its_last_container():
     )
 
 
+def test_a_machine_whose_clock_is_behind_is_billed_for_what_it_ran():
+    """Half an hour by its own clock, which is two hours late; a clock that agrees changes nothing."""
+    late = pod(phase="Succeeded", finished="2026-11-29T15:31:00Z")
+    late["status"]["startTime"] = "2026-11-29T15:01:00Z"
+    agrees = pod(phase="Succeeded", finished=END)
+    agrees["status"]["startTime"] = "2026-11-29T17:01:02Z"
+
+    [one] = intervals(Seen(job(ended=END), (late,)), PART)
+    assert (one.start, one.end) == (timestamp(BOUND), timestamp(BOUND) + 1800)
+    [one] = intervals(Seen(job(ended=END), (agrees,)), PART)
+    assert one.end == timestamp(END)
+
+
 def test_a_node_whose_pod_is_gone_is_billed_by_its_job():
     """From start to end; one whose Job is gone is billed no more."""
     assert intervals(Seen(job(ended=END)), PART) == (UsageInterval(0, timestamp(START), timestamp(END)),)

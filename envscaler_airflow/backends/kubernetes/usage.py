@@ -103,7 +103,16 @@ def _ended_at(pod: Json) -> float | None:
         timestamp(((one.get("state") or {}).get("terminated") or {}).get("finishedAt")) for one in containers
     ]
     known = [end for end in ends if end is not None]
-    return max(known) if known else timestamp(pod["metadata"].get("deletionTimestamp"))
+    return max(known) + _behind_s(pod) if known else timestamp(pod["metadata"].get("deletionTimestamp"))
+
+
+def _behind_s(pod: Json) -> float:
+    """Seconds that the clock of its machine is behind the API server's, at least.
+
+    The kubelet takes a pod after that was bound; where its own time of that is earlier, its clock is.
+    """
+    bound, taken = _bound_at(pod), timestamp((pod.get("status") or {}).get("startTime"))
+    return 0.0 if bound is None or taken is None else max(0.0, bound - taken)
 
 
 def _job_ended_at(seen: Seen) -> float | None:
