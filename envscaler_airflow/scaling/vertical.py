@@ -25,7 +25,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def vertical(observation: Observation, policy: Policy) -> Proposal:
-    """Propose the cheapest candidate of the same GPUs and nodes that fits what is used.
+    """Propose the smallest candidate of the same GPUs and nodes that fits what is used.
 
     Memory is judged by the peak of a window over all nodes, CPU by its mean. A steady slope of
     memory gives a time to out-of-memory; when that is nearer than a move takes, the move is
@@ -123,11 +123,13 @@ def _propose(
     here = observation.current
     memory, cpus = wanted[0] or here.offer.memory_gib, wanted[1] or here.offer.vcpus
     fitting = [item for item in observation.others() if _is_alike(item, here) and _holds(item, memory, cpus)]
+    if _holds(here, memory, cpus):
+        fitting = [here, *(item for item in fitting if not _is_dearer(item, here))]
     asked = f"{memory:.3g} GiB and {cpus:.3g} CPUs"
     numbers = {**numbers, "asked_memory_gib": memory, "asked_vcpus": cpus}
     if not fitting:
         return Proposal(reason=f"{why} asks for {asked} a node, and no candidate has that", numbers=numbers)
-    target = min(fitting, key=lambda i: (i.offer.memory_gib, i.offer.vcpus, i.usd_per_hour or 0.0, i.name))
+    target = min(fitting, key=_rank)
     if (target.offer.memory_gib, target.offer.vcpus) == (here.offer.memory_gib, here.offer.vcpus):
         return Proposal(
             reason=f"{why} asks for {asked} a node, and nothing nearer is offered", numbers=numbers
@@ -142,6 +144,17 @@ def _is_alike(item: Allocation, here: Allocation) -> bool:
     mine, its = here.offer, item.offer
     same_gpus = (its.gpu_name, its.gpus) == (mine.gpu_name, mine.gpus)
     return same_gpus and item.nodes == here.nodes and its.capacity_type == mine.capacity_type
+
+
+def _rank(item: Allocation) -> tuple[float, float, bool, float, str]:
+    """The smallest first, of equal ones the cheapest; an unknown price after all known ones."""
+    price, offer = item.usd_per_hour, item.offer
+    return offer.memory_gib, offer.vcpus, price is None, price or 0.0, item.name
+
+
+def _is_dearer(item: Allocation, here: Allocation) -> bool:
+    mine, its = here.usd_per_hour, item.usd_per_hour
+    return mine is not None and its is not None and its > mine
 
 
 def _holds(item: Allocation, memory_gib: float, cpus: float) -> bool:

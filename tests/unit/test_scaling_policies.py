@@ -230,6 +230,26 @@ def test_memory_that_stays_low_is_lowered_after_longer():
     assert (got.action, got.target) == ("move", SMALL)
 
 
+@pytest.mark.parametrize(
+    "other", [BIG, on(memory=16.0, cpus=32.0, usd=5.0, kind="many-cores")], ids=["larger", "dearer"]
+)
+def test_too_much_memory_never_leads_to_a_larger_or_dearer_machine(other):
+    """10 of 32 GiB for twenty minutes, and nothing smaller is offered."""
+    got = decide(replace(using(lambda _at: 10.0), candidates=(OD, other)), VERTICAL)
+
+    assert (got.action, got.target) == ("keep", OD)
+    assert "nothing nearer is offered" in got.reason
+
+
+def test_of_machines_alike_one_of_unknown_price_comes_last():
+    """Unknown is not free, whatever the names."""
+    unknown = on(memory=64.0, usd=None, kind="a-big")
+
+    got = decide(replace(using(lambda _at: 30.0), candidates=(unknown, OD, BIG)), VERTICAL)
+
+    assert (got.action, got.target) == ("move", BIG)
+
+
 def test_a_peak_in_the_long_window_keeps_the_memory():
     """Ten GiB now, and 20 a quarter of an hour ago."""
     assert decide(using(lambda at: 20.0 if at == 12 else 10.0), VERTICAL).action == "keep"
