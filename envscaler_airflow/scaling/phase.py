@@ -52,6 +52,9 @@ def phase(observation: Observation, policy: Policy) -> Proposal:
         )
     if _meets(need, observation.current):
         return Proposal(reason=f"{observation.current.name} is what {need.phase} needs", numbers=numbers)
+    if coming is not None and _is_ready(coming, need, observation):
+        why = f"{observation.current.name} is what {coming.phase} needs, which is about to begin"
+        return Proposal(reason=why, numbers=numbers)
     return _propose(view, need, f"{need.phase} ({now.source})", numbers)
 
 
@@ -76,6 +79,12 @@ def _is_due(observation: Observation) -> bool:
     return left_s is not None and left_s <= LEAD * observation.overheads.start_s
 
 
+def _is_ready(coming: PhaseNeed, need: PhaseNeed, observation: Observation) -> bool:
+    """True when what was met in time for the next phase is held, and this phase needs no more."""
+    here = observation.current
+    return _is_due(observation) and _meets(coming, here) and not _is_bigger(need, here)
+
+
 def _is_bigger(need: PhaseNeed, here: Allocation) -> bool:
     return (need.nodes or 0) > here.nodes or (need.gpu_memory_gb or 0) > (here.offer.gpu_memory_gb or 0)
 
@@ -95,7 +104,7 @@ def _propose(view: Outlook, need: PhaseNeed, why: str, numbers: dict[str, Any]) 
         return Proposal(reason=f"{why} needs {wanted}, and no candidate has that", numbers=numbers)
     target = min(fitting, key=lambda item: (item.usd_per_hour is None, item.usd_per_hour or 0.0, item.name))
     lasts_s = seen.phase_lasts_s.get(need.phase)
-    passed = None if lasts_s is None else _too_short(view, target, lasts_s)
+    passed = None if lasts_s is None else _too_short(view, target, need, lasts_s)
     if passed is not None:
         return Proposal(reason=f"{why} is passed over: {passed}", numbers={**numbers, "lasts_s": lasts_s})
     moving = view.moving(target, speed=view.slowest(target))
@@ -103,12 +112,20 @@ def _propose(view: Outlook, need: PhaseNeed, why: str, numbers: dict[str, Any]) 
     return Proposal((want,), numbers={**numbers, "lasts_s": lasts_s})
 
 
-def _too_short(view: Outlook, target: Allocation, lasts_s: float) -> str | None:
+def _left_s(need: PhaseNeed, lasts_s: float, seen: Observation) -> float:
+    """Seconds of the phase to come; the whole when it has not begun, or goes on for longer than before."""
+    left_s = seen.next_phase_in_s
+    return min(left_s, lasts_s) if need.phase == seen.training_phase and left_s else lasts_s
+
+
+def _too_short(view: Outlook, target: Allocation, need: PhaseNeed, whole_s: float) -> str | None:
     """Why a phase that lasts so long does not pay for moving there and back; None: it does."""
     seen = view.observation
+    lasts_s = _left_s(need, whole_s, seen)
     moves_s = 2 * seen.overheads.start_s
     if lasts_s <= moves_s:
-        return f"it lasts {lasts_s:.0f} s, and moving there and back takes {moves_s:.0f} s"
+        more = " more" if lasts_s < whole_s else ""
+        return f"it lasts {lasts_s:.0f} s{more}, and moving there and back takes {moves_s:.0f} s"
     here, there = seen.current.usd_per_hour, target.usd_per_hour
     if here is None or there is None or there >= here:
         return None

@@ -179,6 +179,37 @@ def test_a_phase_that_saves_less_than_its_moves_is_passed_over():
     assert "it saves $1.5, and moving there and back costs $5" in got.reason
 
 
+def test_the_end_of_a_long_phase_is_passed_over():
+    """Of ten hours of evaluation one minute is left."""
+    got = decide(
+        in_phase(
+            EIGHT, "evaluation", next_phase="training", next_phase_in_s=60.0,
+            phase_lasts_s={"evaluation": 36_000.0},
+        ),
+        replace(PHASES, phases=(*PHASES.phases[1:], PhaseNeed("training", 4))),
+    )  # fmt: skip
+
+    assert got.action == "keep"
+    assert "passed over: it lasts 60 s more, and moving there and back takes 1200 s" in got.reason
+
+
+@pytest.mark.parametrize("left_s", [900.0, 300.0, 0.0])
+def test_what_was_met_in_time_is_kept_until_its_phase_begins(left_s):
+    """Eight nodes were taken for training; loading, which needs four, goes on, longer than last time too."""
+    facts = {"next_phase": "training", "next_phase_in_s": left_s, "phase_lasts_s": {"loading": 36_000.0}}
+
+    got = decide(in_phase(EIGHT, "loading", **facts), PHASES)
+
+    assert got.action == "keep"
+
+
+def test_a_phase_that_goes_on_for_longer_than_last_time_still_gets_what_it_needs():
+    """Training on two nodes; evaluation, for which they would do, was to begin by now."""
+    facts = {"next_phase": "evaluation", "next_phase_in_s": 0.0, "phase_lasts_s": {"training": 36_000.0}}
+
+    assert decide(in_phase(TWO, "training", **facts), PHASES).target == EIGHT
+
+
 def test_a_phase_is_told_from_the_gpus_when_nobody_announces_it():
     """Four looks at 85 % are training."""
     samples = tuple(Sample(9_900.0 + 10 * at, 0, "gpu0_utilization_percent", 85.0) for at in range(4))
