@@ -33,6 +33,8 @@ def open_backend(compute: str) -> Backend:
     Raises:
         SpecError: There is no backend of that name, or its settings or connection cannot be used.
     """
+    if not isinstance(compute, str):
+        raise SpecError(f"compute: got {compute!r:.80}, expected the name of a backend")
     name, _, conn_id = compute.partition(":")
     if name == "local":
         root = setting("local_root")

@@ -70,6 +70,8 @@ def store_place(store_url: str | None = None, store_conn_id: str | None = None) 
             "no run store: set [envscaler] store_url (AIRFLOW__ENVSCALER__STORE_URL) to a folder or bucket "
             "that operators, triggerer, API server and machines all see, or give store_url or store_conn_id"
         )
+    if not isinstance(url, str):
+        raise SpecError(f"store_url: got {url!r:.80}, expected text: an absolute path or a URL")
     return StorePlace(url, options, secrets)
 
 

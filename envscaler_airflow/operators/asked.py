@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk._shared.secrets_masker import redact
@@ -28,22 +28,32 @@ if TYPE_CHECKING:
 
 
 def stage_of(
-    operator: EnvStageOperator, context: Context, *, is_entry: bool, backend: Backend | None = None
+    operator: EnvStageOperator,
+    context: Context,
+    *,
+    begun: Callable[[], Mapping[str, Any]] | None,
+    backend: Backend | None = None,
 ) -> Stage:
     """The stage as it is asked for now; without a spec in a resumed slice, which goes by the frozen one.
 
     Parameters come from the spec's defaults, then from DAG params of the same names (what a person
     filled into the form), then from the operator's own.
 
+    *begun* tells what the generation of a resumed slice was begun with, its ``generation`` event, for an
+    argument that was edited into nonsense meanwhile; None at an entry, which refuses that.
+
     Raises:
         SpecError: The spec or an argument is wrong.
     """
-    parameters = dict(operator.parameters or {})
-    inputs, spec = {}, None
-    if is_entry:
-        inputs = {name: _uri(name, value) for name, value in (operator.inputs or {}).items()}
-        _check_word("strategy", operator.strategy, STRATEGIES)
-        _check_word("restart", operator.restart or "resume", RESTARTS)
+    parameters, inputs, spec = {}, {}, None
+    if begun is None:
+        parameters = dict(_mapping("parameters", operator.parameters))
+        inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
+        _word("restart", operator.restart or "resume", RESTARTS)
+        if operator.restore_from and not isinstance(operator.restore_from, str):
+            raise SpecError(
+                f"restore_from: got {operator.restore_from!r:.80}, expected the URI of a checkpoint"
+            )
         path = spec_path(operator.spec, context["dag"].fileloc)
         registry = SpecRegistry(store_place(operator.store_url, operator.store_conn_id).open)
         parameters = chosen_parameters(spec_params(path, registry=registry), context["params"], parameters)
@@ -54,22 +64,59 @@ def stage_of(
             settings = backend.settings
             spec = with_image(spec, image=settings.image, repository=settings.image_repository)
         _refuse_masked(spec.to_dict())
-    deadline_s, deadline_at = deadline_of(operator.deadline)
     return Stage(
         spec=spec,
         spec_source=operator.spec,
         parameters=parameters,
         inputs=inputs,
-        strategy=operator.strategy,
-        value_of_hour=_usd("value_of_hour", operator.value_of_hour),
-        deadline_s=deadline_s,
-        deadline_at=deadline_at,
-        budget_usd=_usd("budget_usd", operator.budget_usd),
+        **_terms(operator, begun),
         restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
-        restore_from=operator.restore_from,
+        restore_from=operator.restore_from or None,
         resolve_secret=resolve_unmounted if operator.compute == "kubernetes" else resolve_secret,
         store_options=store_place(operator.store_url, operator.store_conn_id).options,
     )
+
+
+def _terms(operator: EnvStageOperator, begun: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Strategy, deadline and money; in a resumed slice an unusable one is as the generation was begun with.
+
+    A stage that trains is not failed for a DAG file that was edited meanwhile.
+    """
+    terms: dict[str, Any] = {}
+    for name, read in _TERMS.items():
+        try:
+            terms |= read(operator)
+        except SpecError as err:
+            if begun is None:
+                raise
+            field = "deadline_s" if name == "deadline" else name
+            kept = begun().get(field)
+            if kept is not None:
+                terms[field] = kept
+            words = f"goes on without {name}" if kept is None else f"goes on with {field}={kept}"
+            operator.log.warning("%s; the stage was begun before that, and %s", err, words)
+    return terms
+
+
+def _deadline(operator: EnvStageOperator) -> dict[str, Any]:
+    deadline_s, deadline_at = deadline_of(operator.deadline)
+    return {"deadline_s": deadline_s, "deadline_at": deadline_at}
+
+
+_TERMS: Mapping[str, Callable[[EnvStageOperator], dict[str, Any]]] = {
+    "strategy": lambda operator: {"strategy": _word("strategy", operator.strategy, STRATEGIES)},
+    "value_of_hour": lambda operator: {"value_of_hour": _usd("value_of_hour", operator.value_of_hour)},
+    "deadline": _deadline,
+    "budget_usd": lambda operator: {"budget_usd": _usd("budget_usd", operator.budget_usd)},
+}
+
+
+def _mapping(name: str, value: object) -> Mapping[str, Any]:
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{name}: got {value!r:.80}, expected names with their values")
+    return value
 
 
 def _refuse_masked(body: Mapping[str, Any]) -> None:
@@ -111,9 +158,10 @@ def _uri(name: str, value: object) -> str:
     return value
 
 
-def _check_word(name: str, value: str, known: Collection[str]) -> None:
+def _word(name: str, value: str, known: Collection[str]) -> str:
     if value not in known:
         raise SpecError(f"{name}: {value!r:.40} must be one of {', '.join(known)}")
+    return value
 
 
 def _usd(name: str, value: float | str | None) -> float | None:
@@ -121,7 +169,7 @@ def _usd(name: str, value: float | str | None) -> float | None:
         return None
     try:
         usd = float(value)
-    except ValueError as err:
+    except (TypeError, ValueError, OverflowError) as err:
         raise SpecError(f"{name}: {value!r:.40} is no number of USD") from err
     if not 0 <= usd < float("inf"):
         raise SpecError(f"{name}: {usd} must be finite and >= 0")

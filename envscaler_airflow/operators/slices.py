@@ -66,6 +66,10 @@ class Slice:
         """The same, as people write it."""
         return self.store.uri(self.prefix)
 
+    def begun(self) -> Mapping[str, Any]:
+        """What the generation was begun with. Raises StoreError."""
+        return EventLog(self.store, self.prefix).load().begun
+
     def advance(self, stage: Stage, event: Mapping[str, Any] | None) -> Waiting | Delivered:
         """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
         controller = self._controller(stage)

@@ -198,7 +198,7 @@ class EnvStageOperator(_OnCluster):
     def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
         from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
 
-        return stage_of(self, context, is_entry=is_entry, backend=part.backend)
+        return stage_of(self, context, begun=None if is_entry else part.begun, backend=part.backend)
 
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
@@ -244,7 +244,13 @@ class EnvStageOperator(_OnCluster):
 
 
 def spec_path(spec: str, dag_file: str) -> str:
-    """*spec* as it can be opened: relative to the folder of *dag_file*; a registry reference as it is."""
+    """*spec* as it can be opened: relative to the folder of *dag_file*; a registry reference as it is.
+
+    Raises:
+        SpecError: It is no text.
+    """
+    if not isinstance(spec, str):
+        raise SpecError(f"spec: got {spec!r:.80}, expected text: the path of a spec file")
     return spec if "://" in spec else str(Path(dag_file).parent / spec)
 
 
@@ -270,5 +276,5 @@ def deadline_of(deadline: str | datetime | None) -> tuple[float | None, float | 
 def _point(text: str) -> datetime | None:
     try:
         return datetime.fromisoformat(text)
-    except ValueError:
+    except (TypeError, ValueError):
         return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError, StoreError
+from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.operators import asked, slices
 from envscaler_airflow.operators.asked import chosen_parameters
@@ -77,11 +80,11 @@ class World:
         self.log = EventLog(self.store, PREFIX)
         self.params = {}
 
-    def operator(self, **more):
+    def operator(self, *, spec="train.yaml", **more):
         """The operator of the stage, in a DAG of this folder."""
         dag = DAG("dag", schedule=None)
         dag.fileloc = str(self.dag_file)
-        return EnvStageOperator(task_id="train", spec="train.yaml", dag=dag, **more)
+        return EnvStageOperator(task_id="train", spec=spec, dag=dag, **more)
 
     def context(self, operator, ti):
         """What a worker hands to a slice."""
@@ -186,13 +189,13 @@ def test_a_stage_on_a_cluster_runs_in_an_image_that_has_its_packages(world, tmp_
     made = asked.stage_of(
         operator,
         context,
-        is_entry=True,
+        begun=None,
         backend=KubernetesBackend(image_repository="registry.example.com/team"),
     )
 
     assert made.spec.base.image.startswith("registry.example.com/team/train:env-")
     with pytest.raises(SpecError, match="no image to run"):
-        asked.stage_of(operator, context, is_entry=True, backend=KubernetesBackend())
+        asked.stage_of(operator, context, begun=None, backend=KubernetesBackend())
 
 
 def test_has_fewer_than_fifteen_arguments_of_its_own():
@@ -478,10 +481,80 @@ def test_a_word_that_is_not_known_is_told_and_nothing_begins(world, argument, wo
     assert world.log.load().number == 0
 
 
-def test_a_deadline_that_is_neither_is_told():
-    """With both forms."""
+@pytest.mark.parametrize("given", ["tomorrow", timedelta(hours=4), 14400, ["4h"]])
+def test_a_deadline_that_is_neither_is_told(given):
+    """With both forms; whatever a template, a form or an upstream task made of it."""
     with pytest.raises(SpecError, match="write '4h' or"):
-        deadline_of("tomorrow")
+        deadline_of(given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"deadline": "soon"}, "deadline: 'soon': write '4h' or .* goes on with deadline_s=14400"),
+        ({"deadline": timedelta(hours=1)}, "deadline: .* goes on with deadline_s=14400"),
+        ({"budget_usd": "lots"}, "budget_usd: 'lots' .* goes on with budget_usd=25"),
+        ({"budget_usd": [5]}, "budget_usd: .* goes on with budget_usd=25"),
+        ({"strategy": "fastest"}, "strategy: 'fastest' .* goes on with strategy=cost"),
+        ({"value_of_hour": "much"}, "value_of_hour: 'much' .* goes on without value_of_hour"),
+        ({"parameters": "None"}, None),
+        ({"spec": None}, None),
+    ],
+)
+def test_an_argument_edited_into_nonsense_ends_no_stage_that_runs(
+    world, monkeypatch, capsys, argument, words
+):
+    """It keeps what it was begun with, and its log says so; the DAG file counts from the next entry."""
+    seen = []
+    real = Stage.since
+    monkeypatch.setattr(Stage, "since", lambda self, at: seen.append(self) or real(self, at))
+    operator, ti = world.operator(deadline="4h", budget_usd=25, strategy="cost"), Ti()
+    world.execute(operator, ti)
+    for name, value in argument.items():
+        setattr(operator, name, value)
+
+    world.deferral(lambda: world.resume(operator, ti))
+
+    stage = seen[-1]
+    assert (stage.deadline_s, stage.budget_usd, stage.strategy) == (14400.0, 25.0, "cost")
+    assert words is None or re.search(words, capsys.readouterr().out)
+    assert len(world.backend.live) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"spec": None}, "spec: got None, expected text"),
+        ({"spec": Path("train.yaml")}, "spec: got PosixPath.*, expected text"),
+        ({"parameters": "None"}, "parameters: got 'None', expected names with their values"),
+        ({"inputs": ["file:///a"]}, "inputs: got .*, expected names with their values"),
+        ({"restore_from": 5}, "restore_from: got 5, expected the URI"),
+        ({"store_url": Path("/mnt/store")}, "store_url: got .*, expected text"),
+        ({"deadline": timedelta(hours=4)}, "deadline: .*: write '4h'"),
+        ({"budget_usd": {}}, "budget_usd: {} is no number of USD"),
+    ],
+)
+def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument, words):
+    """As templates, forms and mapped values make them: never retried, in words."""
+    operator = world.operator(**{"spec": "train.yaml", **argument})
+
+    with pytest.raises(AirflowFailException, match=words):
+        world.execute(operator, Ti())
+
+    assert world.log.load().number == 0
+
+
+def test_a_backend_of_another_type_is_told():
+    """A mapped value may be None."""
+    with pytest.raises(SpecError, match="compute: got None, expected the name of a backend"):
+        open_backend(None)
+
+
+def test_an_empty_checkpoint_to_begin_from_is_none(world):
+    """What an empty field of the trigger form renders to; a machine would look for it, and fail."""
+    world.execute(world.operator(restore_from=""))
+
+    assert "restore_from" not in world.log.load().begun
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])
