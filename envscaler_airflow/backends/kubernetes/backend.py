@@ -20,7 +20,7 @@ from envscaler_airflow.backends.kubernetes import failures, names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect
 from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_end, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
-from envscaler_airflow.backends.kubernetes.look import look_at, steadily
+from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily
 from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for, holds_s
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
@@ -214,11 +214,14 @@ class KubernetesBackend:
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle when the attempt was started and is not released, else None."""
-        found = [self._read(part["name"]) for part in self._parts_of(request)]
-        jobs = [job for job in found if job is not None and _is_of(job, request)]
-        if not any(_is_started(job) for job in jobs) or all(_is_released(job) for job in jobs):
+        parts = self._parts_of(request)
+        found = [self._read(part["name"]) for part in parts]
+        jobs = [job if job is not None and _is_of(job, request) else None for job in found]
+        there = [job for job in jobs if job is not None]
+        if not any(_is_started(job) for job in there) or all(_is_released(job) for job in there):
             return None
-        return handle_of(jobs)
+        pairs = zip(parts, jobs, strict=True)
+        return handle_of([job or gone(self.cluster, part["job"], there[0]) for part, job in pairs])
 
     def attempts(self) -> Iterator[Handle]:
         """Every attempt of this namespace that is not released."""
@@ -348,7 +351,8 @@ class KubernetesBackend:
                 if node.state == "pending" and node.reason in ("image", "refused"):
                     self._take_back(handle)
                     raise SpecError(f"{handle.name}: {node.detail}")
-            if all(node.state != "pending" for node in status.nodes) or _waits_for_queue(status):
+            is_queued = any(node.reason == "queue" for node in status.nodes)
+            if is_queued or all(node.state != "pending" for node in status.nodes):
                 return
             self._sleep(_POLL_S)
 
@@ -593,7 +597,3 @@ def _is_started(job: Json) -> bool:
 
 def _is_released(job: Json) -> bool:
     return (job["metadata"].get("labels") or {}).get(names.RELEASED) == "true"
-
-
-def _waits_for_queue(status: AttemptStatus) -> bool:
-    return any(node.reason == "queue" for node in status.nodes)

@@ -70,6 +70,27 @@ def _fetch(cluster: Cluster, part: Part) -> tuple[Json | None, list[Json], float
     return (None if found is None else found.body), pods.body["items"], pods.server_time
 
 
+def gone(cluster: Cluster, rendered: Json, beside: Json) -> Json:
+    """What stands for the Job that somebody deleted *beside* another of its attempt: its nodes are lost.
+
+    It has the uid by which its last pods, if any still end, are known as its own.
+
+    Raises:
+        BackendError: No answer.
+    """
+    metadata = rendered["metadata"]
+    marks = {name: metadata["labels"][name] for name in (names.RUN, names.GENERATION, names.ATTEMPT)}
+    marks |= {names.JOB_NAME: metadata["name"]}
+    query = {"labelSelector": ",".join(f"{name}={value}" for name, value in marks.items())}
+    pods = cluster.list(paths.pods(metadata["namespace"]), query).body["items"]
+    owners = [one["uid"] for pod in pods for one in pod["metadata"].get("ownerReferences") or ()]
+    made = {
+        "uid": owners[0] if owners else "gone",
+        "creationTimestamp": beside["metadata"]["creationTimestamp"],
+    }
+    return {**rendered, "metadata": {**metadata, **made}}
+
+
 def _is_over(pod: Json) -> bool:
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 

@@ -114,6 +114,28 @@ def test_a_cut_off_mixed_start_that_can_never_be_finished_leaves_none(cluster, c
     eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
 
 
+@pytest.mark.parametrize("deleted", [0, 1])
+def test_a_mixed_attempt_whose_second_job_somebody_deleted_is_found_whole(cluster, connect, deleted):
+    """The nodes of the deleted Job are lost, and the other is ended: a next attempt can begin."""
+    backend, request = connect(), request_for(allocation=MIXED)
+    handle = backend.submit(request)
+    running(backend, handle)
+    part = handle.details["parts"][deleted]
+    backend.cluster.delete(paths.jobs("default", part["name"]), uid=part["uid"])
+    eventually(lambda: len(cluster.list(JOBS, "default")), lambda count: count == 1)
+
+    found = backend.find(request)
+
+    assert found is not None
+    assert (found.name, [one["first"] for one in found.details["parts"]]) == (handle.name, [0, 1])
+    status = eventually(lambda: backend.mend(found) or backend.observe(found), lambda status: status.is_over)
+    assert [node.node for node in status.nodes] == [0, 1, 2]
+    assert [node.node for node in status.nodes if node.state == "lost"] == ([1, 2] if deleted else [0])
+    billed = backend.usage(found)
+    assert sorted(one.node for one in billed) == [0, 1, 2]
+    assert all(one.end is not None for one in billed)
+
+
 def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster, connect):
     """A Job ends its own pods; the other's would wait for ever. Who went as asked ends nobody."""
     backend = connect()
