@@ -137,8 +137,10 @@ class EnvStageOperator(_OnCluster):
         return self._advance(context, None)
 
     def resume(self, context: Context, event: Mapping[str, Any] | None = None) -> Any:
-        """Go on after what the trigger saw."""
-        return self._advance(context, dict(event or {"kind": "status"}))
+        """Go on after what the trigger saw, where it looked: a DAG file edited meanwhile moves no run."""
+        told = dict(event or {"kind": "status"})
+        self._stay(told.pop("place", None) or {})
+        return self._advance(context, told)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Go on after a deferral; a timeout asks the stage to save and go, a failed trigger is replaced."""
@@ -214,6 +216,17 @@ class EnvStageOperator(_OnCluster):
             poll_s=self.poll_interval,
         )
         self.defer(trigger=trigger, method_name="resume", timeout=self._time_left(context))
+
+    def _stay(self, place: Mapping[str, Any]) -> None:
+        """Keep to the machines and the store that the run has, as the trigger before knew them."""
+        if not place:  # a trigger of an older version
+            return
+        kept = (place["compute"], place["store_url"], place["store_conn_id"])
+        if kept != (self.compute_place, self.store_url, self.store_conn_id):
+            self.log.warning("compute or store were edited since the stage began; it stays with %s", kept)
+        self.compute, _, conn_id = kept[0].partition(":")
+        self.kubernetes_conn_id = conn_id or None
+        self.store_url, self.store_conn_id = kept[1:]
 
     def _time_left(self, context: Context) -> timedelta | None:
         """``execution_timeout`` counts deferred time too; Airflow's own does not."""

@@ -40,7 +40,7 @@ def settle_s() -> float:
 
 
 class StageTrigger(BaseTrigger):
-    """Watches one run; fires exactly one event, a ``Wake``; starts and stops nothing.
+    """Watches one run; fires exactly one event, a ``Wake`` and where it looked; starts and stops nothing.
 
     Args:
         prefix: The run's folder in the store.
@@ -100,7 +100,8 @@ class StageTrigger(BaseTrigger):
         hold = settle_s() if self.settle is None else self.settle
         await asyncio.sleep(max(0.0, began + hold - time.monotonic()))
         self._fired = True
-        yield TriggerEvent(wake)  # type: ignore[no-untyped-call]  # Airflow's has no types
+        place = {name: getattr(self, name) for name in ("compute", "store_url", "store_conn_id")}
+        yield TriggerEvent({**wake, "place": place})  # type: ignore[no-untyped-call]  # Airflow's has no types
 
     async def on_kill(self) -> None:
         """The user ended the task: ask the attempt to save and go; wait for nothing.

@@ -521,6 +521,39 @@ def test_an_argument_edited_into_nonsense_ends_no_stage_that_runs(
     assert len(world.backend.live) == 1
 
 
+def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, capsys):
+    """Elsewhere nobody knows the run: its task would fail, or a second attempt begin, while it trains."""
+    opened = []
+    monkeypatch.setattr(slices, "open_backend", lambda name: opened.append(name) or world.backend)
+    operator, ti = world.operator(compute="kubernetes", kubernetes_conn_id="eu"), Ti()
+    deferral = world.execute(operator, ti)
+    trigger = deferral.trigger.serialize()[1]
+    place = {name: trigger[name] for name in ("compute", "store_url", "store_conn_id")}
+    edited = world.operator(compute="local", store_url=f"file://{world.dag_file.parent}/other")
+
+    again = world.deferral(
+        lambda: edited.resume(world.context(edited, ti), {"kind": "status", "place": place})
+    )
+
+    assert set(opened) == {"kubernetes:eu"}
+    assert again.trigger.serialize()[1]["store_url"] == trigger["store_url"]
+    assert again.trigger.serialize()[1]["compute"] == "kubernetes:eu"
+    assert "it stays with" in capsys.readouterr().out
+
+
+def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
+    """The usual case, after a trigger of this version and of one before."""
+    operator, ti = world.operator(kubernetes_conn_id="eu"), Ti()
+    deferral = world.execute(operator, ti)
+    arguments = deferral.trigger.serialize()[1]
+    place = {name: arguments[name] for name in ("compute", "store_url", "store_conn_id")}
+
+    for event in ({"kind": "status", "place": place}, {"kind": "status"}):
+        world.deferral(lambda event=event: operator.resume(world.context(operator, ti), event))
+
+    assert "it stays with" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [

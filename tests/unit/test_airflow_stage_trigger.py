@@ -99,6 +99,15 @@ def test_fires_once_when_the_attempt_is_over(world):
     assert [event["kind"] for event in events_of(world.trigger())] == ["status"]
 
 
+def test_the_event_says_where_it_looked(world):
+    """The next slice goes on there, whatever became of the DAG file meanwhile."""
+    world.backend.end(world.handle)
+
+    (event,) = events_of(world.trigger(compute="kubernetes:eu"))
+
+    assert event["place"] == {"compute": "kubernetes:eu", "store_url": world.url, "store_conn_id": None}
+
+
 def test_fires_on_a_request(world):
     """Somebody asked for a move while the attempt runs."""
     trigger = world.trigger()
