@@ -28,10 +28,23 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Message, Progress, read_object
+from envscaler_airflow.protocol import (
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+    MAX_JSON_BYTES,
+    SCHEMA,
+    Message,
+    Progress,
+    read_object,
+)
 
 ENV = "ENVSCALER_EXCHANGE"
 """Environment variable that names the folder."""
+
+
+SETUP_EXITS = {"setup-failed": EXIT_SETUP_FAILED, "stopped": EXIT_STOPPED, "orphaned": EXIT_ORPHANED}
+"""What a set-up that came to nothing is called, and the wrapper's exit code."""
 
 
 class Exchange:
@@ -169,7 +182,16 @@ class Start:
 
 
 class SetupFailedError(ProtocolError):
-    """The courier could not lay out workdir, inputs or checkpoint; the message says why."""
+    """The courier could not lay out workdir, inputs or checkpoint; the message says why.
+
+    Attributes:
+        reason: What the end is called: ``setup-failed``, ``stopped`` or ``orphaned``.
+    """
+
+    def __init__(self, message: str, *, reason: str = "setup-failed") -> None:
+        """Say why, and what the end is called."""
+        super().__init__(message)
+        self.reason = reason
 
 
 def parse_start(data: bytes) -> Start:
@@ -181,7 +203,10 @@ def parse_start(data: bytes) -> Start:
     """
     body = read_object(data, where="start.json")
     if body.get("failed") is not None:
-        raise SetupFailedError(str(body["failed"]))
+        reason = str(body.get("reason"))
+        raise SetupFailedError(
+            str(body["failed"]), reason=reason if reason in SETUP_EXITS else "setup-failed"
+        )
     session = _object(body.get("session"), "session")
     known = {name: session[name] for name in _SESSION_TYPES if session.get(name) is not None}
     for name, value in known.items():

@@ -116,6 +116,8 @@ class Wrapper:
     def _run(self) -> int:
         try:
             started = self._await_start()
+        except ex.SetupFailedError as err:
+            return self._end_early(err.reason, str(err), ex.SETUP_EXITS[err.reason])
         except ProtocolError as err:
             return self._end_early("setup-failed", str(err), EXIT_SETUP_FAILED)
         if not started:

@@ -96,6 +96,7 @@ class State:
         is_laid_out: True once ``start.json`` is there, whatever it says.
         is_restoring: True while a checkpoint is chosen and fetched.
         failed: Why the set-up or the hand-over of outputs failed.
+        failed_as: What the end is called where the set-up failed and the wrapper does not say.
         start_step, restored_from, restore_s, rejected: See ``protocol.Status``.
         last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: Likewise.
         name_step: Largest step in the name of a checkpoint of this attempt or of the one restored.
@@ -115,6 +116,7 @@ class State:
     is_laid_out: bool = False
     is_restoring: bool = False
     failed: str | None = None
+    failed_as: str = "setup-failed"
     start_step: int | None = None
     restored_from: str | None = None
     restore_s: float | None = None

@@ -171,7 +171,7 @@ def _phase(state: State, base: Status) -> str:
 
 def _end(state: State, base: Status) -> tuple[Ended | None, str]:
     if base.ended is None:
-        return Ended(reason="setup-failed", detail=state.failed or "the wrapper never began"), "ended"
+        return Ended(reason=state.failed_as, detail=state.failed or "the wrapper never began"), "ended"
     if state.failed is not None and base.ended.reason == "succeeded":
         return dataclasses.replace(base.ended, reason="failed", detail=state.failed), "ended"
     return base.ended, "ended"

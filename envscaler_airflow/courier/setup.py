@@ -31,17 +31,37 @@ def lay_out(site: Site) -> None:
     if site.exchange.start.exists():
         site.memory.update(is_laid_out=True)
         return
+    frozen: Frozen | None = None
     try:
-        body = _lay_out(site)
+        frozen = read_spec(site)
+        body = _lay_out(site, frozen)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:
-        body = {"failed": str(err)}
-        site.memory.update(failed=f"set-up failed: {err}")
+        reason = _reason(site, err, has_answered=frozen is not None)
+        body = {"failed": str(err), "reason": reason}
+        site.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
+    else:
+        site.memory.update(failed=None)  # of a try whose end could not be written down
     site.exchange.write_json(site.exchange.start, body)
     site.memory.update(is_laid_out=True)
 
 
-def _lay_out(site: Site) -> dict[str, Any]:
-    frozen = read_spec(site)
+def _reason(site: Site, err: Exception, *, has_answered: bool) -> str:
+    """What the end is called: neither a wish to go nor a store that went away is a fault of the stage."""
+    if isinstance(err, SetupCancelledError):
+        return "stopped"
+    is_away = isinstance(err, StoreError) and has_answered and _is_away(site)
+    return "orphaned" if is_away else "setup-failed"
+
+
+def _is_away(site: Site) -> bool:
+    try:
+        site.store.size("spec.yaml")
+    except StoreError as err:
+        return err.transient
+    return False
+
+
+def _lay_out(site: Site, frozen: Frozen) -> dict[str, Any]:
     control = _first_control(site)
     cwd = _workdir(site, frozen)
     for mount in site.layout.mounts:

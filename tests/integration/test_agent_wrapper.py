@@ -222,6 +222,13 @@ def test_a_setup_that_failed(node):
     assert node.status().ended.detail == "input data: not found"
 
 
+def test_a_setup_that_was_not_to_be(node):
+    """The courier was asked to go, or lost its store: no failure of the stage."""
+    for reason, expected in (("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)):
+        code, _, _ = node.start("echo", "no", setup={"failed": "asked to leave", "reason": reason}).end()
+        assert (code, node.status().ended.reason) == (expected, reason)
+
+
 def test_a_working_directory_that_is_not_there(node, tmp_path):
     """It is named, and not taken for a command that is not found."""
     code, _, err = node.start("true", setup={"cwd": str(tmp_path / "gone")}).end()

@@ -54,8 +54,20 @@ def test_an_empty_start_means_the_defaults():
 
 def test_a_failed_setup_is_said():
     """The courier's reason is the message."""
-    with pytest.raises(SetupFailedError, match="no such input"):
+    with pytest.raises(SetupFailedError, match="no such input") as caught:
         parse_start(start(failed="no such input"))
+    assert caught.value.reason == "setup-failed"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [("stopped", "stopped"), ("orphaned", "orphaned"), ("succeeded", "setup-failed"), ([5], "setup-failed")],
+)
+def test_a_setup_that_was_not_to_be_is_told_from_a_failed_one(said, reason):
+    """Asked to go, or without its store; nothing else that lies there is believed."""
+    with pytest.raises(SetupFailedError) as caught:
+        parse_start(start(failed="asked to leave", reason=said))
+    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,19 @@ def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_ben
     assert "spec.yaml is absent" in bench.status().ended.detail
 
 
+def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
+    """Its image may still be on its way: no wrapper takes up that it is to go."""
+    bench = ready()
+    bench.heard(sequence=7, action="leave", reason="orphaned: the lease stood still")
+    courier = Courier(bench.site)
+    rounds(bench, courier, 2)
+    bench.clock.now += WRAPPER_S
+
+    assert rounds(bench, courier, 3)
+
+    assert bench.status().ended.reason == "stopped"
+
+
 def test_a_status_every_15_seconds_and_on_change(ready, store):
     """Steps alone wait for the 15 s; an epoch, the health or the phase does not."""
     bench = ready()

@@ -7,7 +7,7 @@ import pytest
 from envscaler_airflow.courier.frozen import read_every, read_frozen
 from envscaler_airflow.courier.setup import lay_out
 from envscaler_airflow.courier.site import WorkInterruptedError
-from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.outputs import put_output
 
@@ -217,6 +217,7 @@ def test_a_volume_that_does_not_exist_is_named(node, tmp_path, source):
     assert bench.start() == {
         "schema": "1.0",
         "failed": "volume data: /no/such/folder does not exist on this machine",
+        "reason": "setup-failed",
     }
 
 
@@ -228,6 +229,7 @@ def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
     lay_out(bench.site)
 
     assert bench.start()["failed"] == "asked to stop before the start: budget"
+    assert bench.start()["reason"] == bench.state.failed_as == "stopped"
 
 
 def test_a_courier_that_must_end_leaves_the_set_up_to_the_next(node):
@@ -247,7 +249,45 @@ def test_a_store_that_never_answers_fails_the_set_up(node, store):
 
     lay_out(bench.site)
 
-    assert bench.start()["failed"] == "the store is down"
+    assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", "setup-failed")
+
+
+def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, store, tmp_path, monkeypatch):
+    """It answered at first: a failover that takes longer than the patience ends the attempt, not the run."""
+    ship(store, tmp_path)
+    bench = node(work=str(tmp_path / "w"))
+    monkeypatch.setattr("envscaler_airflow.courier.setup.restore", lambda *_: go_away(store, for_good=True))
+
+    lay_out(bench.site)
+
+    assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", "orphaned")
+    assert bench.state.failed_as == "orphaned"
+
+
+def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypatch):
+    """The run's store is there: another try would meet the same."""
+    bench = node()
+    monkeypatch.setattr("envscaler_airflow.courier.setup.restore", lambda *_: go_away(store, for_good=False))
+
+    lay_out(bench.site)
+
+    assert bench.start()["reason"] == "setup-failed"
+
+
+def go_away(store, *, for_good):
+    """A call that gets no answer, of this store or of another."""
+    store.down = for_good
+    raise StoreError("the store is down", transient=True)
+
+
+def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
+    """A disk that was full for a moment: the training that was laid out after it is uploaded."""
+    bench = node()
+    bench.site.memory.update(failed="set-up failed: disk full")
+
+    lay_out(bench.site)
+
+    assert (bench.start()["restore"], bench.state.failed) == (None, None)
 
 
 def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
