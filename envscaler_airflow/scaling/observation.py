@@ -75,7 +75,7 @@ class Observation(Record):
         gpu_speeds: How GPUs compare before they were tried, by canonical name, in any unit.
         speedups: Stated in the spec.
         overheads: Of a move and of checkpoints.
-        interruptions_per_hour: Losses an hour, by offer name; absent is unknown.
+        interruptions_per_hour: Losses of one node an hour, by offer name; absent is unknown.
         samples: Metrics of the current attempt in the recent past.
         unknown: Why a metric that was asked for with a query has no value now, by the name of its samples.
         spent_usd, budget_usd: Of this generation; no budget is None.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds
+from envscaler_airflow.planning.fleet import losses_per_hour
 from envscaler_airflow.scaling.decision import Policy
 from envscaler_airflow.scaling.learned import learned
 from envscaler_airflow.scaling.observation import Observation
@@ -82,6 +83,6 @@ def _estimate(
         usd_per_hour=allocation.usd_per_hour,
         value_of_hour=policy.value_of_hour,
         overheads=observation.overheads,
-        interruptions_per_hour=observation.interruptions_per_hour.get(allocation.offer.name, 0.0),
+        interruptions_per_hour=losses_per_hour(allocation, observation.interruptions_per_hour),
         is_start=is_start,
     )
