@@ -102,7 +102,15 @@ def threshold(observation: Observation, policy: Policy) -> Proposal:
     if back is not None:
         reason = f"{back.rule.metric} is {back.rounds[-1][1]:.4g}, and would be above {back.rule.above:g} on "
         return Proposal(reason=f"{reason}{nodes} nodes", numbers=numbers)
-    return _propose(observation, policy, replace(here, nodes=nodes), most.reason, numbers)
+    return _propose(observation, policy, _resized(here, nodes), most.reason, numbers)
+
+
+def _resized(here: Allocation, nodes: int) -> Allocation:
+    """*here* on so many *nodes*; of a mixed one those on spot come and go, while there are any."""
+    if here.rest is None:
+        return replace(here, nodes=nodes)
+    spot = max(0, nodes - (here.nodes - here.rest_nodes))
+    return replace(here, nodes=nodes, rest=here.rest if spot else None, rest_nodes=spot)
 
 
 def _comes_back(reading: Reading, nodes: int, fewer: int) -> bool:

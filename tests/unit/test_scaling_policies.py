@@ -80,6 +80,21 @@ def test_an_urgent_move_does_not_pass_the_other_guards():
     assert decide(late, replace(DEADLINE, recommend_only=True)).action == "recommend"
 
 
+def test_the_spot_nodes_of_a_mixed_allocation_are_left_in_time_too():
+    """One node on demand and three on spot; four on demand are safe, another mixed allocation is not."""
+    mixed, safe = Allocation(OD.offer, 4, rest=SPOT.offer, rest_nodes=3), on(nodes=4)
+    other = Allocation(OD.offer, 4, rest=SPOT.offer, rest_nodes=2)
+    policy, free = replace(DEADLINE, max_nodes=4, cooldown_s=3600.0), {OD.offer.name: 3}
+
+    got = decide(seen(mixed, other, safe, left_h=8.2, work_h=8.0, since_move_s=60.0, free_nodes=free), policy)
+    before = decide(seen(mixed, safe, left_h=10.0, work_h=8.0), policy)
+    nowhere = decide(seen(mixed, other, left_h=8.2, work_h=8.0), policy)
+
+    assert (got.action, got.target) == ("move", safe)
+    assert (before.action, nowhere.action) == ("keep", "keep")
+    assert nowhere.reason == "no on-demand candidate is left to be safe on"
+
+
 def test_goes_back_to_spot_when_two_starts_fit():
     """On-demand to spot while running: an hour may be lost, two starts and a look take half of it."""
     got = decide(seen(OD, SPOT, left_h=9.5), DEADLINE)
@@ -335,6 +350,26 @@ def test_a_forecast_can_be_a_condition():
 
     assert decide(now([90.0, 91.0, 92.0]), policy).action == "move"
     assert decide(now([99.0, 93.0, 87.0]), policy).action == "keep"
+
+
+@pytest.mark.parametrize(("load", "nodes", "spot"), [(95.0, 5, 3), (10.0, 3, 1), (10.0, 2, 0)])
+def test_rules_change_the_spot_nodes_of_a_mixed_allocation(load, nodes, spot):
+    """Two nodes stay on demand; without any on spot it is a plain allocation."""
+    here = Allocation(OD.offer, 4, rest=SPOT.offer, rest_nodes=2)
+    step = abs(nodes - here.nodes)
+    samples = tuple(
+        Sample(9_900.0 + 30 * at, node, "gpu0_utilization_percent", load)
+        for at in range(4)
+        for node in range(here.nodes)
+    )
+    rules = (ThresholdRule("gpu_utilization", step=step),)
+    policy = Policy("threshold", max_nodes=8, stabilization_s=0.0, rules=rules)
+
+    got = decide(seen(here, samples=samples, deadline_left_s=None), policy)
+
+    assert (got.action, got.target) == (
+        "move", Allocation(OD.offer, nodes, rest=SPOT.offer if spot else None, rest_nodes=spot)
+    )  # fmt: skip
 
 
 def test_all_of_several_conditions_can_be_asked_for():

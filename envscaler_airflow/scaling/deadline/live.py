@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning.fleet import has_spot
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.deadline.ages import age_bin
 from envscaler_airflow.scaling.deadline.risk import Hazard
@@ -34,7 +35,7 @@ def meet_deadline(observation: Observation, policy: Policy, *, table: Table | No
     start_s = observation.overheads.start_s
     slack = left_s - view.staying.hours_high * SECONDS_PER_HOUR - start_s
     numbers: dict[str, Any] = {"slack_s": slack, "start_s": start_s, "staying": view.staying.to_dict()}
-    if observation.current.offer.capacity_type == "spot":
+    if has_spot(observation.current):
         return _on_spot(view, slack, numbers)
     return _on_demand(view, slack, numbers, table)
 
@@ -44,9 +45,7 @@ def _on_spot(view: Outlook, slack: float, numbers: dict[str, Any]) -> Proposal:
     if slack >= TICK_S:
         why = f"{slack:.0f} s may still be lost on {here.name}"
         return _cheaper_zone(view, slack, numbers) or Proposal(reason=why, numbers=numbers)
-    safe = [
-        item for item in seen.others() if item.offer.capacity_type == "on-demand" and _is_free(seen, item)
-    ]
+    safe = [item for item in seen.others() if not has_spot(item) and _is_free(seen, item)]
     wants = []
     for target in safe:
         speed = view.slowest(target) or _same_machine(view, target)
@@ -115,8 +114,10 @@ def _spot(seen: Observation) -> list[Allocation]:
 
 
 def _is_free(seen: Observation, item: Allocation) -> bool:
+    """With what is held of the same offer, which a mixed allocation has beside its spot nodes."""
     free = seen.free_nodes.get(item.offer.name)
-    return free is None or free >= item.nodes
+    held = sum(part.nodes for part in seen.current.parts if part.offer.name == item.offer.name)
+    return free is None or free + held >= item.nodes
 
 
 def _same_machine(view: Outlook, target: Allocation) -> Any:
