@@ -210,7 +210,7 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
     image = _bad_image(facts)
     if image is not None:
-        return Action("stop", why="image", reason=f"its image can never be had: {image}")
+        return Action("stop", why="image", reason=f"its image cannot be had: {image}")
     missing = _cannot_be_had(facts)
     if missing is not None:
         kind: Literal["stop", "kill"] = "stop" if _has_trained(facts) else "kill"
@@ -242,7 +242,7 @@ def _cannot_be_had(facts: Facts) -> str | None:
 
 
 def _bad_image(facts: Facts) -> str | None:
-    """Why the image of a node can never be had; None when it may come."""
+    """Why the image of a node can never be had, or is given up; None when it may come."""
     nodes = facts.observed.nodes if facts.observed else ()
     return next((one.detail for one in nodes if one.state == "pending" and one.reason == "image"), None)
 

@@ -256,17 +256,28 @@ def test_no_node_within_the_time_given_is_want_of_capacity():
     assert kinds == ["scheduling", "capacity", "scheduling"]
 
 
-def test_an_image_that_does_not_come_within_its_time_never_comes():
-    """By the server's clock, from the moment that the pod had its node: waiting for one counts apart."""
+def test_an_image_that_does_not_come_within_its_time_is_given_up():
+    """By the server's clock, from the moment that the pod had its node: waiting for one counts apart.
+
+    The words say that it was late; of an image that is not there they do not.
+    """
     bound = when("PodScheduled")
     body = pod(phase="Pending", main=waiting("ErrImagePull", "i/o timeout"), conditions=[bound])
 
-    kinds = [
-        waiting_for(body, Seen(None, server_time=now, wait_for_image_s=600))[0]
+    told = [
+        waiting_for(body, Seen(None, server_time=now, wait_for_image_s=600))
         for now in (NOW + 599, NOW + 600, None)
     ]
+    gone = pod(phase="Pending", main=waiting("ErrImagePull", "x: not found"), conditions=[bound])
+    never = waiting_for(gone, Seen(None, server_time=NOW + 700, wait_for_image_s=600))
 
-    assert kinds == ["pulling", "image", "pulling"]
+    assert [kind for kind, _ in told] == ["pulling", "image", "pulling"]
+    assert [detail.startswith("not within 600 s: ErrImagePull of ") for _, detail in told] == [
+        False,
+        True,
+        False,
+    ]
+    assert (never[0], never[1].startswith("ErrImagePull of ")) == ("image", True)
 
 
 def test_a_pull_that_fails_and_is_tried_again_is_one_wait():

@@ -296,7 +296,9 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
             if reason == "ImagePullBackOff":  # alternates with the other: one wait is shown once
                 reason, message = "ErrImagePull", message.rpartition("ErrImagePull: ")[2]
             detail = _joined(f"{reason} of {container.get('image', '')}", message)
-            return ("image" if _is_hopeless(reason, message, pod, seen) else "pulling"), detail
+            if _is_hopeless(reason, message):
+                return "image", detail
+            return _late_image(detail, pod, seen)
         if reason in _BAD_CONFIG:
             return "config", _joined(reason, message)
     mounts = [one for one in seen.events if one.get("reason") == "FailedMount" and _is_about(one, pod)]
@@ -311,13 +313,18 @@ def _since(condition: Json, seen: Seen) -> float | None:
     return None if at is None or seen.server_time is None else seen.server_time - at
 
 
-def _is_hopeless(reason: str, message: str, pod: Json, seen: Seen) -> bool:
-    """True for an image that can never be had, or that has not come since its pod has a node."""
-    if reason in _NEVER or _NOT_THERE.search(message):
-        return True
+def _is_hopeless(reason: str, message: str) -> bool:
+    """True for an image that can never be had."""
+    return reason in _NEVER or _NOT_THERE.search(message) is not None
+
+
+def _late_image(detail: str, pod: Json, seen: Seen) -> tuple[str, str]:
+    """An image that may still come: until it has not for its time, since its pod has a node."""
     bound = condition(pod, "PodScheduled")
     waited = None if bound is None else _since(bound, seen)
-    return waited is not None and waited >= seen.wait_for_image_s
+    if waited is None or waited < seen.wait_for_image_s:
+        return "pulling", detail
+    return "image", _joined(f"not within {seen.wait_for_image_s:g} s", detail)
 
 
 def _waiting_containers(pod: Json) -> Iterable[Json]:
