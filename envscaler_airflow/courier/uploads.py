@@ -252,11 +252,18 @@ class Checkpoints:
                 candidates=control.candidates,
                 keep=self._keep,
                 rejected=[line.partition(":")[0] for line in site.memory.state.rejected],
+                spare=self._begun_from(),
             )
         except StoreError as err:
             site.messages.say("retention", f"old checkpoints stay: {err}")
         else:
             site.messages.say("retention", None)
+
+    def _begun_from(self) -> str | None:
+        """What a node that comes later, or again, begins from, as the others did; None where none can."""
+        layout, state = self._site.layout, self._site.memory.state
+        is_alone = self._site.who.nodes == 1 and layout.processes_per_node is None
+        return None if is_alone else state.restored_from
 
 
 def _merge(name: str, lists: list[tuple[ManifestFile, ...]]) -> tuple[ManifestFile, ...]:

@@ -125,12 +125,13 @@ def prune(
     candidates: Collection[str],
     keep: int,
     rejected: Collection[str] = (),
+    spare: str | None = None,
 ) -> tuple[str, ...]:
     """Delete what lies beyond the *keep* newest good checkpoints; returns the names deleted.
 
     Good: manifest readable, every file there with its size, and not among *rejected*. Counted are
     this attempt's own and the owner's candidates. Never deleted: the newest good one, whatever
-    *keep* says; one without a manifest of this attempt (it is being written); anything when a later
+    *keep* says; *spare*; one without a manifest of this attempt (it is being written); anything when a later
     attempt has begun, or when no good one is found. One of an older attempt that is no candidate goes
     when it is older than all that are kept and these are as many as are wanted, or it is not complete.
 
@@ -149,7 +150,8 @@ def prune(
     void = [
         name for name in names if name not in order and not _is_of(name, attempt) and _step(name) < oldest
     ]
-    gone = [*beyond, *(name for name in void if len(kept) >= keep or name not in complete)]
+    old = [*beyond, *(name for name in void if len(kept) >= keep or name not in complete)]
+    gone = [name for name in old if name != spare]
     for name in gone:
         # The manifest goes first: from then on nobody takes the rest for a checkpoint.
         store.delete(f"{checkpoint_prefix(name)}/{MANIFEST}")

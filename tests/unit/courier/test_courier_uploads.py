@@ -5,10 +5,11 @@ import shutil
 import pytest
 
 from envscaler_airflow.agent import saving
+from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.site import WorkInterruptedError
 from envscaler_airflow.courier.snapshots import snapshot_facts
 from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, Chunks, Outputs
-from envscaler_airflow.protocol import Control, control_name
+from envscaler_airflow.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
 
 NAME = "g1-step-00000300-a2"
@@ -390,6 +391,38 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, ha
 
     assert checkpoints.step()
     assert f"is lost: {'the files' if node == 0 else 'node 0'}" in bench.site.messages.text()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "layout", "stays"),
+    [(2, {}, True), (1, {"processes_per_node": 1}, True), (1, {}, False)],
+)
+def test_what_an_attempt_began_from_stays_while_nodes_can_come(make_bench, store, nodes, layout, stays):
+    """A lost node is made again in the same attempt, and begins from what the others began from."""
+    began, saved = "g1-step-00000100-a1", [f"g1-step-00000{step}-a2" for step in (200, 300, 400)]
+    first = make_bench(nodes=nodes, layout=layout)
+    for name in (began, *saved):
+        first.in_store(name)
+    control = first.heard(candidates=(began,))
+    first.site.memory.update(restored_from=began, start_step=100)
+    first.session_saves("g1-step-00000500-a2", step=500, world_size=1)
+    last = Checkpoints(first.site, 3)
+    if nodes > 1:
+        other = make_bench(node=1, nodes=2)
+        other.session_saves("g1-step-00000500-a2", step=500)
+        Checkpoints(other.site, 3).step()
+
+    assert last.step()
+
+    store.write(status_name(1, 2, 0), Status(start_step=100, restored_from=began).to_json())
+    assert complete_checkpoints(store, 1) == (
+        "g1-step-00000500-a2",
+        *reversed(saved[1:]),
+        *([began] if stays else []),
+    )
+    if stays:
+        again = make_bench(node=1, nodes=2)
+        assert restore(again.site, control).source == began
 
 
 # -- outputs
