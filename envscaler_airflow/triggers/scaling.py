@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from airflow.sdk.exceptions import AirflowRuntimeError
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from envscaler_airflow.errors import BackendError, ProtocolError
@@ -114,7 +115,7 @@ class ScalingTrigger(BaseTrigger):
             try:
                 event = await in_thread(self._check, kind="scaling")
                 fault = ""
-            except (BackendError, ProtocolError, TimeoutError) as err:
+            except (BackendError, ProtocolError, AirflowRuntimeError, TimeoutError) as err:
                 event = None
                 if fault != (fault := str(err) or "timed out"):
                     self.log.warning("stage=%s cannot check: %s", self.stage_id, fault)

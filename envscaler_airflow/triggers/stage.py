@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk.configuration import conf
-from airflow.sdk.exceptions import AirflowException
+from airflow.sdk.exceptions import AirflowException, AirflowRuntimeError
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError
@@ -116,7 +116,7 @@ class StageTrigger(BaseTrigger):
             state = await in_thread(self._task_state, timeout_s=STATE_S)
             is_over = state in OVER
             acted = await in_thread(self._kill, timeout_s=KILL_S) if is_over else False
-        except (EnvScalerError, AirflowException, TimeoutError) as err:
+        except (EnvScalerError, AirflowException, AirflowRuntimeError, TimeoutError) as err:
             told = str(err) or type(err).__name__
             self.log.warning("run=%s kill: %s; the lease will end the attempt", self.prefix, told)
             return
@@ -137,7 +137,7 @@ class StageTrigger(BaseTrigger):
                     look = await in_thread(self._open)
                 wake = await in_thread(self._look, look)
                 fault = ""
-            except (BackendError, ProtocolError, TimeoutError) as err:
+            except (BackendError, ProtocolError, AirflowRuntimeError, TimeoutError) as err:
                 wake = None
                 if isinstance(err, TimeoutError):
                     look = None  # its thread may still be at it, and see what we would then miss
@@ -152,7 +152,7 @@ class StageTrigger(BaseTrigger):
         """Ask once in this process for the task's state: the first answer takes long, and a kill is short."""
         if not StageTrigger._is_warm:
             StageTrigger._is_warm = True
-            with contextlib.suppress(AirflowException, TimeoutError):
+            with contextlib.suppress(AirflowException, AirflowRuntimeError, TimeoutError):
                 await in_thread(self._task_state)
 
     def _open(self) -> Look:

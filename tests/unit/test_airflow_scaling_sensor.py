@@ -12,11 +12,14 @@ from airflow.sdk import DAG, TaskGroup
 from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, ExecutorSafeguard, TriggerFailureReason
 from airflow.sdk.exceptions import (
     AirflowException,
+    AirflowRuntimeError,
     AirflowSensorTimeout,
     AirflowSkipException,
+    ErrorType,
     TaskDeferralError,
     TaskDeferred,
 )
+from airflow.sdk.execution_time.comms import ErrorResponse
 
 from envscaler_airflow import EnvStageOperator, ScalingSensor
 from envscaler_airflow.controller.act import Controller
@@ -464,10 +467,13 @@ def test_the_trigger_fires_once_and_carries_the_timeout(world, monkeypatch):
     assert asyncio.run(collect()) == [{"kind": "absent", "states": ["skipped"], "until": arguments["until"]}]
 
 
-def test_the_trigger_goes_on_after_a_store_that_cannot_be_read(world, monkeypatch):
-    """Unknown is not over."""
+@pytest.mark.parametrize(
+    "fault", [StoreError("503"), AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR))]
+)
+def test_the_trigger_goes_on_after_a_store_or_airflow_that_gives_no_answer(world, monkeypatch, fault):
+    """Unknown is not over: an API server that is upgraded uses up no retry of the sensor."""
     arguments = deferred(lambda: sensor_of(world).execute(context_of()))
-    answers = [StoreError("503"), {"kind": "ended", "runs": {}}]
+    answers = [fault, {"kind": "ended", "runs": {}}]
 
     def once(_self, _states):
         answer = answers.pop(0)

@@ -8,6 +8,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
+from airflow.sdk.execution_time.comms import ErrorResponse
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
 from envscaler_airflow.backends.base import AttemptRequest
@@ -28,6 +30,14 @@ from envscaler_airflow.triggers.tail import Tail
 KEY = RunKey("deployment", "dag", "run", "train")
 OWNER = Actor("ti-1", 1, 3)
 ALLOCATION = Allocation(cpu_offer(1))
+
+
+NO_ANSWER = AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR))
+
+
+def no_answer(_trigger):
+    """As Airflow's API server while it is upgraded."""
+    raise NO_ANSWER
 
 
 class World:
@@ -357,6 +367,34 @@ def test_a_kill_asks_the_attempt_to_save_and_go(world):
     assert world.log.read()[-1].type == "stop-requested"
     assert (control["action"], control["align"]) == ("leave", "now")
     assert ("stop", world.handle.name) in world.backend.calls
+
+
+def test_goes_on_while_airflow_gives_no_answer(world, monkeypatch, capsys):
+    """An API server that is upgraded ends no trigger: neither its connection nor its first question."""
+    world.backend.end(world.handle)
+    real, faults = look_module.store_place, [NO_ANSWER, NO_ANSWER]
+
+    def place(*names):
+        if faults:
+            raise faults.pop()
+        return real(*names)
+
+    monkeypatch.setattr(look_module, "store_place", place)
+    monkeypatch.setattr(StageTrigger, "_is_warm", False)
+    monkeypatch.setattr(StageTrigger, "_task_state", no_answer)
+
+    assert [event["kind"] for event in events_of(world.trigger())] == ["status"]
+    assert capsys.readouterr().out.count("cannot look") == 1
+
+
+def test_a_kill_of_which_airflow_says_nothing_leaves_the_attempt_to_its_lease(world, monkeypatch, capsys):
+    """It may have been cleared, or marked; the log says what becomes of it."""
+    monkeypatch.setattr(StageTrigger, "_task_state", no_answer)
+
+    asyncio.run(world.trigger().on_kill())
+
+    assert "the lease will end the attempt" in capsys.readouterr().out
+    assert not [call for call in world.backend.calls if call[0] == "stop"]
 
 
 @pytest.mark.parametrize("state", ["deferred", "scheduled", "queued", "running", None])
