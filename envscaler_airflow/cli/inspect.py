@@ -15,15 +15,17 @@ from envscaler_airflow.cli.tables import print_report, print_run, print_runs
 from envscaler_airflow.controller.report import run_report
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.watch import read_status
-from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.lease import waits_of
+from envscaler_airflow.store.lease import read_lease, waits_of
 from envscaler_airflow.store.logs import read_logs
 
 POLL_S = 2.0
 """How often ``logs -f`` looks, seconds. Chosen: chunks are closed every 10 s."""
+SILENT_S = 600.0
+"""Longest wait for a run that nobody tends, seconds. Chosen: ten renewals of the lease that did not come."""
 
 
 @click.command()
@@ -143,7 +145,7 @@ def report(run: str, *, as_json: bool, store: Store) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--wait/--no-wait", default=False, help="Wait until the run has stopped.")
+@click.option("--wait/--no-wait", default=False, help="Wait until the run has stopped, or nobody tends it.")
 @store_option
 def cancel(run: str, *, wait: bool, store: Store) -> None:
     """Ask the owner of RUN to checkpoint and stop it."""
@@ -157,10 +159,37 @@ def cancel(run: str, *, wait: bool, store: Store) -> None:
         await_end(store, prefix, time.sleep)
 
 
-def await_end(store: Store, prefix: str, sleep: Callable[[float], None]) -> RunState:
-    """State of the run once it is over."""
+def await_end(
+    store: Store,
+    prefix: str,
+    sleep: Callable[[float], None],
+    monotonic: Callable[[], float] = time.monotonic,
+) -> RunState:
+    """State of the run once it is over.
+
+    Raises:
+        BackendError: Nobody tends it, and so nobody would ever stop it.
+    """
+    heard, last = monotonic(), None
     while True:
         state = load_state(store, prefix)
         if state.status != "active":
             return state
+        said = (state.number, _lease_counter(store, prefix))
+        if said != last:
+            heard, last = monotonic(), said
+        if monotonic() - heard >= SILENT_S:
+            raise BackendError(
+                f"{prefix}: nobody has renewed its lease for {SILENT_S / 60:.0f} minutes: its owner is "
+                "gone, or waits for a slot. The request stays in the store for the next owner; what still runs "
+                "saves and ends by itself once that lasted failure.orphan_after"
+            )
         sleep(POLL_S)
+
+
+def _lease_counter(store: Store, prefix: str) -> int | None:
+    try:
+        lease = read_lease(store, prefix)
+    except ProtocolError:
+        return None
+    return None if lease is None else lease.counter

@@ -12,11 +12,14 @@ from rich.console import Console
 from envscaler_airflow.build.locks import LOCK, Lock
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.common import shell_key
+from envscaler_airflow.cli.inspect import await_end
 from envscaler_airflow.cli.tables import print_runs
 from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog, event_name
+from envscaler_airflow.store.lease import renew_lease
 
 IN_CONTAINER = "d/shell/nightly/train/-1"
 NOT_BEGUN = "d/shell/other/train/-1"
@@ -81,6 +84,22 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
         assert json.loads(call("status", "--json", words).stdout)["run"] == key.prefix
     assert call("cancel", name).stdout == f"{key.prefix}: asked to checkpoint and stop\n"
     assert call("status", f"{name}~").exit_code == 2
+
+
+def test_who_waits_for_a_run_without_an_owner_is_told(store):
+    """Its lease stands still for ten minutes: it would wait for ever. One that is renewed is waited for."""
+    now, looks = [0.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+        looks.append(now[0])
+        if now[0] < 1800:
+            renew_lease(store, BEGUN, holder="owner")
+
+    with pytest.raises(BackendError, match="nobody has renewed its lease for 10 minutes"):
+        await_end(store, BEGUN, sleep, lambda: now[0])
+
+    assert 2390 < looks[-1] < 2410
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
