@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import boto3.exceptions
 import boto3.session
 from botocore import exceptions as refusals
 from botocore.config import Config
+from s3transfer import exceptions as transfers
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.names import (
@@ -46,6 +47,12 @@ _TRANSIENT = frozenset(
         "ConditionalRequestConflict",
     }
 )
+_CUT = tuple(
+    getattr(transfers, name)
+    for name in ("RetriesExceededError", "S3DownloadFailedError", "S3ValidationError")
+    if hasattr(transfers, name)  # the last is younger than the oldest boto3 that we take
+)
+"""What a download raises that broke off again and again, or whose object was written anew meanwhile."""
 _CONFIG: dict[str, Any] = {
     # Chosen: a trigger's thread must come back within a minute or so, whatever the network does.
     "connect_timeout": 10,
@@ -95,7 +102,8 @@ class S3Store:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
             except self._client.exceptions.NoSuchKey:
                 return None
-            with answer["Body"] as body:
+            # Its own "with" hands out the stream below it, whose errors are those of urllib3.
+            with closing(answer["Body"]) as body:
                 size = answer["ContentLength"]
                 data = body.read() if size <= max_bytes else b""
         if size > max_bytes:
@@ -235,6 +243,9 @@ class S3Store:
             raise StoreError(f"{self.uri(name)}: {err}") from err
         except (refusals.BotoCoreError, boto3.exceptions.Boto3Error) as err:
             raise StoreError(f"{self.uri(name)}: no answer: {err}", transient=True) from err
+        except _CUT as err:
+            why = getattr(err, "last_exception", err)
+            raise StoreError(f"{self.uri(name)}: the download broke off: {why}", transient=True) from err
 
     def _refused(self, err: refusals.ClientError, name: str) -> StoreError:
         status, code = _status(err), err.response.get("Error", {}).get("Code", "")

@@ -1,5 +1,6 @@
 """What S3 may answer, by a scripted client: no network."""
 
+import io
 import sys
 
 import pytest
@@ -10,6 +11,9 @@ from botocore.exceptions import (
     ReadTimeoutError,
     ResponseStreamingError,
 )
+from botocore.response import StreamingBody
+from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
+from urllib3.response import HTTPResponse
 
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.store import open_store
@@ -120,26 +124,37 @@ def test_a_missing_object_is_told_from_a_missing_bucket():
         store_of(refusal(404, "404"), refusal(404, "404")).size("a")
 
 
-class Body:
-    """A download that breaks in the middle."""
-
-    def __enter__(self):
-        """Open."""
-        return self
-
-    def __exit__(self, *_error):
-        """Close."""
-
-    def read(self):
-        """Break."""
-        raise ResponseStreamingError(error="cut")
+def cut_body():
+    """A download that breaks in the middle, of the classes that botocore makes it of."""
+    raw = HTTPResponse(
+        io.BytesIO(b"half"), {"content-length": "10"}, preload_content=False, enforce_content_length=True
+    )
+    return StreamingBody(raw, 10)
 
 
-def test_a_download_that_breaks_is_an_error():
+def test_a_read_that_breaks_is_an_error():
     """Half an object is not the object."""
-    with pytest.raises(StoreError, match="cut") as caught:
-        store_of({"Body": Body(), "ContentLength": 10}).read("a")
+    with pytest.raises(StoreError, match=r"\b4 (bytes )?read") as caught:
+        store_of({"Body": cut_body(), "ContentLength": 10}).read("a")
     assert caught.value.transient
+
+
+@pytest.mark.parametrize(
+    "error", [RetriesExceededError(ResponseStreamingError(error="cut")), S3DownloadFailedError("cut")]
+)
+def test_a_download_that_breaks_again_and_again_is_an_error(monkeypatch, tmp_path, error):
+    """Neither the courier nor a page ends in a traceback, and nothing lies at the path."""
+
+    def broken(*_arguments):
+        raise error
+
+    store = store_of()
+    monkeypatch.setattr(store._client, "download_fileobj", broken, raising=False)
+
+    with pytest.raises(StoreError, match=r"the download broke off: .*cut") as caught:
+        store.get_file("a", tmp_path / "a")
+    assert caught.value.transient
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_manifests_are_deleted_by_a_request_of_their_own():
