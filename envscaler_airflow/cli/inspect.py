@@ -181,8 +181,8 @@ def await_end(
         if monotonic() - heard >= SILENT_S:
             raise BackendError(
                 f"{prefix}: nobody has renewed its lease for {SILENT_S / 60:.0f} minutes: its owner is "
-                "gone, or waits for a slot. The request stays in the store for the next owner; what still runs "
-                "saves and ends by itself once that lasted failure.orphan_after"
+                "gone, or waits for a slot. The request stays in the store for the next owner; what still "
+                "runs saves and ends by itself once that lasted failure.orphan_after"
             )
         sleep(POLL_S)
 
