@@ -67,21 +67,26 @@ def decide(
         ValueError: No policy of that name.
     """
     proposal = _proposal(observation, policy, policies)
-    if any(want.is_urgent for want in proposal.wants):
-        policy = unbound(policy)
+    hurried = unbound(policy)
+    least = hurried if any(want.is_urgent for want in proposal.wants) else policy
     since = observation.elapsed_s
     wanted = {
         want.target.name: min(observation.wanted.get(want.target.name, since), since)
         for want in proposal.wants
         if holds(observation, policy, want) is None
     }
-    reason = holds_all(observation, policy)
+    reason = holds_all(observation, least)
     if reason is not None:
         is_blind = observation.health != "ok" or observation.phase != "running"
         return _keep(observation, policy, proposal, reason, {} if is_blind else wanted)
     reasons = []
     for want in proposal.wants:
-        reason = holds(observation, policy, want) or _unsettled(since, wanted, want, policy)
+        bound = hurried if want.is_urgent else policy
+        reason = (
+            holds(observation, bound, want)
+            or holds_all(observation, bound)
+            or _unsettled(since, wanted, want, bound)
+        )
         if reason is None:
             return _move(want, policy, proposal, wanted)
         reasons.append(f"{want.reason}, but {reason}")

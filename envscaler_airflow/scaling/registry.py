@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import POLICIES, Propose
 from envscaler_airflow.scaling.decision import Policy, Proposal, Want
 from envscaler_airflow.scaling.observation import Observation
@@ -32,7 +33,7 @@ def _brought(point: EntryPoint) -> Propose:
     try:
         propose: Propose | None = point.load()
         fault = f"{told} cannot be called" if not callable(propose) else ""
-    except Exception as err:  # noqa: BLE001  (an edge: code of others)
+    except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of others)
         propose, fault = None, f"{told} cannot be loaded: {err!r}"
 
     def guarded(observation: Observation, policy: Policy) -> Proposal:
@@ -40,7 +41,7 @@ def _brought(point: EntryPoint) -> Propose:
             return Proposal(reason=fault)
         try:
             return _checked(propose(observation, policy), told)
-        except Exception as err:  # noqa: BLE001  (same)
+        except (Exception, SystemExit) as err:  # noqa: BLE001  (same)
             return Proposal(reason=f"{told} failed: {err!r}")
 
     return guarded
@@ -54,7 +55,20 @@ def _checked(said: object, told: str) -> Proposal:
     if not all(isinstance(want, Want) for want in wants):
         return Proposal(reason=f"{told} wants what is no Want")
     try:
+        wants = tuple(_told_again(want) for want in wants)
+    except (AttributeError, TypeError, ValueError) as err:
+        return Proposal(reason=f"{told} wants what cannot be recorded: {err!s:.200}")
+    try:
         numbers = json.loads(json.dumps(dict(said.numbers), allow_nan=False))
     except (TypeError, ValueError) as err:
         return Proposal(reason=f"{told} has numbers that cannot be recorded: {err}")
     return Proposal(wants, str(said.reason), numbers)
+
+
+def _told_again(want: Want) -> Want:
+    """*want* as its record reads: every field of its type, no NaN, nothing that costs less than nothing."""
+    again = Want.from_dict(json.loads(json.dumps(want.to_dict(), allow_nan=False)))
+    for estimate in (again.staying, again.moving):
+        if estimate is not None:
+            check_finite(**estimate.to_dict())
+    return again

@@ -350,6 +350,23 @@ def test_a_policy_of_ones_own_runs_behind_the_same_guards():
     assert (got.action, got.target.nodes) == ("move", 2)
 
 
+def test_an_urgent_move_takes_no_other_one_past_the_cool_down():
+    """What is urgent does not fit; what would fit can wait."""
+    urgent, other = Want(replace(SMALL, nodes=9), "now", is_urgent=True), Want(LARGE, "nicer")
+
+    def hasty(seen: Observation, policy: Policy) -> Proposal:
+        return Proposal((urgent, other))
+
+    policy = Policy(name="hasty", max_nodes=4, stabilization_s=0)
+    moved = replace(SEEN, moves=1, since_move_s=60.0)
+
+    got = decide(moved, policy, policies={"hasty": hasty})
+
+    assert got.action == "keep"
+    assert decide(SEEN, policy, policies={"hasty": hasty}).target == LARGE
+    assert decide(moved, replace(policy, max_nodes=9), policies={"hasty": hasty}).target == urgent.target
+
+
 def test_an_unknown_policy_is_named_with_the_known_ones():
     """A typo is an error at once, not a stage that never scales."""
     with pytest.raises(

@@ -1,12 +1,14 @@
 """The environment for learned policies agrees with the simulator, and a recorded run can be replayed."""
 
+import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed, Speedup
-from envscaler_airflow.scaling import Check, Observation, Policy, decide
+from envscaler_airflow.planning import Allocation, Estimate, Offer, Overheads, Speed, Speedup
+from envscaler_airflow.scaling import Check, Observation, Policy, Proposal, Want, decide, registry
 from envscaler_airflow.scaling.deadline import ON_DEMAND, SpotJob
 from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.simulate.elastic import Config, Model, Step
@@ -186,6 +188,45 @@ def test_a_policy_of_another_package_runs_behind_the_same_guards():
     assert decide(replace(seen, candidates=(nine,)), policy, policies=known).action == "keep"
     assert decide(replace(seen, pending="a request"), policy, policies=known).action == "keep"
     assert decide(seen, replace(policy, recommend_only=True), policies=known).action == "recommend"
+
+
+def _wants(seen, **facts):
+    """One move to two nodes."""
+    return Proposal((Want(**{"target": seen.candidates[0], "reason": "why", **facts}),))
+
+
+NONSENSE = {
+    "no proposal": lambda _seen: None,
+    "a NaN": lambda _seen: Proposal(numbers={"x": math.nan}),
+    "no target": lambda seen: _wants(seen, target=None),
+    "a name": lambda seen: _wants(seen, target="m5"),
+    "no reason": lambda seen: _wants(seen, reason=None),
+    "no estimate": lambda seen: _wants(seen, moving="cheap"),
+    "an estimate of NaN": lambda seen: _wants(seen, moving=Estimate(math.nan, 1, 1, 0, 0, 0, 0)),
+    "money back": lambda seen: _wants(seen, moving=Estimate(1, 1, 1, 0, 0, 0, 0, -9, -9, -9)),
+    "an error": lambda seen: seen.nothing,
+    "an exit": lambda _seen: sys.exit(3),
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatch):
+    """Neither the check nor its record breaks, and no budget is passed by an estimate below nothing."""
+    point = SimpleNamespace(name="odd", value="odd:propose", load=lambda: lambda seen, _policy: said(seen))
+    monkeypatch.setattr(registry, "entry_points", lambda **_group: (point,))
+    offer = Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0)
+    here, two = (Allocation(offer, nodes) for nodes in (1, 2))
+    seen = Observation(here, candidates=(two,), elapsed_s=600.0, budget_usd=1.0, spent_usd=5.0)
+    policy = Policy("odd", max_nodes=4, stabilization_s=0.0)
+    all_policies.cache_clear()
+
+    got = decide(seen, policy, policies=all_policies())
+    all_policies.cache_clear()
+
+    assert got.action == "keep"
+    assert "policy 'odd' (odd:propose)" in got.reason
+    check = Check(seen, policy, got)
+    assert Check.from_dict(check.to_dict()) == check
 
 
 @pytest.mark.usefixtures("plugin")
