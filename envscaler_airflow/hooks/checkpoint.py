@@ -157,7 +157,8 @@ class CheckpointHook(BaseHook):
         """Delete a checkpoint, its manifest first.
 
         Raises:
-            CheckpointError: It is the newest of a run that still goes on, or no checkpoint name.
+            CheckpointError: It is the newest of a run that still goes on, or the newest whose files are all
+                there with their sizes, or no checkpoint name.
             StoreError: The store cannot be written.
         """
         from envscaler_airflow.store import EventLog, checkpoints  # noqa: PLC0415  (DAG files do without)
@@ -165,9 +166,11 @@ class CheckpointHook(BaseHook):
         prefix = checkpoints.checkpoint_prefix(name)
         state = EventLog(self._store, key.prefix, snapshots=False).load()
         if state.status == "active":
-            newest = next(self._listed(key, state.generation), None)
-            if newest is not None and newest.name == name:
-                raise CheckpointError(f"{name} is the newest checkpoint of a run that goes on; it is kept")
+            for newer in self._listed(key, state.generation):
+                if newer.name == name:
+                    raise CheckpointError(f"{name} is kept: the newest good one of a run that goes on")
+                if checkpoints.looks_good(self._run(key), newer.name):
+                    break
         self._run(key).delete_tree(prefix)
 
     def _run(self, key: RunKey) -> Store:

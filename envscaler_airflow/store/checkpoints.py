@@ -167,14 +167,19 @@ def _split(
     for name in order:
         if name not in complete:
             continue
-        if len(kept) < keep and name not in rejected and _looks_good(store, name):
+        if len(kept) < keep and name not in rejected and looks_good(store, name):
             kept.append(name)
         elif len(kept) >= keep:
             beyond.append(name)
     return kept, beyond
 
 
-def _looks_good(store: Store, name: str) -> bool:
+def looks_good(store: Store, name: str) -> bool:
+    """True when its manifest can be read and every file is there with its size.
+
+    Raises:
+        StoreError: Cannot be told.
+    """
     try:
         folders.check_sizes(store, checkpoint_prefix(name), read_checkpoint(store, name))
     except CheckpointError:

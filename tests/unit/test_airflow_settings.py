@@ -163,6 +163,16 @@ def test_the_hook_deletes_but_not_the_newest_of_a_run_that_goes_on(hook):
         hook.delete(key, "../../elsewhere")
 
 
+def test_the_hook_keeps_the_newest_good_one_below_a_damaged_one(hook):
+    """What a run that goes on would resume from is not the newest when that one lost a file."""
+    key = hook.key("dag", "run", "train")
+    hook.get_conn().delete(f"{key.prefix}/checkpoints/g1-step-00000020-a1/weights.bin")
+
+    with pytest.raises(CheckpointError, match="goes on"):
+        hook.delete(key, "g1-step-00000010-a1")
+    assert [item.step for item in hook.list_checkpoints(key)] == [20, 10]
+
+
 def test_the_hook_tests_its_connection(hook, tmp_path):
     """True with the URL, or False with what is wrong; never an exception."""
     (tmp_path / "file").write_text("no folder")
