@@ -16,6 +16,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.operators.params import RESTART, RESTARTS
+from envscaler_airflow.operators.slices import pause_s
 from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.planning import STRATEGIES
 from envscaler_airflow.spec import load_spec, spec_params
@@ -49,6 +50,7 @@ def stage_of(
     if begun is None:
         parameters = dict(_mapping("parameters", operator.parameters))
         inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
+        pause_s("poll_interval", operator.poll_interval)
         _word("restart", operator.restart or "resume", RESTARTS)
         if operator.restore_from and not isinstance(operator.restore_from, str):
             raise SpecError(

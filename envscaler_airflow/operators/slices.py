@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.stage import Delivered, Stage, Waiting, Wake
-from envscaler_airflow.errors import StoreError
+from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.lifecycle import Actor, AttemptState
@@ -119,6 +119,17 @@ def _whereabouts(attempt: AttemptState) -> str:
         return words
     namespace = (attempt.handle.get("details") or {}).get("namespace")
     return f"{words} is {f'{namespace}/' if namespace else ''}{attempt.handle['name']}"
+
+
+def pause_s(name: str, value: object) -> float:
+    """Seconds between two looks of a trigger, as argument *name* gives them.
+
+    Raises:
+        SpecError: No number above 0: the trigger would fail, or look without a pause.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return float(value)
+    raise SpecError(f"{name}: got {value!r:.40}, expected seconds above 0")
 
 
 def run_key(context: Context, deployment: str, *, task_id: str | None = None) -> RunKey:

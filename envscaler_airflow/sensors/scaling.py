@@ -54,9 +54,17 @@ class ScalingSensor(BaseSensorOperator):
         retry_delay: timedelta | float = timedelta(minutes=1),
         **kwargs: Any,
     ) -> None:
-        """Keep the arguments; nothing is looked at while the DAG file is parsed."""
+        """Keep the arguments; nothing is looked at while the DAG file is parsed.
+
+        Raises:
+            SpecError: *stage* is neither a task id nor an operator.
+        """
         super().__init__(soft_fail=soft_fail, retries=retries, retry_delay=retry_delay, **kwargs)
-        self.stage = stage if isinstance(stage, str) else stage.task_id
+        self.is_whole_id = not isinstance(stage, str)
+        name = stage if isinstance(stage, str) else getattr(stage, "task_id", None)
+        if not isinstance(name, str):
+            raise SpecError(f"stage: got {stage!r:.80}, expected a task id or the stage's operator")
+        self.stage = name
         self.check_interval = check_interval
         self.compute = compute
         self.store_url = store_url
@@ -109,11 +117,11 @@ class ScalingSensor(BaseSensorOperator):
         return self._defer(context, event.get("until") if event else None)
 
     def _task(self) -> Any:
-        """The stage's operator: of the sensor's own TaskGroup first."""
+        """The stage's operator: of the sensor's own TaskGroup first, unless it was given itself."""
         dag, group = self.dag, self.task_group
         # The SDK has no types for child_id.
         own = group.child_id(self.stage) if group is not None else self.stage  # type: ignore[no-untyped-call]
-        for name in (own, self.stage):
+        for name in (self.stage,) if self.is_whole_id else (own, self.stage):
             if name in dag.task_dict:
                 return dag.task_dict[name]
         raise SpecError(
@@ -181,9 +189,10 @@ class ScalingSensor(BaseSensorOperator):
             self.log.info("asked for a move (event %d): %s", request.number, event["reason"])
 
     def _defer(self, context: Context, until: float | None = None) -> NoReturn:
-        from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.slices import pause_s, run_key  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415  (as above)
 
+        check_s = pause_s("check_interval", self.check_interval)
         ti, place, task = context["ti"], self._place(context), self._task()
         store = place.open()
         key = run_key(context, place.deployment(store), task_id=task.task_id)
@@ -197,14 +206,14 @@ class ScalingSensor(BaseSensorOperator):
             task_id=task.task_id,
             map_index=self._map_index(context, task),
             compute=self._compute(context),
-            check_s=self.check_interval,
+            check_s=check_s,
             until=until,
             writer=f"{self.task_id}-{ti.map_index}-{ti.try_number}".replace("/", "_"),
             store_url=store_url,
             store_conn_id=store_conn_id,
             prometheus_conn_id=self.prometheus_conn_id or None,
         )
-        self.log.info("stage=%s is checked every %g s", task.task_id, self.check_interval)
+        self.log.info("stage=%s is checked every %g s", task.task_id, check_s)
         self.defer(trigger=trigger, method_name="resume")
 
 

@@ -577,6 +577,21 @@ def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument,
     assert world.log.load().number == 0
 
 
+@pytest.mark.parametrize("value", [None, "5", timedelta(seconds=5), 0, -1, float("nan"), float("inf"), True])
+def test_a_pause_that_is_none_is_told_and_kept_from_a_trigger(world, capsys, value):
+    """Its trigger would fail, while the training that nobody looks at runs, or look without a pause."""
+    with pytest.raises(AirflowFailException, match=r"poll_interval: got .*, expected seconds above 0"):
+        world.execute(world.operator(poll_interval=value))
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    operator.poll_interval = value
+
+    deferral = world.deferral(lambda: world.resume(operator, ti))
+
+    assert deferral.trigger.serialize()[1]["poll_s"] == 5.0
+    assert "the stage goes on with 5 s" in capsys.readouterr().out
+
+
 def test_a_backend_of_another_type_is_told():
     """A mapped value may be None."""
     with pytest.raises(SpecError, match="compute: got None, expected the name of a backend"):

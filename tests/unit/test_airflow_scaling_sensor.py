@@ -25,7 +25,7 @@ from envscaler_airflow import EnvStageOperator, ScalingSensor
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.request import request_move
 from envscaler_airflow.controller.stage import Stage
-from envscaler_airflow.errors import StoreError
+from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Progress, Status, status_name
@@ -369,6 +369,38 @@ def test_the_stage_may_be_given_as_its_operator(world):
 
     assert ScalingSensor(task_id="autoscale", stage=stage).stage == "train"
     assert deferred(lambda: sensor_of(world).execute(context_of()))["map_index"] == -1
+
+
+def test_a_stage_given_as_its_operator_is_no_namesake_in_the_group(world):
+    """A task id is looked up in the sensor's own TaskGroup first; an operator is the one that was meant."""
+    del world
+    with DAG("dag", schedule=None):
+        meant = EnvStageOperator(task_id="train", spec="other.yaml")
+        with TaskGroup("group"):
+            EnvStageOperator(task_id="train", spec="train.yaml")
+            by_operator = ScalingSensor(task_id="autoscale", stage=meant)
+            by_name = ScalingSensor(task_id="named", stage="train")
+
+    assert by_operator._task() is meant
+    assert by_name._task().task_id == "group.train"
+
+
+@pytest.mark.parametrize("value", ["output", None, ["train"]])
+def test_a_stage_of_another_kind_is_told_where_the_dag_file_is_read(world, value):
+    """As an import error that says what to write."""
+    del world
+    with DAG("dag", schedule=None):
+        train = EnvStageOperator(task_id="train", spec="train.yaml")
+
+        with pytest.raises(SpecError, match=r"stage: got .*, expected a task id or the stage's operator"):
+            ScalingSensor(task_id="autoscale", stage=train.output if value == "output" else value)
+
+
+@pytest.mark.parametrize("value", [None, timedelta(seconds=30), 0, -1])
+def test_checks_without_a_pause_are_refused(world, value):
+    """Their trigger would fail, or check as fast as it can."""
+    with pytest.raises(AirflowException, match=r"check_interval: got .*, expected seconds above 0"):
+        sensor_of(world, check_interval=value).execute(context_of())
 
 
 def test_an_unknown_stage_is_told_with_what_there_is(world):
