@@ -134,12 +134,21 @@ class Checkpoints:
         files = [item for item in folders.walk(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
         done = folders.upload(site.store, prefix, files, node=site.who.node, between=site.between)
-        self._volumes.flush()  # what a resumed training meets there is no older than its checkpoint
+        self._write_back()
         if site.who.node != 0:
             part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
             folders.write_manifest(site.store, prefix, part, name=folders.node_list(site.who.node))
         now = site.monotonic()
         self._uploaded[name] = _Uploaded(done, now, now - began)
+
+    def _write_back(self) -> None:
+        """Before the checkpoint counts: none is met with an older volume. What cannot be kept is said."""
+        try:
+            self._volumes.flush()
+        except CheckpointError as err:
+            self._site.messages.say("volumes", f"not written back: {err}")
+        else:
+            self._site.messages.say("volumes", None)
 
     def _complete(self, name: str) -> None:
         site, mine = self._site, self._uploaded[name]

@@ -37,18 +37,25 @@ class WriteBack:
         """Upload what changed since the last time.
 
         Raises:
-            CheckpointError: A link leads outside its volume, or a name cannot be kept.
+            CheckpointError: A link leads outside its volume, or a name cannot be kept; the others are up.
             StoreError, OSError: Not all is up; the call can be repeated.
             WorkInterruptedError: The courier must end.
         """
+        refused: CheckpointError | None = None
         for index, mount in self._writable():
             mark = self._mark(index)
             since = mark.stat().st_mtime_ns if mark.exists() else 0
             now = mark.with_suffix(".new")
             now.unlink(missing_ok=True)
             now.touch()
-            self._upload(mount, since - COARSE_NS)
-            now.replace(mark)
+            try:
+                self._upload(mount, since - COARSE_NS)
+            except CheckpointError as err:
+                refused = refused or err
+            else:
+                now.replace(mark)
+        if refused is not None:
+            raise refused
 
     def step(self) -> bool:
         """The same at the end; True when nothing is left, or when one volume cannot be brought back.

@@ -8,6 +8,7 @@ from envscaler_airflow.courier import setup
 from envscaler_airflow.courier.uploads import Checkpoints
 from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.store import open_store
+from envscaler_airflow.store.checkpoints import complete_checkpoints
 
 NAME = "g1-step-00000300-a2"
 
@@ -138,6 +139,25 @@ def test_a_link_out_of_the_volume_is_refused(bench, tmp_path):
     assert WriteBack(bench.site).step()
 
     assert "leads to" in bench.state.failed
+
+
+def test_a_volume_that_cannot_be_kept_costs_no_checkpoint(bench, bucket, tmp_path):
+    """The message says so for as long as it lasts, and the end fails; a loss until then costs minutes."""
+    link = bench.data / "link"
+    link.symlink_to(tmp_path)
+    bench.session_saves(NAME)
+    uploads = Checkpoints(bench.site, keep=3)
+
+    assert uploads.step()
+
+    assert complete_checkpoints(bench.store, 1) == (NAME,)
+    assert "not written back: " in bench.site.messages.text()
+    link.unlink()
+    (bench.data / "new").write_text("1")
+    bench.session_saves("g1-step-00000400-a2")
+    assert uploads.step()
+    assert bucket.read("new") == b"1"
+    assert bench.site.messages.text() == ""
 
 
 def test_an_empty_volume_that_may_be_written_is_an_empty_folder(make_bench, tmp_path):
