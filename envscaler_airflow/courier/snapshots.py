@@ -24,6 +24,8 @@ SCAN_S = 1.0
 """Between two looks at the tree. Chosen: a fifth of the quiet time."""
 ASK_SHARE = 0.8
 """Part of the grace after which an ask is answered all the same. Chosen: the wrapper waits for the whole."""
+UNREADABLE_S = 60.0
+"""Longest wait at the end for a folder that cannot be read. Chosen: a mount that comes back takes seconds."""
 _PART = "snapshot"
 
 
@@ -62,6 +64,7 @@ class Snapshots:
         self._last_at = site.monotonic()
         self._next_scan = -float("inf")
         self._found: Selection | None = None
+        self._unreadable_since: float | None = None
         self._quiet_s = 0.0
         self._progress = Progress()
         self._ask: tuple[int, float, str | None] | None = None  # sequence, seen at, fingerprint then
@@ -88,7 +91,8 @@ class Snapshots:
         # A large tree is looked at less often, so that looking takes a twentieth of the time at most.
         self._next_scan = now + max(SCAN_S, 20 * (self._site.monotonic() - now))
         if ended is not None:
-            self._last(ended)
+            if self._unreadable_since is None or now - self._unreadable_since >= UNREADABLE_S:
+                self._last(ended)
         elif asked is not None:
             self._for_ask(asked)
         elif self._is_due(progress):
@@ -125,6 +129,12 @@ class Snapshots:
         except CheckpointError as err:
             self._site.messages.say(_PART, f"no snapshot: {err}")
             return
+        except OSError as err:  # no folder any more, or not ours to read: no end may wait for it for ever
+            if self._unreadable_since is None:
+                self._unreadable_since = self._site.monotonic()
+            self._site.messages.say(_PART, f"no snapshot: {err}")
+            return
+        self._unreadable_since = None
         if selection is not None:
             self._quiet_s, self._progress = self._quiet.look(selection.fingerprint, progress)
             if selection.fingerprint != self._site.memory.state.snapshot:

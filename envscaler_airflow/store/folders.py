@@ -75,7 +75,10 @@ def walk(folder: Path) -> tuple[TreeFile, ...]:
             itself may be a link to its neighbour.
         FileNotFoundError: *folder* itself is not there.
     """
-    root = folder.resolve(strict=True)
+    try:
+        root = folder.resolve(strict=True)
+    except RuntimeError as err:  # Python 3.11 of a circle; later an OSError
+        raise CheckpointError(f"{folder}: the link leads in a circle") from err
     if folder.is_symlink() and not root.is_relative_to(folder.parent.resolve()):
         raise CheckpointError(f"{folder}: the link leads to {root}, outside {folder.parent}")
     return tuple(sorted(_walk(root, "", root, (root,)), key=lambda item: item.path))

@@ -384,6 +384,50 @@ def test_the_last_snapshot_takes_no_room(trained, monkeypatch):
     ).stat().st_ino
 
 
+def test_a_folder_that_is_none_any_more_holds_no_end(trained):
+    """The training laid a file in its place: a minute later the attempt ends without a last snapshot."""
+    bench = trained()
+    bench.ck.rmdir()
+    bench.ck.write_bytes(b"weights")
+    run(bench, 5)
+    assert "no snapshot: " in bench.site.messages.text()
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+
+    run(bench, 50)
+    assert not bench.state.is_final_snapshot_done
+    run(bench, 10)
+
+    assert bench.state.is_final_snapshot_done
+
+
+def test_a_folder_that_can_be_read_again_is_copied_at_the_end(trained):
+    """What cannot be read for a moment is not given up."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"weights"})
+    away = bench.ck.with_name("away")
+    bench.ck.rename(away)
+    bench.ck.write_bytes(b"")
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    run(bench, 10)
+    bench.ck.unlink()
+    away.rename(bench.ck)
+
+    run(bench, 1)
+
+    assert (len(saved(bench)), bench.state.is_final_snapshot_done) == (1, True)
+
+
+def test_a_folder_that_leads_in_a_circle_is_said(trained):
+    """And kills no courier."""
+    bench = trained()
+    bench.ck.rmdir()
+    bench.ck.symlink_to(bench.ck.name)
+
+    run(bench, 2)
+
+    assert "no snapshot: " in bench.site.messages.text()
+
+
 def test_a_writer_killed_in_the_middle_of_a_save(trained):
     """Step 20 is half written when the machine's out-of-memory killer comes; step 10 is what counts."""
     bench = trained()
