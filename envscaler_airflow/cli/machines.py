@@ -22,18 +22,24 @@ MOST_USD = 1e12
 
 def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
     """The nodes of a cluster as offers."""
-    from envscaler_airflow.catalog.kubernetes import node_pools  # noqa: PLC0415  (few look at a cluster)
+    from envscaler_airflow.catalog.kubernetes import node_pools, read_node  # noqa: PLC0415  (few look at a cluster)
 
     try:
         body = json.load(file)
         nodes = body["items"] if isinstance(body, dict) and "items" in body else [body]
-        pools = node_pools(nodes, prices=prices, cluster_prices=_own_prices(own))
+        told = _own_prices(own)
+        pools = node_pools(nodes, prices=prices, cluster_prices=told)
+        known = {name for node in map(read_node, nodes) for name in (node.pool, node.instance_type) if name}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise SpecError(
             f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
         ) from err
     if not pools:
         raise SpecError(f"--nodes {file.name}: no node there is ready and lets pods in")
+    known |= {pool.offer.instance_type for pool in pools}
+    if unknown := sorted(told.keys() - known - {"*"}):
+        listed = ", ".join(sorted(known))
+        raise SpecError(f"--node-price {unknown[0]}: no node there is of {unknown[0]}; there are {listed}")
     label = f"nodes of a cluster, unless told at the prices of: {prices.label}"
     return table_of((pool.offer for pool in pools), label=label)
 

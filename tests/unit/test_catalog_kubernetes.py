@@ -269,6 +269,7 @@ def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
         (json.dumps(EKS), ("--node-price", "gpu=-1"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "gpu=1e308"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "=1"), "POOL=USD"),
+        (json.dumps(EKS), ("--node-price", "gp=1"), "no node there is of gp; there are g5.xlarge, gpu"),
     ],
 )
 def test_what_is_no_list_of_nodes_is_refused(shell, text, more, words):
