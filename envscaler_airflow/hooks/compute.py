@@ -66,8 +66,7 @@ def kubernetes_config(conn_id: str | None) -> dict[str, Any]:
             f"kubernetes_conn_id={conn_id!r} needs apache-airflow-providers-cncf-kubernetes ({err})"
         ) from err
     hook = KubernetesHook(conn_id=conn_id)
-    extra = hook.conn_extras.get("envscaler") or {}
-    config |= _object(extra, f"connection {conn_id}: envscaler") if isinstance(extra, str) else extra
+    config |= _object(hook.conn_extras.get("envscaler") or {}, f"connection {conn_id}: envscaler")
     namespace = hook.get_namespace()
     return config | {"api_client": _client(hook)} | ({"namespace": namespace} if namespace else {})
 
@@ -91,9 +90,9 @@ def _client(hook: Any) -> Any:
         raise SpecError(f"connection {hook.conn_id!r}: {err}") from err
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _object(given: object, where: str) -> dict[str, Any]:
     try:
-        body = json.loads(text)
+        body = json.loads(given) if isinstance(given, str) else given
     except ValueError as err:
         raise SpecError(f"{where}: is no JSON: {err}") from err
     if not isinstance(body, Mapping):

@@ -36,7 +36,11 @@ class StorePlace:
         Raises:
             SpecError: The URL or an option cannot be used.
         """
-        return open_store(self.url, {**self.options, **self.secrets} or None)
+        try:
+            return open_store(self.url, {**self.options, **self.secrets} or None)
+        except (TypeError, ValueError) as err:  # what SDKs say of an option; names alone, no values
+            names = ", ".join(self.options) or "no options"
+            raise SpecError(f"store {self.url}: cannot be opened with {names}: {err}") from err
 
     def deployment(self, store: Store) -> str:
         """``[envscaler] deployment``, or the name kept in a file store.
@@ -81,7 +85,9 @@ def _connection(conn_id: str) -> tuple[str | None, dict[str, Any], dict[str, str
     connection = BaseHook.get_connection(conn_id)
     if connection.conn_type != CONN_TYPE:
         raise SpecError(f"connection {conn_id!r} is of type {connection.conn_type!r}, expected {CONN_TYPE!r}")
-    extra = connection.extra_dejson
-    options = {name: extra[name] for name in _OPTIONS if extra.get(name)}
+    extra: object = connection.extra_dejson
+    if not isinstance(extra, Mapping):
+        raise SpecError(f"connection {conn_id!r}: its extra is no JSON object")
+    options = {name: extra[name] for name in _OPTIONS if extra.get(name) not in (None, "")}
     secrets = {"aws_access_key_id": connection.login, "aws_secret_access_key": connection.password}
     return extra.get("store_url") or None, options, {name: text for name, text in secrets.items() if text}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
 
@@ -49,6 +52,39 @@ def test_a_connection_gives_options_and_keeps_its_secrets_apart():
     assert place.options == {"region_name": "eu-west-1"}
     assert place.secrets == {"aws_access_key_id": "AKIDEXAMPLE", "aws_secret_access_key": "s3cr3t-key"}
     assert "s3cr3t-key" not in repr(place)
+
+
+def store_connection(monkeypatch, extra):
+    """Let connection ``store`` have that extra."""
+    text = json.dumps({"conn_type": "envscaler_store", "extra": extra})
+    monkeypatch.setenv("AIRFLOW_CONN_STORE", text)
+
+
+def test_an_option_that_is_false_is_an_option(monkeypatch):
+    """``verify``: false is for a server whose certificate nobody signed."""
+    store_connection(monkeypatch, {"store_url": "s3://bucket/runs", "verify": False, "endpoint_url": ""})
+
+    assert store_place(None, "store").options == {"verify": False}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["s3://bucket/runs"], "its extra is no JSON object"),
+        ({"store_url": 5}, "store_url: got 5, expected text"),
+        ({"store_url": "s3://bucket/runs", "endpoint_url": "nonsense"}, "Invalid endpoint: nonsense"),
+        ({"store_url": "s3://bucket/runs", "config": "fast"}, "cannot be opened with .*config"),
+        ({"store_url": "s3://bucket/runs", "region_name": 5}, "cannot be opened with .*region_name"),
+    ],
+)
+def test_an_extra_that_cannot_be_used_is_told(monkeypatch, extra, words):
+    """Under *Test*, and before a stage begins, in words."""
+    store_connection(monkeypatch, extra)
+
+    is_good, said = CheckpointHook("store").test_connection()
+
+    assert not is_good
+    assert re.search(words, said)
 
 
 def test_a_connection_of_another_type_is_refused():
