@@ -84,6 +84,20 @@ def walk(folder: Path) -> tuple[TreeFile, ...]:
     return tuple(sorted(_walk(root, "", root, (root,)), key=lambda item: item.path))
 
 
+def one_file(path: Path) -> TreeFile:
+    """The file *path*, or the one beside or below it in its folder that it is a link to.
+
+    Raises:
+        CheckpointError: The link leads outside its folder.
+        OSError: It is not there any more.
+    """
+    source = path.resolve(strict=True)
+    if path.is_symlink() and not source.is_relative_to(path.parent.resolve()):
+        raise CheckpointError(f"{path}: the link leads to {source}, outside {path.parent}")
+    seen = source.stat()
+    return TreeFile(path.name, source, seen.st_size, seen.st_mtime_ns, seen.st_ino)
+
+
 def _walk(here: Path, prefix: str, root: Path, above: tuple[Path, ...]) -> Iterator[TreeFile]:
     try:
         entries = list(os.scandir(here))

@@ -69,11 +69,8 @@ def put_output(
         StoreError: Not uploaded; the call can be repeated.
     """
     prefix = output_prefix(generation, name)
-    if path.is_file() and not path.is_symlink():
-        seen = path.stat()
-        tree: tuple[folders.TreeFile, ...] = (
-            folders.TreeFile(path.name, path, seen.st_size, seen.st_mtime_ns, seen.st_ino),
-        )
+    if path.is_file():
+        tree: tuple[folders.TreeFile, ...] = (folders.one_file(path),)
         kind = "file"
     elif path.is_dir():
         tree, kind = folders.walk(path), "directory"

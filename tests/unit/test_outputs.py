@@ -190,6 +190,20 @@ def test_an_output_that_is_a_link_stays_beside_it(store, model, tmp_path):
         put_output(store, "stolen", tmp_path / "out/stolen", **WHO)
 
 
+def test_a_file_that_is_a_link_stays_beside_it(store, model, tmp_path):
+    """``best.bin -> model/weights.bin`` is a file like any; ``-> /etc/shadow`` is not to be given."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "best.bin").symlink_to("model/weights.bin")
+    (tmp_path / "out/stolen.bin").symlink_to(model / "weights.bin")
+
+    uri = put_output(store, "best", tmp_path / "best.bin", **WHO)
+
+    assert fetch_output(uri, tmp_path / "in").kind == "file"
+    assert tree(tmp_path / "in") == {"best.bin": (model / "weights.bin").read_bytes()}
+    with pytest.raises(CheckpointError, match=r"the link leads to .*/weights.bin, outside"):
+        put_output(store, "stolen", tmp_path / "out/stolen.bin", **WHO)
+
+
 def test_a_file_that_grows_meanwhile_is_refused(store, model):
     """Its hash would be of something that never was."""
 
