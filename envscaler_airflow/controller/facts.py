@@ -86,7 +86,9 @@ def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, 
     """
     if intervals is None:
         return None
-    return cost_usd(spans_of(attempt), by_owner(intervals, started_at=attempt.started_at), now=now)
+    began = attempt.started_at
+    ours = by_owner(intervals, started_at=began, handle=attempt.handle)
+    return cost_usd(spans_of(attempt), ours, now=now, began=began)
 
 
 def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import datetime as dt
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.cost import Held, Use, spent_usd
@@ -42,6 +44,26 @@ def spans_of(attempt: AttemptState) -> tuple[Span, ...]:
     return tuple(found)
 
 
+def made_at(handle: Mapping[str, Any] | None) -> float | None:
+    """When an attempt was made, by the clock that its usage is told by; None where its handle does not say.
+
+    A node may come hours later: out of a queue, or on a machine that is added. By this the two clocks are
+    laid over each other, and the wait is not billed.
+    """
+    text = ((handle or {}).get("details") or {}).get("created")
+    try:
+        at = dt.datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return at.timestamp() if at.tzinfo is not None else None
+
+
+def begun_at(intervals: Iterable[UsageInterval], handle: Mapping[str, Any] | None) -> float:
+    """The provider's time that is the owner's time of the start: when it was made, else its first node's."""
+    first, made = min(item.start for item in intervals), made_at(handle)
+    return first if made is None else min(made, first)
+
+
 def with_removed(intervals: Iterable[UsageInterval], attempt: AttemptState) -> tuple[UsageInterval, ...]:
     """*intervals*, and those of nodes that went when the attempt became smaller in place.
 
@@ -52,9 +74,9 @@ def with_removed(intervals: Iterable[UsageInterval], attempt: AttemptState) -> t
     if not attempt.earlier or not known:
         return known
     started = attempt.started_at if attempt.started_at is not None else attempt.intended_at
-    off_s = min(item.start for item in known) - started
+    off_s = begun_at(known, attempt.handle) - started
     counts = [*(before.allocation.nodes for before in attempt.earlier), attempt.allocation.nodes]
-    came = [started] * counts[0]
+    came = [min(item.start for item in known) - off_s] * counts[0]
     gone: list[UsageInterval] = []
     for before, count in zip(attempt.earlier, counts[1:], strict=True):
         gone += [
@@ -73,10 +95,13 @@ def _began_within(item: UsageInterval, past: UsageInterval) -> bool:
     return item.node == past.node and past.start - _APART_S <= item.start < past.end
 
 
-def by_span(held: Iterable[Held], spans: Sequence[Span]) -> list[tuple[Allocation, tuple[Held, ...]]]:
-    """What was held under each of *spans*; times are the provider's."""
+def by_span(
+    held: Iterable[Held], spans: Sequence[Span], *, began: float | None = None
+) -> list[tuple[Allocation, tuple[Held, ...]]]:
+    """What was held under each of *spans*, which count from *began*, else from the first that was held."""
     all_held = tuple(held)
-    began = min((item.start for item in all_held), default=0.0)
+    if began is None:
+        began = min((item.start for item in all_held), default=0.0)
     ends: list[float | None] = [began + span.from_s for span in spans[1:]]
     found = []
     for span, end in zip(spans, [*ends, None], strict=True):
@@ -92,8 +117,10 @@ def _within(held: Held, start: float, end: float | None) -> Held | None:
     return None if last is not None and last <= first else Held(held.node, first, last)
 
 
-def cost_usd(spans: Sequence[Span], intervals: Iterable[UsageInterval], *, now: float) -> float | None:
+def cost_usd(
+    spans: Sequence[Span], intervals: Iterable[UsageInterval], *, now: float, began: float | None = None
+) -> float | None:
     """Each node at the price of its offer, those still held up to *now*; None when a price is unknown."""
     held = (Held(item.node, item.start, item.end) for item in intervals)
-    uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans)]
+    uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans, began=began)]
     return spent_usd(uses, now=now)

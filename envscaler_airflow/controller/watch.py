@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, ResizesInPlace, UsageInterval
 from envscaler_airflow.controller.heard import believable
-from envscaler_airflow.controller.spans import Span, cost_usd
+from envscaler_airflow.controller.spans import Span, begun_at, cost_usd
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
@@ -234,13 +235,18 @@ class Watch:
             at = self._clock()
             nodes = range(self._watching.nodes)
             intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
-        ours = by_owner(intervals, started_at=self._watching.started_at)
-        usd = cost_usd(self._spans, ours, now=self._clock())
+        began = self._watching.started_at
+        ours = by_owner(intervals, started_at=began, handle=self._watching.handle)
+        usd = cost_usd(self._spans, ours, now=self._clock(), began=began)
         return [Wake("status", detail="the budget is spent")] if usd is not None and usd >= left else []
 
 
-def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) -> tuple[UsageInterval, ...]:
-    """*intervals* moved so that the first begins when the owner recorded the start.
+def by_owner(
+    intervals: Iterable[UsageInterval], *, started_at: float | None, handle: Mapping[str, Any] | None = None
+) -> tuple[UsageInterval, ...]:
+    """*intervals* moved so that what *handle* names was made when the owner recorded the start.
+
+    Where that does not say when it was made, so that the first begins then.
 
     All are as far apart, and the closed ones as long, as the provider says. Those still open end at the
     owner's now, and by the provider's own times they would be the difference of two machines' clocks, one of
@@ -249,7 +255,7 @@ def by_owner(intervals: Iterable[UsageInterval], *, started_at: float | None) ->
     known = tuple(intervals)
     if started_at is None or not known:
         return known
-    off_s = started_at - min(item.start for item in known)
+    off_s = started_at - begun_at(known, handle)
     return tuple(
         replace(item, start=item.start + off_s, end=None if item.end is None else item.end + off_s)
         for item in known

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from dataclasses import replace
 
 import pytest
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.spans import with_removed
 from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.controller.watch import by_owner
 from envscaler_airflow.lifecycle import AttemptState
@@ -45,6 +47,30 @@ def test_nodes_that_came_in_place_are_paid_from_then(off_s):
     held = [UsageInterval(node, at if node < 2 else late, None) for node in range(4)]
 
     assert facts.usd_of(attempt(4), held, now=1e6 + 10 * HOUR) == pytest.approx(22.0)
+
+
+@pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
+@pytest.mark.parametrize("end_h", [None, 11])
+def test_what_waited_for_its_node_is_paid_from_that_on(off_s, end_h):
+    """Ten hours in a queue, an hour on a machine: one node-hour, while it runs as when it has ended."""
+    made = dt.datetime.fromtimestamp(1e6 + off_s, dt.UTC).isoformat()
+    queued = replace(attempt(1), handle={"details": {"created": made}})
+    held = [UsageInterval(0, 1e6 + off_s + 10 * HOUR, end_h and 1e6 + off_s + end_h * HOUR)]
+
+    assert facts.usd_of(queued, held, now=1e6 + 11 * HOUR) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
+def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
+    """Ten hours in a queue, ten at $1 on two nodes, then an hour at $2 on one."""
+    made = dt.datetime.fromtimestamp(1e6 + off_s, dt.UTC).isoformat()
+    dear = replace(OFFER, instance_type="cpu-2", usd_per_hour=2.0)
+    before = Before(Allocation(OFFER, 2), 1e6 + 20 * HOUR)
+    live = replace(attempt(1), allocation=Allocation(dear, 1), earlier=(before,))
+    live = replace(live, handle={"details": {"created": made}})
+    held = with_removed([UsageInterval(0, 1e6 + off_s + 10 * HOUR, None)], live)
+
+    assert facts.usd_of(live, held, now=1e6 + 21 * HOUR) == pytest.approx(22.0)
 
 
 def test_a_closed_interval_is_as_long_as_the_provider_says():
