@@ -197,7 +197,12 @@ def _read_plain(hint: Any, value: Any, where: str) -> Any:
     if type(value) is not hint or (type(value) is int and abs(value) >= _MOST_INT):
         expected = getattr(hint, "__name__", hint)
         raise ProtocolError(f"{where}: got {value!r:.80}, expected {expected}")
-    return value
+    return _sayable(value) if hint is str else value
+
+
+def _sayable(text: str) -> str:
+    """*text* with what no terminal and no file takes escaped, such as half of a name that is no UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _check(value: object, allowed: Tuple[str, ...], name: str) -> None:

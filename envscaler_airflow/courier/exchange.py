@@ -319,6 +319,8 @@ class Memory:
         known = {item.name for item in dataclasses.fields(State)}
         kept = {key: value for key, value in body.items() if key in known}
         try:
-            return _STATE.validate_json(json.dumps(kept), strict=True)
+            # Names that are no UTF-8 come into it by messages; pydantic refuses them.
+            text = json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace")
+            return _STATE.validate_json(text, strict=True)
         except ValidationError:
             return State()

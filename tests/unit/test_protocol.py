@@ -30,6 +30,15 @@ def test_what_is_read_is_what_was_written(message):
     assert type(message).from_json(message.to_json(), where="x") == message
 
 
+def test_half_a_character_is_read_as_what_can_be_said():
+    """A file name that is no UTF-8, in a message: whoever prints a status ends in no traceback."""
+    said = Status(message="shard-\udcff of größe", ended=Ended(last_lines=("\udcff",)))
+
+    got = Status.from_json(said.to_json(), where="test")
+
+    assert (got.message, got.ended.last_lines) == ("shard-\\udcff of größe", ("\\udcff",))
+
+
 def test_what_is_unknown_is_left_out():
     """None is no zero on the wire either."""
     assert json.loads(Progress(step=0).to_json()) == {"schema": protocol.SCHEMA, "step": 0}

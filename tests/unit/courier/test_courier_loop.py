@@ -437,6 +437,16 @@ def test_state_of_a_newer_courier_is_read(tmp_path):
     assert (state.sequence, state.rejected) == (7, ("a",))
 
 
+def test_a_name_that_is_no_utf8_costs_no_memory(tmp_path):
+    """It is in a message; what a courier that is started again knows is all still there."""
+    exchange = Exchange(tmp_path)
+    Memory(exchange).update(rejected=("g1-step-00000100-a1: x\udcff is missing",), name_step=700)
+
+    again = Memory(exchange).state
+
+    assert (again.rejected, again.name_step) == (("g1-step-00000100-a1: x? is missing",), 700)
+
+
 @pytest.mark.parametrize("body", [b"{", b'{"mounts": [{"name": 1}]}', b"[]"])
 def test_a_layout_that_is_none_is_an_error(tmp_path, body):
     """The backend's mistake, said with its path."""
