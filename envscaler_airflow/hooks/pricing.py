@@ -108,11 +108,19 @@ class CloudPricingHook(BaseHook):
     def _aws(self) -> PriceFeed:
         from envscaler_airflow.clouds.aws import ADVISOR_URL, AwsPrices  # noqa: PLC0415  (boto3 is an extra)
 
+        try:
+            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  (as above)
+        except ImportError as err:
+            raise SpecError(f"aws: {err}: pip install 'envscaler-airflow[amazon]'") from err
         connection = self._connection()
         extra = _extra(connection)
         endpoint = self.endpoint_url or extra.get("endpoint_url")
         advisor = f"{endpoint}/spot-advisor-data.json" if endpoint else ADVISOR_URL
-        return AwsPrices(_aws_session(connection, extra), endpoint_url=endpoint, advisor_url=advisor)
+        try:
+            session = _aws_session(connection, extra)
+        except (BotoCoreError, ClientError) as err:
+            raise SpecError(f"connection {self.conn_id!r}: {err}") from err
+        return AwsPrices(session, endpoint_url=endpoint, advisor_url=advisor)
 
     def _azure(self) -> PriceFeed:
         from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415  (as above)
@@ -143,7 +151,10 @@ class CloudPricingHook(BaseHook):
 
 
 def _extra(connection: Connection | None) -> Mapping[str, Any]:
-    return {} if connection is None else connection.extra_dejson
+    extra: object = {} if connection is None else connection.extra_dejson
+    if not isinstance(extra, Mapping):
+        raise SpecError(f"connection {connection and connection.conn_id!r}: its extra is no JSON object")
+    return extra
 
 
 def _aws_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:

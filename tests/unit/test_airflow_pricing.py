@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from airflow.sdk import Connection
@@ -104,6 +105,25 @@ def test_a_role_is_taken_on(connections, monkeypatch):
 
     assert (found.access_key, found.token) == ("of-the-role", "t")
     assert [words["RoleArn"] for words in asked] == [role]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"profile_name": "nope"}, "config profile .nope. could not be found"),
+        ({"role_arn": 5}, "Invalid type for parameter RoleArn"),
+        (["us-east-1"], "its extra is no JSON object"),
+    ],
+)
+def test_a_connection_that_lets_nobody_in_is_told(connections, monkeypatch, extra, words):
+    """By its id, under *Test* too."""
+    connections["team"] = Connection(conn_id="team", conn_type="aws", extra=json.dumps(extra))
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+
+    is_good, said = CloudPricingHook("aws", "team").test_connection()
+
+    assert not is_good
+    assert re.search(f"connection 'team': .*{words}", said, re.DOTALL)
 
 
 def test_gcp_without_any_key_says_what_to_give_it(connections, monkeypatch):
