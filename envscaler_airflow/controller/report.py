@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from envscaler_airflow.controller.spans import by_span, spans_of
+from envscaler_airflow.controller.spans import begun_at, by_span, spans_of
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.cost import Bill, Held, Pause, Use, bill
 from envscaler_airflow.lifecycle import AttemptState, RunState
@@ -124,7 +124,8 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
     )
     if len(spans) == 1 or held is None:
         return [whole]
-    parts = by_span(held, spans)
+    is_metered = bool(held) and not attempt.is_live
+    parts = by_span(held, spans, began=begun_at(held, attempt.handle) if is_metered else None)
     before = [
         replace(
             whole,

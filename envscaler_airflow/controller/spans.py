@@ -58,7 +58,7 @@ def made_at(handle: Mapping[str, Any] | None) -> float | None:
     return at.timestamp() if at.tzinfo is not None else None
 
 
-def begun_at(intervals: Iterable[UsageInterval], handle: Mapping[str, Any] | None) -> float:
+def begun_at(intervals: Iterable[UsageInterval | Held], handle: Mapping[str, Any] | None) -> float:
     """The provider's time that is the owner's time of the start: when it was made, else its first node's."""
     first, made = min(item.start for item in intervals), made_at(handle)
     return first if made is None else min(made, first)

@@ -9,10 +9,11 @@ import pytest
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.report import run_report
 from envscaler_airflow.controller.spans import with_removed
 from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.controller.watch import by_owner
-from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.lifecycle.state import Before
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.testing.backend import cpu_offer
@@ -69,8 +70,12 @@ def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
     live = replace(attempt(1), allocation=Allocation(dear, 1), earlier=(before,))
     live = replace(live, handle={"details": {"created": made}})
     held = with_removed([UsageInterval(0, 1e6 + off_s + 10 * HOUR, None)], live)
+    rows = [[one.node, one.start, one.end or 1e6 + off_s + 21 * HOUR] for one in held]
+    over = replace(live, phase="ended", ended={"outcome": "succeeded", "usage": rows})
+    told = run_report(RunState(generation=1, attempts=(over,)), now=1e6 + 21 * HOUR)
 
     assert facts.usd_of(live, held, now=1e6 + 21 * HOUR) == pytest.approx(22.0)
+    assert told["bill"]["usd"] == pytest.approx(22.0)
 
 
 def test_a_closed_interval_is_as_long_as_the_provider_says():
