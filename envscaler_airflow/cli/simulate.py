@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,12 @@ def spot(  # noqa: PLR0913  # one argument for each option
 
 @simulate.command()
 @click.option("--profiles", type=_FOLDER, required=True, help="Folder of measured step times.")
-@click.option("--prices", "prices_file", type=_FILE, help="CSV: gpu, usd_per_gpu_hour.")
+@click.option(
+    "--prices",
+    "prices_file",
+    type=_FILE,
+    help="CSV: gpu, usd_per_gpu_hour; for types other than T4, V100-32GB, A100-40GB, whose prices are fixed.",
+)
 @click.option("--models", default="imagenet,cifar10,yolov3", show_default=True, help="Comma-separated.")
 @click.option("--track", type=click.Choice(["count", "type"]), default="count", show_default=True)
 @click.option("--length", type=click.Choice(["short", "long"]), default="long", show_default=True)
@@ -160,7 +165,7 @@ def _zones(text: str, file: Path, known: Collection[str]) -> list[str]:
 def _policy(name: str, known: Mapping[str, type[Any]]) -> Any:
     from envscaler_airflow.simulate.registry import simulated_policies  # noqa: PLC0415  # only here
 
-    found = {**known, **simulated_policies()}
+    found: dict[str, Callable[[], Any]] = {**simulated_policies(), **known}
     if name not in found:
         raise SpecError(f"--policy: got {name!r}; known are {', '.join(sorted(found))}")
     return found[name]()

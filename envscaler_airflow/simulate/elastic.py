@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.record import check_finite
 
 START_TYPE = "T4"
 SHEETS = {"T4": (320.0, 16.0), "V100-32GB": (900.0, 32.0), "A100-40GB": (1555.0, 40.0)}
@@ -222,8 +223,15 @@ def gpu_prices(path: Path | None, types: Sequence[str]) -> dict[str, float]:
     """$ per GPU-hour by type: those of the comparison, else the row of the file with the most GPUs.
 
     Raises:
-        SpecError: A type has no price.
+        SpecError: A type has no price, or the file cannot be read.
     """
+    try:
+        return _gpu_prices(path, types)
+    except (OSError, ValueError, csv.Error) as err:
+        raise SpecError(f"{path}: prices cannot be read: {err}") from err
+
+
+def _gpu_prices(path: Path | None, types: Sequence[str]) -> dict[str, float]:
     rows = [] if path is None else _read(path)
     prices = {}
     for name in types:
@@ -233,6 +241,7 @@ def gpu_prices(path: Path | None, types: Sequence[str]) -> dict[str, float]:
         elif named:
             most = max(named, key=lambda row: int(row.get("gpus") or 1))
             prices[name] = float(most["usd_per_gpu_hour"])
+            check_finite(usd_per_gpu_hour=prices[name])
         else:
             raise SpecError(f"{path}: no price for {name}: a row with gpu and usd_per_gpu_hour is needed")
     return prices

@@ -84,5 +84,5 @@ def _pyplot() -> Any:
 
 def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
     _pyplot().close(figure)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling.deadline import DeadlinePolicy
 from envscaler_airflow.scaling.deadline.facts import SpotJob
 from envscaler_airflow.simulate.elastic import START_TYPE, Config, Model
@@ -40,6 +41,8 @@ ELASTIC_POLICIES: Mapping[str, type[ElasticPolicy]] = {
 TYPES = ("T4", "V100-32GB", "A100-40GB")
 VALUES = (0.25, 1.0, 4.0, 16.0)
 """Values of an hour, in $/h of the cheapest configuration."""
+MOST_TICKS = 1_000_000
+"""Longest job that is simulated. Chosen: nineteen years of ten minutes; it is a wrong unit."""
 LONG = {"cifar10": 40.0, "yolov3": 6.0, "imagenet": 1.0}
 """Work of the long track, in original lengths."""
 
@@ -65,8 +68,9 @@ class SpotCell:
             SpecError: The deadline cannot be met, or a number is none.
         """
         try:
+            check_finite(ask_s=self.ask_s)
             return SpotJob(
-                ticks=int(self.deadline_h * 3600 / gap_s + 1e-9),
+                ticks=_ticks(self.deadline_h, gap_s),
                 gap_s=gap_s,
                 work_s=self.work_h * 3600,
                 overhead_s=self.overhead_h * 3600,
@@ -75,6 +79,13 @@ class SpotCell:
             )
         except (ValueError, OverflowError) as err:
             raise SpecError(f"{self.work_h:g} h of work by {self.deadline_h:g} h: {err}") from err
+
+
+def _ticks(deadline_h: float, gap_s: float) -> int:
+    ticks = int(deadline_h * 3600 / gap_s + 1e-9)
+    if ticks > MOST_TICKS:
+        raise ValueError(f"{ticks} ticks of {gap_s:g} s are more than {MOST_TICKS}")
+    return ticks
 
 
 def spot_jobs(
@@ -151,7 +162,8 @@ def spot_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if all("optimum_usd" in job for job in jobs):
         optimum = sum(job["optimum_usd"] for job in jobs)
         summary["mean_optimum_usd"] = optimum / len(jobs)
-        summary["over_optimum"] = sum(costs) / optimum
+        if optimum > 0:
+            summary["over_optimum"] = sum(costs) / optimum
     return summary
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.scaling.deadline.facts import ON_DEMAND
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ def read_traces(path: Path) -> Traces:
     """
     rows = _rows(path, ("tick",))
     zones = [name for name in rows[0] if name != "tick"]
+    if ON_DEMAND in zones:
+        raise SpecError(f"{path}: a column is called {ON_DEMAND}, which is no zone")
     if not zones:
         raise SpecError(f"{path}: has no column of a zone beside tick")
     try:
@@ -136,11 +139,15 @@ def prices_since(changes: Sequence[tuple[int, float]], start: int, ticks: int) -
 def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            table = csv.DictReader(file)
+            rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as err:
         raise SpecError(f"{path}: cannot be read: {err}") from err
     if not rows:
         raise SpecError(f"{path}: has no rows")
+    named = [name for name in table.fieldnames or () if name]
+    if len(set(named)) < len(named):
+        raise SpecError(f"{path}: names a column twice")
     missing = [name for name in columns if name not in rows[0]]
     if missing:
         raise SpecError(f"{path}: has no column {', '.join(missing)}")

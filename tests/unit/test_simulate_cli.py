@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
+from envscaler_airflow.simulate import registry
 
 SPOT = Path(__file__).parents[1] / "data" / "spot"
 ELASTIC = Path(__file__).parents[1] / "data" / "elastic"
@@ -77,10 +79,24 @@ def test_faults_name_the_option_and_what_there_is(arguments, message):
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_broken_policy_of_another_package_fails_its_own_simulation_alone(monkeypatch):
+    """Ours run, by their own names too; the broken one is named in one line."""
+    broken = SimpleNamespace(name="broken", value="no:Such", load=lambda: 1 / 0)
+    usurper = SimpleNamespace(name="greedy", value="no:Such", load=lambda: 1 / 0)
+    monkeypatch.setattr(registry, "entry_points", lambda **_group: (broken, usurper))
+
+    assert run("spot", *TRACES, "--policy", "greedy").exit_code == 0
+    got = run("spot", *TRACES, "--policy", "broken")
+
+    assert got.exit_code == 2
+    assert "broken (no:Such) cannot be loaded: ZeroDivisionError" in got.output
+
+
 @pytest.mark.timeout(30)
-def test_a_spot_job_is_drawn(tmp_path):
-    """Availability of every zone, and what was run: a PNG with something in it."""
-    path = tmp_path / "job.png"
+@pytest.mark.parametrize("name", ["job.png", "job", "job.what"])
+def test_a_spot_job_is_drawn(tmp_path, name):
+    """Availability of every zone, and what was run: a PNG with something in it, whatever it is called."""
+    path = tmp_path / name
 
     got = run("spot", *TRACES, "--zones", "us-central1-a,us-central1-b", "--plot", str(path))
 

@@ -110,6 +110,11 @@ def test_what_can_be_read_is(tmp_path, traces):
         (UP, "t,a,0,312,600\n", ["--deadline-h", "inf"], "infinity"),
         (UP, "t,a,0,312,600\n", ["--on-demand", "0"], "on_demand_usd must be > 0"),
         (UP, "t,a,0,312,600\n", ["--zones", "a,a"], "names a zone twice"),
+        (UP, "t,a,0,312,600\n", ["--ask-s", "nan"], "ask_s must be finite"),
+        (UP, "t,a,0,312,1e-9\n", [], "ticks of 1e-09 s are more than"),
+        (UP, "t,a,0,312,600\n", ["--deadline-h", "1e12"], "ticks of 600 s are more than"),
+        ("tick,a,a\n0,1,0\n", "t,a,0,312,600\n", [], "names a column twice"),
+        ("tick,on-demand\n0,1\n", "t,on-demand,0,312,600\n", [], "a column is called on-demand"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(tmp_path, traces, windows, more, message):
@@ -130,6 +135,16 @@ def test_a_price_that_is_none_is_refused(tmp_path, row):
 
     assert got.exit_code == 2
     assert "p.csv:2" in got.output
+
+
+def test_no_work_has_no_ratio_to_its_optimum(tmp_path):
+    """Both cost nothing: the means are told, and no quotient of them."""
+    got = spot(tmp_path, UP, "t,a,0,312,600\n", "--work-h", "0", "--optimum")
+
+    assert got.exit_code == 0, got.output
+    summary = json.loads(got.output)["summary"]
+    assert (summary["mean_cost_usd"], summary["mean_optimum_usd"]) == (0.0, 0.0)
+    assert "over_optimum" not in summary
 
 
 def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
@@ -203,6 +218,22 @@ def test_profiles_that_cannot_be_are_refused_with_a_reason(tmp_path, change, mor
 
     assert got.exit_code == 2
     assert message in got.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"P100,1,nan\n", b"P100,1,-2\n", b"P100,1,dear\n", b"P100,x,1\n", b"P100,1\n", b"\x1f\x8b\n"],
+    ids=["nan", "negative", "word", "count", "short", "binary"],
+)
+def test_a_price_of_a_gpu_that_is_none_is_refused(tmp_path, text):
+    """NaN never reaches a sum, and a fault is no traceback."""
+    prices = tmp_path / "p.csv"
+    prices.write_bytes(b"gpu,gpus,usd_per_gpu_hour\n" + text)
+
+    got = elastic(tmp_path, facts(), "--types", "T4,P100", "--prices", str(prices))
+
+    assert got.exit_code == 2, got.output
+    assert "p.csv" in got.output
 
 
 @pytest.mark.parametrize(
