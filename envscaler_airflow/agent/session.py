@@ -55,6 +55,7 @@ LOCAL_EVERY: Mapping[str, float] = {"seconds": 600}
 """Periodic saves with ``local_dir`` and without an exchange. Chosen: as ``checkpoint.every: 10m``."""
 GIVEN_UP = "the first rank gave it up"
 _EXITS = {rk.LEAVE: EXIT_LEFT, rk.STOP: EXIT_STOPPED}
+_COUNTS = {"step", "epoch", "total_steps", "epochs", "samples", "tokens", "batch", "repeated_samples"}
 _WANTS = {"checkpoint": rk.SAVE, "leave": rk.LEAVE, "stop": rk.STOP}
 
 
@@ -431,9 +432,9 @@ class Session:
         return {
             "step": self.steps,
             "epoch": self.epoch,
-            "samples": self.samples if self._counts_samples else None,
+            "samples": _plain("samples", self.samples) if self._counts_samples else None,
             "world_size": self.world_size,
-            "global_batch": self._global_batch,
+            "global_batch": _plain("batch", self._global_batch),
             "save_s": round(self._clock() - began, 3),
         }
 
@@ -476,7 +477,7 @@ class Session:
             samples_per_s=self._sample_rate.per_s() if self._counts_samples else None,
         )
         numbers.update(self._losses(now))
-        return numbers
+        return {name: _plain(name, value) for name, value in numbers.items()}
 
     def _losses(self, now: float) -> Dict[str, Any]:
         if now >= self._loss_at or self._loss.__class__ is float:
@@ -550,6 +551,14 @@ def _light(value: Any) -> Any:
     """Return *value* without the graph that made it: a loss kept until later must not keep activations."""
     detach = getattr(value, "detach", None)
     return detach() if detach is not None else value
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return what JSON can say: a count of numpy or torch as a whole number, what is no number as None."""
+    if value is None or value.__class__ in (int, bool, str):
+        return value
+    number = _number(value)
+    return number if number is None or name not in _COUNTS else int(number)
 
 
 def _number(value: Any) -> Optional[float]:

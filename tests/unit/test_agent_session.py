@@ -2,12 +2,14 @@
 
 import math
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from fakes.session_rig import LAUNCHER, Rig
 
 from envscaler_airflow.agent import exchange as ex
+from envscaler_airflow.agent import saving
 from envscaler_airflow.agent.session import Session
 from envscaler_airflow.protocol import Progress
 
@@ -23,6 +25,25 @@ def _bare_environment(monkeypatch):
 def rig(tmp_path):
     """A rig without periodic checkpoints."""
     return Rig(tmp_path / "x")
+
+
+def test_numbers_that_json_cannot_say_end_no_training(rig):
+    """Counts of numpy and torch are none of Python's; a noise scale may come of a division by zero."""
+    with rig.session(total_steps=1e3) as session:
+        session.report(noise_scale=math.nan, repeated_samples=Fraction(4))
+        for _ in range(3):
+            rig.now += 1.0
+            session.step(samples=Fraction(32), tokens=Fraction(640), batch=Fraction(64), loss=0.5)
+        rig.ask("checkpoint")
+        rig.now += 1.0
+        assert session.checkpoint(rig.save)
+
+    said = rig.said().progress
+    assert (said.total_steps, said.noise_scale, said.repeated_samples) == (1000, None, 4)
+    assert (said.samples, said.tokens, said.batch, said.samples_per_s) == (96, 1920, 64, 24.0)
+    (name,) = rig.names()
+    facts = saving.facts_of(rig.exchange.checkpoints / name)
+    assert (facts["samples"], facts["global_batch"]) == (96, 64)
 
 
 # -- without an exchange ---------------------------------------------------------------------------
