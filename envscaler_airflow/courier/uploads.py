@@ -221,13 +221,12 @@ class Checkpoints:
         site = self._site
         self._uploaded.pop(name, None)
         facts, _ = self._facts(name)
-        save_s = facts.get("save_s")
         key = parse_checkpoint_name(name)
         state = site.memory.state
         site.memory.update(
             last_checkpoint=name,
             last_checkpoint_step=manifest.step if manifest.step is not None else key and key[1],
-            checkpoint_s=upload_s + (float(save_s) if isinstance(save_s, (int, float)) else 0.0),
+            checkpoint_s=upload_s + _seconds(facts, "save_s"),
             checkpoints=state.checkpoints + (state.last_checkpoint != name),
             name_step=max(state.name_step, key[1] if key else 0),
         )
@@ -290,7 +289,14 @@ def _merge(name: str, lists: list[tuple[ManifestFile, ...]]) -> tuple[ManifestFi
 
 def _whole(facts: Mapping[str, Any], name: str) -> int | None:
     value = facts.get(name)
-    return value if type(value) is int else None
+    return value if type(value) is int and 0 <= value < 2**63 else None
+
+
+def _seconds(facts: Mapping[str, Any], name: str) -> float:
+    """0 for what is no time; JSON can say NaN, 1e999 and whole numbers beyond any float."""
+    value = facts.get(name)
+    is_time = isinstance(value, (int, float)) and 0 <= value < 2**63
+    return float(value) if is_time and value is not None else 0.0
 
 
 class Outputs:

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from envscaler_airflow.agent import saving
+from envscaler_airflow.courier.loop import compose
 from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.site import WorkInterruptedError
 from envscaler_airflow.courier.snapshots import snapshot_facts
@@ -332,6 +333,20 @@ def test_a_snapshot_says_that_nobody_cooperated(bench, store):
     assert [item.path for item in manifest.files] == ["agent.json", "model.bin"]
     assert bench.state.last_checkpoint_step == 300
     assert not (bench.exchange.checkpoints / NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "facts", ['{"save_s": NaN}', '{"save_s": 1e999}', f'{{"save_s": {"9" * 400}}}', f'{{"step": {2**70}}}']
+)
+def test_facts_that_are_no_numbers_end_no_courier(bench, store, facts):
+    """They are the training's word: the checkpoint counts, and the status can be written and read."""
+    (bench.session_saves(NAME) / "agent.json").write_text(facts)
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert read_checkpoint(store, NAME).step == 300
+    said = Status.from_json(compose(bench.site, None, is_over=False).to_json(), where="test")
+    assert (said.last_checkpoint, said.last_checkpoint_step, said.checkpoint_s) == (NAME, 300, 0.0)
 
 
 # -- several nodes
