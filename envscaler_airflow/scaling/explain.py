@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from envscaler_airflow.scaling.decision import Check
+from envscaler_airflow.scaling.observation import Observation
 
 
 def explain(check: Check) -> str:
@@ -23,7 +24,16 @@ def explain(check: Check) -> str:
     if seen.budget_usd is not None:
         spent = "unknown" if seen.spent_usd is None else f"${seen.spent_usd:.4g}"
         lines.append(f"  spent {spent} of ${seen.budget_usd:.4g}")
-    numbers = decision.numbers
+    try:
+        lines += _in_words(decision.numbers, seen)
+    except (AttributeError, KeyError, TypeError, ValueError):  # of another package, or another version
+        lines += [f"  {name}: {value}" for name, value in sorted(decision.numbers.items()) if _is_one(value)]
+    return "\n".join(lines)
+
+
+def _in_words(numbers: Mapping[str, Any], seen: Observation) -> list[str]:
+    """What a policy of ours computed, and the single numbers of one of another package."""
+    lines = []
     staying = numbers.get("staying")
     if isinstance(staying, Mapping):
         lines.append(_estimate(f"staying on {seen.current.name}", staying, numbers.get("speed"), seen.unit))
@@ -32,8 +42,8 @@ def explain(check: Check) -> str:
     lines += [f"  {name}: speed unknown" for name in numbers.get("unknown_speed") or ()]
     lines += [f"  {item['reason']}" for item in numbers.get("metrics") or ()]
     lines += [f"  {words}" for words in (*_deadline(numbers), *_phase(numbers), *_vertical(numbers))]
-    lines += [f"  {name}: {value}" for name, value in sorted(numbers.items()) if _is_of_others(name, value)]
-    return "\n".join(lines)
+    others = (item for item in sorted(numbers.items()) if item[0] not in _TOLD)
+    return lines + [f"  {name}: {value}" for name, value in others if _is_one(value)]
 
 
 _TOLD = frozenset(
@@ -46,9 +56,9 @@ _TOLD = frozenset(
 """Numbers of our own policies: told in words above, or in the reason."""
 
 
-def _is_of_others(name: str, value: object) -> bool:
-    """A number of a policy that another package brought."""
-    return name not in _TOLD and isinstance(value, str | int | float)
+def _is_one(value: object) -> bool:
+    """True for what fits on a line."""
+    return isinstance(value, str | int | float)
 
 
 def _deadline(numbers: Mapping[str, Any]) -> list[str]:

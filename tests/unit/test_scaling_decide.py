@@ -416,6 +416,32 @@ def test_explains_in_words():
     ]
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"staying": {"cheap": 1}},
+        {"moving": ["here"]},
+        {"moving": {"there": 3}},
+        {"metrics": [{"is": 1}]},
+        {"metrics": 7},
+        {"slack_s": "much"},
+        {"ticks_of_on_demand": 4},
+        {"phase_from": "us", "lasts_s": "long"},
+        {"vcpus": {"peak": "high"}},
+        {"unknown_speed": 1},
+    ],
+    ids="-".join,
+)
+def test_numbers_of_another_form_are_still_explained(numbers):
+    """Another package's policy, or another version, calls something else by a name of ours."""
+    decided = replace(decide(SEEN, NOW), numbers={**numbers, "mine": 4.5})
+
+    lines = explain(Check(SEEN, NOW, decided)).splitlines()
+
+    assert lines[0].startswith("move to local/cpu-2: ")
+    assert "  mine: 4.5" in lines
+
+
 def test_work_is_counted_in_what_the_training_reports():
     """Steps when their total is known, else epochs, else nothing to hope for."""
     assert work_of(Progress(step=5, total_steps=9, epoch=1, epochs=2)).to_dict() == {
