@@ -162,5 +162,5 @@ def _known(store: Store, prefix: str) -> tuple[str, SpotJob] | None:
         body = read_object(text, where=f"{prefix}/{KEY}") if text is not None else {}
         name = str(body["table"])
         return (name, SpotJob.from_dict(body["job"])) if _NAME.match(name) is not None else None
-    except (ProtocolError, ValueError, KeyError, TypeError):
+    except (ProtocolError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -103,5 +103,5 @@ def read(store: Store, prefix: str) -> Foretold:
     try:
         text = store.read(f"{prefix}/{NAME}", max_bytes=MAX_BYTES)
         return Foretold() if text is None else Foretold.from_dict(read_object(text, where=f"{prefix}/{NAME}"))
-    except (ProtocolError, ValueError, KeyError, TypeError):
+    except (ProtocolError, ValueError, KeyError, TypeError, OverflowError):
         return Foretold()

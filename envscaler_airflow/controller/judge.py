@@ -118,5 +118,5 @@ def _asked_with(request: Request) -> Observation | None:
     body = request.body.get("check")
     try:
         return Check.from_dict(body).observation if isinstance(body, Mapping) else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None

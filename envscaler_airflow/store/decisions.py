@@ -111,7 +111,7 @@ def _read(line: bytes) -> tuple[Check, int] | None:
         body = json.loads(line)
         check_schema(body["schema"], where="decisions")
         return Check.from_dict(body.get("last") or body["check"]), int(body["times"])
-    except (ProtocolError, ValueError, KeyError, TypeError):
+    except (ProtocolError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

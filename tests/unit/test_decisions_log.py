@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 
+import pytest
+
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
 from envscaler_airflow.store.base import check_store, open_store
@@ -86,6 +88,26 @@ def test_torn_lines_and_other_versions_are_left_out(tmp_path):
     newer = json.dumps({**json.loads(good), "schema": "2.0"}).encode()
 
     store.write("run/decisions/zz-000001.jsonl", good[:40] + b"\n" + newer + b"\nnull\n")
+
+    assert len(list(read_decisions(store, "run"))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"schema": "1.0", "times": 1, "check": {"observation": {"elapsed_s": 1' + 400 * "0" + "}}}",
+        '{"schema": "1.0", "times": Infinity, "check": GOOD}',
+        100_000 * "[",
+    ],
+    ids=["no float", "no count", "too deep"],
+)
+def test_a_line_of_numbers_that_no_machine_has_is_left_out(tmp_path, line):
+    """One such line ends neither a sensor nor the next start of the stage."""
+    store, _, log = made(tmp_path)
+    log.add(check(0, "move", "saves $1"))
+    good = json.loads(store.read("run/decisions/sensor-1-000001.jsonl"))["check"]
+
+    store.write("run/decisions/zz-000001.jsonl", line.replace("GOOD", json.dumps(good)).encode())
 
     assert len(list(read_decisions(store, "run"))) == 1
 

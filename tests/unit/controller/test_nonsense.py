@@ -24,6 +24,7 @@ def started(world):
 
 
 OFFER = cpu_offer(2).to_dict()
+HUGE = {"current": {"offer": OFFER, "nodes": 1}, "elapsed_s": 10**400}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ OFFER = cpu_offer(2).to_dict()
         {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": [None, None]},
         {"target": Allocation(cpu_offer(2)).to_dict(), "check": {"observation": 7}},
         {"target": Allocation(cpu_offer(2)).to_dict(), "check": {"observation": {"current": "x" * 9}}},
+        {"target": Allocation(cpu_offer(2)).to_dict(), "check": {"observation": HUGE}},
     ],
     ids=str,
 )
