@@ -18,7 +18,8 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
     """Airflow params for the parameters of the spec at *path*, typed and bounded as the spec says.
 
     Args:
-        path: Relative to the DAG file that calls this, or absolute.
+        path: Relative to the DAG file that calls this, absolute, or a reference to the registry; that is
+            the one of ``[envscaler] store_url``.
         restart: True adds the field ``restart``: ``resume`` (default) or ``fresh``.
 
     Raises:
@@ -28,7 +29,8 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
 
     caller = sys._getframe(1).f_globals.get("__file__")  # noqa: SLF001  (the documented way to a caller)
     folder = Path(caller).parent if caller else Path.cwd()
-    params = {name: _param(schema) for name, schema in schemas_of(folder / path).items()}
+    where = path if "://" in str(path) else folder / path
+    params = {name: _param(schema) for name, schema in schemas_of(where, registry=_copy_of).items()}
     if restart:
         params[RESTART] = Param(
             "resume",
@@ -39,6 +41,19 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
     return params
 
 
+def _copy_of(reference: str) -> Path:
+    """Path of what *reference* names; asked only where a spec has one."""
+    from envscaler_airflow.build.registry import SpecRegistry  # noqa: PLC0415  (DAG files pay on use)
+    from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
+
+    return SpecRegistry(lambda: store_place().open())(reference)
+
+
 def _param(schema: dict[str, Any]) -> Param:
     rest = {key: value for key, value in schema.items() if key != "default"}
-    return Param(schema["default"], **rest) if "default" in schema else Param(**rest)
+    if "default" not in schema:
+        return Param(**rest)
+    default = schema["default"]
+    if rest.get("type") == "string" and not isinstance(default, str):
+        default = str(default)  # a quantity without a unit
+    return Param(default, **rest)

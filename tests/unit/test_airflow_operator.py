@@ -21,9 +21,10 @@ from airflow.sdk.exceptions import (
 )
 from airflow.sdk.log import mask_secret
 
-from envscaler_airflow import EnvStageOperator
+from envscaler_airflow import EnvStageOperator, spec_params
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
@@ -590,6 +591,28 @@ def test_a_pause_that_is_none_is_told_and_kept_from_a_trigger(world, capsys, val
 
     assert deferral.trigger.serialize()[1]["poll_s"] == 5.0
     assert "the stage goes on with 5 s" in capsys.readouterr().out
+
+
+def test_the_form_knows_parameters_of_the_registry(world, monkeypatch):
+    """What a spec extends is found where the operator finds it, also by a reference to the whole."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(world.dag_file.parent / "cache"))
+    registry = SpecRegistry(lambda: world.store)
+    registry.publish("team/base", "1.0.0", SPEC)
+    path = world.dag_file.parent / "train.yaml"
+    path.write_text("version: v1\nname: train\nextends: registry://team/base@1.0.0\n")
+
+    assert spec_params(str(path))["rate"].value == 0.1
+    assert spec_params("registry://team/base@1.0.0")["rate"].value == 0.1
+
+
+def test_a_quantity_without_a_unit_is_a_field_of_text(world):
+    """As the form and the schema of the others have it; a schedule with it is allowed."""
+    path = world.dag_file.parent / "train.yaml"
+    path.write_text(SPEC.replace("{rate:", "{cores: {type: quantity, default: 4}, rate:"))
+
+    dag = DAG("dag", schedule="@daily", params=spec_params(str(path)))
+
+    assert dag.params.validate()["cores"] == "4"
 
 
 def test_a_backend_of_another_type_is_told():
