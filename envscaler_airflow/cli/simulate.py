@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def spot(  # noqa: PLR0913  # one argument for each option
         "price_changes": traces.read_price_changes(price_changes) if price_changes else None,
     }
     more = {"zones": _zones(zones, traces_file, seen.zones), "with_optimum": optimum, **given}
-    jobs = [job for cell in cells for job in reports.spot_jobs(seen, windows, cell, made, **more)]
+    with _needs_numpy():
+        jobs = [job for cell in cells for job in reports.spot_jobs(seen, windows, cell, made, **more)]
     if plot is not None:
         from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
 
@@ -150,6 +152,21 @@ def elastic(  # noqa: PLR0913  # one argument for each option
 
         plot_elastic(plot, jobs[0])
     _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _needs_numpy() -> Iterator[None]:
+    """Where numpy is asked for: by the deadline policy's tables, and by the optimum.
+
+    Raises:
+        SpecError: It is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as err:
+        if err.name != "numpy":
+            raise
+        raise SpecError("this needs numpy: pip install 'envscaler-airflow[simulate]'") from err
 
 
 def _zones(text: str, file: Path, known: Collection[str]) -> list[str]:
