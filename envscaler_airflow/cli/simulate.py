@@ -136,13 +136,18 @@ def elastic(  # noqa: PLR0913  # one argument for each option
     known = world.load_models(profiles, gpus)
     names = [name for name in models.split(",") if name]
     unknown = [name for name in names if name not in known]
+    if not known:
+        raise SpecError(f"{profiles}: has no model that was measured on {', '.join(gpus)}")
     if unknown or not names:
         asked = ", ".join(unknown) or "without a name"
         raise SpecError(f"{profiles}: has no model {asked}; it has {', '.join(sorted(known))}")
+    multiples = _multiples(work)
+    if idle := sorted(multiples.keys() - set(names)):
+        raise SpecError(f"--work: {', '.join(idle)} is not simulated; --models has {', '.join(names)}")
     jobs = reports.elastic_jobs(
         [known[name] for name in names],
         world.gpu_prices(prices_file, gpus),
-        reports.Track(track == "type", length == "long", _multiples(work)),
+        reports.Track(track == "type", length == "long", multiples),
         made,
         seeds=seeds,
         values_of_hour=value_of_hour,

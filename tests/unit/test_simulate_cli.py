@@ -67,6 +67,14 @@ def test_elastic_prints_jobs_with_regret():
             ["elastic", "--profiles", str(ELASTIC), "--models", "cifar10", "--work", "cifar10"],
             "write MODEL=K",
         ),
+        (
+            ["elastic", "--profiles", str(ELASTIC), "--models", "cifar10", "--work", "cifar=4"],
+            "--work: cifar is not simulated; --models has cifar10",
+        ),
+        (
+            ["elastic", "--profiles", str(ELASTIC), "--models", "cifar10", "--types", "T5"],
+            "has no model that was measured on T5",
+        ),
     ],
 )
 def test_faults_name_the_option_and_what_there_is(arguments, message):
