@@ -64,7 +64,8 @@ def run(
 ) -> None:
     """Run the stage of a spec on this machine and wait for it; Ctrl-C checkpoints and stops it.
 
-    A COMMAND after -- runs in the same environment in place of the entrypoint.
+    A COMMAND after -- runs in the same environment in place of the entrypoint. On --target local it is the
+    stage: what it does not write of the spec's outputs fails it.
     """
     given, target = inputs or {}, options["target"]
     if target == "docker":
