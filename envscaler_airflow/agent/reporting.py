@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
 from dataclasses import replace
 from typing import Any, Callable, Deque, Dict, Mapping, Optional, Tuple
@@ -18,6 +19,8 @@ USAGE_S = 5.0
 """Between two means in them. Chosen: a third of what they are the means of."""
 USAGE_SAMPLES = 15
 """Samples that make the means in a status: 15 s at one a second, as often as the courier sends it."""
+END_TRIES = 60
+"""Tries, a second apart, to say the end on a full disk. Chosen: the courier empties logs within seconds."""
 LOSS_S = 10.0
 """Between two losses in the metrics. Chosen: as often as a session looks at a tensor."""
 _STEP_FIELDS = ("step", "epoch", "samples", "tokens", "batch", "step_time_s", "data_time_s", "sync_time_s")
@@ -102,13 +105,17 @@ class Reporter:
         values = {name: getattr(progress, name) for name in names}
         self._line({name: value for name, value in values.items() if value is not None})
 
-    def close(self) -> None:
-        """Close the metrics and say the last status."""
+    def close(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Close the metrics and say the last status: without it nobody hears that the command has ended."""
         if self._samples:
             self.set(usage=aggregate(self._samples))
         if self._metrics is not None:
             self._metrics.close()
-        self.tick(at_once=True)
+        for _ in range(END_TRIES):
+            self.tick(at_once=True)
+            if self._exchange is None or self._written == self.status:
+                return
+            sleep(1.0)
 
     def _line(self, values: Dict[str, Any]) -> None:
         if self._metrics is None or not values:

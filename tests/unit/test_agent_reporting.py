@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from envscaler_airflow.agent.exchange import Exchange, SessionReport
+from envscaler_airflow.agent.exchange import Exchange, SessionReport, write_atomic
 from envscaler_airflow.agent.rates import Rate
-from envscaler_airflow.agent.reporting import Reporter, aggregate
+from envscaler_airflow.agent.reporting import END_TRIES, Reporter, aggregate
 from envscaler_airflow.agent.wrapper import _Tracker
-from envscaler_airflow.protocol import Progress, Status
+from envscaler_airflow.protocol import Ended, Progress, Status
 
 
 class Clock:
@@ -69,6 +69,26 @@ def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(rep
     clock.now += 10
     reporter.tick()
     assert said(exchange).sequence == 2
+
+
+@pytest.mark.parametrize(("full_for", "tries", "reason"), [(3, 3, "failed"), (999, END_TRIES, None)])
+def test_the_end_is_said_once_a_full_disk_has_room(reporter, exchange, monkeypatch, full_for, tries, reason):
+    """The courier would wait for it for ever; a disk that stays full holds nobody for more than a minute."""
+    reporter.tick()
+    waits = []
+
+    def write(path, data):
+        if len(waits) < full_for:
+            raise OSError(28, "No space left on device")
+        write_atomic(path, data)
+
+    monkeypatch.setattr("envscaler_airflow.agent.reporting.write_atomic", write)
+    reporter.set(phase="ended", ended=Ended(reason="failed", exit_code=1))
+
+    reporter.close(sleep=waits.append)
+
+    ended = said(exchange).ended
+    assert (ended and ended.reason, len(waits)) == (reason, tries)
 
 
 def test_a_full_disk_delays_a_status(reporter, exchange, clock, monkeypatch):
