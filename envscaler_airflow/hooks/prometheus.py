@@ -82,6 +82,8 @@ class Prometheus:
             answer = self._get(query)
         except httpx.InvalidURL as err:
             raise SpecError(f"{self._shown}: this is no URL of a Prometheus server") from err
+        except UnicodeError:  # its own words would show the token
+            raise SpecError(f"{self._shown}: host or token has letters that cannot be sent") from None
         except httpx.HTTPError as err:
             why = str(err) or type(err).__name__
             raise BackendError(f"{self._shown}: Prometheus does not answer: {why}", transient=True) from err
@@ -133,7 +135,7 @@ class Prometheus:
                 raise SpecError(f"{self._shown}: it answers a {kind!s:.40}; ask for numbers of now")
             pairs = [result] if kind == "scalar" else [item["value"] for item in result[:MOST_SERIES]]
             values = [float(value) for _, value in pairs]
-        except (KeyError, TypeError, ValueError, RecursionError) as err:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
             raise BackendError(f"{self._shown}: this is no answer of Prometheus: {err!s:.100}") from err
         return tuple(value for value in values if math.isfinite(value))
 

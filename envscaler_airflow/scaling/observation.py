@@ -12,6 +12,9 @@ from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.protocol import Progress
 from envscaler_airflow.scaling.explore import Measured
 
+MOST_VALUE = 1e100
+"""A metric beyond is no measurement. Chosen: sums of squares of what is within are finite."""
+
 Health = Literal["ok", "stalled", "unknown"]
 
 
@@ -187,16 +190,23 @@ def work_of(progress: Progress) -> Done:
 
 
 def usage_samples(at_s: float, node: int, usage: Mapping[str, float | None]) -> tuple[Sample, ...]:
-    """Samples of what one node's status said; what is not finite is left out as missing.
+    """Samples of what one node's status said; what is no measurement is left out as missing.
 
     ``memory_utilization`` (percent of the limit) is added where both parts are known. Take a
     status once: the same one seen again is no second sample.
     """
-    known = {name: value for name, value in usage.items() if value is not None and math.isfinite(value)}
+    known = {name: value for name, value in usage.items() if value is not None}
     limit = known.get("memory_limit_bytes")
     if limit and "memory_bytes" in known:
         known["memory_utilization"] = 100 * known["memory_bytes"] / limit
-    return tuple(Sample(at_s, node, name, value) for name, value in sorted(known.items()))
+    return tuple(
+        Sample(at_s, node, name, value) for name, value in sorted(known.items()) if is_measured(value)
+    )
+
+
+def is_measured(value: float) -> bool:
+    """True for what a metric can be: no NaN, no infinity, nothing beyond :data:`MOST_VALUE`."""
+    return abs(value) <= MOST_VALUE
 
 
 def recent(samples: Iterable[Sample], *, now_s: float, window_s: float) -> tuple[Sample, ...]:

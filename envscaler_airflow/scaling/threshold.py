@@ -12,7 +12,7 @@ from typing import Any
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.decision import Policy, Proposal, ThresholdRule, Want
-from envscaler_airflow.scaling.observation import Observation, Sample
+from envscaler_airflow.scaling.observation import Observation, Sample, is_measured
 from envscaler_airflow.scaling.outlook import outlook
 from envscaler_airflow.scaling.phase import LOOKS
 from envscaler_airflow.scaling.vertical import LONG_WINDOW_S
@@ -136,7 +136,7 @@ def queried(at_s: float, rule: ThresholdRule, values: Sequence[float]) -> tuple[
 
     NaN and infinities are left out; no value is no sample, so that the metric is missing.
     """
-    known = [value for value in values if math.isfinite(value)]
+    known = [value for value in values if is_measured(value)]
     if not known:
         return ()
     return (Sample(at_s, 0, rule.sampled_as, _ACROSS[rule.across](known)),)

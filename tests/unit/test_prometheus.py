@@ -84,6 +84,7 @@ BAD = {
         httpx.Response(200, json={"data": {"resultType": "matrix", "result": []}}),
         "answers a matrix",
     ),
+    "is too much": (vector(10**400), "this is no answer of Prometheus"),
     "has no series": (vector(), "no number"),
     "has no number": (vector("NaN", "+Inf", "-Inf"), "no number"),
 }
@@ -165,6 +166,28 @@ def test_a_url_that_is_none_is_told_without_it():
     """What follows the colon might be a password."""
     with pytest.raises(SpecError, match=r"\Aprometheus: this is no URL"):
         Prometheus("http://h:pw-12345").values("up")
+
+
+@pytest.mark.parametrize(
+    ("url", "token"), [("http://p:9090", "pässwörd"), (f"http://{300 * 'a'}.x", "t")], ids=["token", "host"]
+)
+def test_what_cannot_be_sent_fails_the_query_and_shows_no_token(url, token):
+    """A header is ASCII, and a label of a host has no more than 63 letters."""
+    server = Prometheus(url, headers={"Authorization": f"Bearer {token}"})
+
+    with pytest.raises(SpecError, match="has letters that cannot be sent") as told:
+        server.values("up")
+
+    assert told.value.__suppress_context__
+    assert "pässwörd" not in str(told.value)
+
+
+def test_numbers_beyond_all_sense_are_none():
+    """Their mean would be no float, and the check would end in an error."""
+    answers = ask_rules(POLICY, answering(vector("1.7e308", "1.7e308")).known, at_s=10.0)
+
+    assert answers.samples == ()
+    assert list(answers.unknown.values()) == [f"query '{RULE.query}': it answers no finite number"]
 
 
 def test_a_query_stands_over_what_nodes_report_under_the_name():

@@ -456,9 +456,11 @@ def test_work_is_counted_in_what_the_training_reports():
 
 def test_metrics_that_are_no_numbers_are_missing():
     """A NaN from a broken sampler is left out, and cannot be made."""
-    usage = {"cpu_percent": float("nan"), "gpu_percent": 7.0, "disk": None}
+    usage = {"cpu_percent": float("nan"), "gpu_percent": 7.0, "disk": None, "queue": 1.7e308}
 
     assert usage_samples(3, 0, usage) == (Sample(3, 0, "gpu_percent", 7.0),)
+    beyond = {"memory_bytes": 1e99, "memory_limit_bytes": 1e-9}
+    assert "memory_utilization" not in {item.metric for item in usage_samples(3, 0, beyond)}
     with pytest.raises(ValueError, match="value must be finite"):
         Sample(3, 0, "cpu_percent", float("nan"))
 
