@@ -59,11 +59,12 @@ def machine_deadline_s(
         usd_left: What the attempt may cost in all; None without a budget.
         usd_per_hour: Of all its nodes; None when unknown.
         deadline_left_s: Seconds to the stage's deadline, below 0 when it has passed; None without one.
-        deadline_s: How long the deadline was at first.
+        deadline_s: How long the deadline was at first; one that was over by then, as when a day is made up
+            for, bounds nothing: each machine would end after an hour, whatever it had to do.
     """
     limits = [MACHINE_S]
     if usd_left is not None and usd_per_hour:
         limits.append(max(0.0, usd_left) / usd_per_hour * 3600.0 + MACHINE_MARGIN_S)
-    if deadline_left_s is not None and deadline_s is not None:
+    if deadline_left_s is not None and deadline_s is not None and deadline_s > 0:
         limits.append(max(0.0, deadline_left_s + deadline_s) + MACHINE_MARGIN_S)
     return min(limits)

@@ -301,6 +301,8 @@ def test_the_grace_has_bounds(checkpoint_s, step_time_s, grace_s):
         ({"deadline_left_s": 2 * 3600.0, "deadline_s": 4 * 3600.0}, 7),
         ({"deadline_left_s": -9 * 3600.0, "deadline_s": 4 * 3600.0}, 1),
         ({"usd_left": 10.0, "usd_per_hour": 2.0, "deadline_left_s": 3600.0, "deadline_s": 3600.0}, 3),
+        ({"deadline_left_s": -9 * 3600.0, "deadline_s": -9 * 3600.0}, 720),  # of a day that is made up for
+        ({"usd_left": 10.0, "usd_per_hour": 2.0, "deadline_left_s": -60.0, "deadline_s": -60.0}, 6),
     ],
 )
 def test_every_machine_has_an_end_of_its_own(facts, hours):
