@@ -97,7 +97,13 @@ def _terms(operator: EnvStageOperator, begun: Callable[[], Mapping[str, Any]] | 
                 terms[field] = kept
             words = f"goes on without {name}" if kept is None else f"goes on with {field}={kept}"
             operator.log.warning("%s; the stage was begun before that, and %s", err, words)
+    if begun is None and terms["strategy"] == "deadline" and not _has_deadline(terms):
+        operator.log.warning("no deadline was given: strategy 'deadline' is 'cost' here; write deadline='4h'")
     return terms
+
+
+def _has_deadline(terms: Mapping[str, Any]) -> bool:
+    return terms["deadline_s"] is not None or terms["deadline_at"] is not None
 
 
 def _deadline(operator: EnvStageOperator) -> dict[str, Any]:

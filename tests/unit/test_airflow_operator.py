@@ -615,6 +615,16 @@ def test_a_quantity_without_a_unit_is_a_field_of_text(world):
     assert dag.params.validate()["cores"] == "4"
 
 
+@pytest.mark.parametrize(("deadline", "times"), [(None, 1), ("", 1), ("4h", 0)])
+def test_strategy_deadline_without_a_deadline_is_told(world, capsys, deadline, times):
+    """Once, where the stage begins: nothing is kept, and an hour is worth nothing."""
+    operator, ti = world.operator(strategy="deadline", deadline=deadline), Ti()
+    world.execute(operator, ti)
+    world.deferral(lambda: world.resume(operator, ti))
+
+    assert capsys.readouterr().out.count("strategy 'deadline' is 'cost' here") == times
+
+
 def test_a_backend_of_another_type_is_told():
     """A mapped value may be None."""
     with pytest.raises(SpecError, match="compute: got None, expected the name of a backend"):
