@@ -117,6 +117,8 @@ class Speaker:
             self._site.memory.update(sequence=sequence)
         except OSError as err:  # a full disk must not silence the node
             self._site.messages.say("courier", f"courier.json: {err}")
+        else:
+            self._site.messages.say("courier", None)
         return sequence
 
     def _last_in_store(self) -> int:
@@ -210,18 +212,20 @@ class Courier:
         return self._site.memory.state.phase == "done"
 
     def _thread(self, step: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(target=self._rounds, args=(step,), name=name, daemon=True)
+        thread = threading.Thread(target=self._rounds, args=(step, name), name=name, daemon=True)
         thread.start()
         return thread
 
-    def _rounds(self, step: Callable[[], None]) -> None:
+    def _rounds(self, step: Callable[[], None], name: str) -> None:
         try:
             while not self._site.ending.is_set():
                 try:
                     step()
                 except (StoreError, OSError) as err:  # a full disk, for one: said, and tried again
-                    self._site.messages.say("courier", f"{type(err).__name__}: {err}")
+                    self._site.messages.say(name, f"{type(err).__name__}: {err}")
                     self._site.ending.wait(5)
+                else:
+                    self._site.messages.say(name, None)
                 self._site.ending.wait(ROUND_S)
         except WorkInterruptedError:
             pass

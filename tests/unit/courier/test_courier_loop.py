@@ -437,6 +437,26 @@ def test_state_of_a_newer_courier_is_read(tmp_path):
     assert (state.sequence, state.rejected) == (7, ("a",))
 
 
+def test_what_is_over_is_said_no_more(ready):
+    """A disk that was full for a moment is not told of for the rest of the training."""
+    bench = ready()
+    courier, messages = Courier(bench.site), []
+    steps = iter([OSError("No space left on device"), None])
+
+    def step():
+        error = next(steps, None)
+        messages.append(bench.site.messages.text())
+        if error is not None:
+            raise error
+        if len(messages) == 3:
+            bench.site.ending.set()
+
+    bench.site.ending.wait = lambda _seconds: False
+    courier._rounds(step, "heavy")
+
+    assert messages == ["", "OSError: No space left on device", ""]
+
+
 def test_a_name_that_is_no_utf8_costs_no_memory(tmp_path):
     """It is in a message; what a courier that is started again knows is all still there."""
     exchange = Exchange(tmp_path)
