@@ -295,6 +295,26 @@ def test_what_a_node_held_before_its_pod_was_made_again_is_billed():
     assert len(intervals(Seen(job(), (soon, late)), PART)) == 2
 
 
+@pytest.mark.parametrize(
+    ("notes", "of_job", "is_billed"),
+    [
+        ({names.INDEX_FAILURES: "0"}, {}, False),
+        ({names.INDEX_FAILURES: "0", names.INDEX_IGNORED: "1"}, {}, True),
+        ({names.INDEX_FAILURES: "1"}, {}, True),
+        ({}, {}, True),
+        ({}, {names.LATE: "true"}, False),
+        ({names.INDEX_FAILURES: "0", names.INDEX_IGNORED: "1"}, {names.LATE: "true"}, True),
+    ],
+)
+def test_the_wait_for_a_nodes_very_first_pod_costs_nothing(notes, of_job, is_billed):
+    """Told by what the cluster writes on pods, or the start on the Job; else it is an upper bound."""
+    late, begun = pod(), job()
+    late["metadata"] |= {"creationTimestamp": BOUND.replace("01:00", "02:00"), "annotations": notes}
+    begun["metadata"]["annotations"] = of_job
+
+    assert (len(intervals(Seen(begun, (late,)), PART)) == 2) is is_billed
+
+
 def test_a_resize_moves_the_limits_that_are_there():
     """Memory has one, CPU has none."""
     assert patch_of(pod(), vcpus=2.5, memory_bytes=2 << 30)["spec"]["containers"] == [

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import (
@@ -21,7 +20,7 @@ from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedE
 from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_end, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
 from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily
-from envscaler_airflow.backends.kubernetes.lost import free_lost, unneeded
+from envscaler_airflow.backends.kubernetes.lost import free_lost, status_of, unneeded
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for, holds_s
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.render import (
@@ -355,6 +354,10 @@ class KubernetesBackend:
             if is_queued or all(node.state != "pending" for node in status.nodes):
                 return
             self._sleep(_POLL_S)
+        if any(node.reason == "quota" for node in status.nodes):
+            for part, seen in self._look(handle):
+                if not seen.pods:
+                    self._amend(part, {"metadata": {"annotations": {names.LATE: "true"}}})
 
     def _take_back(self, handle: Handle) -> None:
         for part in self._parts(handle):
@@ -371,8 +374,8 @@ class KubernetesBackend:
         parts = self._parts(handle)
         view = self._view(parts[0].namespace)
         if view is None:
-            return _status(self._look(handle))
-        return steadily(view, parts, lambda: _status(self._look(handle)))
+            return status_of(self._look(handle))
+        return steadily(view, parts, lambda: status_of(self._look(handle)))
 
     def _parts(self, handle: Handle) -> tuple[Part, ...]:
         return parts_of(handle, self.namespace)
@@ -529,7 +532,7 @@ class KubernetesBackend:
     def release(self, handle: Handle) -> None:
         """Remove the pods of an ended attempt; its Jobs stay for a while as the mark that it was."""
         found = self._look(handle)
-        if _status(found).is_over:
+        if status_of(found).is_over:
             for part, seen in found:
                 self._release(part, seen)
 
@@ -563,17 +566,6 @@ class KubernetesBackend:
     def _read(self, name: str) -> Json | None:
         found = self.cluster.find(paths.jobs(self.namespace, name))
         return None if found is None else found.body
-
-
-def _status(found: Sequence[tuple[Part, Seen]]) -> AttemptStatus:
-    """All nodes of an attempt, by what is to be seen of its Jobs."""
-    rest = {part.name for part, seen in unneeded(found) if seen.job and failures.stop_asked(seen.job) is None}
-    nodes = []
-    for part, seen in found:
-        for node in read_attempt(seen, part.nodes, first=part.first).nodes:
-            is_unneeded = part.name in rest and node.state not in ("ended", "lost")
-            nodes.append(replace(node, reason="unneeded") if is_unneeded else node)
-    return AttemptStatus(tuple(nodes))
 
 
 def _may_start(job: Json) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, RefusedError
 from envscaler_airflow.backends.kubernetes.failures import (
@@ -14,6 +16,7 @@ from envscaler_airflow.backends.kubernetes.failures import (
     job_end,
     read_attempt,
     silent_for,
+    stop_asked,
 )
 from envscaler_airflow.backends.kubernetes.handles import Part
 
@@ -61,3 +64,14 @@ def _has_broken(part: Part, seen: Seen) -> bool:
     if seen.job is not None and condition(seen.job, "Failed") is None:
         return False
     return any(node.reason not in _WENT for node in read_attempt(seen, part.nodes).nodes)
+
+
+def status_of(found: Sequence[tuple[Part, Seen]]) -> AttemptStatus:
+    """All nodes of an attempt, by what is to be seen of its Jobs."""
+    rest = {part.name for part, seen in unneeded(found) if seen.job and stop_asked(seen.job) is None}
+    nodes = []
+    for part, seen in found:
+        for node in read_attempt(seen, part.nodes, first=part.first).nodes:
+            is_unneeded = part.name in rest and node.state not in ("ended", "lost")
+            nodes.append(replace(node, reason="unneeded") if is_unneeded else node)
+    return AttemptStatus(tuple(nodes))

@@ -67,7 +67,10 @@ def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
 
 
 def _of_gone_pods(seen: Seen, part: Part) -> Iterator[UsageInterval]:
-    """From the Job's start to the first pod that is shown, of each node that the Job began with."""
+    """From the Job's start to the first pod that is shown, of each node that the Job began with.
+
+    Not where that pod is known to be the node's very first.
+    """
     job = seen.job or {}
     start, labels = (
         timestamp((job.get("status") or {}).get("startTime")),
@@ -79,9 +82,18 @@ def _of_gone_pods(seen: Seen, part: Part) -> Iterator[UsageInterval]:
         node, at = index_of(pod), timestamp(pod["metadata"].get("creationTimestamp"))
         if node is not None and at is not None:
             made[node] = min(at, made.get(node, at))
+    firsts = {index_of(pod) for pod in seen.pods if _is_first(pod, job)}
     for node, at in made.items():
-        if node < begun and start is not None and at - start > MADE_AGAIN_S:
+        if node < begun and node not in firsts and start is not None and at - start > MADE_AGAIN_S:
             yield UsageInterval(node, start, at)
+
+
+def _is_first(pod: Json, job: Json) -> bool:
+    """True where the cluster says that no pod of the node was before, or its Job had none for a quota."""
+    notes = pod["metadata"].get("annotations") or {}
+    if names.INDEX_FAILURES in notes:
+        return notes[names.INDEX_FAILURES] == "0" and names.INDEX_IGNORED not in notes
+    return (job.get("metadata", {}).get("annotations") or {}).get(names.LATE) == "true"
 
 
 def _is_over(seen: Seen) -> bool:

@@ -14,6 +14,7 @@ from fakes.kubernetes.jobstate import (
     Tally,
     Verdict,
     finished_at,
+    index_of,
     is_finished,
     spread,
     tally,
@@ -46,6 +47,7 @@ class _Memory:
     """What the controller remembers of one Job between syncs."""
 
     seen: set[str] = field(default_factory=set)
+    ignored: dict[int, int] = field(default_factory=dict)
     streak: int = 0
     last_end: float = 0.0
     refusals: int = 0
@@ -172,6 +174,9 @@ class JobController:
         fresh = [pod for pod in [*count.failed, *count.ignored] if pod["metadata"]["uid"] not in memory.seen]
         for pod in sorted(fresh, key=lambda one: finished_at(one, self._cluster.clock.now())):
             memory.seen.add(pod["metadata"]["uid"])
+            index = index_of(pod)
+            if index is not None and pod in count.ignored:
+                memory.ignored[index] = memory.ignored.get(index, 0) + 1
             memory.streak += 1
             memory.last_end = max(memory.last_end, finished_at(pod, self._cluster.clock.now()))
         for pod in pods:
@@ -205,7 +210,7 @@ class JobController:
 
     def _make(self, job: Object, memory: _Memory, count: Tally, index: int | None) -> bool:
         """Create one pod; a refusal is an event, and another try later."""
-        body = pod_of(job, index, count.index_failures)
+        body = pod_of(job, index, count.index_failures, memory.ignored)
         try:
             pod = self._cluster.api.create(PODS, job["metadata"]["namespace"], body)
         except ApiError as error:
@@ -364,7 +369,7 @@ def _is_ready(pod: Object) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-def pod_of(job: Object, index: int | None, failures: dict[int, int]) -> Object:
+def pod_of(job: Object, index: int | None, failures: dict[int, int], ignored: dict[int, int]) -> Object:
     """Render the pod that a Job makes next; *index* is None for a NonIndexed one."""
     meta, template = job["metadata"], clone(job["spec"]["template"])
     name = meta["name"]
@@ -383,6 +388,9 @@ def pod_of(job: Object, index: int | None, failures: dict[int, int]) -> Object:
         if job["spec"].get("backoffLimitPerIndex") is not None:
             failed = json.dumps(failures.get(index, 0))
             pod_meta["annotations"]["batch.kubernetes.io/job-index-failure-count"] = failed
+            if index in ignored:
+                marks = pod_meta["annotations"]
+                marks["batch.kubernetes.io/job-index-ignored-failure-count"] = str(ignored[index])
         spec["hostname"] = f"{name}-{index}"
         reference = {"apiVersion": "v1", "fieldPath": f"metadata.labels['{INDEX}']"}
         entry = {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": reference}}

@@ -259,6 +259,30 @@ def test_pods_that_were_made_again_are_still_paid_for(cluster, connect, spec):
     assert [(one.node, one.end) for one in others] == ([(1, None)] if spec else [])
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_hours_of_waiting_for_a_quota_are_no_money_spent(cluster, connect, nodes):
+    """No pod was made before: three hours at no price, then an hour on machines."""
+    quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
+    cluster.create(QUOTAS, quota)
+    backend = connect()
+    handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=nodes)))
+    cluster.advance(3 * 3600)
+    assert {node.reason for node in backend.observe(handle).nodes} == {"quota"}
+    more = {"spec": {"hard": {"requests.cpu": "9"}}}
+    cluster.api.patch(QUOTAS, "default", "cpus", "application/merge-patch+json", more)
+    cluster.advance(120)
+    running(backend, handle)
+    cluster.advance(3600)
+    for node in range(nodes):
+        cluster.pod(f"{handle.name}-{node}-").exit(0)
+    over(backend, handle)
+
+    billed = backend.usage(handle)
+
+    assert len(billed) == nodes
+    assert all(3600 <= one.end - one.start < 4000 for one in billed)
+
+
 def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
     """Its times went with it: at most it was held as long as the other, which ends soon after."""
     backend = connect()
