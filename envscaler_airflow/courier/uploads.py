@@ -15,18 +15,22 @@ from envscaler_airflow.courier.snapshots import snapshot_facts
 from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
 from envscaler_airflow.protocol import (
+    MAX_JSON_BYTES,
     Manifest,
     ManifestFile,
+    Status,
     log_name,
     metrics_name,
     parse_checkpoint_name,
+    status_name,
 )
 from envscaler_airflow.store import checkpoints, folders, outputs
 
 OTHERS_S = 600.0
 """Longest wait for the other nodes' part of a checkpoint. Chosen: a tenth of an hour's work of all nodes."""
 OTHERS_AT_END_S = 120.0
-"""The same once this node's command has ended: the others end soon after, or never speak again. Chosen."""
+"""The same once this node's command has ended and no other says that it uploads: the others end soon after,
+or never speak again. Chosen."""
 _AGENT = "agent.json"
 
 
@@ -154,21 +158,35 @@ class Checkpoints:
         site, mine = self._site, self._uploaded[name]
         if site.who.node != 0:
             if not self._is_in_store(name):
-                self._check_patience(name, mine, "node 0's manifest")
+                self._check_patience(name, mine, "node 0's manifest", [0])
             return
         lists, missing = self._others(name)
         if missing:
-            self._check_patience(name, mine, f"the files of nodes {missing}")
+            self._check_patience(name, mine, f"the files of nodes {missing}", missing)
             return
         manifest = self._manifest(name, _merge(name, [mine.files, *lists]))
         folders.write_manifest(site.store, checkpoints.checkpoint_prefix(name), manifest)
         self._completed(name, manifest, mine.upload_s)
 
-    def _check_patience(self, name: str, mine: _Uploaded, what: str) -> None:
-        patience = OTHERS_AT_END_S if self._site.has_ended() else OTHERS_S
-        if self._site.monotonic() - mine.since >= patience:
-            raise CheckpointError(f"{what} did not come within {patience:.0f} s")
+    def _check_patience(self, name: str, mine: _Uploaded, what: str, nodes: list[int]) -> None:
+        waited = self._site.monotonic() - mine.since
+        is_late = self._site.has_ended() and waited >= OTHERS_AT_END_S and not self._are_uploading(nodes)
+        if is_late or waited >= OTHERS_S:
+            raise CheckpointError(f"{what} did not come within {waited:.0f} s")
         self._site.messages.say("checkpoint", f"checkpoint {name} waits for {what}")
+
+    def _are_uploading(self, nodes: list[int]) -> bool:
+        who = self._site.who
+        for node in nodes:
+            where = status_name(who.generation, who.attempt, node)
+            body = self._site.store.read(where, max_bytes=MAX_JSON_BYTES)
+            try:
+                phase = Status.from_json(body, where=where).phase if body is not None else None
+            except ProtocolError:
+                phase = None
+            if phase != "uploading":
+                return False
+        return True
 
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
         lists, missing = [], []

@@ -408,6 +408,24 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, ha
     assert f"is lost: {'the files' if node == 0 else 'node 0'}" in bench.site.messages.text()
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_slower_node_that_still_uploads_is_waited_for_at_the_end(make_bench, store, node):
+    """Its part of the checkpoint that a move rests on is under way; ten minutes are the most all the same."""
+    bench = make_bench(node=node, nodes=2)
+    bench.session_saves(NAME, step=300)
+    bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
+    checkpoints = Checkpoints(bench.site, 3)
+    store.write(status_name(1, 2, 1 - node), Status(phase="uploading").to_json())
+    checkpoints.step()
+
+    bench.clock.now += OTHERS_AT_END_S + 1
+    assert not checkpoints.step()
+    bench.clock.now += OTHERS_S - OTHERS_AT_END_S - 1
+    assert checkpoints.step()
+
+    assert "did not come within 600 s" in bench.site.messages.text()
+
+
 @pytest.mark.parametrize(
     ("nodes", "layout", "stays"),
     [(2, {}, True), (1, {"processes_per_node": 1}, True), (1, {}, False)],
