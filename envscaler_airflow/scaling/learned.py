@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from envscaler_airflow.planning import Allocation, Speed
 from envscaler_airflow.scaling.explore import Learner, Shape
 from envscaler_airflow.scaling.observation import Observation
@@ -28,8 +30,10 @@ def learned(observation: Observation) -> dict[str, Speed]:
         if item.name in observation.measured:
             continue
         rate, unsure = learner.rate(shape_of(item), step.noise_scale)
-        mean = speed.mean * rate / base
-        speeds[item.name] = Speed(mean, mean * max(unsure, speed.relative_stdev), "fitted")
+        mean = speed.mean * rate / base if base > 0 else math.nan
+        stdev = mean * max(unsure, speed.relative_stdev)
+        if 0 < mean < math.inf and stdev < math.inf:  # from steps that no GPU makes nothing is learned
+            speeds[item.name] = Speed(mean, stdev, "fitted")
     return speeds
 
 

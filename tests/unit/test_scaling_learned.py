@@ -90,3 +90,12 @@ def test_steps_are_remembered_until_the_next_generation():
     assert back == check
     assert remember([back]).measured == SEEN.measured
     assert remember([back, fresh]).measured == {}
+
+
+def test_steps_that_no_machine_makes_teach_nothing():
+    """Whatever a training tells ends no check: a rate that is no number stays unknown."""
+    told = {place.name: Measured(1, 1e-320, 0.0) for place in (ONE, TWO)}
+    seen = replace(SEEN, measured=told)
+
+    assert learned(seen) == {}
+    assert decide(seen, Policy(max_nodes=4)).action == "keep"
