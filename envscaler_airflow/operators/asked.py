@@ -20,6 +20,7 @@ from envscaler_airflow.operators.slices import pause_s
 from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.planning import STRATEGIES
 from envscaler_airflow.spec import load_spec, spec_params
+from envscaler_airflow.spec.literals import has_userinfo
 from envscaler_airflow.spec.secrets import REFERENCE_FORMS
 
 if TYPE_CHECKING:
@@ -46,16 +47,13 @@ def stage_of(
     Raises:
         SpecError: The spec or an argument is wrong.
     """
-    parameters, inputs, spec = {}, {}, None
+    parameters, inputs, spec, origin = {}, {}, None, None
     if begun is None:
         parameters = dict(_mapping("parameters", operator.parameters))
         inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
         pause_s("poll_interval", operator.poll_interval)
         _word("restart", operator.restart or "resume", RESTARTS)
-        if operator.restore_from and not isinstance(operator.restore_from, str):
-            raise SpecError(
-                f"restore_from: got {operator.restore_from!r:.80}, expected the URI of a checkpoint"
-            )
+        origin = _origin(operator.restore_from)
         path = spec_path(operator.spec, context["dag"].fileloc)
         registry = SpecRegistry(store_place(operator.store_url, operator.store_conn_id).open)
         parameters = chosen_parameters(spec_params(path, registry=registry), context["params"], parameters)
@@ -73,7 +71,7 @@ def stage_of(
         inputs=inputs,
         **_terms(operator, begun),
         restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
-        restore_from=operator.restore_from or None,
+        restore_from=origin,
         resolve_secret=resolve_unmounted if operator.compute == "kubernetes" else resolve_secret,
         store_options=store_place(operator.store_url, operator.store_conn_id).options,
     )
@@ -164,6 +162,18 @@ def _uri(name: str, value: object) -> str:
             f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[{name!r}]"
         )
     return value
+
+
+def _origin(uri: object) -> str | None:
+    """The checkpoint to begin from: it will stand in the run's events."""
+    if not uri:
+        return None
+    if not isinstance(uri, str):
+        raise SpecError(f"restore_from: got {uri!r:.80}, expected the URI of a checkpoint")
+    if has_userinfo(uri):
+        raise SpecError("restore_from: credentials in a URL end up in logs; use a connection")
+    _refuse_masked({"restore_from": uri})
+    return uri
 
 
 def _word(name: str, value: str, known: Collection[str]) -> str:

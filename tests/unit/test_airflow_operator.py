@@ -361,6 +361,24 @@ def test_what_airflow_masks_is_refused_in_any_field(world, field):
     assert world.log.read() == []
 
 
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("s3://bucket/hunter2-hunter2/g1", "restore_from: holds a secret"),
+        ("s3://key:hunter3-hunter3@bucket/g1", "restore_from: credentials in a URL end up in logs"),
+    ],
+)
+def test_a_checkpoint_to_begin_from_holds_no_secret(world, uri, words):
+    """It stands in the run's events and in what its machines read."""
+    mask_secret("hunter2-hunter2")
+
+    with pytest.raises(AirflowFailException, match=words) as caught:
+        world.execute(world.operator(restore_from=uri))
+
+    assert "hunter" not in str(caught.value)
+    assert world.log.read() == []
+
+
 def test_what_airflow_masks_is_refused_in_the_spec_file_too(world):
     """A template may have put it there, or the author."""
     mask_secret("hunter2-hunter2")
