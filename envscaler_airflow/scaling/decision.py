@@ -115,7 +115,8 @@ class Policy(Record):
             are added or removed.
         recommend_only: Say what would be done, and do not do it.
         rules: Of the threshold policy.
-        match: ``any``: one rule is enough to scale out, as HPA has it; ``all``: every rule must ask for it.
+        match: ``any``: one rule is enough to scale out, as HPA has it; ``all``: every rule for that
+            direction must ask for it.
         phases: Of the phase policy.
     """
 

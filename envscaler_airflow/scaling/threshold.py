@@ -75,6 +75,9 @@ class Reading:
 def threshold(observation: Observation, policy: Policy) -> Proposal:
     """Propose the most nodes that any rule asks for: out when one does, in when all do.
 
+    With ``match: all`` every rule that can ask for more must do so, or every one that can ask for fewer,
+    and the smallest change of those is taken.
+
     A metric counts only in checks where every node gave it; otherwise it is missing, and a
     missing metric never scales in. Scaling in is held back when the same load on fewer
     nodes would be above again (hysteresis). Only the number of nodes changes, not the offer.
@@ -87,9 +90,7 @@ def threshold(observation: Observation, policy: Policy) -> Proposal:
         for rule in policy.rules
     ]
     numbers = {"metrics": [item.to_dict() for item in readings]}
-    most = max((item for item in readings if item.nodes), key=lambda item: item.nodes or 0, default=None)
-    if policy.match == "all":
-        most = min(readings, key=lambda item: item.nodes or here.nodes)
+    most = (_all_ask if policy.match == "all" else _any_asks)(readings, here.nodes)
     missing = next((item for item in readings if item.is_missing), None)
     if missing is not None and (most is None or most.nodes is None or most.nodes <= here.nodes):
         return Proposal(reason=missing.reason, numbers=numbers)
@@ -111,6 +112,28 @@ def _resized(here: Allocation, nodes: int) -> Allocation:
         return replace(here, nodes=nodes)
     spot = max(0, nodes - (here.nodes - here.rest_nodes))
     return replace(here, nodes=nodes, rest=here.rest if spot else None, rest_nodes=spot)
+
+
+def _any_asks(readings: Sequence[Reading], _nodes: int) -> Reading | None:
+    return max((item for item in readings if item.nodes), key=lambda item: item.nodes or 0, default=None)
+
+
+def _all_ask(readings: Sequence[Reading], nodes: int) -> Reading | None:
+    out = [item for item in readings if _can_ask(item.rule, more=True)]
+    fewer = [item for item in readings if _can_ask(item.rule, more=False)]
+    if out and all(item.nodes is not None and item.nodes > nodes for item in out):
+        return min(out, key=lambda item: item.nodes or 0)
+    if any(item.nodes is not None and item.nodes > nodes for item in readings):
+        return None
+    if fewer and all(item.nodes is not None and item.nodes < nodes for item in fewer):
+        return max(fewer, key=lambda item: item.nodes or 0)
+    return None
+
+
+def _can_ask(rule: ThresholdRule, *, more: bool) -> bool:
+    """True when *rule* can ask for more nodes, or for fewer: most rules of a spec are for one direction."""
+    bound = rule.above if more == (rule.step > 0) else rule.below
+    return rule.target is not None or bound is not None
 
 
 def _comes_back(reading: Reading, nodes: int, fewer: int) -> bool:

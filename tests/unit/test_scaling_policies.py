@@ -17,12 +17,14 @@ from envscaler_airflow.scaling import (
     ThresholdRule,
     decide,
     explain,
+    policy_of,
     replay,
 )
 from envscaler_airflow.scaling.deadline import SpotJob, build_table
 from envscaler_airflow.scaling.deadline.live import meet_deadline
 from envscaler_airflow.scaling.interval import checkpoint_interval_s, price_aware_interval_s, price_risk
 from envscaler_airflow.scaling.vertical import time_to_limit
+from envscaler_airflow.spec import EnvSpec
 
 GIB = float(1 << 30)
 
@@ -383,6 +385,44 @@ def test_all_of_several_conditions_can_be_asked_for():
 
     assert decide(facts, policy).action == "move"
     assert decide(facts, replace(policy, match="all")).action == "keep"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "queue", "nodes"),
+    [
+        (90.0, 90.0, 3),  # both ask for more
+        (90.0, 50.0, 2),
+        (10.0, 10.0, 1),  # both ask for fewer
+        (10.0, 50.0, 2),
+        (10.0, 90.0, 2),
+        (50.0, 50.0, 2),
+    ],
+)
+def test_all_are_those_of_one_direction(gpu, queue, nodes):
+    """A spec has a rule for out and one for in; those for in do not ask for more, and hold nobody back."""
+    spec = EnvSpec.from_dict(
+        {
+            "version": "v1",
+            "name": "train",
+            "num_nodes": 2,
+            "scaling": {
+                "policy": "threshold", "match": "all", "min_nodes": 1, "max_nodes": 4, "stabilization": "0s",
+                "rules": [
+                    {"metric": metric, bound: value, "for": "1 samples"}
+                    for metric in ("gpu_utilization", "queue")
+                    for bound, value in (("above", 80), ("below", 40))
+                ],
+            },
+        }
+    )  # fmt: skip
+    samples = tuple(
+        Sample(10_000.0, node, metric, value)
+        for node in range(2)
+        for metric, value in (("gpu0_utilization_percent", gpu), ("queue", queue))
+    )
+    facts = seen(on(nodes=2), samples=samples, deadline_left_s=None)
+
+    assert decide(facts, policy_of(spec)).target.nodes == nodes
 
 
 def test_the_interval_between_checkpoints_is_dalys():
