@@ -1,8 +1,8 @@
 """Recorded scaling checks, in closed chunks: ``decisions/<writer>-000003.jsonl``.
 
 A chunk is closed after 10 minutes or 256 KiB, and at once when a move was decided, so that a
-request is never without its reasons. "keep" for the same reason as before, its numbers aside, is a
-counter on the line before, which holds the first and the last of them in full.
+request is never without its reasons. "keep" for the same reason and in the same phase as before, its
+numbers aside, is a counter on the line before, which holds the first and the last of them in full.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _is_same_keep(line: dict[str, Any], check: Check) -> bool:
     return bool(
         decision["action"] == "keep"
         and _kind(decision["reason"]) == _kind(check.decision.reason)
-        and (seen.get("generation", 1), seen.get("attempt", 1))
-        == (check.observation.generation, check.observation.attempt)
+        and (seen.get("generation", 1), seen.get("attempt", 1), seen.get("training_phase"))
+        == (check.observation.generation, check.observation.attempt, check.observation.training_phase)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,19 @@ def test_keeps_for_the_same_reason_are_one_line_with_a_count(tmp_path):
     assert list(read_decisions(store, "run")) == [
         (check(60, reason="no move saves more than 10% of $1.48"), 3)
     ]
+
+
+def test_every_phase_has_a_line_though_their_names_differ_by_a_number_alone(tmp_path):
+    """The next run foretells its phases by them."""
+    store, _, log = made(tmp_path)
+
+    for second, phase in [(0, "stage1"), (30, "stage1"), (60, "stage2"), (90, "stage2")]:
+        seen = check(second, reason=f"here is what {phase} needs")
+        log.add(replace(seen, observation=replace(seen.observation, training_phase=phase)))
+    log.close()
+
+    found = [(seen.observation.training_phase, times) for seen, times in read_decisions(store, "run")]
+    assert found == [("stage1", 2), ("stage2", 2)]
 
 
 def test_a_move_closes_the_chunk_at_once(tmp_path):
