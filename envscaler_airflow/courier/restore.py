@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envscaler_airflow.courier.layouts import select
-from envscaler_airflow.courier.site import Site
+from envscaler_airflow.courier.site import SetupCancelledError, Site
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
 from envscaler_airflow.protocol import (
     Control,
@@ -28,6 +28,8 @@ from envscaler_airflow.store.outputs import open_folder
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
 _POLL_S = 1.0
+_WENT = ("left", "stopped", "orphaned", "killed")
+"""Ends of node 0 that the stage is not to blame for: no more is what follows from them on other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def restore(site: Site, control: Control) -> Restored | None:
 
     Raises:
         CheckpointError: ``restore_from`` is not good, or this node cannot get what node 0 chose.
+        SetupCancelledError: The attempt is to go, or node 0 had to.
         StoreError: The store did not answer in time.
     """
     began = site.monotonic()
@@ -143,7 +146,10 @@ def _node_0_decided(site: Site) -> Status:
             site.messages.say("restore", f"status of node 0: {err}")
             status = None
         if status is not None and status.ended is not None:
-            raise CheckpointError(f"node 0 has ended: {status.ended.reason} {status.ended.detail}")
+            told = f"node 0 has ended: {status.ended.reason} {status.ended.detail}"
+            if status.ended.reason in _WENT:
+                raise SetupCancelledError(told)
+            raise CheckpointError(told)
         if status is not None and (status.start_step is not None or status.restored_from is not None):
             site.messages.say("restore", None)
             return status

@@ -7,8 +7,9 @@ import pytest
 
 from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.setup import lay_out
+from envscaler_airflow.courier.site import SetupCancelledError
 from envscaler_airflow.errors import CheckpointError, StoreError
-from envscaler_airflow.protocol import Control, Manifest, ManifestFile, Status, status_name
+from envscaler_airflow.protocol import Control, Ended, Manifest, ManifestFile, Status, status_name
 
 OLD, NEW = "g1-step-00000100-a1", "g1-step-00000200-a1"
 
@@ -224,6 +225,16 @@ def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
     store.write(status_name(1, 2, 0), ended.encode())
 
     with pytest.raises(CheckpointError, match="node 0 has ended: setup-failed no disk"):
+        restore(bench.site, Control())
+
+
+@pytest.mark.parametrize("reason", ["left", "stopped", "orphaned", "killed"])
+def test_a_node_0_that_had_to_go_is_no_fault_of_the_stage(make_bench, store, reason):
+    """Its spot machine was taken while another node was still set up: that node has to go, too."""
+    bench = make_bench(node=1, nodes=2)
+    store.write(status_name(1, 2, 0), Status(phase="ended", ended=Ended(reason=reason)).to_json())
+
+    with pytest.raises(SetupCancelledError, match=f"node 0 has ended: {reason}"):
         restore(bench.site, Control())
 
 
