@@ -142,7 +142,7 @@ def elastic(  # noqa: PLR0913  # one argument for each option
         asked = ", ".join(unknown) or "without a name"
         raise SpecError(f"{profiles}: has no model {asked}; it has {', '.join(sorted(known))}")
     multiples = _multiples(work)
-    if idle := sorted(multiples.keys() - set(names)):
+    if idle := sorted(multiples.keys() - set(known)):
         raise SpecError(f"--work: {', '.join(idle)} is not simulated; --models has {', '.join(names)}")
     jobs = reports.elastic_jobs(
         [known[name] for name in names],
