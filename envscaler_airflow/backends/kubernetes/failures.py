@@ -33,6 +33,9 @@ LOST_AFTER_S = 180.0
 
 Source: issue of the backend. By the API server's clock, which wrote the time of the deletion.
 """
+HELD_S = 120.0
+"""How long a pod may go on after its training although nobody ends it, seconds. Chosen: a node that shuts
+down ends all containers of a pod within that, one after the other."""
 MAIN = "main"
 MAX_DETAIL_CHARACTERS = 500
 
@@ -405,7 +408,9 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
         return silent
     main = _container(pod, MAIN)
     if _state(main, "running") is not None or _state(main, "terminated") is not None:
-        return NodeStatus(node, "running", detail=_leaving(pod, job))
+        if is_held(pod, seen):
+            return _told(job, node, failure_of(pod))
+        return NodeStatus(node, "running", detail=_held_by(pod) or _leaving(pod, job))
     kind, detail = waiting_for(pod, seen)
     if stop_asked(job) is not None:  # given up already
         kind = {"capacity": "scheduling", "image": "pulling"}.get(kind, kind)
@@ -421,6 +426,29 @@ def _silent_node(seen: Seen, node: int, pod: Json) -> NodeStatus | None:
     where = (pod.get("spec") or {}).get("nodeName")
     detail = f"node {where} does not answer; its pod is overdue by {silence:.0f} s"
     return NodeStatus(node, "lost", reason="lost", detail=detail)
+
+
+def is_held(pod: Json, seen: Seen) -> bool:
+    """True for a pod whose training has ended a while ago, and that only containers of others keep."""
+    end = timestamp((_state(_container(pod, MAIN), "terminated") or {}).get("finishedAt"))
+    if end is None or seen.server_time is None or not _held_by(pod):
+        return False
+    return seen.server_time - end >= HELD_S
+
+
+def _held_by(pod: Json) -> str:
+    """Which container keeps a pod whose training has ended, and that nobody ends; "" for any other.
+
+    The kubelet ends a pod when all but its native sidecars have ended: one that somebody's webhook added as a
+    plain container, such as a proxy of a service mesh, never does.
+    """
+    if _state(_container(pod, MAIN), "terminated") is None:
+        return ""
+    if pod["metadata"].get("deletionTimestamp") or condition(pod, "DisruptionTarget") is not None:
+        return ""
+    others = (pod.get("status") or {}).get("containerStatuses") or ()
+    names_of = [one["name"] for one in others if _state(one, "running") is not None]
+    return f"its training has ended, but container {names_of[0]} still runs" if names_of else ""
 
 
 def _leaving(pod: Json, job: Json) -> str:

@@ -58,7 +58,7 @@ def steadily(view: View, parts: Sequence[Part], read: Callable[[], AttemptStatus
         return found
     status = read()
     is_leaving = any(pod.is_leaving for _, pods in shown for pod in pods)
-    if not is_leaving and all(node.state == "running" for node in status.nodes):
+    if not is_leaving and all(node.state == "running" and not node.detail for node in status.nodes):
         view.told[name] = (key, status)
     return status
 

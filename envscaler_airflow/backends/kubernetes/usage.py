@@ -11,6 +11,7 @@ from envscaler_airflow.backends.kubernetes.failures import (
     Json,
     Seen,
     index_of,
+    is_held,
     job_end,
     stop_asked,
     timestamp,
@@ -63,6 +64,8 @@ def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
     end = None
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") or _is_over(seen):
         end = max(start, _ended_at(pod) or _job_ended_at(seen) or start)
+    elif is_held(pod, seen):
+        end = max(start, seen.server_time or start)  # it is released now
     return UsageInterval(node, start, end)
 
 

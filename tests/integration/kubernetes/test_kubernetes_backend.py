@@ -318,6 +318,27 @@ def test_one_node_that_went_leaves_the_others(cluster, connect):
     assert reasons[0] in ("killed", "stopped")
 
 
+@pytest.mark.parametrize(("code", "told"), [(0, ("ended", "succeeded")), (1, ("ended", "failed"))])
+def test_a_container_of_others_keeps_no_training_that_has_ended(cluster, connect, monkeypatch, code, told):
+    """A mesh's proxy that a webhook added never ends: its pod would be paid for until its deadline."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+    proxy = {"spec": {"containers": [{"name": "main"}, {"name": "proxy", "image": "proxy:1"}]}}
+    backend = connect(pod_override=proxy)
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.pod(f"{handle.name}-0-").exit(code, container="main")
+    eventually(lambda: backend.observe(handle).nodes[0].detail, lambda detail: "container proxy" in detail)
+    assert backend.observe(handle).nodes[0].state == "running"
+
+    cluster.advance(180)
+    assert over(backend, handle) == [told]
+    [billed] = backend.usage(handle)
+    assert billed.end is not None
+    backend.release(handle)
+
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+
+
 def test_a_quota_is_waited_for(cluster, connect):
     """Shown with its own words."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
