@@ -388,6 +388,8 @@ def test_a_quota_and_a_queue_are_waits_with_a_reason():
     [
         ('pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true', "refused"),
         ('Pod "x" is invalid: spec.volumes[0].name: Required value', "refused"),
+        ('pods "x" is forbidden: maximum cpu usage per Container is 2, but limit is 4', "refused"),
+        ('pods "x" is forbidden: minimum memory usage per Pod is 1Gi, but request is 512Mi', "refused"),
         ('failed calling webhook "w": connection refused', "config"),
     ],
 )

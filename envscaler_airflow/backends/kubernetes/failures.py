@@ -72,10 +72,12 @@ _REFUSED_PODS = (
     ("exceeded quota", "quota"),
     ("violates PodSecurity", "refused"),
     (" is invalid: ", "refused"),
+    (" usage per Container is ", "refused"),
+    (" usage per Pod is ", "refused"),
 )
 """Why the API server takes no pod of a Job, by its own words; ``refused`` is what no waiting heals.
 
-Source: recorded (quota); wording of the PodSecurity admission plugin and of validation.
+Source: recorded (quota); wording of the PodSecurity and LimitRanger admission plugins and of validation.
 """
 _BAD_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 

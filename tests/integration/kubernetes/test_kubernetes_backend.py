@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS, Program
-from fakes.kubernetes.resources import NAMESPACES
+from fakes.kubernetes.resources import LIMIT_RANGES, NAMESPACES
 from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
 
 from envscaler_airflow.backends.kubernetes import client, paths
@@ -350,6 +350,17 @@ def test_a_quota_is_waited_for(cluster, connect):
     [node] = backend.observe(handle).nodes
     assert (node.state, node.reason) == ("pending", "quota")
     assert "exceeded quota: cpus" in node.detail
+
+
+def test_a_limit_range_that_the_stage_is_above_refuses_it_at_once(cluster, connect):
+    """No waiting heals it: the stage would show as pending for a month."""
+    rule = {"type": "Container", "max": {"memory": "512Mi"}}
+    cluster.create(LIMIT_RANGES, {"metadata": {"name": "small"}, "spec": {"limits": [rule]}})
+
+    with pytest.raises(SpecError, match="maximum memory usage per Container is 512Mi"):
+        connect().submit(request_for())
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
 
 
 def enforce(cluster, level):
