@@ -89,6 +89,7 @@ class _Attempt:
     sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
     sampled: dict[int, int] = field(default_factory=dict)
     earlier: Speed | None = None
+    unit: str = ""
 
 
 class Observer:
@@ -320,17 +321,22 @@ class Observer:
                 self._samples = ()
             speed = self._memory.speeds.get(live.allocation.name)
             earlier = speed if self._memory.generation == live.generation else None
-            self._attempt = _Attempt(key, since, epoch, earlier=earlier)
+            unit = "" if earlier is None else self._memory.unit
+            self._attempt = _Attempt(key, since, epoch, earlier=earlier, unit=unit)
         return self._attempt
 
     @staticmethod
     def _take_point(mine: _Attempt, head: Status | None) -> None:
         if head is None:
             return
-        done = work_of(head.progress).done
-        at_s = head.progress.elapsed_s
+        work, at_s = work_of(head.progress), head.progress.elapsed_s
+        done = work.done
         if head.phase != "running" or done is None or at_s is None:
             return
+        if mine.unit and work.unit != mine.unit:  # the training told its steps later than its epochs
+            mine.points.clear()
+            mine.earlier = None
+        mine.unit = work.unit
         if not mine.points or at_s > mine.points[-1][0]:
             mine.points.append((at_s, done))
             del mine.points[:-MAX_POINTS]
@@ -343,7 +349,9 @@ class Observer:
         return "stalled" if head.health == "stalled" else "ok"
 
     def _speeds(self, live: AttemptState, mine: _Attempt) -> dict[str, Speed]:
-        known = dict(self._memory.speeds) if self._memory.generation == live.generation else {}
+        is_same = self._memory.unit in ("", mine.unit or self._memory.unit)
+        is_known = self._memory.generation == live.generation and is_same
+        known = dict(self._memory.speeds) if is_known else {}
         speed = merged(mine.earlier, measure(mine.points))
         if speed is not None:
             known[live.allocation.name] = speed

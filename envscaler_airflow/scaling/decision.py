@@ -233,6 +233,7 @@ class Memory(Record):
         generation: Of the last check.
         wanted: As the last decision left it.
         speeds: Last measured speed of each allocation in this generation.
+        unit: What work was counted in when it was last told; speeds in another one are forgotten.
     """
 
     elapsed_s: float = 0.0
@@ -240,15 +241,18 @@ class Memory(Record):
     wanted: Mapping[str, float] = field(default_factory=dict)
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     measured: Mapping[str, Measured] = field(default_factory=dict)
+    unit: str = ""
 
     def after(self, check: Check) -> Memory:
         """Memory once *check* is recorded; a new generation begins with none of the old."""
         seen = check.observation
-        speeds = dict(self.speeds) if seen.generation == self.generation else {}
+        unit = self.unit if seen.units_done is None else seen.unit
+        is_same = seen.generation == self.generation and self.unit in ("", unit)
+        speeds = dict(self.speeds) if is_same else {}
         speeds.update(seen.speeds)
         steps = dict(self.measured) if seen.generation == self.generation else {}
         steps.update(seen.measured)
-        return Memory(seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds, steps)
+        return Memory(seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds, steps, unit)
 
 
 def remember(checks: Iterable[Check]) -> Memory:

@@ -75,7 +75,13 @@ class Scene:
             node=node,
             sequence=self.sequences[node],
             phase=more.pop("phase", "running"),
-            progress=Progress(step=step, total_steps=1000, elapsed_s=elapsed_s),
+            progress=Progress(
+                step=step,
+                total_steps=more.pop("total_steps", 1000),
+                epoch=more.pop("epoch", None),
+                epochs=more.pop("epochs", None),
+                elapsed_s=elapsed_s,
+            ),
             usage={"cpu_percent": cpu, "memory_bytes": 1e9, "gpu0_utilization_percent": 50.0},
             **more,
         )
@@ -100,6 +106,24 @@ def test_a_round_of_samples_needs_a_word_of_every_node(scene):
     seen = observer.look().check.observation
 
     assert [(item.node, item.metric) for item in seen.samples] == [(0, "cpu_percent"), (1, "cpu_percent")]
+
+
+def test_a_speed_is_in_the_unit_that_work_is_counted_in(scene):
+    """Epochs first, and steps once their total is told: a step a second all along, restarts included."""
+    observer, found = scene.observer(), []
+    log = DecisionLog(scene.store, KEY.prefix, writer="sensor", monotonic=scene.clock.monotonic)
+    for look in range(10):
+        epochs = {"epoch": 3 + look // 3, "epochs": 10, "total_steps": None if look < 5 else 60_000}
+        scene.say(0, step=30_000 + 15 * look, elapsed_s=15.0 * look, **epochs)
+        check = observer.look().check
+        log.add(check)
+        found.append((check.observation.unit, [item.mean for item in check.observation.speeds.values()]))
+        scene.clock.advance(15)
+    log.close()
+
+    assert found[4:7] == [("epochs", [pytest.approx(1 / 60)]), ("steps", []), ("steps", [1.0])]
+    again = scene.observer().look().check.observation
+    assert [item.mean for item in again.speeds.values()] == [1.0]
 
 
 def test_only_metrics_that_rules_look_at_are_carried(scene):

@@ -396,7 +396,11 @@ def test_memory_is_a_fold_of_the_checks():
     memory = remember(checks)
 
     both = {SMALL.name: ONE_A_SECOND, LARGE.name: ONE_A_SECOND}
-    assert memory == Memory(35, 1, checks[1].decision.wanted, both)
+    assert memory == Memory(35, 1, checks[1].decision.wanted, both, unit="steps")
+    silent = replace(two, units_done=None, unit="epochs")
+    assert memory.after(Check(silent, patient, decide(silent, patient))).speeds == both
+    other = replace(two, unit="epochs")
+    assert memory.after(Check(other, patient, decide(other, patient))).speeds == other.speeds
     assert remember([*checks, checks[1]]) == memory
     new = replace(one, generation=2, speeds={})
     assert memory.after(Check(new, patient, decide(new, patient))).speeds == {}
