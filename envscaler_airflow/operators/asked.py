@@ -14,7 +14,7 @@ from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
-from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.settings import StorePlace, store_place
 from envscaler_airflow.operators.params import RESTART, RESTARTS
 from envscaler_airflow.operators.slices import pause_s
 from envscaler_airflow.operators.stage import deadline_of, spec_path
@@ -47,34 +47,45 @@ def stage_of(
     Raises:
         SpecError: The spec or an argument is wrong.
     """
-    parameters, inputs, spec, origin = {}, {}, None, None
-    if begun is None:
-        parameters = dict(_mapping("parameters", operator.parameters))
-        inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
-        pause_s("poll_interval", operator.poll_interval)
-        _word("restart", operator.restart or "resume", RESTARTS)
-        origin = _origin(operator.restore_from)
-        path = spec_path(operator.spec, context["dag"].fileloc)
-        registry = SpecRegistry(store_place(operator.store_url, operator.store_conn_id).open)
-        parameters = chosen_parameters(spec_params(path, registry=registry), context["params"], parameters)
-        target = operator.target or operator.compute
-        _refuse_masked({"parameters": parameters, "inputs": inputs})
-        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=registry)
-        if isinstance(backend, KubernetesBackend):
-            settings = backend.settings
-            spec = with_image(spec, image=settings.image, repository=settings.image_repository)
-        _refuse_masked(spec.to_dict())
+    place = store_place(operator.store_url, operator.store_conn_id)
+    asked = {"spec": None} if begun is not None else _asked_anew(operator, context, backend, place)
     return Stage(
-        spec=spec,
-        spec_source=operator.spec,
-        parameters=parameters,
-        inputs=inputs,
+        **asked,
         **_terms(operator, begun),
-        restart="fresh" if "fresh" in (operator.restart, context["params"].get(RESTART)) else "resume",
-        restore_from=origin,
+        spec_source=operator.spec,
         resolve_secret=resolve_unmounted if operator.compute == "kubernetes" else resolve_secret,
-        store_options=store_place(operator.store_url, operator.store_conn_id).options,
+        store_options=place.options,
     )
+
+
+def _asked_anew(
+    operator: EnvStageOperator, context: Context, backend: Backend | None, place: StorePlace
+) -> dict[str, Any]:
+    """What counts at an entry alone: spec, parameters, inputs, and where to begin."""
+    parameters = dict(_mapping("parameters", operator.parameters))
+    inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
+    pause_s("poll_interval", operator.poll_interval)
+    _word("restart", operator.restart or "resume", RESTARTS)
+    origin = _origin(operator.restore_from)
+    path = spec_path(operator.spec, context["dag"].fileloc)
+    registry = SpecRegistry(place.open)
+    known = spec_params(path, registry=registry)
+    by_form = None if RESTART in known else context["params"].get(RESTART)
+    parameters = chosen_parameters(known, context["params"], parameters)
+    target = operator.target or operator.compute
+    _refuse_masked({"parameters": parameters, "inputs": inputs})
+    spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=registry)
+    if isinstance(backend, KubernetesBackend):
+        settings = backend.settings
+        spec = with_image(spec, image=settings.image, repository=settings.image_repository)
+    _refuse_masked(spec.to_dict())
+    return {
+        "spec": spec,
+        "parameters": parameters,
+        "inputs": inputs,
+        "restart": "fresh" if "fresh" in (operator.restart, by_form) else "resume",
+        "restore_from": origin,
+    }
 
 
 def _terms(operator: EnvStageOperator, begun: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:

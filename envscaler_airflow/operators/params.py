@@ -8,6 +8,8 @@ from typing import Any
 
 from airflow.sdk import Param
 
+from envscaler_airflow.errors import SpecError
+
 RESTART = "restart"
 """DAG param that begins afresh when it is ``fresh``; one form field for all stages of a DAG."""
 RESTARTS = ("resume", "fresh")
@@ -23,7 +25,7 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
         restart: True adds the field ``restart``: ``resume`` (default) or ``fresh``.
 
     Raises:
-        SpecError: The file is missing or its ``parameters`` are wrong.
+        SpecError: The file is missing or its ``parameters`` are wrong, or one has the name of that field.
     """
     from envscaler_airflow.spec import spec_params as schemas_of  # noqa: PLC0415  (DAG files pay on use)
 
@@ -31,6 +33,11 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
     folder = Path(caller).parent if caller else Path.cwd()
     where = path if "://" in str(path) else folder / path
     params = {name: _param(schema) for name, schema in schemas_of(where, registry=_copy_of).items()}
+    if restart and RESTART in params:
+        raise SpecError(
+            f"{path}: parameter {RESTART!r} has the name of the form's own field: rename it, or leave out "
+            "restart=True"
+        )
     if restart:
         params[RESTART] = Param(
             "resume",

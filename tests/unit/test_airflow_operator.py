@@ -444,6 +444,20 @@ def test_restart_by_the_form_begins_a_generation_at_a_clear(world):
     assert world.log.load().generation == 2
 
 
+def test_a_parameter_named_restart_is_the_specs_own(world):
+    """What the training calls so begins no generation: its checkpoints would be passed over."""
+    path = world.dag_file.parent / "train.yaml"
+    path.write_text(SPEC.replace("{rate:", "{restart: {type: string, default: fresh}, rate:"))
+    world.params = {"restart": "fresh"}
+    world.execute(world.operator(), Ti(1, max_tries=3))
+
+    world.execute(world.operator(), Ti(2, max_tries=5))
+
+    assert world.log.load().generation == 1
+    with pytest.raises(SpecError, match=r"parameter 'restart' .* rename it, or leave out restart=True"):
+        spec_params(str(path), restart=True)
+
+
 @pytest.mark.parametrize(
     ("given", "seconds", "point"),
     [
