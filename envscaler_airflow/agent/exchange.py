@@ -262,6 +262,7 @@ class SessionReport(Message):
     Attributes:
         progress: What the training said of itself.
         cooperates: True once ``Session.checkpoint`` was called: a leave can be left to it.
+        saves: True when ``Session.checkpoint`` saves now and then: nobody else need copy files.
         saving: True while a checkpoint is being saved.
         leaving: True from the moment it saves in order to go.
         left: True when it saved and left, whatever exit code the launcher makes of it.
@@ -273,6 +274,7 @@ class SessionReport(Message):
 
     progress: Progress = field(default_factory=Progress)
     cooperates: bool = False
+    saves: bool = False
     saving: bool = False
     leaving: bool = False
     left: bool = False

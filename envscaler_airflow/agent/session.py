@@ -265,6 +265,8 @@ class Session:
         if not self._saves:
             self._saves = True
             self._state["cooperates"] = self._ranks.can_be_asked
+            counted = "steps" in self._every or "epochs" in self._every
+            self._state["saves"] = bool(self._every) if self._ranks.can_be_asked else counted
             self._write(self._clock())
         at_end = bool(epoch_end)
         if at_end:

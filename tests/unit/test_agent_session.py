@@ -11,6 +11,7 @@ from fakes.session_rig import LAUNCHER, Rig
 from envscaler_airflow.agent import exchange as ex
 from envscaler_airflow.agent import saving
 from envscaler_airflow.agent.session import Session
+from envscaler_airflow.courier.exchange import Exchange as CourierExchange
 from envscaler_airflow.protocol import Progress
 
 
@@ -25,6 +26,28 @@ def _bare_environment(monkeypatch):
 def rig(tmp_path):
     """A rig without periodic checkpoints."""
     return Rig(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("every", "ranks", "saves"),
+    [
+        ({"seconds": 600}, {}, True),
+        ({"steps": 5}, {}, True),
+        (None, {}, False),
+        ({"steps": 5}, {"rank": 0, "world_size": 4, "local_rank": 0}, True),
+        ({"seconds": 600}, {"rank": 0, "world_size": 4, "local_rank": 0}, False),
+    ],
+)
+def test_the_courier_hears_who_saves_now_and_then(tmp_path, every, ranks, saves):
+    """It copies no files of a training that saves by Session, and goes on where nothing else is saved."""
+    rig = Rig(tmp_path / "x", nodes=2 if ranks else 1, **({"every": every} if every else {}))
+    courier = CourierExchange(rig.exchange.root)
+    with rig.session(**ranks) as session:
+        session.step()
+        assert not courier.saves()
+        session.checkpoint(rig.save)
+
+        assert rig.said().saves == courier.saves() == saves
 
 
 def test_numbers_that_json_cannot_say_end_no_training(rig):
