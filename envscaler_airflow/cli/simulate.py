@@ -233,6 +233,11 @@ def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Sto
     known = with_tables(store, prefix)
     if policy_name is not None and policy_name not in known:
         raise SpecError(f"--policy: got {policy_name!r}; known are {', '.join(sorted(known))}")
+    foreign = sorted({check.policy.name for check in checks} - set(known))
+    if policy_name is None and foreign:
+        raise SpecError(
+            f"{run}: was decided by {', '.join(foreign)}, which is not installed here; give another --policy"
+        )
     report = replay_run(checks, policy_name, policies=known)
     _print(report, as_json=as_json)
     if not as_json:

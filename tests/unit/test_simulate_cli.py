@@ -9,7 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.scaling import Check, Decision, Observation, Policy
 from envscaler_airflow.simulate import registry
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.testing.backend import cpu_offer
 
 SPOT = Path(__file__).parents[1] / "data" / "spot"
 ELASTIC = Path(__file__).parents[1] / "data" / "elastic"
@@ -84,6 +89,23 @@ def test_faults_name_the_option_and_what_there_is(arguments, message):
 
     assert got.exit_code == 2
     assert message in got.output
+
+
+def test_a_run_is_replayed_though_its_policy_is_not_installed_here(tmp_path):
+    """By another policy; its own one is named in one line."""
+    store, here = open_store(f"file://{tmp_path}"), Allocation(cpu_offer(1))
+    check_store(store)
+    log = DecisionLog(store, "dep/dag/run/train/-1", writer="sensor", monotonic=lambda: 0.0)
+    log.add(Check(Observation(here), Policy("theirs"), Decision("keep", here, "so they said", "theirs")))
+    log.close()
+    asked = ["run", "dep/dag/run/train", "--store", store.url, "--json"]
+
+    got, other = run(*asked), run(*asked, "--policy", "threshold")
+
+    assert got.exit_code == 2
+    assert "was decided by theirs, which is not installed here" in got.output
+    assert other.exit_code == 0, other.output
+    assert json.loads(other.output)["summary"]["checks"] == 1
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
