@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from airflow.sdk import BaseHook, Variable
@@ -61,7 +62,8 @@ def _from_connection(reference: Reference) -> str | None:
     key = reference.key or "password"
     if key in _FIELDS:
         return _text(getattr(connection, _FIELDS[key]))
-    return _text(connection.extra_dejson.get(key))
+    extra: object = connection.extra_dejson
+    return _text(extra.get(key)) if isinstance(extra, Mapping) else None
 
 
 def _from_secret(reference: Reference) -> str | None:

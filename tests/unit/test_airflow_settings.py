@@ -126,6 +126,14 @@ def test_a_reference_to_nothing_says_where_it_looked(reference, told):
         resolve_secret(reference)
 
 
+def test_an_extra_that_is_no_object_holds_no_field(monkeypatch):
+    """As another tool may have written it: the reference leads nowhere, in words."""
+    monkeypatch.setenv("AIRFLOW_CONN_WANDB", '{"conn_type": "http", "extra": ["k"]}')
+
+    with pytest.raises(SpecError, match="connection:wandb/k: Airflow has no such connection, or that field"):
+        resolve_secret("connection:wandb/k")
+
+
 def test_what_is_no_reference_is_not_repeated():
     """It may be the secret itself."""
     with pytest.raises(SpecError) as caught:
