@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import POLICIES, Propose
 from envscaler_airflow.scaling.decision import Policy, Proposal, Want
@@ -40,15 +41,15 @@ def _brought(point: EntryPoint) -> Propose:
         if propose is None or fault:
             return Proposal(reason=fault)
         try:
-            return _checked(propose(observation, policy), told)
+            return _checked(propose(observation, policy), told, observation)
         except (Exception, SystemExit) as err:  # noqa: BLE001  (same)
             return Proposal(reason=f"{told} failed: {err!r}")
 
     return guarded
 
 
-def _checked(said: object, told: str) -> Proposal:
-    """*said*, as far as it is a proposal that can be recorded."""
+def _checked(said: object, told: str, observation: Observation) -> Proposal:
+    """*said*, as far as it is a proposal that can be recorded, of places that the stage may run on."""
     if not isinstance(said, Proposal):
         return Proposal(reason=f"{told} answered with {type(said).__name__}, not with a Proposal")
     wants = tuple(said.wants)[:MAX_WANTS]
@@ -58,11 +59,19 @@ def _checked(said: object, told: str) -> Proposal:
         wants = tuple(_told_again(want) for want in wants)
     except (AttributeError, TypeError, ValueError) as err:
         return Proposal(reason=f"{told} wants what cannot be recorded: {err!s:.200}")
+    known = {offer for place in (observation.current, *observation.candidates) for offer in _offers(place)}
+    mine = tuple(want for want in wants if known.issuperset(_offers(want.target)))
+    if wants and not mine:
+        return Proposal(reason=f"{told} wants {wants[0].target.name}, which is no candidate of this stage")
     try:
         numbers = json.loads(json.dumps(dict(said.numbers), allow_nan=False))
     except (TypeError, ValueError) as err:
         return Proposal(reason=f"{told} has numbers that cannot be recorded: {err}")
-    return Proposal(wants, str(said.reason), numbers)
+    return Proposal(mine, str(said.reason), numbers)
+
+
+def _offers(place: Allocation) -> set[str]:
+    return {part.offer.name for part in place.parts}
 
 
 def _told_again(want: Want) -> Want:

@@ -204,6 +204,11 @@ NONSENSE = {
     "no estimate": lambda seen: _wants(seen, moving="cheap"),
     "an estimate of NaN": lambda seen: _wants(seen, moving=Estimate(math.nan, 1, 1, 0, 0, 0, 0)),
     "money back": lambda seen: _wants(seen, moving=Estimate(1, 1, 1, 0, 0, 0, 0, -9, -9, -9)),
+    "another machine": lambda seen: _wants(
+        seen,
+        target=Allocation(Offer("aws", "r", "t3", "on-demand", vcpus=1, memory_gib=1, usd_per_hour=0.0)),
+        moving=Estimate(1, 1, 1, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0),
+    ),
     "an error": lambda seen: seen.nothing,
     "an exit": lambda _seen: sys.exit(3),
 }
