@@ -34,7 +34,7 @@ from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.backends.kubernetes.usage import usage_of
+from envscaler_airflow.backends.kubernetes.usage import unheld, usage_of
 from envscaler_airflow.backends.kubernetes.watch import View, shared_view
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 
@@ -501,8 +501,9 @@ class KubernetesBackend:
         asked = None if job is None else failures.stop_asked(job)
         if job is not None and (asked is None or grace_s <= 0 < float(asked.get("grace_s") or 0)):
             never_came = failures.unmet(read_attempt(seen, part.nodes))
-            note: Json = {"grace_s": grace_s, "at": seen.server_time}
+            note: Json = {**(asked or {}), "grace_s": grace_s, "at": seen.server_time}
             note |= {"unmet": never_came} if never_came else {}
+            note |= {"unheld": nodes} if asked is None and (nodes := unheld(seen, part)) else {}
             if not self._amend(part, {"metadata": {"annotations": {names.STOP: json.dumps(note)}}}):
                 return
         # Before the deadline, by which the Job would end them within the grace that they were made with; and

@@ -48,13 +48,34 @@ def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
     """
     found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
     known = {interval.node for interval in found} | {index_of(pod) for pod in seen.pods}
-    if seen.job is not None and (stop_asked(seen.job) or {}).get("unmet"):
-        known |= set(range(part.nodes))
+    known |= _given_up(seen, part)
     others = (_of_job(node, seen, part) for node in range(part.nodes) if node not in known)
     found += [interval for interval in others if interval is not None]
     found += _of_gone_pods(seen, part)
     numbered = [replace(one, node=part.first + one.node) for one in found]
     return tuple(sorted(numbered, key=lambda one: (one.node, one.start)))
+
+
+def unheld(seen: Seen, part: Part) -> list[int]:
+    """Nodes of the part that no machine was ever found for, as is to be seen now; kept with a stop.
+
+    Once the Job has ended its pods are gone, and nothing tells them from those that ran.
+    """
+    if seen.job is None:
+        return []
+    if not seen.pods:
+        return list(range(part.nodes)) if _is_late(seen.job) else []
+    held = {one.node - part.first for one in intervals(seen, part)}
+    return [node for node in range(part.nodes) if node not in held]
+
+
+def _given_up(seen: Seen, part: Part) -> set[int]:
+    """Nodes that had no machine by the time of the stop."""
+    asked = (stop_asked(seen.job) if seen.job is not None else None) or {}
+    if asked.get("unmet"):
+        return set(range(part.nodes))
+    told = asked.get("unheld")
+    return {node for node in told if isinstance(node, int)} if isinstance(told, list) else set()
 
 
 def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
@@ -96,7 +117,11 @@ def _is_first(pod: Json, job: Json) -> bool:
     notes = pod["metadata"].get("annotations") or {}
     if names.INDEX_FAILURES in notes:
         return notes[names.INDEX_FAILURES] == "0" and names.INDEX_IGNORED not in notes
-    return (job.get("metadata", {}).get("annotations") or {}).get(names.LATE) == "true"
+    return _is_late(job)
+
+
+def _is_late(job: Json) -> bool:
+    return bool((job.get("metadata", {}).get("annotations") or {}).get(names.LATE) == "true")
 
 
 def _is_over(seen: Seen) -> bool:

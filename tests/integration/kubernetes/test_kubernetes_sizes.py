@@ -283,6 +283,43 @@ def test_hours_of_waiting_for_a_quota_are_no_money_spent(cluster, connect, nodes
     assert all(3600 <= one.end - one.start < 4000 for one in billed)
 
 
+@pytest.mark.parametrize("graces", [(30,), (0,), (30, 0)])
+@pytest.mark.parametrize("lack", ["node", "quota"])
+def test_what_is_stopped_before_it_had_a_machine_costs_nothing(cluster, connect, lack, graces):
+    """Three hours in vain: no pod is left of it, and its Job ran from start to end."""
+    backend = connect(wait_for_node_s=36000)
+    if lack == "node":
+        cluster.node("node-0").cordon()
+    else:
+        quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
+        cluster.create(QUOTAS, quota)
+    handle = backend.submit(request_for())
+    cluster.advance(3 * 3600)
+
+    for grace_s in graces:
+        backend.stop(handle, grace_s=grace_s)
+    over(backend, handle)
+
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+    assert backend.usage(handle) == ()
+
+
+def test_what_is_stopped_while_only_a_part_has_a_machine_costs_that(cluster, connect):
+    """One node of two had none; the other ran for an hour."""
+    backend = connect(wait_for_node_s=36000)
+    cluster.node("node-0").allocate(cpu="1500m")
+    handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=2)))
+    cluster.advance(3600)
+    assert sorted(node.state for node in backend.observe(handle).nodes) == ["pending", "running"]
+
+    backend.stop(handle, grace_s=30)
+    over(backend, handle)
+    cluster.advance(60)
+
+    [billed] = backend.usage(handle)
+    assert 3600 <= billed.end - billed.start < 4000
+
+
 def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
     """Its times went with it: at most it was held as long as the other, which ends soon after."""
     backend = connect()
