@@ -17,6 +17,8 @@ GROUP = "envscaler_airflow.policies"
 """Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""
 MAX_WANTS = 1000
 """Most moves looked at of one proposal. Chosen: ten times the offers of a large plan."""
+MAX_NUMBERS = 1 << 16
+"""Most bytes of numbers, as JSON. Chosen: they stand twice in a request, with all that was seen."""
 
 
 @cache
@@ -43,7 +45,7 @@ def _brought(point: EntryPoint) -> Propose:
         try:
             return _checked(propose(observation, policy), told, observation)
         except (Exception, SystemExit) as err:  # noqa: BLE001  (same)
-            return Proposal(reason=f"{told} failed: {err!r}")
+            return Proposal(reason=f"{told} failed: {err!r:.500}")
 
     return guarded
 
@@ -65,8 +67,11 @@ def _checked(said: object, told: str, observation: Observation) -> Proposal:
         return Proposal(reason=f"{told} wants {wants[0].target.name}, which is no candidate of this stage")
     try:
         numbers = json.loads(json.dumps(dict(said.numbers), allow_nan=False))
+        size = len(json.dumps(numbers))
     except (TypeError, ValueError) as err:
         return Proposal(reason=f"{told} has numbers that cannot be recorded: {err}")
+    if size > MAX_NUMBERS:
+        return Proposal(reason=f"{told} has {size} bytes of numbers, {MAX_NUMBERS} can be recorded")
     return Proposal(mine, str(said.reason), numbers)
 
 

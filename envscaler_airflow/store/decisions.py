@@ -81,7 +81,8 @@ def read_decisions(
 ) -> Iterator[tuple[Check, int]]:
     """Recorded checks with how often each was repeated, oldest first.
 
-    Chunks of other major versions and torn lines are left out: they explain, they do not decide.
+    Chunks of other major versions, too large ones and torn lines are left out: they explain, they do not
+    decide.
 
     Args:
         store: Run store.
@@ -93,9 +94,7 @@ def read_decisions(
     names = sorted(store.children(folder), key=_number)
     names = names if newest_chunks is None else names[-newest_chunks:]
     with ThreadPoolExecutor(max(1, min(READERS, len(names)))) as readers:
-        texts = readers.map(
-            lambda name: store.read(f"{folder}/{name}", max_bytes=MAX_CHUNK_BYTES) or b"", names
-        )
+        texts = readers.map(lambda name: _read_chunk(store, f"{folder}/{name}"), names)
         for text in texts:
             for line in text.splitlines():
                 found = _read(line)
@@ -104,6 +103,13 @@ def read_decisions(
                     checks.append(((seen.generation, seen.elapsed_s), *found))
     for _, check, times in sorted(checks, key=lambda item: item[0]):
         yield check, times
+
+
+def _read_chunk(store: Store, name: str) -> bytes:
+    try:
+        return store.read(name, max_bytes=MAX_CHUNK_BYTES) or b""
+    except ProtocolError:
+        return b""
 
 
 def _read(line: bytes) -> tuple[Check, int] | None:

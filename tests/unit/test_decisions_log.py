@@ -106,6 +106,16 @@ def test_torn_lines_and_other_versions_are_left_out(tmp_path):
     assert len(list(read_decisions(store, "run"))) == 1
 
 
+def test_a_chunk_that_is_too_large_ends_no_reader(tmp_path):
+    """Another package's policy recorded five megabytes of numbers."""
+    store, _, log = made(tmp_path)
+    talkative = check(0, "move", "saves $1")
+    log.add(replace(talkative, decision=replace(talkative.decision, numbers={"x": "x" * (5 << 20)})))
+    log.add(check(30, "move", "saves $1"))
+
+    assert [seen.observation.elapsed_s for seen, _ in read_decisions(store, "run")] == [30]
+
+
 @pytest.mark.parametrize(
     "line",
     [

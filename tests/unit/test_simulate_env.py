@@ -198,6 +198,7 @@ def _wants(seen, **facts):
 NONSENSE = {
     "no proposal": lambda _seen: None,
     "a NaN": lambda _seen: Proposal(numbers={"x": math.nan}),
+    "too much": lambda _seen: Proposal(numbers={"x": "x" * (1 << 20)}),
     "no target": lambda seen: _wants(seen, target=None),
     "a name": lambda seen: _wants(seen, target="m5"),
     "no reason": lambda seen: _wants(seen, reason=None),
