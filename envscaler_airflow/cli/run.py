@@ -14,7 +14,14 @@ from click.core import ParameterSource
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
-from envscaler_airflow.cli.common import NOT_NEGATIVE, not_empty, shell_key, store_option, without_deadline
+from envscaler_airflow.cli.common import (
+    NOT_NEGATIVE,
+    load_state,
+    not_empty,
+    shell_key,
+    store_option,
+    without_deadline,
+)
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
@@ -24,12 +31,14 @@ from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
+from envscaler_airflow.store.folders import read_manifest
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.outputs import open_folder
 
 _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")
 """Options that a container would not heed: it is started, and nobody owns it."""
@@ -74,6 +83,8 @@ def run(
     spec = load_spec(path, parameters=parameters, inputs=given, target=target, registry=spec_registry())
     name = options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
     key = shell_key(store, name, spec.name)
+    if options["restore_from"] and (options["fresh"] or _begins(store, key)):
+        _check_origin(options["restore_from"])
     lock = find_lock(options["locked"], store) if options["locked"] else None
     if target == "docker":
         run_docker(spec, store, key, lock, command=command, resolve_secret=environment_secret)
@@ -107,6 +118,26 @@ def _check_container_options() -> None:
             f"{', '.join(ignored)}: a container is only started and waited for; leave it out, "
             "or write --target local"
         )
+
+
+def _begins(store: Store, key: RunKey) -> bool:
+    """True when the run has nothing of its own to go on from."""
+    return load_state(store, key.prefix).status in ("none", "succeeded")
+
+
+def _check_origin(uri: str) -> None:
+    """Look at the checkpoint to begin from: an attempt would wait for it for a quarter of an hour.
+
+    Raises:
+        SpecError: It is none, or cannot be read from here.
+    """
+    try:
+        origin, prefix = open_folder(uri)
+        kind = read_manifest(origin, prefix).kind
+    except EnvScalerError as err:
+        raise SpecError(f"--restore-from {uri}: {err}") from err
+    if kind != "checkpoint":
+        raise SpecError(f"--restore-from {uri}: it is a {kind}, not a checkpoint")
 
 
 def _stage(

@@ -17,6 +17,7 @@ from envscaler_airflow.cli.tables import print_runs
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Actor, RunState
+from envscaler_airflow.protocol import Manifest
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog, event_name
 from envscaler_airflow.store.lease import renew_lease
@@ -141,3 +142,30 @@ def test_names_are_whole_on_a_narrow_terminal():
     assert "…" not in shown
     cells = "".join(line.partition("  ")[0].strip() for line in shown.splitlines()[3:])
     assert cells == "retrain_text_classifier/scheduled__2026-07-20/train/-1"
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("file:///nowhere", "--restore-from file:///nowhere: store folder /nowhere does not exist"),
+        ("nowhere", "--restore-from nowhere: store 'nowhere' is not an absolute path"),
+        ("{store}/empty", "no manifest.json: it was never completed"),
+        ("{store}/output", "it is a directory, not a checkpoint"),
+    ],
+)
+def test_a_run_begins_from_nothing_that_is_no_checkpoint(call, store, monkeypatch, tmp_path, uri, words):
+    """Refused before anything starts: an attempt would wait for it, and cost."""
+    spec = tmp_path / "train.yaml"
+    spec.write_text("version: v1\nname: train\nentrypoint: [python3, -V]\n")
+    store.write("empty/x", b"")
+    store.write("output/manifest.json", Manifest("directory").to_json())
+
+    def started(_controller):
+        pytest.fail("it has begun")
+
+    monkeypatch.setattr(Controller, "enter", started)
+
+    got = call("run", "-f", str(spec), "--restore-from", uri.format(store=store.url))
+
+    assert got.exit_code == 2
+    assert words in got.stderr
