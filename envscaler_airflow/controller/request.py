@@ -5,6 +5,7 @@ Nothing here starts or replaces an attempt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.controller import limits
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
-from envscaler_airflow.lifecycle import AttemptState, Event, RunState
+from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, AttemptState, Event, RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import Store
@@ -46,10 +47,34 @@ def request_move(
         target: Where to.
         from_attempt: ``(generation, attempt)`` that the numbers were taken from; the request is
             stale for any other.
-        because: ``reason`` and ``numbers`` of the decision, JSON.
+        because: ``reason``, ``numbers`` and ``check`` of the decision, JSON; of very long ones what the
+            owner needs, the rest stands in ``decisions/``.
     """
-    body = {**because, "target": target.to_dict(), "from_attempt": list(from_attempt)}
+    short = _shortened(because, target)
+    body = {**short, "target": target.to_dict(), "from_attempt": list(from_attempt)}
     return EventLog(store, prefix).append_request("move-requested", body, actor=None)
+
+
+def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, Any]:
+    """*because* without the other places and the samples, where an event could not hold them."""
+    if len(json.dumps(because)) <= MAX_EVENT_BYTES // 2:
+        return because
+    short = dict(because)
+    numbers, check = because.get("numbers"), because.get("check")
+    if isinstance(numbers, Mapping):
+        moving = numbers.get("moving")
+        there = moving.get(target.name) if isinstance(moving, Mapping) else None
+        short["numbers"] = {
+            **{key: value for key, value in numbers.items() if not isinstance(value, Mapping | list)},
+            **({"staying": numbers["staying"]} if "staying" in numbers else {}),
+            **({} if there is None else {"moving": {target.name: there}}),
+        }
+    if isinstance(check, Mapping):
+        seen, decision = dict(check["observation"]), dict(check["decision"])
+        for name in ("candidates", "samples", "wanted"):
+            seen.pop(name, None)
+        short["check"] = {**check, "observation": seen, "decision": {**decision, "numbers": {}, "wanted": {}}}
+    return short
 
 
 def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str) -> bool:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.controller.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
 from envscaler_airflow.scaling.registry import GROUP, all_policies
@@ -102,6 +103,32 @@ def test_the_owner_validates_by_the_same_policy(new_world, brought):
     accepted = world.log.read()[-1]
     assert (accepted.type, accepted.body["reason"]) == ("move-accepted", "bigger is better")
     assert world.state.live.target == Allocation(LARGE)
+
+
+def test_a_move_out_of_a_thousand_places_is_asked_for_and_judged(new_world, brought):
+    """No event could hold them all; what the owner needs and what people read of the target stand in it."""
+    world = running(new_world, "largest")
+    check = looked(world)
+    places = tuple(replace(check.decision.target, nodes=nodes) for nodes in range(1, 1001))
+    seen = replace(check.observation, candidates=places, wanted={place.name: 1.0 for place in places})
+    moving = {place.name: {"hours": 1.0, "why": 400 * "x"} for place in places}
+    numbers = {"value_of_hour": 2.0, "staying": {"hours": 3.0}, "moving": moving}
+    long = replace(check, observation=seen, decision=replace(check.decision, numbers=numbers))
+
+    request_move(
+        world.store,
+        world.prefix,
+        target=Allocation(LARGE),
+        from_attempt=(1, world.state.live.number),
+        because={"reason": "bigger", "numbers": numbers, "check": long.to_dict()},
+    )
+    asked = world.log.read()[-1].body
+    world.controller(value_of_hour=0.0).enter()
+
+    name = Allocation(LARGE).name
+    assert asked["numbers"] == {**numbers, "moving": {name: moving[name]}}
+    assert Check.from_dict(asked["check"]).observation.speeds == check.observation.speeds
+    assert world.log.read()[-1].type == "move-accepted"
 
 
 def test_only_recommending_records_every_number_and_asks_nobody(new_world, brought):
