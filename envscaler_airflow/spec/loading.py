@@ -195,7 +195,8 @@ class _Resolver:
             names = (names or set()) | set(listed)
             for name in sorted(set(listed) - set(self.inputs)) if self.inputs is not None else ():
                 known = ", ".join(sorted(self.inputs or ())) or "none"
-                text = f"input {name!r:.60} is missing (known: {known}); hand it over with inputs={{...}}"
+                missing = f"input {name!r:.60} is missing (known: {known})"
+                text = f"{missing}; hand it over: inputs={{...}}, or --input"
                 faults.add(node.file, node.line, node.path, text)
         return None if names is None else frozenset(names)
 

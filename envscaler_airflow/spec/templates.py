@@ -220,7 +220,7 @@ def _check_input(member: str, names: Names) -> None:
     if known is not None and member not in known:
         listed = ", ".join(sorted(known)) or "none"
         raise _TemplateFaultError(
-            f"input {member!r:.60} is not known (known: {listed}); hand it over with inputs={{...}}"
+            f"input {member!r:.60} is not known (known: {listed}); hand it over: inputs={{...}}, or --input"
         )
 
 
