@@ -321,10 +321,8 @@ def test_inputs_are_filled_in_when_they_are_known(tmp_path):
     assert (unknown.volumes[0].source, unknown.volumes[0].kind) == ("{{ inputs.model }}", "input")
     assert unknown.input_names == ("model",)
     assert (known.volumes[0].source, known.volumes[0].kind, known.inputs) == (uri, "file", {"model": uri})
-    assert faults_of(tmp_path, text, inputs={"data": uri}) == [
-        "3: volumes[0].source: input 'model' is not known (known: data); hand it over: inputs={...}, or "
-        "--input"
-    ]
+    told = "input 'model' is not known (known: data); hand it over: inputs={...}, or --input"
+    assert faults_of(tmp_path, text, inputs={"data": uri}) == [f"3: volumes[0].source: {told}"]
 
 
 def test_declared_inputs_are_asked_for(tmp_path):
