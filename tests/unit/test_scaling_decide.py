@@ -586,25 +586,3 @@ def test_what_may_not_be_had_is_not_wanted():
     got = decide(replace(SEEN, free_nodes={LARGE.offer.name: 0}), NOW)
 
     assert got.wanted == {}
-
-
-def test_every_spot_node_may_be_lost_those_of_a_mixed_allocation_too():
-    """Losses of one node an hour: four nodes have four times those, one on demand and three on spot three."""
-    node = replace(SMALL.offer, cloud="aws", region="us-east-1")
-    spot = replace(node, capacity_type="spot", usd_per_hour=0.3)
-    four, mixed = Allocation(spot, 4), Allocation(node, 4, rest=spot, rest_nodes=3)
-
-    def interruption_s(current: Allocation, rate: float) -> float:
-        seen = Observation(
-            current=current,
-            units_done=0,
-            units_total=36_000,
-            speeds={current.name: ONE_A_SECOND},
-            overheads=Overheads(start_s=60, checkpoint_s=1, checkpoint_every_s=600),
-            interruptions_per_hour={spot.name: rate},
-        )
-        return float(decide(seen, replace(NOW, max_nodes=4)).numbers["staying"]["interruption_s"])
-
-    one = Allocation(spot)
-    assert interruption_s(four, 0.1) == interruption_s(one, 0.4) > interruption_s(one, 0.1) > 0
-    assert interruption_s(mixed, 0.1) == pytest.approx(interruption_s(one, 0.3))

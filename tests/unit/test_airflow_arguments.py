@@ -1,0 +1,248 @@
+"""The operator's arguments: what they may be, and what becomes of those edited while a stage runs."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from airflow.sdk import DAG
+from airflow.sdk.exceptions import (
+    AirflowFailException,
+)
+from fakes.operator_world import SPEC, Ti, operator_world
+
+from envscaler_airflow import spec_params
+from envscaler_airflow.build.registry import SpecRegistry
+from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.operators import asked, slices
+from envscaler_airflow.operators.stage import deadline_of
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A stage's operator with its store and machines."""
+    with operator_world(tmp_path, monkeypatch) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "point"),
+    [
+        (None, None, None),
+        ("", None, None),
+        ("4h", 14400.0, None),
+        ("90m", 5400.0, None),
+        ("1970-01-01T00:10:00+00:00", None, 600.0),
+        ("1970-01-01T00:10:00", None, 600.0),
+        (datetime(1970, 1, 1, 1, 10, tzinfo=UTC), None, 4200.0),
+    ],
+)
+def test_a_deadline_is_a_duration_or_a_point_in_time(given, seconds, point):
+    """A point without a zone is UTC, as Airflow's own."""
+    assert deadline_of(given) == (seconds, point)
+
+
+@pytest.mark.parametrize("again", ["resume", "retry"])
+def test_a_point_in_time_stays_where_it_is(world, monkeypatch, again):
+    """Every later slice, a retry's first one too, counts from the start of the generation."""
+    seen = []
+    real = Stage.since
+    monkeypatch.setattr(
+        Stage, "since", lambda self, at: seen.append(real(self, at).deadline_s) or real(self, at)
+    )
+    deadline = datetime.now(UTC) + timedelta(hours=1)
+    operator, ti = world.operator(deadline=deadline), Ti()
+    world.execute(operator, ti)
+    recorded, begun = world.log.load().begun["deadline_s"], world.log.load().begun_at
+    del seen[:]
+
+    if again == "resume":
+        world.deferral(lambda: world.resume(operator, ti))
+    else:
+        world.execute(operator, Ti(2))
+
+    assert recorded == pytest.approx(3600, abs=5)
+    assert seen == [pytest.approx(deadline.timestamp() - begun, abs=1e-6)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"strategy": "fastest"}, "strategy: 'fastest' must be one of"),
+        ({"strategy": "None"}, "strategy: 'None' must be one of"),
+        ({"restart": "Fresh"}, "restart: 'Fresh' must be one of resume, fresh"),
+    ],
+)
+def test_a_word_that_is_not_known_is_told_and_nothing_begins(world, argument, words):
+    """Never retried; and a run that was to begin afresh does not go on instead."""
+    with pytest.raises(AirflowFailException, match=words):
+        world.execute(world.operator(**argument), Ti())
+
+    assert world.log.load().number == 0
+
+
+@pytest.mark.parametrize("given", ["tomorrow", timedelta(hours=4), 14400, ["4h"]])
+def test_a_deadline_that_is_neither_is_told(given):
+    """With both forms; whatever a template, a form or an upstream task made of it."""
+    with pytest.raises(SpecError, match="write '4h' or"):
+        deadline_of(given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"deadline": "soon"}, "deadline: 'soon': write '4h' or .* goes on with deadline_s=14400"),
+        ({"deadline": timedelta(hours=1)}, "deadline: .* goes on with deadline_s=14400"),
+        ({"budget_usd": "lots"}, "budget_usd: 'lots' .* goes on with budget_usd=25"),
+        ({"budget_usd": [5]}, "budget_usd: .* goes on with budget_usd=25"),
+        ({"strategy": "fastest"}, "strategy: 'fastest' .* goes on with strategy=cost"),
+        ({"value_of_hour": "much"}, "value_of_hour: 'much' .* goes on without value_of_hour"),
+        ({"parameters": "None"}, None),
+        ({"spec": None}, None),
+    ],
+)
+def test_an_argument_edited_into_nonsense_ends_no_stage_that_runs(
+    world, monkeypatch, capsys, argument, words
+):
+    """It keeps what it was begun with, and its log says so; the DAG file counts from the next entry."""
+    seen = []
+    real = Stage.since
+    monkeypatch.setattr(Stage, "since", lambda self, at: seen.append(self) or real(self, at))
+    operator, ti = world.operator(deadline="4h", budget_usd=25, strategy="cost"), Ti()
+    world.execute(operator, ti)
+    for name, value in argument.items():
+        setattr(operator, name, value)
+
+    world.deferral(lambda: world.resume(operator, ti))
+
+    stage = seen[-1]
+    assert (stage.deadline_s, stage.budget_usd, stage.strategy) == (14400.0, 25.0, "cost")
+    assert words is None or re.search(words, capsys.readouterr().out)
+    assert len(world.backend.live) == 1
+
+
+def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, capsys):
+    """Elsewhere nobody knows the run: its task would fail, or a second attempt begin, while it trains."""
+    opened = []
+    monkeypatch.setattr(slices, "open_backend", lambda name: opened.append(name) or world.backend)
+    operator, ti = world.operator(compute="kubernetes", kubernetes_conn_id="eu"), Ti()
+    deferral = world.execute(operator, ti)
+    trigger = deferral.trigger.serialize()[1]
+    place = {name: trigger[name] for name in ("compute", "store_url", "store_conn_id")}
+    edited = world.operator(compute="local", store_url=f"file://{world.dag_file.parent}/other")
+
+    again = world.deferral(
+        lambda: edited.resume(world.context(edited, ti), {"kind": "status", "place": place})
+    )
+
+    assert set(opened) == {"kubernetes:eu"}
+    assert again.trigger.serialize()[1]["store_url"] == trigger["store_url"]
+    assert again.trigger.serialize()[1]["compute"] == "kubernetes:eu"
+    assert "it stays with" in capsys.readouterr().out
+
+
+def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
+    """The usual case, after a trigger of this version and of one before."""
+    operator, ti = world.operator(kubernetes_conn_id="eu"), Ti()
+    deferral = world.execute(operator, ti)
+    arguments = deferral.trigger.serialize()[1]
+    place = {name: arguments[name] for name in ("compute", "store_url", "store_conn_id")}
+
+    for event in ({"kind": "status", "place": place}, {"kind": "status"}):
+        world.deferral(lambda event=event: operator.resume(world.context(operator, ti), event))
+
+    assert "it stays with" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"spec": None}, "spec: got None, expected text"),
+        ({"spec": Path("train.yaml")}, "spec: got PosixPath.*, expected text"),
+        ({"parameters": "None"}, "parameters: got 'None', expected names with their values"),
+        ({"inputs": ["file:///a"]}, "inputs: got .*, expected names with their values"),
+        ({"restore_from": 5}, "restore_from: got 5, expected the URI"),
+        ({"store_url": Path("/mnt/store")}, "store_url: got .*, expected text"),
+        ({"deadline": timedelta(hours=4)}, "deadline: .*: write '4h'"),
+        ({"budget_usd": {}}, "budget_usd: {} is no number of USD"),
+    ],
+)
+def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument, words):
+    """As templates, forms and mapped values make them: never retried, in words."""
+    operator = world.operator(**{"spec": "train.yaml", **argument})
+
+    with pytest.raises(AirflowFailException, match=words):
+        world.execute(operator, Ti())
+
+    assert world.log.load().number == 0
+
+
+@pytest.mark.parametrize("value", [None, "5", timedelta(seconds=5), 0, -1, float("nan"), float("inf"), True])
+def test_a_pause_that_is_none_is_told_and_kept_from_a_trigger(world, capsys, value):
+    """Its trigger would fail, while the training that nobody looks at runs, or look without a pause."""
+    with pytest.raises(AirflowFailException, match=r"poll_interval: got .*, expected seconds above 0"):
+        world.execute(world.operator(poll_interval=value))
+    operator, ti = world.operator(), Ti()
+    world.execute(operator, ti)
+    operator.poll_interval = value
+
+    deferral = world.deferral(lambda: world.resume(operator, ti))
+
+    assert deferral.trigger.serialize()[1]["poll_s"] == 5.0
+    assert "the stage goes on with 5 s" in capsys.readouterr().out
+
+
+def test_the_form_knows_parameters_of_the_registry(world, monkeypatch):
+    """What a spec extends is found where the operator finds it, also by a reference to the whole."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(world.dag_file.parent / "cache"))
+    registry = SpecRegistry(lambda: world.store)
+    registry.publish("team/base", "1.0.0", SPEC)
+    path = world.dag_file.parent / "train.yaml"
+    path.write_text("version: v1\nname: train\nextends: registry://team/base@1.0.0\n")
+
+    assert spec_params(str(path))["rate"].value == 0.1
+    assert spec_params("registry://team/base@1.0.0")["rate"].value == 0.1
+
+
+def test_a_quantity_without_a_unit_is_a_field_of_text(world):
+    """As the form and the schema of the others have it; a schedule with it is allowed."""
+    path = world.dag_file.parent / "train.yaml"
+    path.write_text(SPEC.replace("{rate:", "{cores: {type: quantity, default: 4}, rate:"))
+
+    dag = DAG("dag", schedule="@daily", params=spec_params(str(path)))
+
+    assert dag.params.validate()["cores"] == "4"
+
+
+@pytest.mark.parametrize(("deadline", "times"), [(None, 1), ("", 1), ("4h", 0)])
+def test_strategy_deadline_without_a_deadline_is_told(world, capsys, deadline, times):
+    """Once, where the stage begins: nothing is kept, and an hour is worth nothing."""
+    operator, ti = world.operator(strategy="deadline", deadline=deadline), Ti()
+    world.execute(operator, ti)
+    world.deferral(lambda: world.resume(operator, ti))
+
+    assert capsys.readouterr().out.count("strategy 'deadline' is 'cost' here") == times
+
+
+def test_a_backend_of_another_type_is_told():
+    """A mapped value may be None."""
+    with pytest.raises(SpecError, match="compute: got None, expected the name of a backend"):
+        open_backend(None)
+
+
+def test_an_empty_checkpoint_to_begin_from_is_none(world):
+    """What an empty field of the trigger form renders to; a machine would look for it, and fail."""
+    world.execute(world.operator(restore_from=""))
+
+    assert "restore_from" not in world.log.load().begun
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])
+def test_money_that_makes_no_sense_is_refused(value):
+    """It would make every comparison lie."""
+    with pytest.raises(SpecError, match="budget_usd"):
+        asked._usd("budget_usd", value)
