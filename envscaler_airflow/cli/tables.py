@@ -12,6 +12,7 @@ from rich.text import Text
 
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.lifecycle.narration import printable
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
@@ -74,11 +75,6 @@ def print_run(prefix: str, state: RunState, said: Sequence[Status | None], *, wa
 def _add_column(table: Table, name: str) -> None:
     """A long allocation goes on below, so that there is room for what it costs."""
     table.add_column(name, no_wrap=name != "ALLOCATION", overflow="fold")
-
-
-def printable(text: str) -> str:
-    """*text* on one line, without what would steer a terminal: parts of it come from a training's side."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _node_line(node: Status) -> str:

@@ -79,7 +79,7 @@ def test_runs_on_a_cluster(tmp_path, cluster):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "attempt 1 on kubernetes/cpu-1/on-demand" in done.stdout
     assert "evicted the pod of attempt" in done.stdout
-    assert "was made again, and goes on from step" in done.stdout
+    assert "lost a node and resumes from step" in done.stdout
     assert "held-out documents" in done.stdout
     assert cluster.list(JOBS, "default") == []
     assert belonging_to(tmp_path) == []

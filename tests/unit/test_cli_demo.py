@@ -79,7 +79,11 @@ def run(tmp_path):
 
 def test_tells_each_fact_once(run):
     """A second look at an unchanged store has nothing to say."""
-    assert run.story.look() == ["attempt 1 on local/cpu-1 ($0.0500/h): first attempt"]
+    assert run.story.look() == [
+        "generation 1 begins: first start",
+        "attempt 1 on local/cpu-1 ($0.0500/h): first attempt",
+        "attempt 1 runs as a1",
+    ]
     assert run.story.look() == []
 
 
@@ -93,30 +97,33 @@ def test_prints_what_the_training_printed_once(run):
 
 
 def test_tells_a_move_with_its_reasons(run):
-    """Asked, accepted, left, begun, resumed: five lines and no step lost."""
+    """Requested, accepted, moved, started, resumed: one line each, and no step lost."""
     run.story.look()
     run.move(step=440)
     run.say(2, start_step=440)
 
     assert run.story.look() == [
-        "asked for a move to local/cpu-2: it pays",
-        "move to local/cpu-2 accepted: it pays; attempt 1 saves at the end of an epoch",
+        "the sensor requests a move to local/cpu-2: it pays",
+        "attempt 1 saves at the end of the epoch and moves to local/cpu-2: it pays",
         "attempt 1 moved at step 440; last checkpoint at step 440",
         "attempt 2 on local/cpu-2 ($0.1000/h): moved",
-        "attempt 2 goes on from step 440, nothing to do again",
+        "attempt 2 runs as a2",
+        "attempt 2 resumes from step 440, no step again",
     ]
 
 
 def test_tells_how_much_a_loss_has_cost(run):
     """Seen at step 627, saved at 572: 55 steps again."""
+    run.story.look()
     run.append("attempt-ended", attempt=1, outcome="lost", detail="gone", step=627, checkpoint_step=572)
     run.begin(2, cpus=1, reason="after: lost")
     run.say(2, start_step=572)
 
-    assert run.story.look()[1:] == [
+    assert run.story.look() == [
         "attempt 1 lost at step 627; last checkpoint at step 572: gone",
         "attempt 2 on local/cpu-1 ($0.0500/h): after: lost",
-        "attempt 2 goes on from step 572, 55 steps to do again",
+        "attempt 2 runs as a2",
+        "attempt 2 resumes from step 572, 55 steps again",
     ]
 
 
@@ -127,10 +134,14 @@ def test_tells_how_much_a_loss_has_cost(run):
         (
             "attempt-stopping",
             {"attempt": 1, "why": "stop", "reason": "asked by a user"},
-            "attempt 1 is asked to go: asked by a user",
+            "attempt 1 saves and stops: asked by a user",
         ),
-        ("failed", {"generation": 1, "reason": "exit code 1", "failure": "user"}, "failed: exit code 1"),
-        ("stopped", {"generation": 1, "reason": "cancelled"}, "stopped: cancelled"),
+        (
+            "failed",
+            {"generation": 1, "reason": "exit code 1", "failure": "user"},
+            "the stage failed: exit code 1",
+        ),
+        ("stopped", {"generation": 1, "reason": "cancelled"}, "the run stopped: cancelled"),
     ],
 )
 def test_tells_what_ends_a_run(run, kind, body, line):
@@ -261,7 +272,7 @@ def test_a_node_that_was_made_again_goes_on_within_its_attempt(run):
 
     run.say(1, start_step=8, step=9)
 
-    assert run.story.look() == ["attempt 1 was made again, and goes on from step 8"]
+    assert run.story.look() == ["attempt 1 lost a node and resumes from step 8"]
     assert run.story.look() == []
 
 

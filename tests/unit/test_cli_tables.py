@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from envscaler_airflow.cli.story import describe
 from envscaler_airflow.cli.tables import print_report, print_run
 from envscaler_airflow.cost import Held, Use, bill
 from envscaler_airflow.lifecycle import Event, RunState
+from envscaler_airflow.lifecycle.narration import describe
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Status
 
@@ -37,7 +37,7 @@ def test_nothing_that_a_node_says_steers_the_terminal(capsys):
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert sum(line.startswith("node ") for line in shown.splitlines()) == 1
-    assert told == "failed:  [2Jx y"
+    assert told == "the stage failed:  [2Jx y"
 
 
 def test_what_a_run_waits_for_is_its_last_line(capsys):

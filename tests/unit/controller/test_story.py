@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.cli.story import describe
 from envscaler_airflow.lifecycle import Event, RunState
+from envscaler_airflow.lifecycle.narration import describe
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -15,8 +15,8 @@ BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason":
 @pytest.mark.parametrize(
     ("kind", "more", "words"),
     [
-        ("move-deferred", {}, "the next attempt gets 3 x scripted/cpu-2/on-demand: why"),
-        ("change-intended", {}, "attempt 1 is changed in place to 3 x scripted/cpu-2/on-demand: why"),
+        ("move-deferred", {}, "the next attempt runs on 3 x scripted/cpu-2/on-demand: why"),
+        ("change-intended", {}, "attempt 1 changes in place to 3 x scripted/cpu-2/on-demand: why"),
         (
             "changed",
             {"step": 7},

@@ -1,0 +1,185 @@
+"""What happens to a run, one human-readable line per event. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.lifecycle.events import Event
+from envscaler_airflow.lifecycle.state import AttemptState, RunState
+from envscaler_airflow.planning.offers import Allocation
+
+
+def describe(event: Event, before: RunState) -> str | None:
+    """One line for *event*, which follows the state *before*; None for events that only machines need.
+
+    An event whose fields are of odd types is described by its number and type.
+    """
+    words = _WORDS.get(event.type)
+    if words is None:
+        return None
+    try:
+        return printable(words(event.body, before))
+    except (AttributeError, KeyError, TypeError, ValueError, ProtocolError):
+        return f"event {event.number}: {printable(event.type)}"
+
+
+def resumed(state: RunState, start_step: int, *, earlier: int | None = None) -> str | None:
+    """One line on where the current attempt of *state* resumes; None for an attempt that starts at step 0.
+
+    Args:
+        state: Its current attempt reports *start_step*.
+        start_step: Step at which it resumes.
+        earlier: Start step that the same attempt reported before its node was replaced; None at first.
+    """
+    current = state.current
+    if current is None:
+        return None
+    if earlier is not None:
+        return f"attempt {current.number} lost a node and resumes from step {start_step}"
+    if not start_step:
+        return None
+    return f"attempt {current.number} resumes from step {start_step}{_again(state, start_step)}"
+
+
+def printable(text: str) -> str:
+    """*text* on one line, without what would steer a terminal: parts of it come from a training's side."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _again(state: RunState, start_step: int) -> str:
+    before = state.attempts_of(state.generation)[:-1]
+    reached = before[-1].step if before else None
+    if reached is None:
+        return ""
+    lost = max(0, reached - start_step)
+    return f", {lost} steps again" if lost else ", no step again"
+
+
+def whereabouts(attempt: AttemptState) -> str:
+    """``attempt 2 on aws/p5.48xlarge/spot ($37.2000/h)``."""
+    usd = attempt.allocation.usd_per_hour
+    price = "price unknown" if usd is None else f"${usd:.4f}/h"
+    return f"attempt {attempt.number} on {attempt.allocation.name} ({price})"
+
+
+def _target(body: Mapping[str, Any]) -> str:
+    try:
+        return Allocation.from_dict(body["target"]).name
+    except (KeyError, TypeError, ValueError):
+        return "another machine"
+
+
+def _to_target(body: Mapping[str, Any]) -> str:
+    """``local/cpu-2: saves $0.48 of $1.36``: policies begin their reason with the target, once is enough."""
+    target = _target(body)
+    return f"{target}: {str(body.get('reason', '')).removeprefix(f'{target} ')}"
+
+
+def _generation(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"generation {body.get('generation', '?')} begins: {body.get('reason', '')}"
+
+
+def _owner(body: Mapping[str, Any], before: RunState) -> str:
+    live = before.live
+    where = f"; {whereabouts(live)} goes on" if live is not None else ""
+    return f"this try takes the run over: {body.get('reason', '')}{where}"
+
+
+def _intended(body: Mapping[str, Any], _before: RunState) -> str:
+    allocation = Allocation.from_dict(body["allocation"])
+    attempt = AttemptState(int(body["generation"]), int(body["attempt"]), allocation)
+    return f"{whereabouts(attempt)}: {body.get('reason', '')}"
+
+
+def _started(body: Mapping[str, Any], _before: RunState) -> str:
+    handle = body["handle"]
+    namespace = (handle.get("details") or {}).get("namespace")
+    return f"attempt {body['attempt']} runs as {f'{namespace}/' if namespace else ''}{handle['name']}"
+
+
+def _move_requested(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"the sensor requests a move to {_to_target(body)}"
+
+
+def _stop_requested(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"a stop is requested: {body.get('reason', '')}"
+
+
+def _move_accepted(body: Mapping[str, Any], _before: RunState) -> str:
+    when = "at the end of the epoch" if body.get("align") == "epoch" else "now"
+    return f"attempt {body['attempt']} saves {when} and moves to {_to_target(body)}"
+
+
+def _move_refused(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"move refused: {body.get('reason', '')}"
+
+
+def _move_deferred(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"the next attempt runs on {_to_target(body)}"
+
+
+def _change_intended(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"attempt {body['attempt']} changes in place to {_to_target(body)}"
+
+
+def _changed(body: Mapping[str, Any], _before: RunState) -> str:
+    step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
+    return f"attempt {body['attempt']} has {_target(body)}{step}, without a restart"
+
+
+def _change_undone(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"attempt {body['attempt']} stays as it was: {body.get('reason', '')}"
+
+
+def _stopping(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"attempt {body['attempt']} saves and stops: {body.get('reason') or body.get('why', '')}"
+
+
+def _ended(body: Mapping[str, Any], before: RunState) -> str:
+    attempt = before.live
+    number = int(body["attempt"])
+    moved = attempt is not None and attempt.stop_why == "move" and body.get("outcome") == "left"
+    outcome = "moved" if moved else str(body.get("outcome", "ended"))
+    step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
+    saved = body.get("checkpoint_step")
+    kept = f"; last checkpoint at step {saved}" if isinstance(saved, int) and outcome != "succeeded" else ""
+    detail = f": {body['detail']}" if body.get("detail") else ""
+    return f"attempt {number} {outcome}{step}{kept}{detail}"
+
+
+def _succeeded(body: Mapping[str, Any], _before: RunState) -> str:
+    outputs = body.get("outputs") or {}
+    return "".join(
+        ["the stage succeeded", *(f"; output {name}: {outputs[name]}" for name in sorted(outputs))]
+    )
+
+
+def _failed(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"the stage failed: {body.get('reason', '')}"
+
+
+def _stopped(body: Mapping[str, Any], _before: RunState) -> str:
+    return f"the run stopped: {body.get('reason', '')}"
+
+
+_WORDS: Mapping[str, Callable[[Mapping[str, Any], RunState], str]] = {
+    "generation": _generation,
+    "owner": _owner,
+    "attempt-intended": _intended,
+    "attempt-started": _started,
+    "attempt-stopping": _stopping,
+    "attempt-ended": _ended,
+    "move-requested": _move_requested,
+    "move-accepted": _move_accepted,
+    "move-refused": _move_refused,
+    "move-deferred": _move_deferred,
+    "change-intended": _change_intended,
+    "changed": _changed,
+    "change-undone": _change_undone,
+    "stop-requested": _stop_requested,
+    "succeeded": _succeeded,
+    "failed": _failed,
+    "stopped": _stopped,
+}
