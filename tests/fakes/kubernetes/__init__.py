@@ -8,10 +8,11 @@
 ...     cluster.node("gpu-1").vanish()
 """
 
-from fakes.kubernetes.cluster import REAL_PACE, Cluster, Pace
+from fakes.kubernetes.cluster import LATE_PACE, REAL_PACE, Cluster, Pace
 from fakes.kubernetes.faults import Fault
 from fakes.kubernetes.programs import Program
 from fakes.kubernetes.resources import (
+    CLAIMS,
     CONFIG_MAPS,
     EVENTS,
     JOBS,
@@ -25,9 +26,11 @@ from fakes.kubernetes.resources import (
 )
 
 __all__ = [
+    "CLAIMS",
     "CONFIG_MAPS",
     "EVENTS",
     "JOBS",
+    "LATE_PACE",
     "NAMESPACES",
     "NODES",
     "PODS",

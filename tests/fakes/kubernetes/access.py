@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fakes.kubernetes.errors import forbidden, unauthorized
+from fakes.kubernetes.errors import ApiError, forbidden, status, unauthorized
 from fakes.kubernetes.objects import Object
 from fakes.kubernetes.resources import BINDINGS, CLUSTER_BINDINGS, CLUSTER_ROLES, ROLES, Resource
 from fakes.kubernetes.store import Store
@@ -51,10 +51,32 @@ class Access:
     store: Store
     admin_token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     users: dict[str, tuple[User, float | None]] = field(default_factory=dict)
+    unready_until: float = 0.0
+    is_partly_ready: bool = False
 
     def __post_init__(self) -> None:
         """The administrator is there from the start."""
         self.users[self.admin_token] = (ADMIN, None)
+
+    def start(self, unready_s: float, *, partly: bool = False) -> None:
+        """Know no roles and bindings for *unready_s*; with *partly* only those of namespaces are missing."""
+        self.unready_until = self.store.clock.now() + unready_s
+        self.is_partly_ready = partly
+
+    @property
+    def is_ready(self) -> bool:
+        """Say whether all roles and bindings are known."""
+        return self.store.clock.now() >= self.unready_until
+
+    def readiness(self, user: User) -> None:
+        """Raise what ``/readyz`` answers while the server starts."""
+        if self.is_ready or (user.is_master and not self.is_partly_ready):
+            return
+        if self.is_partly_ready:
+            message = "[-]informer-sync failed: reason withheld\nreadyz check failed"
+            raise ApiError(500, status(500, "InternalError", message, {}))
+        why = f'forbidden: User "{user.name}" cannot get path "/readyz"'
+        raise ApiError(403, status(403, "Forbidden", why, {}))
 
     def issue(self, user: User, lifetime_s: float | None = None) -> str:
         """A new token for *user*, good for *lifetime_s* of the cluster's seconds."""
@@ -83,7 +105,11 @@ class Access:
     def allows(self, user: User, question: Question) -> bool:
         """Judge by group, the user's own rules, and the roles bound to it."""
         own = question.group == "authorization.k8s.io" and question.resource.startswith("selfsubject")
-        if user.is_master or own:
+        if user.is_master:
+            return True
+        if not self.is_ready and not (self.is_partly_ready and own):
+            return False
+        if own:
             return True
         return any(_matches(rule, question) for rule in self._rules(user, question.namespace))
 

@@ -50,7 +50,14 @@ WORK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Delays, in seconds of the cluster, that a real one has; all zero is as fast as can be."""
+    """Delays, in seconds of the cluster, that a real one has; all zero is as fast as can be.
+
+    Attributes:
+        job_sync_s: The Job controller looks so long after a change of a pod.
+        job_end_s: ``Complete`` and ``Failed`` follow the end of the last pod so much later.
+        refusal_s: ``FailedCreate`` follows the refusal of a pod so much later.
+        namespace_s: A namespace that is deleted stays ``Terminating`` at least so long.
+    """
 
     sandbox_s: float = 0.0
     start_s: float = 0.0
@@ -58,10 +65,18 @@ class Pace:
     remove_s: float = 0.0
     job_sync_s: float = 0.0
     resize_s: float = 0.0
+    job_end_s: float = 0.0
+    refusal_s: float = 0.0
+    namespace_s: float = 0.0
 
 
 REAL_PACE = Pace(sandbox_s=0.2, start_s=0.1, end_s=1.1, remove_s=0.8, job_sync_s=1.0, resize_s=0.03)
 """As recorded on an idle two-core machine."""
+LATE_PACE = Pace(
+    sandbox_s=0.2, start_s=0.1, end_s=1.1, remove_s=0.8, job_sync_s=1.0, resize_s=0.03, job_end_s=4.0,
+    refusal_s=8.0, namespace_s=20.0,
+)  # fmt: skip
+"""As seen on a busy cluster of three nodes: what follows comes seconds later."""
 
 
 class Cluster:
@@ -104,6 +119,10 @@ class Cluster:
         self.watches: list[Watch] = []
         self.requests: deque[tuple[str, str]] = deque(maxlen=10_000)
         self.write_events = True
+        self.has_provisioner = True
+        """False: new claims stay unbound."""
+        self.volume_labels: dict[str, dict[str, str]] = {}
+        """Labels of the nodes that reach a claim's volume, by the claim's name; others are in conflict."""
         self.trouble: list[BaseException] = []
         """What went wrong inside the fake: raised at the end, so that no test passes on a broken one."""
         self.node_controller = NodeController(self)
@@ -344,6 +363,24 @@ class Cluster:
                 self.cut_watches()
 
         self.do(switch)
+
+    def restart_server(self, *, unready_s: float, partly: bool = False) -> None:
+        """Let the API server start anew; for *unready_s* it has not read roles and bindings.
+
+        It refuses (403) every caller but ``system:masters`` until then, even where each may ask, such as at
+        ``/readyz``. With *partly* it has read those of the cluster but not those of namespaces: ``/readyz``
+        answers 500.
+        """
+
+        def act() -> None:
+            self.cut_watches()
+            self.access.start(unready_s, partly=partly)
+
+        self.do(act)
+
+    def deny_pods(self, why: str = "") -> None:
+        """Let a validating webhook deny every new pod with *why*; "" ends that."""
+        self.do(lambda: setattr(self.api, "denied", why))
 
     def cut_watches(self) -> None:
         """Break all open watches in the middle."""

@@ -25,6 +25,8 @@ class Collector:
         self._store = cluster.store
         self._owned: dict[str, dict[str, None]] = {}
         self._dying: set[str] = set()
+        self._closing: dict[str, float] = {}
+        """When a namespace may go at the earliest, by its uid."""
 
     def hear(self, change: Change) -> None:
         """Keep the graph; react to owners that go."""
@@ -107,6 +109,10 @@ class Collector:
             if not self._of(uid):
                 self._store.edit(resource, item, lambda fresh: _unfinalize(fresh, "foregroundDeletion"))
 
+    @property
+    def _pace_s(self) -> float:
+        return self._cluster.pace.namespace_s
+
     def empty(self, name: str) -> None:
         """Delete all in a namespace; when nothing is left, the namespace too."""
         home = self._store.get(NAMESPACES, "", name)
@@ -121,7 +127,10 @@ class Collector:
                 left = True
                 if not is_going(item):
                     deletion.delete(self._store, resource, item, {"propagationPolicy": "Background"})
-        if not left:
+        due = self._closing.setdefault(home["metadata"]["uid"], self._cluster.clock.now() + self._pace_s)
+        if not left and self._cluster.clock.now() < due:
+            self._cluster.clock.at(due, lambda: self._cluster.queue.add("namespace", name))
+        elif not left:
             self._dying.discard(name)
             self._store.edit(NAMESPACES, home, lambda fresh: _unfinalize(fresh, "kubernetes"))
         elif not any(self._store.all(one, name) for one in self._cluster.resources if one.namespaced):

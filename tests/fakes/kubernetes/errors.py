@@ -60,6 +60,12 @@ def forbidden(
     return ApiError(403, status(403, "Forbidden", f"{subject} is forbidden: {why}", details))
 
 
+def denied(why: str) -> ApiError:
+    """400 of a validating webhook. Source: apiserver, webhook/errors, ToStatusErr."""
+    message = f'admission webhook "policy.example.com" denied the request: {why}'
+    return ApiError(400, status(400, None, message))
+
+
 def not_found(resource: Resource, name: str) -> ApiError:
     """404 for an object."""
     return ApiError(

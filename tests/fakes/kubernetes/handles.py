@@ -68,6 +68,10 @@ class NodeHandle:
 
         self.cluster.do(act)
 
+    def restart_kubelet(self) -> None:
+        """The kubelet starts anew and admits its running pods again; see `reject_next`, `allocate`."""
+        self.cluster.do(self.cluster.kubelets[self.name].restart)
+
     def shut_down(self, grace_s: float = 30.0) -> None:
         """Graceful shutdown (spot notice): pods end within *grace_s* as Terminated, TerminationByKubelet.
 
@@ -169,6 +173,24 @@ class PodHandle:
                 one.execution.kill()
 
         self.cluster.do(act)
+
+    def hold(self, *, on: bool = True) -> None:
+        """Let it not go: a process in an uninterruptible wait, a volume that cannot be unmounted.
+
+        The kubelet goes on trying; the pod stays ``Terminating``, and its containers as they are.
+        """
+
+        def act() -> None:
+            run = self._run()
+            run.is_held = on
+            if not on and run.stopping:
+                run.kill()
+
+        self.cluster.do(act)
+
+    def lose_log(self, container: str = "main") -> None:
+        """The kubelet no longer finds the container's log, and answers with its own error as the text."""
+        self.cluster.do(lambda: self.cluster.logs.lost.add((self._find()["metadata"]["uid"], container)))
 
     def print(self, text: str, container: str = "main") -> None:
         """Let a container say something."""

@@ -52,6 +52,7 @@ class _Memory:
     last_end: float = 0.0
     refusals: int = 0
     retry_at: float = 0.0
+    end_at: float = 0.0
 
 
 class JobController:
@@ -215,7 +216,7 @@ class JobController:
             pod = self._cluster.api.create(PODS, job["metadata"]["namespace"], body)
         except ApiError as error:
             text = f"Error creating: {error}"
-            self._cluster.record(job, "FailedCreate", text, warning=True, component="job-controller")
+            self._refused(job, text)
             memory.refusals += 1
             memory.retry_at = self._cluster.clock.now() + min(2 ** (memory.refusals - 1), 60)
             uid = job["metadata"]["uid"]
@@ -226,6 +227,18 @@ class JobController:
         message = f"Created pod: {pod['metadata']['name']}"
         self._cluster.record(job, "SuccessfulCreate", message, component="job-controller")
         return True
+
+    def _refused(self, job: Object, text: str) -> None:
+        """Record why a pod could not be made, as late as the pace says."""
+
+        def tell() -> None:
+            self._cluster.record(job, "FailedCreate", text, warning=True, component="job-controller")
+
+        wait = self._cluster.pace.refusal_s
+        if wait:
+            self._cluster.clock.after(wait, tell)
+        else:
+            tell()
 
     def _delete(self, job: Object, pod: Object) -> None:
         if is_going(pod) or is_over(pod):
@@ -271,7 +284,7 @@ class JobController:
         _add(second, "failed", len(count.failed))
         if not indexed:
             _add(second, "succeeded", len(count.succeeded))
-        if outcome is not None and not self._terminating(job):
+        if outcome is not None and not self._terminating(job) and self._may_end(job):
             second["terminating"] = 0
             set_condition({"status": second}, outcome.condition(outcome.kind), now)
             if outcome.kind == "Complete":
@@ -279,6 +292,18 @@ class JobController:
         self._write(job, second)
         if outcome is not None and is_finished({"status": second}):
             self._announce(job, outcome)
+
+    def _may_end(self, job: Object) -> bool:
+        """Say whether the pace lets the Job end now; arms another look when it does not."""
+        wait, uid = self._cluster.pace.job_end_s, job["metadata"]["uid"]
+        if not wait:
+            return True
+        memory = self._memory.setdefault(uid, _Memory())
+        now = self._cluster.clock.now()
+        if not memory.end_at:
+            memory.end_at = now + wait
+            self._cluster.clock.at(memory.end_at, lambda: self._cluster.queue.add("job", uid))
+        return now >= memory.end_at
 
     def _newest(self, pod: Object) -> Object:
         found = self._store.find(pod["metadata"]["uid"])

@@ -91,7 +91,10 @@ class Kubelet:
             run = self.runs[pod["metadata"]["uid"]] = PodRun(self, pod)
             run.begin()
             return
-        reason, message = refusal
+        self._reject(pod, *refusal)
+
+    def _reject(self, pod: Object, reason: str, message: str) -> None:
+        """Write that the pod was not taken."""
         text = f"Pod was rejected: {message}"
         now = self.cluster.clock.now()
 
@@ -156,6 +159,22 @@ class Kubelet:
         for run in self.runs.values():
             run.abandon()
         self.runs.clear()
+
+    def restart(self) -> None:
+        """Admit every pod anew, as a kubelet that starts does: one that does not pass fails, though it runs.
+
+        Source: kubelet, HandlePodAdditions; what is refused loses its containers.
+        """
+        for uid, run in list(self.runs.items()):
+            if run.done or run.stopping:
+                continue
+            del self.runs[uid]  # its own amounts are not in its way
+            refusal = self._refusal(run.pod)
+            if refusal is None:
+                self.runs[uid] = run
+                continue
+            run.abandon()
+            self._reject(run.pod, *refusal)
 
     def revive(self) -> None:
         """Speak again: tell what happened meanwhile, and do what was asked meanwhile."""

@@ -55,6 +55,8 @@ class Logs:
         """Begin empty."""
         self._cluster = cluster
         self._kept: dict[tuple[str, str], list[Log]] = {}
+        self.lost: set[tuple[str, str]] = set()
+        """Logs that the kubelet does not find any more, by pod uid and container."""
 
     def begin(self, uid: str, container: str) -> Log:
         """A container starts (again)."""
@@ -90,6 +92,10 @@ class Logs:
             await send({"type": "http.response.body", "body": b""})
             return
         self._check_node(pod, name)
+        if (pod["metadata"]["uid"], name) in self.lost:
+            await _begin(send, 200)
+            await send({"type": "http.response.body", "body": _lost_text(pod, name).encode()})
+            return
         log = self._pick(pod, name, previous=options.get("previous") in TRUE)
         shown = _Reader(log, options, self._cluster.clock.now())
         await _begin(send, 200)
@@ -132,6 +138,13 @@ class Logs:
                 f'container "{name}" in pod "{title}" is waiting to start: image can\'t be pulled'
             )
         raise bad_request(f'container "{name}" in pod "{title}" is waiting to start: {reason}')
+
+
+def _lost_text(pod: Object, container: str) -> str:
+    """What a kubelet answers, with status 200, where the runtime has removed the file."""
+    meta = pod["metadata"]
+    path = f"/var/log/pods/{meta['namespace']}_{meta['name']}_{meta['uid']}/{container}/0.log"
+    return f'failed to try resolving symlinks in path "{path}": lstat {path}: no such file or directory'
 
 
 async def _begin(send: Send, code: int) -> None:

@@ -38,6 +38,8 @@ class PodRun:
         self.done = False
         self.stopping = False
         self.leaving = False
+        self.is_held = False
+        """True while nothing ends its containers."""
         self.timers: list[Timer] = []
         self.grace: Timer | None = None
         self.asked_s: float | None = None
@@ -265,7 +267,7 @@ class PodRun:
 
     def _stop_sidecar(self, one: Container) -> None:
         """SIGTERM to the last sidecar that runs; SIGKILL after the grace period."""
-        if one.execution is None:
+        if one.execution is None or self.is_held:
             return
         if not self.stopping:
             self.say("Killing", f"Stopping container {one.name}", container=one)
@@ -371,6 +373,8 @@ class PodRun:
 
     def _terminate(self, one: Container) -> None:
         """SIGTERM, after the preStop hook."""
+        if self.is_held:
+            return
         hook = (one.spec.get("lifecycle") or {}).get("preStop") or {}
         seconds = float((hook.get("sleep") or {}).get("seconds", 0))
         if hook.get("exec"):
@@ -379,6 +383,8 @@ class PodRun:
 
     def kill(self) -> None:
         """SIGKILL to all that runs."""
+        if self.is_held:
+            return
         for one in self.containers:
             if one.execution is not None:
                 one.execution.kill()
@@ -390,6 +396,7 @@ class PodRun:
             timer.cancel()
         if self.grace is not None:
             self.grace.cancel()
+        self.is_held = False
         self.kill()
 
     def fail(self, reason: str, message: str, grace_s: float | None = None) -> None:

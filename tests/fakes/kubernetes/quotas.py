@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class QuotaController:
-    """Counts what a namespace uses; every claim is bound at once, as if a provisioner stood by."""
+    """Counts what a namespace uses; binds every claim at once while there is a provisioner."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Work on *cluster*."""
@@ -31,7 +31,7 @@ class QuotaController:
         )
         if counts and namespace and self._store.all(QUOTAS, namespace):
             self._cluster.queue.add("quota", namespace)
-        if change.resource is CLAIMS and change.kind == "ADDED":
+        if change.resource is CLAIMS and change.kind == "ADDED" and self._cluster.has_provisioner:
             self._cluster.queue.call(lambda: self._bind(change.item))
 
     def sync(self, namespace: str) -> None:

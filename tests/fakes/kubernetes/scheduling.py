@@ -111,6 +111,10 @@ class Scheduler:
             )
             self._refuse(pod, text, "")
             return
+        if self._has_unbound_claim(pod):
+            text = f"0/{len(nodes)} nodes are available: pod has unbound immediate PersistentVolumeClaims."
+            self._refuse(pod, text, " not found")
+            return
         if not nodes:
             self._refuse(pod, "no nodes available to schedule pods", "")
             return
@@ -122,10 +126,19 @@ class Scheduler:
         message = fitting.sentence(len(nodes), look.reasons)
         self._preempt_or_refuse(pod, nodes, look, message)
 
+    def _has_unbound_claim(self, pod: Object) -> bool:
+        claims = (self._store.get(CLAIMS, pod["metadata"]["namespace"], name) for name in claims_of(pod))
+        return any((claim or {}).get("status", {}).get("phase") != "Bound" for claim in claims)
+
+    def _is_out_of_reach(self, pod: Object, node: Object) -> bool:
+        """Say whether a volume of the pod is bound to other nodes."""
+        labels = (node["metadata"].get("labels") or {}).items()
+        wanted = (self._cluster.volume_labels.get(name, {}) for name in claims_of(pod))
+        return any(not one.items() <= labels for one in wanted)
+
     def _absent_claim(self, pod: Object) -> str:
-        for volume in pod["spec"].get("volumes") or ():
-            name = (volume.get("persistentVolumeClaim") or {}).get("claimName")
-            if name and self._store.get(CLAIMS, pod["metadata"]["namespace"], name) is None:
+        for name in claims_of(pod):
+            if self._store.get(CLAIMS, pod["metadata"]["namespace"], name) is None:
                 return str(name)
         return ""
 
@@ -151,6 +164,8 @@ class Scheduler:
         static = fitting.static_refusal(pod, node)
         if static:
             return [static]
+        if self._is_out_of_reach(pod, node):
+            return ["node(s) didn't match PersistentVolume's node affinity"]
         name = node["metadata"]["name"]
         used, count = self._used.get(name, {}), len(self._placed.get(name, {}))
         if self._nominated.get(name):
@@ -255,6 +270,12 @@ class Scheduler:
         if nominated:
             self._nominated.setdefault(nominated, []).append(pod)
         self._store.edit(PODS, pod, write)
+
+
+def claims_of(pod: Object) -> list[str]:
+    """Names of the claims that the pod mounts."""
+    found = [volume.get("persistentVolumeClaim") or {} for volume in pod["spec"].get("volumes") or ()]
+    return [str(one["claimName"]) for one in found if one.get("claimName")]
 
 
 def _sum(pods: list[Object]) -> dict[str, Decimal]:

@@ -58,6 +58,8 @@ class Server:
         path = scope["path"]
         headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
         user = self.cluster.access.who(headers.get("authorization"))
+        if path.rstrip("/") == "/readyz":
+            self.cluster.access.readiness(user)
         found = discovery.answer(path, self.cluster.resources, self.cluster.minor)
         if found is not None:
             if user.name == "system:anonymous" and not path.startswith(PUBLIC):
