@@ -161,6 +161,7 @@ class Start:
         stall_min_s: And at least this many seconds.
         sample_interval_s: Between two samples of the machine.
         secret_env: Environment variables whose values never leave this room.
+        success: ``exit-code``, or ``all-steps`` where exit code 0 before the last step is a failure.
     """
 
     cwd: Optional[str] = None
@@ -179,6 +180,7 @@ class Start:
     stall_min_s: float = 300.0
     sample_interval_s: float = 1.0
     secret_env: Tuple[str, ...] = ()
+    success: str = "exit-code"
 
 
 class SetupFailedError(ProtocolError):
@@ -252,6 +254,7 @@ _SESSION_TYPES: Mapping[str, Any] = {
     "stall_min_s": (int, float),
     "sample_interval_s": (int, float),
     "secret_env": list,
+    "success": str,
 }
 
 

@@ -21,6 +21,9 @@ MAX_LINE_CHARS = 2000
 MAX_TAIL_BYTES = 256 << 10
 """Largest JSON of the last lines. Chosen: a quarter of what a status may have."""
 
+_OVERWRITES = re.compile(rb"[\r\n\x08]+")
+_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+"""Source: ECMA-48, control sequences: colours and cursor moves of a terminal."""
 _NUMBER = re.compile(r"(\d{6,12})\.(?:open|log|jsonl)\Z")
 
 
@@ -130,19 +133,37 @@ class Chunks:
 
 
 class Lines:
-    """Splits a stream into lines and keeps the last hundred."""
+    """Splits a stream into lines, and keeps the last hundred as a terminal would show them.
+
+    A progress bar is one line that never ends: what it writes between two carriage returns (or runs of
+    backspaces) is a line of its own for whoever searches it.
+    """
 
     def __init__(self) -> None:
         """Start with nothing."""
         self._last: Deque[str] = deque(maxlen=LAST_LINES)
         self._rest = b""
+        self._open = b""
+        self._waiting = b""
+        self._given = b""
 
     def feed(self, data: bytes) -> List[bytes]:
-        """Return the lines that *data* completed, without their ends."""
+        """Return the lines that *data* completed, without their ends and without terminal control codes."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()[-16 * MAX_LINE_CHARS :]
         self._last.extend(_shown(line) for line in lines[-LAST_LINES:])
-        return lines
+        parts = _OVERWRITES.split(self._open + data)
+        self._open = parts.pop()[-16 * MAX_LINE_CHARS :]
+        return [_CONTROL.sub(b"", part) for part in parts if part]
+
+    def settled(self, *, at_end: bool = False) -> List[bytes]:
+        """Return the unfinished line once, when nothing was added to it since the last call, or *at_end*."""
+        is_due = bool(self._open) and (at_end or self._open == self._waiting) and self._open != self._given
+        self._waiting = self._open
+        if not is_due:
+            return []
+        self._given = self._open
+        return [_CONTROL.sub(b"", self._open)]
 
     def tail(self) -> Tuple[str, ...]:
         """Return the last lines, the unfinished one included, small enough for a status."""

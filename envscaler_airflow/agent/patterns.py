@@ -12,7 +12,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping,
 from envscaler_airflow.protocol import LOG_PATTERN_FIELDS, Progress
 
 MAX_LINE_BYTES = 4096
-"""Longest part of a line that is searched. Chosen: longer lines are progress bars and arrays."""
+"""Longest part of a line that is searched. Chosen: longer lines are arrays."""
 MAX_LINES = 50
 """Newest lines of one read that are searched. Chosen: the last value counts, the ones before are history."""
 MAX_SECONDS = 0.1
@@ -43,7 +43,7 @@ class LogPatterns:
         return bool(self._patterns)
 
     def feed(self, lines: List[bytes]) -> bool:
-        """Search the newest of *lines*; True when a value was found."""
+        """Search the newest of *lines*, as :class:`Lines` gives them; True when a value was found."""
         if not self._patterns or not lines:
             return False
         texts = [line[:MAX_LINE_BYTES].decode("utf-8", "replace") for line in lines[-MAX_LINES:]]

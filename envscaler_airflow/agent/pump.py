@@ -37,16 +37,22 @@ class Pump:
         """Take up what the command printed; True when a pattern found a value."""
         return self._pass(self._masker.feed(data))
 
-    def finish(self) -> None:
-        """Say what is held back and close the chunk: the command says no more."""
-        self._pass(self._masker.flush())
+    def finish(self) -> bool:
+        """Pass on what is held back and close the chunk: the command has ended.
+
+        True when a pattern found a value in it.
+        """
+        found = self._pass(self._masker.flush())
+        found = self._patterns.feed(self._lines.settled(at_end=True)) or found
         if self._chunks is not None:
             self._chunks.close()
+        return found
 
-    def tick(self) -> None:
-        """Close a chunk that is old enough."""
+    def tick(self) -> bool:
+        """Close a chunk that is old enough; True when a pattern found a value in an unfinished line."""
         if self._chunks is not None:
             self._chunks.tick()
+        return self._patterns.feed(self._lines.settled())
 
     @property
     def has_pending(self) -> bool:

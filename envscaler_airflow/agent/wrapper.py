@@ -49,6 +49,9 @@ DRAIN_S = 2.0
 """How long output of what the command left behind is awaited. Chosen: a pipe is emptied in milliseconds."""
 SIGTERM_GRACE_S = 25.0
 """Chosen: 5 s below the 30 s after which a kubelet kills."""
+TOGETHER_S = 0.25
+"""How long after a command's exit code 0 a signal may still arrive that was sent to it and to the wrapper at
+once. Chosen: whoever signals a group does so within milliseconds, and a busy machine is slower."""
 MAX_MESSAGE_CHARS = 500
 """Longest message in a status. Chosen: a line that a person reads."""
 MAX_PHASE_CHARS = 100
@@ -93,6 +96,7 @@ class Wrapper:
         self._reporter = Reporter(exchange, clock=clock, wall=wall)
         self._masker = Masker([])
         self._report = ex.SessionReport()
+        self._progress = Progress()
         self._ask: Optional[Ask] = None
         self._term_at: Optional[float] = None
         self._saving_since: Optional[float] = None
@@ -293,7 +297,7 @@ class Wrapper:
         self._look_at_session(now, tracker)
         self._take_signals(now, command)
         self._press(now, command)
-        tracker.pump.tick()
+        tracker.found = tracker.pump.tick() or tracker.found
         if self._sampler is not None:
             self._sampler.tick(now)
         stalled = tracker.stall.is_stalled(now)
@@ -345,6 +349,7 @@ class Wrapper:
         tracker.stall.observe(now, step=progress.step, phase=progress.phase, saving=self._report.saving)
         if progress.phase is not None:
             progress = replace(progress, phase=self._masker.mask(progress.phase)[:MAX_PHASE_CHARS])
+        self._progress = progress
         self._reporter.add_progress(progress)
 
     def _take_signals(self, now: float, command: subprocess.Popen[bytes]) -> None:
@@ -418,7 +423,7 @@ class Wrapper:
         self._register(reading, selectors.EVENT_READ, wanted=False)
         os.close(reading)
         tracker.is_drained = True
-        tracker.pump.finish()
+        tracker.found = tracker.pump.finish() or tracker.found
         deadline = self._clock() + DRAIN_S
         while tracker.pump.has_pending and self._clock() < deadline:
             self._turn(command, reading, tracker, 0.05)
@@ -429,14 +434,12 @@ class Wrapper:
         self._look_at_session(self._clock(), tracker)
 
     def _finish(self, pump: Pump, kills: int) -> int:
-        assert self._code is not None
-        end = End(
-            code=self._code,
-            asked=self._ask.outcome if self._ask is not None else None,
-            signalled=self._term_at is not None,
-            session_left=self._report.left,
-            oom_kills=max(0, kills),
-        )
+        end = self._how_it_ended(max(0, kills))
+        if end.code == 0 and end.is_done is not True and not self._signals:
+            deadline = self._clock() + TOGETHER_S
+            while not self._signals and self._clock() < deadline:
+                self._wait(deadline - self._clock())
+            end = self._how_it_ended(max(0, kills))
         ended, code = tell_end(end, pump.tail())
         self._reporter.set(
             phase="ended",
@@ -446,6 +449,22 @@ class Wrapper:
             message=self._message(pump, ended.detail),
         )
         return code
+
+    def _how_it_ended(self, kills: int) -> End:
+        assert self._code is not None
+        is_signalled = bool(self._signals) or (self._ask is not None and self._ask.sequence < 0)
+        asked = self._ask.outcome if self._ask is not None else "stopped" if is_signalled else None
+        return End(
+            code=self._code,
+            asked=asked,
+            signalled=self._term_at is not None,
+            wrapper_signalled=is_signalled,
+            session_left=self._report.left,
+            step=self._progress.step,
+            total_steps=self._progress.total_steps,
+            needs_all_steps=self._start.success == "all-steps",
+            oom_kills=kills,
+        )
 
     # -- small things ------------------------------------------------------------------------
 

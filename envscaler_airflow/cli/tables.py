@@ -108,6 +108,9 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
     console.print(table)
     _print_pauses(console, bill)
     _print_totals(console, bill)
+    for attempt in body.get("attempts", ()):
+        if attempt.get("outcome") == "succeeded" and attempt.get("detail"):
+            console.print(f"warning: attempt {attempt['attempt']}: {printable(attempt['detail'])}")
     for source in sorted({a["price_source"] for a in body.get("attempts", ()) if a.get("price_source")}):
         console.print(f"price: {source}")
     for note in bill.get("notes", ()):

@@ -36,6 +36,7 @@ class Frozen:
         stall_factor, stall_min_s: When a training without steps counts as stalled; None: the wrapper's.
         secret_env: Names of variables whose values are secrets.
         workdir_archive: Name of the archive in the store; None when the spec does not say.
+        success: ``exit-code``, or ``all-steps`` where exit code 0 before the last step is a failure.
     """
 
     every: Mapping[str, float] | None = None
@@ -47,6 +48,7 @@ class Frozen:
     stall_min_s: float | None = None
     secret_env: tuple[str, ...] = ()
     workdir_archive: str | None = None
+    success: str = "exit-code"
 
     def with_interval(self, seconds: float | None) -> Frozen:
         """The same with checkpoints at least every *seconds*, where they go by time; None changes nothing."""
@@ -78,6 +80,7 @@ def read_frozen(body: bytes) -> Frozen:
             stall_min_s=duration_s(stall["min"]) if "min" in stall else None,
             secret_env=tuple(_secret_names(spec.get("env"))),
             workdir_archive=spec.get("workdir_archive"),
+            success=str(spec.get("success") or "exit-code"),
         )
     except (TypeError, ValueError) as err:
         raise ProtocolError(f"spec.yaml: {err}") from err

@@ -156,5 +156,6 @@ def _session(site: Site, frozen: Frozen) -> dict[str, Any]:
         "stall_factor": frozen.stall_factor,
         "stall_min_s": frozen.stall_min_s,
         "secret_env": list(frozen.secret_env),
+        "success": "all-steps" if frozen.success == "all-steps" else None,
     }
     return {name: value for name, value in body.items() if value is not None}

@@ -289,6 +289,7 @@ class EnvSpec(Model):
     metrics: Metrics = Metrics()
     stall: Stall = Stall()
     failure: Failure = Failure()
+    success: Literal["exit-code", "all-steps"] | None = None
 
     parameters: dict[str, str | int | float | bool | None] = Field(default={})
     inputs: dict[SafeName, Line] = Field(default={})

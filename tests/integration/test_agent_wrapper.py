@@ -488,3 +488,54 @@ def test_a_slow_reader_of_our_output_stops_no_control(node):
         time.sleep(0.05)
 
     assert node.process.returncode == EXIT_STOPPED
+
+
+def test_a_bar_on_one_line_tells_its_steps_while_it_runs(node):
+    """No newline until the whole loop is over, and the last update stands at the end (C14)."""
+    code = r"""
+        import sys, time
+        for step in range(1, 9):
+            sys.stderr.write(f"\r{step}/8 [00:01, loss={1 / step:.4f}]"); sys.stderr.flush()
+            time.sleep(0.1 if step != 4 else 2)
+        """
+    patterns = {"step": r"(\d+)/8 \[", "total_steps": r"\d+/(8) \[", "loss": r"loss=([0-9.]+)"}
+
+    node.start(*python(code), log_patterns=patterns)
+    node.until(lambda: node.status().progress.step == 4)
+    node.end()
+
+    progress = node.status().progress
+    assert (progress.step, progress.total_steps, progress.loss) == (8, 8, 0.125)
+
+
+def test_sigterm_to_command_and_wrapper_together_is_no_success(node):
+    """The command exits 0 at step 23 of 60, before the wrapper looks (C)."""
+    code = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("step 23 of 60", flush=True)
+        while True: time.sleep(0.01)
+        """
+    patterns = {"step": r"step (\d+)", "total_steps": r"of (\d+)"}
+    node.start(*python(code), log_patterns=patterns)
+    node.until(lambda: node.status().progress.step == 23)
+    command = next(pid for pid in node.children() if b"step 23" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    os.kill(command, signal.SIGTERM)
+    os.kill(node.process.pid, signal.SIGTERM)
+
+    got, _, _ = node.end()
+    assert (got, node.status().ended.reason) == (EXIT_STOPPED, "stopped")
+
+
+def test_exit_code_0_before_the_last_step(node):
+    """A success with a word, or a failure where the spec wants all steps (C)."""
+    words = python("print('step 5 of 1000')")
+    patterns = {"step": r"step (\d+)", "total_steps": r"of (\d+)"}
+
+    code, _, _ = node.start(*words, log_patterns=patterns).end()
+    assert (code, node.status().ended.reason) == (0, "succeeded")
+    assert node.status().ended.detail.startswith("exit code 0 at step 5 of 1,000")
+
+    node.start(*words, log_patterns=patterns, success="all-steps").end()
+    assert node.status().ended.reason == "failed"

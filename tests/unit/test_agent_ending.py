@@ -161,3 +161,148 @@ def test_an_unknown_signal_has_a_number():
 
     assert ended.detail == "killed by signal 60"
     assert (ended.exit_code, ended.signal) == (None, 60)
+
+
+TRACEBACK = "Traceback (most recent call last):"
+FRAME = '  File "train.py", line 9, in <module>'
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected", "detail"),
+    [
+        (
+            (
+                "Allocator ran out of memory trying to allocate 2.00GiB. CUDA out of memory: not a failure",
+                TRACEBACK,
+                FRAME,
+                "ValueError: bad label",
+            ),
+            "failed",
+            "ValueError: bad label",
+        ),
+        (
+            (
+                TRACEBACK,
+                FRAME,
+                "torch.OutOfMemoryError: CUDA out of memory",
+                *(f"step {number}" for number in range(2, 20)),
+            ),
+            "failed",
+            "exit code 1",
+        ),
+        (
+            (
+                TRACEBACK,
+                FRAME,
+                "torch.OutOfMemoryError: CUDA out of memory",
+                "",
+                "During handling of the above exception, another exception occurred:",
+                "",
+                TRACEBACK,
+                FRAME,
+                "KeyError: 'labels'",
+            ),
+            "failed",
+            "KeyError: 'labels'",
+        ),
+        (
+            (
+                TRACEBACK,
+                FRAME,
+                "OSError: [Errno 28] No space left on device: 'x'",
+                "",
+                "The above exception was the direct cause of the following exception:",
+                "",
+                TRACEBACK,
+                FRAME,
+                "RuntimeError: cannot save",
+            ),
+            "disk-full",
+            "OSError: [Errno 28] No space left on device: 'x'",
+        ),
+        (
+            (
+                f"[rank1]: {TRACEBACK}",
+                f"[rank1]: {FRAME}",
+                "[rank1]: torch.OutOfMemoryError: CUDA out of memory",
+                f"[rank0]: {TRACEBACK}",
+                f"[rank0]: {FRAME}",
+                "[rank0]: torch.distributed.DistBackendError: Connection closed by peer",
+                TRACEBACK,
+                FRAME,
+                "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+                "train.py FAILED",
+            ),
+            "cuda-out-of-memory",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            (
+                TRACEBACK,
+                FRAME,
+                "MemoryError",
+                "Exception ignored in: <function Loader.__del__>",
+                TRACEBACK,
+                FRAME,
+                "AssertionError: can only test a child process",
+            ),
+            "out-of-memory",
+            "MemoryError",
+        ),
+        (("MemoryError was caught", *["step"] * 20, "boom"), "failed", "exit code 1"),
+        (("ValueError: bad label", "UserWarning: CUDA out of memory"), "failed", "ValueError: bad label"),
+    ],
+)
+def test_a_class_needs_the_error_that_ended_the_process(lines, expected, detail):
+    """A word in the log is none: neither a survived error nor a library's warning (C)."""
+    ended, _ = tell_end(End(1), lines)
+
+    assert (ended.reason, ended.detail) == (expected, detail)
+
+
+def test_a_kill_from_outside_is_no_error_of_the_code():
+    """What was printed before SIGKILL did not end it (C)."""
+    assert reason(End(-9), "torch.OutOfMemoryError: CUDA out of memory") == ("killed", 137)
+
+
+def test_a_worker_killed_for_memory_and_survived_does_not_explain_a_key_error():
+    """The kernel counts a kill that the training got over (C)."""
+    assert reason(End(1, oom_kills=1), TRACEBACK, FRAME, "KeyError: 'x'") == ("failed", 1)
+    assert reason(End(1, oom_kills=1), TRACEBACK, FRAME, "RuntimeError: worker is killed by signal") == (
+        "out-of-memory",
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (End(0, wrapper_signalled=True, asked="stopped", step=23, total_steps=60), ("stopped", EXIT_STOPPED)),
+        (End(0, wrapper_signalled=True, asked="stopped"), ("stopped", EXIT_STOPPED)),
+        (End(0, wrapper_signalled=True, asked="stopped", step=60, total_steps=60), ("succeeded", 0)),
+        (End(0, signalled=True, asked="left", step=60, total_steps=60), ("succeeded", 0)),
+        (End(0, asked="left", step=23, total_steps=60), ("left", EXIT_LEFT)),
+        (End(-15, wrapper_signalled=True, asked="stopped"), ("stopped", EXIT_STOPPED)),
+        (End(1, wrapper_signalled=True, asked="stopped"), ("stopped", EXIT_STOPPED)),
+    ],
+)
+def test_an_end_after_a_signal_is_success_only_if_the_work_was_done(end, expected):
+    """The command and the wrapper got SIGTERM together, and the command exits 0 (C)."""
+    assert reason(end) == expected
+
+
+def test_an_early_exit_0_is_a_success_that_says_so():
+    """Step 5 of 1,000: early stopping or a bug, and only the spec can say that it is a failure (C)."""
+    ended, code = tell_end(End(0, step=5, total_steps=1000), [])
+    assert (ended.reason, ended.detail, code) == (
+        "succeeded",
+        "exit code 0 at step 5 of 1,000: the training ended before its last step",
+        0,
+    )
+
+    ended, code = tell_end(End(0, step=5, total_steps=1000, needs_all_steps=True), [])
+    assert (ended.reason, ended.detail, code) == (
+        "failed",
+        "exit code 0 at step 5 of 1,000; the spec says success: all-steps",
+        1,
+    )

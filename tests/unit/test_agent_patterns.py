@@ -6,6 +6,7 @@ import time
 import pytest
 
 from envscaler_airflow.agent import patterns
+from envscaler_airflow.agent.logs import Lines
 from envscaler_airflow.agent.patterns import LogPatterns
 from envscaler_airflow.protocol import Progress
 
@@ -111,3 +112,39 @@ def test_one_timer_serves_all_patterns_of_a_read():
     found.feed([b"step 5 loss 1"])
 
     assert set_to == [patterns.MAX_SECONDS]
+
+
+def test_a_progress_bar_gives_its_newest_step_while_it_runs():
+    """A bar of 60 steps on one line that never ends: the last update counts, colours or not (C14)."""
+    lines, found = Lines(), LogPatterns({"step": r"(\d+)/60 \[", "loss": r"loss=([0-9.]+)"})
+    bar = "\r{p:3d}%|\x1b[32m##\x1b[0m| {n}/60 [00:01<00:59, loss={loss:.4f}]"
+
+    for n in (1, 2, 3):
+        found.feed(lines.feed(bar.format(p=n, n=n, loss=1 / n).encode()))
+
+    assert (found.progress().step, found.progress().loss) == (2, 0.5)
+    assert lines.settled() == []
+    found.feed(lines.settled())
+    assert (found.progress().step, found.progress().loss) == (3, 0.3333)
+    assert lines.settled() == []
+
+
+def test_a_bar_that_goes_back_by_backspaces_gives_its_steps():
+    """As older Keras draws its bar (C14)."""
+    lines, found = Lines(), LogPatterns({"step": r"(\d+)/60 \["})
+
+    found.feed(lines.feed(b" 1/60 [....]" + b"\x08" * 12 + b" 2/60 [=...]" + b"\x08" * 12))
+
+    assert found.progress().step == 2
+
+
+def test_a_line_in_two_parts_is_searched_as_a_whole():
+    """``print(..., end=" ")``, a pause, and the rest of the line (C14)."""
+    lines, found = Lines(), LogPatterns({"loss": r"step \d+ loss (\S+)"})
+
+    found.feed(lines.feed(b"step 5 "))
+    found.feed(lines.settled())
+    found.feed(lines.settled())
+    found.feed(lines.feed(b"loss 0.25\n"))
+
+    assert found.progress().loss == 0.25
