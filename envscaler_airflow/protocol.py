@@ -37,8 +37,9 @@ EXIT_SETUP_FAILED = 88
 EXIT_NOT_FOUND = 127
 """The command does not exist, as shells say it."""
 
-ACTIONS = ("run", "checkpoint", "leave", "stop")
-"""What a control asks: go on, save now and go on, save and exit with EXIT_LEFT, exit within the grace."""
+ACTIONS = ("hold", "run", "checkpoint", "leave", "stop")
+"""What a control asks: wait until the candidates are listed, go on, save now and go on, save and exit with
+EXIT_LEFT, exit within the grace."""
 ALIGNMENTS = ("now", "step", "epoch")
 PHASES = ("setup", "restoring", "running", "checkpointing", "leaving", "uploading", "ended")
 """Life of one node of one attempt. ``uploading``: the command has ended, outputs are on their way."""
@@ -229,7 +230,8 @@ class Control(Message):
         grace_s: Seconds from the request to a kill, for ``leave`` after the alignment and for ``stop``.
         reason: Shown to people.
         candidates: Checkpoint folder names that node 0 may resume from, best first; what earlier
-            attempts write later is void. Checkpoints of this very attempt may be used besides.
+            attempts write later is void. Checkpoints of this very attempt may be used besides. None until
+            the owner has listed them, which it does once ``hold`` is in the store.
         restore_from: URI of another run's checkpoint folder, for a fresh run that begins from it.
         orphan_after_s: Seconds without a change of the lease after which the courier ends the attempt.
         checkpoint_every_s: Seconds between checkpoints where fewer than the spec's are better; None: the
@@ -242,7 +244,7 @@ class Control(Message):
     align_timeout_s: float = 3600.0
     grace_s: float = 30.0
     reason: str = ""
-    candidates: Tuple[str, ...] = ()
+    candidates: Optional[Tuple[str, ...]] = None
     restore_from: Optional[str] = None
     orphan_after_s: float = 1800.0
     checkpoint_every_s: Optional[float] = None
@@ -257,7 +259,7 @@ class Control(Message):
             orphan_after_s=self.orphan_after_s,
             checkpoint_every_s=self.checkpoint_every_s,
         )
-        for name in self.candidates:
+        for name in self.candidates or ():
             if parse_checkpoint_name(name) is None:
                 raise ValueError(f"candidates: {name!r} is no checkpoint name")
 

@@ -19,6 +19,7 @@ from envscaler_airflow.controller import (
     choose,
     deadline_table,
     facts,
+    fence,
     foretold,
     freeze,
     inplace,
@@ -207,7 +208,6 @@ class Controller(Asking):
             "attempt": attempt,
             "allocation": allocation.to_dict(),
             "reason": action.reason,
-            "candidates": list(facts.void_free_candidates(for_run(self._store, self._prefix), state)),
             "spec_hash": state.spec_hash,
         }
         spec, begun = self._spec(state), state.attempts_of(state.generation)
@@ -242,7 +242,7 @@ class Controller(Asking):
         del action
         live = live_of(state)
         renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
-        self._first_control(state, live)
+        self._promise(state, live)
         freeze.publish(self._store, self._prefix, state.spec_hash)
         self._build_tables(state, live)
         request = freeze.attempt_request(
@@ -296,18 +296,20 @@ class Controller(Asking):
             deadline_s=deadline_s,
         )
 
-    def _first_control(self, state: RunState, live: AttemptState) -> None:
-        """Written only when absent: a stop that came first must not be overwritten."""
+    def _promise(self, state: RunState, live: AttemptState) -> None:
+        """Fence first, then list what the attempt may resume from; a later execution lists anew."""
         control = Control(
             action="run" if live.generation == state.generation else "stop",
-            candidates=live.candidates,
             restore_from=state.begun.get("restore_from"),
             orphan_after_s=self._spec(state).failure.orphan_after_s,
             grace_s=limits.grace_s(state),
             checkpoint_every_s=live.checkpoint_every_s,
         )
-        name = protocol.control_name(live.generation, live.number)
-        self._store.create(f"{self._prefix}/{name}", control.to_json())
+        store = for_run(self._store, self._prefix)
+        fence.hold(store, control, generation=live.generation, attempt=live.number)
+        found = fence.list_candidates(store, generation=live.generation, attempt=live.number)
+        self._check_still_owner(state)
+        fence.promise(store, control, found, generation=live.generation, attempt=live.number)
 
     def _not_started(self, state: RunState, live: AttemptState, err: Exception) -> _Result:
         if isinstance(err, CapacityError):  # for other runs on this store; says nothing of a full machine

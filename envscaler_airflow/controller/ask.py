@@ -17,6 +17,7 @@ from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Action, AttemptState, RunState
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.protocol import Control, Progress
+from envscaler_airflow.store.checkpoints import read_control
 
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
@@ -42,6 +43,8 @@ class Asking(Owner):
     def _ask_to_go(self, state: RunState) -> RunState:
         """Write the control of a stopping attempt; repeated by every slice until it went."""
         live, spec = live_of(state), self._spec(state)
+        name = protocol.control_name(live.generation, live.number)
+        before = read_control(self._store, f"{self._prefix}/{name}")
         control = Control(
             sequence=live.stop_number,
             action="stop" if live.stop_why == "stalled" else "leave",
@@ -49,11 +52,10 @@ class Asking(Owner):
             align_timeout_s=spec.checkpoint_align_timeout_s,
             grace_s=float(live.stop.get("grace_s", limits.GRACE_S)),
             reason=str(live.stop.get("reason", "")),
-            candidates=live.candidates,
+            candidates=None if before is None else before.candidates,
             restore_from=state.begun.get("restore_from"),
             orphan_after_s=self._spec(state).failure.orphan_after_s,
         )
-        name = protocol.control_name(live.generation, live.number)
         self._check_still_owner(state)
         self._store.write(f"{self._prefix}/{name}", control.to_json())
         return state

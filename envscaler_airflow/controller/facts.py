@@ -10,12 +10,7 @@ from envscaler_airflow.controller.spans import cost_usd, spans_of, with_removed
 from envscaler_airflow.controller.watch import by_owner, read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
-from envscaler_airflow.protocol import parse_checkpoint_name
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.checkpoints import complete_checkpoints
-
-MAX_CANDIDATES = 16
-"""Checkpoints that a start may fall back on. Chosen: five times what is kept by default."""
 
 SOON_S = 60.0
 """Ran so briefly, an attempt may have been billed for no second, by times in whole seconds. Chosen."""
@@ -135,27 +130,3 @@ def start_s(state: RunState) -> float | None:
     """Mean pause of the moves of this generation, seconds; None before the first."""
     pauses = move_pauses_s(state)
     return sum(pauses) / len(pauses) if pauses else None
-
-
-def void_free_candidates(store: Store, state: RunState) -> tuple[str, ...]:
-    """Checkpoints that the next attempt may resume from, best first.
-
-    Those of the last attempt, then those that it was itself allowed to resume from. What an older
-    attempt saved after a newer one began is in neither, so it is void.
-
-    Args:
-        store: The run's own (``for_run``).
-        state: Fold of its events.
-
-    Raises:
-        StoreError: The store cannot be read.
-    """
-    last = state.current
-    if last is None:
-        return ()
-    own = [
-        name
-        for name in complete_checkpoints(store, state.generation)
-        if (key := parse_checkpoint_name(name)) is not None and key[2] == last.number
-    ]
-    return (*own, *last.candidates)[:MAX_CANDIDATES]

@@ -14,11 +14,12 @@ from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.controller import limits
 from envscaler_airflow.controller.watch import read_status
-from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
+from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, AttemptState, Event, RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.checkpoints import read_control
 from envscaler_airflow.store.events import EventLog
 
 
@@ -99,7 +100,7 @@ def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, rea
     grace_s = _grace_s(store, prefix, state, live)
     name = f"{prefix}/{protocol.control_name(live.generation, live.number)}"
     control = replace(
-        _asked_before(store, name) or Control(candidates=live.candidates),
+        read_control(store, name) or Control(),
         sequence=event.number,
         action="leave",
         align="now",
@@ -119,15 +120,6 @@ def _grace_s(store: Store, prefix: str, state: RunState, live: AttemptState) -> 
     except StoreError:
         said = None
     return limits.grace_s(state, said)
-
-
-def _asked_before(store: Store, name: str) -> Control | None:
-    """What the owner asked last, whose lease and candidates still count."""
-    text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
-    try:
-        return None if text is None else Control.from_json(text, where=name)
-    except ProtocolError:
-        return None
 
 
 def _stop_gracefully(backend: Backend, handle: Handle, *, grace_s: float) -> None:

@@ -117,7 +117,7 @@ def _order(site: Site, control: Control) -> tuple[str, ...]:
         lambda: checkpoints.complete_checkpoints(site.store, who.generation), what="checkpoints"
     )
     return checkpoints.resume_order(
-        complete, generation=who.generation, attempt=who.attempt, candidates=control.candidates
+        complete, generation=who.generation, attempt=who.attempt, candidates=control.candidates or ()
     )
 
 
@@ -129,7 +129,7 @@ def _follow(site: Site, control: Control) -> Restored | None:
         return _fetch_uri(site, chosen)
     who = site.who
     if not checkpoints.resume_order(
-        [chosen], generation=who.generation, attempt=who.attempt, candidates=control.candidates
+        [chosen], generation=who.generation, attempt=who.attempt, candidates=control.candidates or ()
     ).count(chosen):
         raise CheckpointError(f"node 0 says {chosen!r:.200}, which the owner does not allow")
     return _fetch(site, site.store, checkpoints.checkpoint_prefix(chosen), chosen)

@@ -19,6 +19,8 @@ from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, 
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.store import archive
 
+HOLD_POLL_S = 1.0
+"""Between two readings of a control that says ``hold``. Chosen: an owner lists checkpoints in seconds."""
 _ARCHIVE = re.compile(r"workdir-([0-9a-f]{64})\.tar\.zst\Z")
 
 
@@ -100,11 +102,19 @@ def read_spec(site: Site) -> Frozen:
 
 
 def _first_control(site: Site) -> Control:
+    """The owner's control, once it has listed the checkpoints that this attempt may resume from."""
     name = control_name(site.who.generation, site.who.attempt)
-    body = site.patiently(lambda: site.store.read(name, max_bytes=MAX_JSON_BYTES), what=name)
-    if body is None:
-        raise ProtocolError(f"{site.store.uri(name)} is absent: the owner writes it before the start")
-    return Control.from_json(body, where=name)
+    while True:
+        body = site.patiently(lambda: site.store.read(name, max_bytes=MAX_JSON_BYTES), what=name)
+        if body is None:
+            raise ProtocolError(f"{site.store.uri(name)} is absent: the owner writes it before the start")
+        control = Control.from_json(body, where=name)
+        if control.action != "hold":
+            site.messages.say("hold", None)
+            return control
+        site.messages.say("hold", "waits until the owner has listed the checkpoints to resume from")
+        site.ending.wait(HOLD_POLL_S)
+        site.wanted()
 
 
 def _workdir(site: Site, frozen: Frozen) -> str | None:

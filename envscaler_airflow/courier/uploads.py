@@ -19,6 +19,7 @@ from envscaler_airflow.protocol import (
     Manifest,
     ManifestFile,
     Status,
+    control_name,
     log_name,
     metrics_name,
     parse_checkpoint_name,
@@ -32,6 +33,11 @@ OTHERS_AT_END_S = 120.0
 """The same once this node's command has ended and no other says that it uploads: the others end soon after,
 or never speak again. Chosen."""
 _AGENT = "agent.json"
+FENCED = {
+    "held": "the owner prepares a later attempt",
+    "over": "a later attempt has begun; what this one writes is void",
+}
+"""Why nothing more of this attempt counts."""
 
 
 class Chunks:
@@ -118,7 +124,7 @@ class Checkpoints:
 
     def _bring_on(self, name: str) -> None:
         if name not in self._uploaded:
-            if self._is_in_store(name):
+            if self._is_in_store(name) or not self._may_publish(name):
                 return
             self._upload(name)
         self._complete(name)
@@ -164,9 +170,26 @@ class Checkpoints:
         if missing:
             self._check_patience(name, mine, f"the files of nodes {missing}", missing)
             return
+        if not self._may_publish(name):
+            return
         manifest = self._manifest(name, _merge(name, [mine.files, *lists]))
         folders.write_manifest(site.store, checkpoints.checkpoint_prefix(name), manifest)
         self._completed(name, manifest, mine.upload_s)
+
+    def _may_publish(self, name: str) -> bool:
+        """False, and a message, while the owner prepares a later attempt.
+
+        Raises:
+            CheckpointError: A later attempt has begun.
+        """
+        who = self._site.who
+        fence = checkpoints.fence_of(self._site.store, who.generation, who.attempt)
+        if fence == "open":
+            return True
+        if fence == "over":
+            raise CheckpointError(FENCED[fence])
+        self._site.messages.say("checkpoint", f"checkpoint {name} is not published: {FENCED[fence]}")
+        return False
 
     def _check_patience(self, name: str, mine: _Uploaded, what: str, nodes: list[int]) -> None:
         waited = self._site.monotonic() - mine.since
@@ -267,15 +290,17 @@ class Checkpoints:
 
     def _prune(self) -> None:
         site = self._site
-        control = site.exchange.current_control()
-        if control is None:
-            return
+        who = site.who
         try:
+            # From the store: what lies in the exchange the training can change.
+            control = checkpoints.read_control(site.store, control_name(who.generation, who.attempt))
+            if control is None:
+                return
             checkpoints.prune(
                 site.store,
-                generation=site.who.generation,
-                attempt=site.who.attempt,
-                candidates=control.candidates,
+                generation=who.generation,
+                attempt=who.attempt,
+                candidates=control.candidates or (),
                 keep=self._keep,
                 rejected=[line.partition(":")[0] for line in site.memory.state.rejected],
                 spare=self._begun_from(),
@@ -352,8 +377,11 @@ class Outputs:
     def _put(self, name: str, path: Path) -> None:
         site = self._site
         who = site.who
-        if checkpoints.is_superseded(site.store, who.generation, who.attempt):
-            raise CheckpointError(f"output {name!r}: a later attempt has begun; this one's outputs are void")
+        fence = checkpoints.fence_of(site.store, who.generation, who.attempt)
+        if fence == "over":
+            raise CheckpointError(f"output {name!r}: {FENCED[fence]}")
+        if fence == "held":
+            raise StoreError(FENCED[fence], transient=True)
         site.check_place(path)
         uri = outputs.put_output(
             site.store, name, path, generation=who.generation, attempt=who.attempt, between=site.between

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from envscaler_airflow.courier.site import Site, UnheededError
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, control_name
-from envscaler_airflow.store.checkpoints import is_superseded
+from envscaler_airflow.store.checkpoints import fence_of
 from envscaler_airflow.store.lease import LeaseWatch, read_lease
 
 CONTROL_S = 2.0
 """Between two readings of the control. Chosen: a quarter of the usual step towards a checkpoint."""
 LEASE_S = 15.0
 """Between two readings of the lease. Chosen: four in each renewal."""
-SUPERSEDED_S = 60.0
-"""Between two looks for a later attempt. Chosen: only a machine that was declared lost finds one."""
+SUPERSEDED_S = 15.0
+"""Between two looks for a later attempt. Chosen: two that train at once cost the price of both; the lease is
+read as often."""
 LEAVE_S = 60.0
 """Longest wait for a step boundary once nobody owns the run. Chosen: most steps take seconds."""
 
@@ -75,6 +76,8 @@ class OwnerWatch:
         if body is None:
             return
         control = Control.from_json(body, where=name)
+        if control.action == "hold":
+            return  # for this side alone: the set-up waits for the owner's list
         if self._owners is not None and control.sequence < self._owners.sequence:
             return  # an owner that slept wrote what it had meant to write before; the later word stands
         self._owners = control
@@ -89,7 +92,7 @@ class OwnerWatch:
 
     def _look_for_later(self) -> None:
         who = self._site.who
-        if is_superseded(self._site.store, who.generation, who.attempt):
+        if fence_of(self._site.store, who.generation, who.attempt) == "over":
             control = self._control()
             self._leave(control, "orphaned: a later attempt has begun; what this one writes is void")
 

@@ -17,7 +17,7 @@ EVENT_TYPES = frozenset(
     {
         "generation",  # a fresh start of the run: generation, reason, spec_hash, restore_from, budget_usd
         "owner",  # another try took the run over: reason, spec_hash
-        "attempt-intended",  # generation, attempt, allocation, reason, candidates, spec_hash, memory_bytes,
+        "attempt-intended",  # generation, attempt, allocation, reason, spec_hash, memory_bytes,
         # vcpus, checkpoint_every_s, losses_per_hour
         "attempt-started",  # generation, attempt, handle
         "attempt-stopping",  # generation, attempt, why, grace_s, align, request, target

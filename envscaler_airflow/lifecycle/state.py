@@ -79,7 +79,6 @@ class AttemptState:
         reason: Why it was begun.
         phase: ``stopping`` once the owner asked it to go.
         spec_hash: Of the spec that it runs.
-        candidates: Checkpoints that it may resume from.
         memory_bytes: Memory per node where it is other than the spec says: raised after an out-of-memory, or
             changed in place; None as in the spec.
         vcpus: CPUs per node where they were changed in place; None as in the spec.
@@ -104,7 +103,6 @@ class AttemptState:
     reason: str = ""
     phase: AttemptPhase = "intended"
     spec_hash: str = ""
-    candidates: tuple[str, ...] = ()
     memory_bytes: int | None = None
     vcpus: float | None = None
     checkpoint_every_s: float | None = None
@@ -319,7 +317,6 @@ def _intended(state: RunState, event: Event) -> RunState:
         allocation=Allocation.from_dict(body["allocation"]),
         reason=str(body.get("reason", "")),
         spec_hash=str(body.get("spec_hash", "")),
-        candidates=tuple(body.get("candidates", ())),
         memory_bytes=int(memory) if memory is not None else None,
         vcpus=float(vcpus) if vcpus is not None else None,
         checkpoint_every_s=float(every_s) if every_s is not None else None,

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.protocol import Manifest, parse_checkpoint_name
+from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, Manifest, parse_checkpoint_name
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MANIFEST
 
 FOLDER = "checkpoints"
 """Where they lie, below the run."""
+NEVER_DELETED = 2
+"""Newest good checkpoints that stay whatever ``keep`` says. Chosen: one deletion may be on its way while the
+owner lists what the next attempt may resume from."""
+Fence = Literal["open", "held", "over"]
+"""What the controls of later attempts say to an attempt: nothing, publish nothing, end."""
 _CONTROL = re.compile(r"g(\d{1,9})-a(\d{1,9})\.json\Z")
 
 
@@ -107,14 +113,38 @@ def read_checkpoint(store: Store, name: str) -> Manifest:
     return manifest
 
 
-def is_superseded(store: Store, generation: int, attempt: int) -> bool:
-    """True when the owner has written a control for a later attempt: this one is void.
+def fence_of(store: Store, generation: int, attempt: int) -> Fence:
+    """What the owner's controls of later attempts mean for this one.
+
+    ``held``: the owner prepares a later attempt, so this one publishes and deletes nothing, and trains on.
+    ``over``: a later attempt runs, so this one is void and ends. A later control that cannot be read holds.
 
     Raises:
-        StoreError: Cannot be told.
+        StoreError: The store does not answer.
     """
-    found = (_CONTROL.match(name) for name in store.children("control"))
-    return any((int(key[1]), int(key[2])) > (generation, attempt) for key in found if key)
+    found = [(match, name) for name in store.children("control") if (match := _CONTROL.match(name))]
+    later = [name for match, name in found if (int(match[1]), int(match[2])) > (generation, attempt)]
+    if not later:
+        return "open"
+    return "over" if any(_has_begun(store, f"control/{name}") for name in later) else "held"
+
+
+def _has_begun(store: Store, name: str) -> bool:
+    control = read_control(store, name)
+    return control is not None and control.action != "hold"
+
+
+def read_control(store: Store, name: str) -> Control | None:
+    """The control *name*; None when it is absent, or cannot be read by this version.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    try:
+        body = store.read(name, max_bytes=MAX_JSON_BYTES)
+        return None if body is None else Control.from_json(body, where=name)
+    except ProtocolError:
+        return None
 
 
 def prune(
@@ -130,30 +160,33 @@ def prune(
     """Delete what lies beyond the *keep* newest good checkpoints; returns the names deleted.
 
     Good: manifest readable, every file there with its size, and not among *rejected*. Counted are
-    this attempt's own and the owner's candidates. Never deleted: the newest good one, whatever
-    *keep* says; *spare*; one without a manifest of this attempt (it is being written); anything when a later
-    attempt has begun, or when no good one is found. One of an older attempt that is no candidate goes
-    when it is older than all that are kept and these are as many as are wanted, or it is not complete.
+    this attempt's own and the owner's candidates. Never deleted: the :data:`NEVER_DELETED` newest good ones,
+    whatever *keep* says; *spare*; one without a manifest of this attempt (it is being written); anything
+    when a later attempt is prepared or has begun, or when no good one is found. One of an older attempt that
+    is no candidate goes when it is older than all that are kept and these are as many as are wanted, or it is
+    not complete.
+
+    The controls are read after the list is made and before anything is deleted: what the owner lists once a
+    later control is in the store, no earlier list of this attempt holds to be deletable but that of one
+    deletion on its way, which spares the newest.
 
     Raises:
-        StoreError: Cannot be told; nothing more is deleted.
+        StoreError: The store does not answer; nothing more is deleted.
     """
-    if is_superseded(store, generation, attempt):
-        return ()
     names = _names(store, generation)
     complete = [name for name in names if is_complete(store, name)]
     order = resume_order(complete, generation=generation, attempt=attempt, candidates=candidates)
-    kept, beyond = _split(store, order, complete, keep=max(keep, 1), rejected=rejected)
+    kept, beyond = _split(store, order, complete, keep=max(keep, NEVER_DELETED), rejected=rejected)
     if not kept:
         return ()
     oldest = min(_step(name) for name in kept)
-    void = [
-        name for name in names if name not in order and not _is_of(name, attempt) and _step(name) < oldest
-    ]
+    void = [name for name in names if name not in order and _attempt(name) < attempt and _step(name) < oldest]
     old = [*beyond, *(name for name in void if len(kept) >= keep or name not in complete)]
     gone = [name for name in old if name != spare]
+    if not gone or fence_of(store, generation, attempt) != "open":
+        return ()
     for name in gone:
-        # The manifest goes first: from then on nobody takes the rest for a checkpoint.
+        # The manifest goes first: from then on no reader takes the rest for a checkpoint.
         store.delete(f"{checkpoint_prefix(name)}/{MANIFEST}")
         store.delete_tree(checkpoint_prefix(name))
     return tuple(gone)
@@ -193,6 +226,7 @@ def _step(name: str) -> int:
     return key[1]
 
 
-def _is_of(name: str, attempt: int) -> bool:
+def _attempt(name: str) -> int:
     key = parse_checkpoint_name(name)
-    return key is not None and key[2] == attempt
+    assert key is not None
+    return key[2]

@@ -11,7 +11,7 @@ from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import (
     complete_checkpoints,
-    is_superseded,
+    fence_of,
     prune,
     read_checkpoint,
     resume_order,
@@ -188,24 +188,24 @@ def test_a_damaged_one_does_not_count(store, save, tmp_path):
     file_of(tmp_path, A3).write_bytes(b"")
 
     assert pruned(store) == ()
-    assert pruned(store, keep=1) == (A1,)
-    assert complete_checkpoints(store, 1) == (A3, A2)
+    assert complete_checkpoints(store, 1) == (A3, A2, A1)
 
 
 def test_one_that_was_rejected_at_the_restore_does_not_count(store, save):
     """Its sizes look right, its bytes were found wrong."""
+    for name in (A1, A2, A3, "g1-step-00000400-a1"):
+        save(name)
+
+    assert pruned(store, attempt=2, candidates=("g1-step-00000400-a1", A3, A2, A1), rejected=[A3]) == (A1,)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_the_two_newest_good_ones_stay_whatever_keep_says(store, save, keep):
+    """A deletion that is on its way while the owner lists spares what the next attempt needs (A5)."""
     for name in (A1, A2, A3):
         save(name)
 
-    assert pruned(store, attempt=2, candidates=(A3, A2, A1), rejected=[A3], keep=1) == (A1,)
-
-
-def test_keep_of_nothing_keeps_the_last_good_one(store, save):
-    """Never the last good one, whatever the number says."""
-    save(A1)
-    save(A2)
-
-    assert pruned(store, keep=0) == (A1,)
+    assert pruned(store, keep=keep) == (A1,)
 
 
 def test_one_that_is_being_written_stays(store, save):
@@ -259,15 +259,26 @@ def test_a_zombie_deletes_nothing(store, save):
     store.write(control_name(1, 2), Control().to_json())
 
     assert pruned(store) == ()
-    assert is_superseded(store, 1, 1)
-    assert not is_superseded(store, 1, 2)
+    assert fence_of(store, 1, 1) == "over"
+    assert fence_of(store, 1, 2) == "open"
+
+
+@pytest.mark.parametrize("text", [Control(action="hold").to_json(), b'{"schema":"9.0"}', b"torn"])
+def test_an_attempt_that_is_prepared_holds_the_older_one(store, save, text):
+    """On hold the older attempt deletes nothing and is not over; so for a control of a later version (A5)."""
+    for name in (A1, A2, A3):
+        save(name)
+    store.write(control_name(1, 2), text)
+
+    assert pruned(store) == ()
+    assert fence_of(store, 1, 1) == "held"
 
 
 def test_a_new_generation_supersedes_too(store):
     """Whatever the number of its attempt."""
     store.write(control_name(2, 1), Control().to_json())
 
-    assert is_superseded(store, 1, 7)
+    assert fence_of(store, 1, 7) == "over"
 
 
 def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch):

@@ -75,7 +75,7 @@ def test_another_major_version_is_refused_by_name(schema):
         (Status, wire(usage=[1]), "usage: got list, expected an object"),
         (Status, wire(rejected="x"), "rejected: got str, expected a list"),
         (Status, wire(phase="asleep"), "phase must be one of setup"),
-        (Control, wire(action="dance"), "action must be one of run"),
+        (Control, wire(action="dance"), "action must be one of hold"),
         (Control, wire(grace_s=-1), "grace_s must be finite and >= 0, got -1.0"),
         (Control, wire(candidates=["../g1"]), "is no checkpoint name"),
         (Ended, wire(reason="boredom"), "reason must be one of succeeded"),

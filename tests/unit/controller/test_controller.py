@@ -20,7 +20,7 @@ from envscaler_airflow.protocol import Ended, Manifest
 from envscaler_airflow.store.stockouts import remember, stockouts
 from envscaler_airflow.testing.backend import cpu_offer
 
-LAST_CALL = 33
+LAST_CALL = 36
 """One more than the writes and calls of an undisturbed run; a test counts them."""
 
 
@@ -73,7 +73,7 @@ def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
     assert world.answer(request).type == "move-accepted"
     assert (asked.action, asked.align) == ("leave", "step")
     assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
-    assert world.state.live.candidates == ("g1-step-00000050-a1",)
+    assert world.control().candidates == ("g1-step-00000050-a1",)
     assert len(world.backend.live) == 1
 
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
     owner.resume(Wake("backoff"))
 
     assert world.state.live.number == 3
-    assert world.state.live.candidates == (good,)
+    assert world.control().candidates == (good,)
 
 
 def test_a_lost_machine_waits_ten_seconds_then_starts_again(world):
@@ -222,7 +222,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
     assert acted
     assert asked.action == "leave"
     assert isinstance(got, Waiting)
-    assert (world.state.live.number, world.state.live.candidates) == (2, ("g1-step-00000050-a1",))
+    assert (world.state.live.number, world.control().candidates) == (2, ("g1-step-00000050-a1",))
 
 
 def test_a_stock_out_goes_to_the_next_offer(world):
@@ -300,7 +300,7 @@ def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
 
     assert asked.action == "leave"
     assert isinstance(got, Waiting)
-    assert world.state.live.candidates == ("g1-step-00000050-a1",)
+    assert world.control().candidates == ("g1-step-00000050-a1",)
 
 
 def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
@@ -319,7 +319,7 @@ def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
 
     assert (world.state.generation, world.state.live.generation, live_before) == (2, 2, 1)
     assert asked.action == "leave"
-    assert world.state.live.candidates == ()
+    assert world.control().candidates == ()
 
 
 def _play(world, lives, script):

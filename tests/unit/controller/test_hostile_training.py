@@ -128,4 +128,4 @@ def test_a_checkpoint_whose_manifest_is_a_link_is_none_and_the_next_attempt_star
     owner.resume(Wake("status"))
     owner.resume(Wake("backoff"))
 
-    assert world.state.live.candidates == (good,)
+    assert world.control().candidates == (good,)

@@ -165,7 +165,7 @@ def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
     owner.resume(Wake("backoff"))
 
     assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
-    assert (world.state.live.number, world.state.live.candidates) == (2, (saved,))
+    assert (world.state.live.number, world.control().candidates) == (2, (saved,))
 
 
 def test_what_only_waits_for_others_is_given_back_at_once(world):

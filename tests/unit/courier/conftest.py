@@ -99,8 +99,8 @@ class Bench:
         return control
 
     def heard(self, **fields):
-        """Write the control as if it had been handed over."""
-        control = Control(**fields)
+        """Write the control into the store and hand it over."""
+        control = self.owner_asks(**fields)
         self.exchange.write(self.exchange.control, control.to_json())
         return control
 

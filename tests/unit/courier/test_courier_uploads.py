@@ -226,7 +226,7 @@ def test_a_store_outage_keeps_the_save(bench, store):
     bench.clock.now += 60
     assert checkpoints.step()
 
-    assert complete_checkpoints(store, 1) == (NAME,)
+    assert complete_checkpoints(store, 1) == (NAME, "g1-step-00000200-a2")
     assert bench.site.messages.text() == ""
 
 

@@ -1,0 +1,62 @@
+"""What the next attempt may resume from is listed once the older one is fenced off."""
+
+from envscaler_airflow.controller.stage import Wake
+from envscaler_airflow.protocol import Control, Manifest, checkpoint_name
+
+
+def _saved_by(world, attempt, step):
+    name = checkpoint_name(1, step, attempt)
+    manifest = Manifest(step=step, generation=1, attempt=attempt)
+    world.store.write(f"{world.prefix}/checkpoints/{name}/manifest.json", manifest.to_json())
+    return name
+
+
+def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monkeypatch):
+    """What it completes until it can see the fence is promised; the intent carries no list (A5)."""
+    controller = world.controller()
+    controller.enter()
+    early = world.save(40)
+    create, seen = world.store.create, []
+
+    def slow_create(name, data):
+        done = create(name, data)
+        if name.endswith("control/g1-a2.json"):
+            seen.append((Control.from_json(data, where="t").action, _saved_by(world, 1, 60)))
+        return done
+
+    monkeypatch.setattr(world.store, "create", slow_create)
+    world.backend.lose(world.handle)
+    controller.resume(Wake("status"))
+    controller.resume(Wake("backoff"))
+
+    [(action, late)] = seen
+    assert (action, world.control().action) == ("hold", "run")
+    assert world.control().candidates == (late, early)
+    intended = [event for event in world.log.read() if event.type == "attempt-intended"]
+    assert all("candidates" not in event.body for event in intended)
+
+
+def test_an_execution_that_follows_lists_anew_until_the_attempt_is_started(world, monkeypatch):
+    """The worker dies before it could record the start; by then the older attempt had completed more (A5)."""
+    controller = world.controller()
+    controller.enter()
+    world.save(40)
+    world.backend.lose(world.handle)
+    controller.resume(Wake("status"))
+    submit = world.backend.submit
+
+    def die(request):
+        submit(request)
+        raise world.killed
+
+    monkeypatch.setattr(world.backend, "submit", die)
+    try:
+        controller.resume(Wake("backoff"))
+    except world.killed:
+        monkeypatch.undo()
+    late = _saved_by(world, 1, 60)
+
+    controller.resume(Wake("entry"))
+
+    assert world.state.live.phase == "started"
+    assert world.control().candidates[0] == late
