@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.planning import STRATEGIES
 from envscaler_airflow.spec import load_spec, spec_params
 from envscaler_airflow.spec.literals import has_userinfo
+from envscaler_airflow.spec.models import EnvSpec
 from envscaler_airflow.spec.secrets import REFERENCE_FORMS
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def stage_of(
         **asked,
         **_terms(operator, begun),
         spec_source=operator.spec,
-        resolve_secret=resolve_unmounted if operator.compute == "kubernetes" else resolve_secret,
+        resolve_secret=_resolver(operator),
         store_options=place.options,
     )
 
@@ -78,6 +80,7 @@ def _asked_anew(
     if isinstance(backend, KubernetesBackend):
         settings = backend.settings
         spec = with_image(spec, image=settings.image, repository=settings.image_repository)
+    _mask_references(spec, operator)
     _refuse_masked(spec.to_dict())
     return {
         "spec": spec,
@@ -134,6 +137,23 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise SpecError(f"{name}: got {value!r:.80}, expected names with their values")
     return value
+
+
+def _mask_references(spec: EnvSpec, operator: EnvStageOperator) -> None:
+    """Register the values of the spec's own references with Airflow's masker, which redacts what it knows.
+
+    A value that was typed into the form is then found, too. A reference that cannot be resolved is
+    reported where its value is needed.
+    """
+    resolve = _resolver(operator)
+    for item in spec.env:
+        if item.reference is not None:
+            with contextlib.suppress(SpecError):
+                resolve(str(item.reference))
+
+
+def _resolver(operator: EnvStageOperator) -> Callable[[str], str]:
+    return resolve_unmounted if operator.compute == "kubernetes" else resolve_secret
 
 
 def _refuse_masked(body: Mapping[str, Any]) -> None:

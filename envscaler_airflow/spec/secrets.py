@@ -8,12 +8,28 @@ from typing import Literal
 
 from envscaler_airflow.spec.faults import Faults
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo, is_literal, is_secret_name
+from envscaler_airflow.spec.scripts import scripts
 from envscaler_airflow.spec.yaml import Node
 
 ReferenceKind = Literal["secret", "env", "connection", "variable"]
 
 REFERENCE_FORMS = "secret:NAME/key, env:NAME, connection:ID/field or variable:NAME"
 
+_FLAG_IN_SCRIPT = re.compile(
+    r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]{0,60})(?:=|\s+)(\"[^\"]*\"|'[^']*'|[^\s\"';|&]+)"
+)
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][A-Za-z0-9_.-]{0,200})=([^\s(]+)\Z")
+"""``db.password=x``, as Hydra and Helm take it."""
+_ASSIGNED_IN_SHELL = re.compile(r"(?:^|[\s;])([A-Za-z_][A-Za-z0-9_.]{0,200})=([^\s\"'(),;]+)(?=[\s;]|$)")
+_USER_FLAGS = frozenset(
+    {"-u", "--user", "--proxy-user", "-U", "--userpwd", "--http-user", "-n", "--auth", "-a"}
+)
+_USER_PROGRAMS = re.compile(r"(?:^|[\s/;|&])(?:curl|wget|http|https|xh|lftp|aria2c|smbclient|mc)(?:\s|\Z)")
+_USER_IN_SCRIPT = re.compile(
+    r"\s(-u|--user|--proxy-user|--userpwd|--auth|-a)(?:=|\s*)[\"']?([^\s\"':$]{1,200}:[^\s\"']+)"
+)
+_SSHPASS = re.compile(r"\bsshpass\s+-p\s*([^\s]+)")
+_USER_AND_PASSWORD = re.compile(r"[\"']?[^\s:/$\"'{<]+:(?!/)([^\s]+)\Z")
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?\Z", re.DOTALL)
 _ASSIGNED = re.compile(r"(?:\b([A-Z][A-Z0-9_]*)|[?&]([A-Za-z_]+))=(\S+)")
 """``NAME=value`` of a shell and ``?name=value`` of a URL; not ``token=f(x)`` of a program."""
@@ -85,8 +101,19 @@ def check_secrets(root: Node, faults: Faults) -> None:
             _check_arguments(node, faults)
 
 
+def is_secret_in_text(text: str) -> bool:
+    """True for a key of a known form, a URL with a password, or ``NAME=value`` of a secret's name."""
+    return has_secret_shape(text) or has_userinfo(text) or _assigns_secret(text)
+
+
+def _assigns_secret(text: str) -> bool:
+    return any(
+        is_secret_name(upper or query) and is_literal(value)
+        for upper, query, value in _ASSIGNED.findall(text)
+    )
+
+
 def _check_text(node: Node, faults: Faults) -> None:
-    assigned = _ASSIGNED.findall(node.value)
     if has_secret_shape(node.value):
         _fault(
             node, f"holds what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
@@ -94,7 +121,7 @@ def _check_text(node: Node, faults: Faults) -> None:
     elif has_userinfo(node.value):
         fix = "leave user and password out and write credentials: or value_from: connection:ID/password"
         _fault(node, f"is a URL with a user or password; {fix}", faults)
-    elif any(is_secret_name(upper or query) and is_literal(value) for upper, query, value in assigned):
+    elif _assigns_secret(node.value):
         _fault(
             node, f"sets a secret by a literal; write an env entry with value_from: {REFERENCE_FORMS}", faults
         )
@@ -114,19 +141,69 @@ def _check_map(node: Node, faults: Faults) -> None:
 
 
 def _check_arguments(node: Node, faults: Faults) -> None:
-    """``--api-key abc`` and ``--api-key=abc`` in a list of arguments."""
+    """``--api-key abc``, ``db.password=abc`` and ``-u user:abc`` in a list, and within its scripts."""
+    words = [item.value for item in node.value]
+    kinds = dict(scripts(words))
+    is_for_users = any(isinstance(word, str) and _USER_PROGRAMS.search(word) for word in words)
     for index, item in enumerate(node.value):
-        match = _FLAG.match(item.value) if isinstance(item.value, str) else None
-        if match is None or not is_secret_name(match[1]):
+        if not isinstance(item.value, str):
             continue
-        literal = match[2]
-        if literal is None and index + 1 < len(node.value):
-            literal = node.value[index + 1].value
-            if isinstance(literal, str) and literal.startswith("-"):
-                continue
-        if is_literal(literal):
+        after = words[index + 1] if index + 1 < len(words) else None
+        kind = kinds.get(index)
+        if kind == "shell" or (kind is None and any(map(str.isspace, item.value.strip()))):
+            is_secret = _gives_secret(item.value, is_shell=kind == "shell")
+        else:
+            is_secret = kind is None and _is_secret_argument(item.value, after, is_for_users=is_for_users)
+        if is_secret:
             fix = f"write an env entry with value_from: {REFERENCE_FORMS}, and let the program read it"
             _fault(item, f"gives a secret as an argument; {fix}", faults)
+
+
+def _is_secret_argument(text: str, after: object, *, is_for_users: bool) -> bool:
+    """Whether *text*, followed by *after*, hands a secret to the program."""
+    if override := _OVERRIDE.match(text):
+        return is_secret_name(override[1].rpartition(".")[2]) and is_literal(override[2])
+    flag, assigned, literal = text.partition("=")
+    if flag in _USER_FLAGS and (is_for_users or flag.startswith("--")):
+        return _is_user_and_password(literal if assigned else after, is_sure=is_for_users)
+    if is_for_users and text[:2] == "-u" and text[2:]:
+        return _is_user_and_password(text[2:], is_sure=True)
+    match = _FLAG.match(text)
+    if match is None or not is_secret_name(match[1]):
+        return False
+    given = match[2] if match[2] is not None else after
+    if match[2] is None and isinstance(given, str) and given.startswith("-"):
+        return False
+    return is_literal(given) and not (match[1] == "pass" and str(given).isdigit())
+
+
+def _is_user_and_password(value: object, *, is_sure: bool) -> bool:
+    """``user:pass``; without a program that takes it so, not ``1000:1000`` and ``nobody:nogroup``."""
+    match = _USER_AND_PASSWORD.match(value) if isinstance(value, str) else None
+    if match is None or not is_literal(match[1]):
+        return False
+    is_group = match[1].isdigit() or match[1].replace("-", "").islower()
+    return is_sure or not is_group
+
+
+def _gives_secret(text: str, *, is_shell: bool) -> bool:
+    """The same within a text of several words."""
+    if any(is_secret_name(flag) and _is_given(value) for flag, value in _FLAG_IN_SCRIPT.findall(text)):
+        return True
+    if any(is_literal(value) for value in _SSHPASS.findall(text)):
+        return True
+    is_sure = bool(_USER_PROGRAMS.search(text))
+    if any(
+        (is_sure or flag.startswith("--")) and _is_user_and_password(value, is_sure=is_sure)
+        for flag, value in _USER_IN_SCRIPT.findall(text)
+    ):
+        return True
+    assigned = _ASSIGNED_IN_SHELL.findall(text) if is_shell else ()
+    return any(is_secret_name(name.rpartition(".")[2]) and is_literal(value) for name, value in assigned)
+
+
+def _is_given(value: str) -> bool:
+    return is_literal(value) and not value.startswith("-") and not value.isdigit()
 
 
 def _fault(node: Node, text: str, faults: Faults) -> None:

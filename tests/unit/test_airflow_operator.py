@@ -282,6 +282,19 @@ def test_what_airflow_masks_is_refused_in_the_spec_file_too(world):
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_secret_that_the_stage_reads_by_reference_is_refused_in_the_form(world, monkeypatch):
+    """Airflow's masker learns it first; nothing is stored before that (B5)."""
+    monkeypatch.setenv("UNIT_OWN_TOKEN", "w0rd-of-this-test")
+    text = SPEC.replace("env: [", "env: [{name: OWN_TOKEN, value_from: 'env:UNIT_OWN_TOKEN'}, ")
+    (world.dag_file.parent / "train.yaml").write_text(text)
+
+    with pytest.raises(AirflowFailException, match=r"parameters.note: holds a secret") as caught:
+        world.execute(world.operator(parameters={"note": "w0rd-of-this-test"}))
+
+    assert "w0rd" not in str(caught.value)
+    assert world.log.read() == []
+
+
 def test_a_masked_value_of_the_wrong_type_is_not_repeated(world):
     """The loader's message would name it."""
     mask_secret("hunter2-hunter2")
