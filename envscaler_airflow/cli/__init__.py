@@ -50,7 +50,7 @@ main.commands = Commands(
         "status": "inspect:status",
         "logs": "inspect:logs",
         "report": "inspect:report",
-        "cancel": "inspect:cancel",
+        "cancel": "cancel:cancel",
         "explain": "explain:explain",
         "simulate": "simulate:simulate",
         "demo": "demo:demo",

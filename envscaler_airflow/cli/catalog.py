@@ -14,6 +14,7 @@ import click
 from envscaler_airflow.catalog.columns import packaged
 from envscaler_airflow.catalog.shelf import Shelf
 from envscaler_airflow.catalog.sources import cache_dir
+from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import BackendError, SpecError
 
@@ -69,7 +70,7 @@ def _refresh(
 
 
 @catalog.command()
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 def show(*, as_json: bool) -> None:
     """List the live prices that are kept: how old, what failed, what is in quarantine."""
     now = time.time()

@@ -7,6 +7,7 @@ import json
 import click
 
 from envscaler_airflow.build.check import TARGETS, missing_on
+from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.spec import EnvSpec, load_spec
 
@@ -16,7 +17,7 @@ from envscaler_airflow.spec import EnvSpec, load_spec
 @click.option(
     "--target", default="local", type=click.Choice(TARGETS), show_default=True, help="Where it would run."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what is missing as JSON, for tools.")
+@output_option
 def dry_run(
     path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str, *, as_json: bool
 ) -> None:

@@ -8,13 +8,17 @@ import getpass
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
+from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.folders import data_folder
 from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.spec.quantities import duration_s
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
@@ -46,11 +50,40 @@ def not_empty(_ctx: click.Context, _param: click.Parameter, value: str | None) -
     return value
 
 
+def duration_option(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+    """Seconds of a duration such as ``90m`` or ``7d``."""
+    if value is None:
+        return None
+    try:
+        return duration_s(value)
+    except ValueError as err:
+        raise click.BadParameter(str(err)) from err
+
+
 def without_deadline(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     """Say what the strategy comes to where no deadline can be told."""
     if value == "deadline":
         click.echo("-- a run from a shell has no deadline: --strategy deadline is cost here", err=True)
     return value
+
+
+def output_option(command: _F) -> _F:
+    """Add ``--output text|json`` and its short form ``--json``; the command gets ``as_json``."""
+
+    @click.option(
+        "--output",
+        "output_form",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        help="json: for tools, on standard output.",
+    )
+    @click.option("--json", "is_json", is_flag=True, help="The same as --output json.")
+    @functools.wraps(command)
+    def with_output(*args: Any, output_form: str, is_json: bool, **kwargs: Any) -> Any:
+        return command(*args, as_json=is_json or output_form == "json", **kwargs)
+
+    return cast("_F", with_output)
 
 
 def default_store_url() -> str:
@@ -78,6 +111,12 @@ def shell_key(store: Store, name: str, task: str) -> RunKey:
     if configured is None and not store.url.startswith("file:"):
         configured = f"shell-{getpass.getuser()}"
     return RunKey(deployment_of(store, configured), SHELL_DAG, name, task)
+
+
+def shell_backend() -> Backend:
+    """The local backend, with attempts below ``ENVSCALER_LOCAL_ROOT`` where that is set."""
+    root = os.environ.get("ENVSCALER_LOCAL_ROOT") or os.environ.get("AIRFLOW__ENVSCALER__LOCAL_ROOT")
+    return create_backend("local", {"root": Path(root)} if root else {})
 
 
 def find_run(store: Store, text: str) -> str:

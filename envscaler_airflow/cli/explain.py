@@ -7,7 +7,7 @@ from itertools import groupby
 
 import click
 
-from envscaler_airflow.cli.common import find_run, store_option
+from envscaler_airflow.cli.common import find_run, output_option, store_option
 from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -16,7 +16,7 @@ from envscaler_airflow.store.decisions import read_decisions
 @click.command()
 @click.argument("run")
 @click.option("--all", "is_all", is_flag=True, help="Every check, not only where the decision changed.")
-@click.option("--json", "as_json", is_flag=True, help="For tools: whole checks, a line each.")
+@output_option
 @store_option
 def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
     """Say why the policy of RUN kept or moved it, with the numbers."""

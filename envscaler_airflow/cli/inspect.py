@@ -1,68 +1,137 @@
-"""``status``, ``logs``, ``report``, ``cancel``: look at runs, and ask their owners to stop."""
+"""``status``, ``logs``, ``report``: look at runs."""
 
 from __future__ import annotations
 
-import getpass
 import json
+import math
 import time
-from collections.abc import Callable
 
 import click
 
 from envscaler_airflow.build.locks import container_image
-from envscaler_airflow.cli.common import find_run, load_state, run_prefixes, store_option
-from envscaler_airflow.cli.tables import print_report, print_run, print_runs
-from envscaler_airflow.controller.report import run_report
-from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.cli.common import (
+    duration_option,
+    find_run,
+    load_state,
+    output_option,
+    run_prefixes,
+    store_option,
+)
+from envscaler_airflow.cli.owners import owner_of, shown_status
+from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
+from envscaler_airflow.controller.report import run_bill, run_report
 from envscaler_airflow.controller.watch import read_status
-from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
+from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.lease import read_lease, waits_of
+from envscaler_airflow.store.lease import waits_of
 from envscaler_airflow.store.logs import read_logs
 
 POLL_S = 2.0
 """How often ``logs -f`` looks, seconds. Chosen: chunks are closed every 10 s."""
-SILENT_S = 600.0
-"""Longest wait for a run that nobody tends, seconds. Chosen: ten renewals of the lease that did not come."""
+STATUSES = (
+    "active",
+    "starting",
+    "orphaned",
+    "failed to start",
+    "succeeded",
+    "failed",
+    "stopped",
+    "container",
+    "unreadable",
+    "none",
+)
+"""What the status of a run can be in a list."""
 
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@click.option(
+    "--status",
+    "statuses_asked",
+    multiple=True,
+    metavar="STATUS",
+    callback=lambda _ctx, _param, given: _known_statuses(given),
+    help=f"Only runs of this status; repeat. {', '.join(STATUSES)}.",
+)
+@click.option("--match", help="Only runs whose name holds this text.")
+@click.option(
+    "--since", "since_s", callback=duration_option, metavar="AGE", help="Only runs begun within, such as 7d."
+)
+@output_option
 @store_option
-def status(run: str | None, *, as_json: bool, store: Store) -> None:
-    """Show one RUN, or list all of the store."""
+def status(
+    run: str | None,
+    *,
+    statuses_asked: tuple[str, ...],
+    match: str | None,
+    since_s: float | None,
+    as_json: bool,
+    store: Store,
+) -> None:
+    """Show one RUN, or list those of the store, the newest last.
+
+    ``orphaned``: no owner watches it, `envscaler cancel RUN` or another start by its name ends that.
+    """
     if run is None:
-        rows = [_row(store, prefix) for prefix in run_prefixes(store)]
+        rows = [_row(store, prefix) for prefix in run_prefixes(store) if not match or match in prefix]
+        rows = [row for row in rows if not statuses_asked or row.status in statuses_asked]
+        rows = [row for row in rows if since_s is None or (row.age_s is not None and row.age_s <= since_s)]
+        rows.sort(key=lambda row: (-(row.age_s or math.inf), row.prefix))
         if as_json:
-            click.echo(json.dumps([{"run": prefix, "status": status} for prefix, status, _ in rows]))
+            click.echo(json.dumps([row.to_dict() for row in rows]))
         else:
             print_runs(rows)
         return
-    prefix, state = _followed(store, run)
+    prefix, state = followed(store, run)
+    row = _described(store, prefix, state)
     said = statuses(store, prefix, state.current) if state.current else []
     waits = waits_of(store, prefix) if state.live is not None else ""
     if as_json:
-        body = run_report(state, now=time.time())
+        body = {**run_report(state, now=time.time()), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
-        click.echo(json.dumps({"run": prefix, **body, "nodes": nodes, "waits": waits}))
+        click.echo(json.dumps({**body, "nodes": nodes, "waits": waits}))
     else:
-        print_run(prefix, state, said, waits=waits)
+        print_run(row, said, waits=waits)
 
 
-def _row(store: Store, prefix: str) -> tuple[str, str, RunState]:
-    """A run with its status in a list: ``container``, or ``unreadable``, where nothing more is known."""
+def _known_statuses(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Statuses of ``--status``, also several with commas between them."""
+    asked = tuple(word.strip() for text in given for word in text.split(","))
+    for word in asked:
+        if word not in STATUSES:
+            raise click.BadParameter(f"{word!r} is not a status; write one of {', '.join(STATUSES)}")
+    return asked
+
+
+def _row(store: Store, prefix: str) -> RunRow:
+    """A run in a list: ``container``, or ``unreadable``, where nothing more is known."""
     try:
         state = load_state(store, prefix)
-        is_container = state.status == "none" and container_image(store, prefix) is not None
+        if state.status == "none" and container_image(store, prefix) is not None:
+            return RunRow(prefix, "container")
+        return _described(store, prefix, state)
     except ProtocolError:
-        return prefix, "unreadable", RunState()
-    return prefix, "container" if is_container else state.status, state
+        return RunRow(prefix, "unreadable")
 
 
-def _followed(store: Store, run: str) -> tuple[str, RunState]:
+def _described(store: Store, prefix: str, state: RunState) -> RunRow:
+    now = time.time()
+    owner = owner_of(store, prefix, state)
+    is_over = state.status in ("succeeded", "failed", "stopped")
+    began = state.begun_at
+    return RunRow(
+        prefix,
+        shown_status(state, owner.presence),
+        state,
+        owner="-" if is_over else owner.name,
+        usd=run_bill(state, now=now).usd if state.attempts_of(state.generation) else 0.0,
+        age_s=None if began is None else max(0.0, now - began),
+    )
+
+
+def followed(store: Store, run: str) -> tuple[str, RunState]:
     """Folder and state of a run that has an owner, and so a story.
 
     Raises:
@@ -96,7 +165,7 @@ def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | 
 @store_option
 def logs(run: str, *, follow: bool, attempt: int | None, store: Store) -> None:
     """Print what the training of RUN printed."""
-    prefix, state = _followed(store, run)
+    prefix, state = followed(store, run)
     begun = len(state.attempts_of(state.generation))
     if attempt is not None and attempt > begun and not follow:
         raise SpecError(f"--attempt {attempt}: {prefix} has begun {begun} in its current generation")
@@ -131,65 +200,13 @@ def _print_logs(
 
 @click.command()
 @click.argument("run")
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 @store_option
 def report(run: str, *, as_json: bool, store: Store) -> None:
     """Show what RUN cost, by attempt, and where the time went."""
-    _, state = _followed(store, run)
+    _, state = followed(store, run)
     body = run_report(state, now=time.time())
     if as_json:
         click.echo(json.dumps(body))
     else:
         print_report(body)
-
-
-@click.command()
-@click.argument("run")
-@click.option("--wait/--no-wait", default=False, help="Wait until the run has stopped, or nobody tends it.")
-@store_option
-def cancel(run: str, *, wait: bool, store: Store) -> None:
-    """Ask the owner of RUN to checkpoint and stop it."""
-    prefix, state = _followed(store, run)
-    if state.status != "active":
-        click.echo(f"{prefix}: {state.status}, there is nothing to stop")
-        return
-    request_stop(store, prefix, reason="cancelled from a shell", by=getpass.getuser())
-    click.echo(f"{prefix}: asked to checkpoint and stop")
-    if wait:
-        await_end(store, prefix, time.sleep)
-
-
-def await_end(
-    store: Store,
-    prefix: str,
-    sleep: Callable[[float], None],
-    monotonic: Callable[[], float] = time.monotonic,
-) -> RunState:
-    """State of the run once it is over.
-
-    Raises:
-        BackendError: Nobody tends it, and so nobody would ever stop it.
-    """
-    heard, last = monotonic(), None
-    while True:
-        state = load_state(store, prefix)
-        if state.status != "active":
-            return state
-        said = (state.number, _lease_counter(store, prefix))
-        if said != last:
-            heard, last = monotonic(), said
-        if monotonic() - heard >= SILENT_S:
-            raise BackendError(
-                f"{prefix}: nobody has renewed its lease for {SILENT_S / 60:.0f} minutes: its owner is "
-                "gone, or waits for a slot. The request stays in the store for the next owner; what still "
-                "runs saves and ends by itself once that lasted failure.orphan_after"
-            )
-        sleep(POLL_S)
-
-
-def _lease_counter(store: Store, prefix: str) -> int | None:
-    try:
-        lease = read_lease(store, prefix)
-    except ProtocolError:
-        return None
-    return None if lease is None else lease.counter

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.market import (
     ARCHES,
     CAPACITIES,
@@ -49,7 +50,7 @@ NEARLY = 0.9
 @click.option("--arch", default="any", type=click.Choice(ARCHES))
 @click.option("--like", metavar="CLOUD:TYPE", help="What stands in for this type elsewhere.")
 @click.option("--limit", default=25, type=click.IntRange(1, 100_000), help="Types that are listed.")
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 @market_options
 def offers_command(
     *, table: OfferTable, scope: Scope, committed: Committed, limit: int, as_json: bool, **asked: Any

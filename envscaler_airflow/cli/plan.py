@@ -13,7 +13,7 @@ import click
 
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
 from envscaler_airflow.cli.catalog import FEEDS
-from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE
+from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
 from envscaler_airflow.cli.market import (
     ARCHES,
     Committed,
@@ -111,7 +111,7 @@ COLUMNS = (
 )
 @click.option("--store", "store_url", help="Run store: what its runs found sold out is passed over.")
 @click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Candidates that --json lists.")
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 @market_options
 def plan_command(
     path: str,

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from envscaler_airflow.backends import create_backend
-from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.build.locks import LOCK
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
     load_state,
     not_empty,
+    output_option,
+    shell_backend,
     shell_key,
     store_option,
     without_deadline,
 )
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
+from envscaler_airflow.cli.foreground import Foreground, own_and_tell
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
-from envscaler_airflow.cli.tables import print_report
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.hold import Holder
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
-from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.cli.voice import Voice
+from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.folders import read_manifest
 from envscaler_airflow.store.keys import RunKey
-from envscaler_airflow.store.logs import read_logs
 from envscaler_airflow.store.outputs import open_folder
 
 _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")
@@ -61,6 +54,7 @@ _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install
 @click.option("--locked", callback=not_empty, help="A run, or a lock.json: run in exactly that environment.")
 @click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@output_option
 @store_option
 def run(
     path: str,
@@ -69,9 +63,12 @@ def run(
     inputs: dict[str, str] | None,
     store: Store,
     command: tuple[str, ...],
+    as_json: bool,
     **options: Any,
 ) -> None:
-    """Run the stage of a spec on this machine and wait for it; Ctrl-C checkpoints and stops it.
+    """Run the stage of a spec on this machine and wait for it; Ctrl-C, TERM and HUP save and stop it.
+
+    The exit code is the training's own; 87 after `cancel`, 130 after Ctrl-C, 2 for an error of envscaler's.
 
     A COMMAND after -- runs in the same environment in place of the entrypoint. On --target local it is the
     stage: what it does not write of the spec's outputs fails it.
@@ -94,10 +91,11 @@ def run(
         spec, lock=lock, install_system=options["install_system"], say=_say, resolve_secret=environment_secret
     )
     store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
-    result = _hold(store, key, _stage(made, path, parameters, given, options))
-    for output, uri in result.outputs.items():
-        click.echo(f"output {output}: {uri}")
-    print_report(result.report)
+    stage = _stage(made, path, parameters, given, options)
+    if not as_json:
+        click.echo(f"run: {key.prefix}")
+    voice = Voice(to_stderr=as_json)
+    own_and_tell(Foreground(store, key, stage, shell_backend(), voice), as_json=as_json)
 
 
 def _check_container_options() -> None:
@@ -164,49 +162,3 @@ def _stage(
 
 def _say(line: str) -> None:
     click.echo(f"-- {line}", err=True)
-
-
-def _hold(store: Store, key: RunKey, stage: Stage) -> Delivered:
-    backend, prefix = shell_backend(), key.prefix
-    click.echo(f"run: {prefix}")
-    # Each start from a shell counts as a clear: what had ended is taken up again.
-    actor = Actor(ti_id=str(uuid.uuid4()), try_number=time.time_ns(), max_tries=time.time_ns())
-    controller = Controller(store=store, key=key, backend=backend, actor=actor, stage=stage)
-    cursors: dict[tuple[int, int, int], tuple[int, int]] = {}
-    current: list[Waiting] = []
-
-    def on_wait(waiting: Waiting) -> None:
-        current[:] = [waiting]
-        click.echo(f"-- {waiting.reason}", err=True)
-
-    def on_look(_watch: Watch) -> None:
-        _print_new_logs(store, prefix, current[0], cursors)
-
-    holder = Holder(controller, store, prefix, backend, actor, on_wait=on_wait, on_look=on_look)
-    try:
-        return holder.hold()
-    except KeyboardInterrupt:
-        if not holder.is_ours():
-            raise  # nothing was begun, and another owner is not to be stopped
-        click.echo("-- asked to checkpoint and stop; Ctrl-C again leaves it to its lease", err=True)
-        request_stop(store, prefix, reason="Ctrl-C", by="shell")
-        return holder.go_on()
-
-
-def shell_backend() -> Backend:
-    """The local backend, with attempts below ``ENVSCALER_LOCAL_ROOT`` where that is set."""
-    root = os.environ.get("ENVSCALER_LOCAL_ROOT") or os.environ.get("AIRFLOW__ENVSCALER__LOCAL_ROOT")
-    return create_backend("local", {"root": Path(root)} if root else {})
-
-
-def _print_new_logs(
-    store: Store, prefix: str, waiting: Waiting, cursors: dict[tuple[int, int, int], tuple[int, int]]
-) -> None:
-    watching = waiting.watching
-    for node in range(watching.nodes if watching.attempt else 0):
-        key = (watching.generation, watching.attempt, node)
-        data, cursors[key] = read_logs(
-            store, prefix, attempt=key[:2], node=node, cursor=cursors.get(key, (1, 0))
-        )
-        if data:
-            click.echo(data.decode("utf-8", errors="replace"), nl=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.cli.common import find_run, store_option
+from envscaler_airflow.cli.common import find_run, output_option, store_option
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -47,7 +47,7 @@ def simulate() -> None:
 )
 @click.option("--optimum", is_flag=True, help="Add the exact offline optimum of every job.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 def spot(  # noqa: PLR0913  # one argument for each option
     *,
     traces_file: Path,
@@ -111,7 +111,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
 @click.option("--value-of-hour", type=float, multiple=True, help="USD; the default is four values.")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 def elastic(  # noqa: PLR0913  # one argument for each option
     *,
     profiles: Path,
@@ -219,7 +219,7 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
 @simulate.command("run")
 @click.argument("run")
 @click.option("--policy", "policy_name", help="Another policy; the default is the recorded one.")
-@click.option("--json", "as_json", is_flag=True, help="For tools.")
+@output_option
 @store_option
 def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
     """Decide RUN's recorded checks again; what follows a different decision is labelled."""

@@ -43,12 +43,30 @@ class StageStory:
 
     def look(self) -> list[str]:
         """Lines for what is new since the last look; none when the store cannot be read now."""
+        lines = self.news()
         try:
-            lines = list(self._events())
-            self.status = self._current_status()
-            return lines + list(self._resume()) + list(self._output())
+            return lines + list(self._output())
         except StoreError:
-            return []
+            return lines
+
+    def skip(self) -> None:
+        """Tell nothing of what has happened so far.
+
+        Raises:
+            StoreError: The store cannot be read.
+        """
+        self.state = fold(self._log.read(after=self.state.number), self.state)
+
+    def news(self) -> list[str]:
+        """The same without what the training printed."""
+        lines: list[str] = []
+        try:
+            lines += self._events()
+            self.status = self._current_status()
+            lines += self._resume()
+        except StoreError:
+            pass
+        return lines
 
     def attempt(self) -> AttemptState | None:
         """The current attempt, while it runs and nobody has asked it to go."""

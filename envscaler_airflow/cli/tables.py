@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
@@ -13,11 +14,14 @@ from rich.text import Text
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.lifecycle.narration import printable
+from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
 LEAST_COLUMNS = 80
 """What a narrower terminal is taken for: it wraps lines, a table would cut amounts. Chosen: the usual."""
+_RUN_COLUMNS = 22
+"""Least width of a run's name in a list. Chosen: six columns fit a terminal of 80."""
 
 
 def _own_console() -> Console:
@@ -27,29 +31,77 @@ def _own_console() -> Console:
     return console
 
 
-def print_runs(rows: Sequence[tuple[str, str, RunState]], console: Console | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run in a list.
+
+    Attributes:
+        prefix: Its folder.
+        status: For people, such as ``orphaned``.
+        state: Fold of its events.
+        owner: For people.
+        usd: What the current generation has cost; None when that is unknown.
+        age_s: Seconds since it began; None when it has not.
+    """
+
+    prefix: str
+    status: str
+    state: RunState = field(default_factory=RunState)
+    owner: str = "-"
+    usd: float | None = None
+    age_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        current = self.state.current
+        return {
+            "run": self.prefix,
+            "status": self.status,
+            "reason": self.state.reason,
+            "age_s": self.age_s,
+            "usd": self.usd,
+            "owner": None if self.owner == "-" else self.owner,
+            "generation": self.state.generation,
+            "attempts": len(self.state.attempts_of(self.state.generation)),
+            "allocation": current.allocation.name if current else None,
+        }
+
+
+def print_runs(rows: Sequence[RunRow], console: Console | None = None) -> None:
     """Each run of the store with its status, below the deployment that it belongs to; names are never cut."""
     console = console or _own_console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("RUN", overflow="fold")
-    for column in ("STATUS", "GENERATION", "ATTEMPTS"):
+    table.add_column("RUN", overflow="fold", min_width=_RUN_COLUMNS)
+    for column in ("STATUS", "AGE", "COST"):
         table.add_column(column, no_wrap=True)
+    table.add_column("OWNER", overflow="fold")
     table.add_column("ALLOCATION", overflow="fold")
-    deployments = {prefix.partition("/")[0] for prefix, _, _ in rows}
-    for prefix, status, state in rows:
-        current = state.current
-        allocation = current.allocation.name if current else "-"
-        attempts = len(state.attempts_of(state.generation))
-        shown = prefix.partition("/")[2] if len(deployments) == 1 else prefix
-        table.add_row(printable(shown), status, str(state.generation), str(attempts), allocation)
+    deployments = {row.prefix.partition("/")[0] for row in rows}
+    for row in rows:
+        current = row.state.current
+        shown = row.prefix.partition("/")[2] if len(deployments) == 1 else row.prefix
+        shown = shown.removesuffix("/-1")  # of a task that is not mapped
+        table.add_row(
+            printable(shown),
+            row.status,
+            "-" if row.age_s is None else duration_text(row.age_s),
+            "?" if row.usd is None else usd_text(row.usd),
+            printable(row.owner),
+            current.allocation.name if current else "-",
+        )
     console.print(table)
 
 
-def print_run(prefix: str, state: RunState, said: Sequence[Status | None], *, waits: str = "") -> None:
+def print_run(
+    row: RunRow, said: Sequence[Status | None], *, waits: str = "", console: Console | None = None
+) -> None:
     """One run: its attempts, what the nodes of the current one last said, and what they wait for."""
-    console = _own_console()
+    console, state = console or _own_console(), row.state
     reason = f": {printable(state.reason)}" if state.reason else ""
-    console.print(Text.assemble(f"{prefix}: ", (state.status, "bold"), reason))
+    console.print(Text.assemble(f"{row.prefix}: ", (row.status, "bold"), reason))
+    age = "not begun" if row.age_s is None else f"began {duration_text(row.age_s)} ago"
+    cost = "cost unknown" if row.usd is None else f"cost {usd_text(row.usd)}"
+    console.print(f"{age}, {cost}, owner {printable(row.owner)}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
         _add_column(table, column)

@@ -9,6 +9,7 @@ import click
 
 from envscaler_airflow.build.distributed import batches
 from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
@@ -17,7 +18,7 @@ from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
 @click.command()
 @spec_options
 @click.option("--target", help="Variant to check; without it every variant of the spec is.")
-@click.option("--json", "as_json", is_flag=True, help="Print faults as JSON, for tools.")
+@output_option
 def validate(
     path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str | None, *, as_json: bool
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
@@ -18,6 +19,9 @@ from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
 
 POLL_S = 2.0
 """How often a waiting process looks, seconds. Chosen: a person who waits notices no delay."""
+GIVE_UP_S = 3600.0
+"""Longest time without an answer of store or machines, seconds. Chosen: the default ``orphan_after`` and half
+an hour: by then what ran without an owner has saved and ended."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,7 @@ class Holder:
         store, prefix, backend, actor: Of the run, for watching and the lease.
         on_wait: Told the reason whenever it changes.
         on_look: Called at every look with the watch, to show logs and progress.
+        on_trouble: Told each error of the store while it waits.
         sleep, monotonic: Time.
     """
 
@@ -39,6 +44,7 @@ class Holder:
     actor: Actor
     on_wait: Callable[[Waiting], None] = lambda _waiting: None
     on_look: Callable[[Watch], None] = lambda _watch: None
+    on_trouble: Callable[[Exception], None] = lambda _err: None
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
 
@@ -80,6 +86,7 @@ class Holder:
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
         """One slice; when store or machines do not answer, say so and do it again: the run stays ours."""
         wait_s, renewed = POLL_S, self.monotonic()
+        began = renewed
         while True:
             try:
                 if self.monotonic() - renewed >= RENEW_EVERY_S:
@@ -88,6 +95,8 @@ class Holder:
                 return self.controller.resume(wake)
             except BackendError as err:
                 if not (err.transient or isinstance(err, StoreError)):
+                    raise
+                if self.monotonic() - began >= GIVE_UP_S:
                     raise
                 self.on_wait(Waiting(watching, f"no answer, tried again in {wait_s:.0f} s: {err}"))
             self.sleep(wait_s)
@@ -101,20 +110,57 @@ class Holder:
             watching=waiting.watching,
             monotonic=self.monotonic,
         )
-        renewed, told = self.monotonic(), None
+        lease = _Renewal(self, watch)
+        answered = self.monotonic()
         while True:
+            wake, trouble = None, lease.renew()
             try:
-                waits = "" if watch.observed is None else watch.observed.waits
-                ages = None if told is None else watch.ages()  # nothing is known before the first look
-                if waits != told or self.monotonic() - renewed >= RENEW_EVERY_S:
-                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id, waits=waits, ages=ages)
-                    renewed, told = self.monotonic(), waits
                 wake = watch.poll()
-                if wake is not None and (ages := watch.ages()):
-                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id, ages=ages)
+                if wake is not None:
+                    trouble = lease.hand_on() or trouble
                 self.on_look(watch)
-            except (StoreError, ProtocolError):
-                wake = None  # unknown is not dead: look again
+            except (StoreError, ProtocolError) as err:
+                trouble = err  # unknown is not dead: look again
             if wake is not None:
                 return wake
+            if trouble is None:
+                answered = self.monotonic()
+            else:
+                self.on_trouble(trouble)
+                if self.monotonic() - answered >= GIVE_UP_S:
+                    raise trouble
             self.sleep(POLL_S)
+
+
+class _Renewal:
+    """Keeps the lease of a run that is watched; a store that refuses to be written hides nothing else."""
+
+    def __init__(self, holder: Holder, watch: Watch) -> None:
+        self._holder, self._watch = holder, watch
+        self._renewed = holder.monotonic()
+        self._told: str | None = None
+
+    def renew(self) -> Exception | None:
+        """Renew it when that is due, or when something else is waited for; the error when that failed."""
+        observed = self._watch.observed
+        waits = "" if observed is None else observed.waits
+        is_due = self._holder.monotonic() - self._renewed >= RENEW_EVERY_S
+        if waits == self._told and not is_due:
+            return None
+        ages = None if self._told is None else self._watch.ages()  # nothing is known before the first look
+        err = self._write(waits=waits, ages=ages)
+        if err is None:
+            self._renewed, self._told = self._holder.monotonic(), waits
+        return err
+
+    def hand_on(self) -> Exception | None:
+        """Write down how long things have lasted, for the next who watches."""
+        ages = self._watch.ages()
+        return self._write(ages=ages) if ages else None
+
+    def _write(self, **said: Any) -> Exception | None:
+        try:
+            renew_lease(self._holder.store, self._holder.prefix, holder=self._holder.actor.ti_id, **said)
+        except (StoreError, ProtocolError) as err:
+            return err
+        return None

@@ -182,13 +182,13 @@ def test_a_user_error_fails_the_second_time_at_the_same_step(shell):
 
 
 def test_a_user_error_before_the_first_step_fails_at_once(shell):
-    """A command that fails at its start is not tried again."""
+    """A command that fails at its start is not tried again; its exit code is the shell's (F6)."""
     spec = Path(shell.spec())
     spec.write_text(spec.read_text().replace("train.py", "absent.py"))
 
     code, output = shell.run("run", "-f", str(spec), "--name", "one")
 
-    assert code == 2
+    assert code == 2  # python's own, for a script that is not there
     assert "before its first step" in output
     assert "absent.py" in output
     assert len(shell.state().attempts) == 1
@@ -201,13 +201,13 @@ def test_a_command_that_does_not_exist_is_told_as_such(shell):
 
     code, output = shell.run("run", "-f", str(spec), "--name", "one")
 
-    assert code == 2
+    assert code == 127
     assert "not-found" in output
     assert [attempt.outcome for attempt in shell.state().attempts] == ["not-found"]
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_starts(shell):
-    """What is missing is in the message."""
+    """What is missing is in the message, and the run never looks as if it were active (F5)."""
     spec = Path(shell.spec())
     spec.write_text(spec.read_text().replace("cpu: 1,", "cpu: 4096,"))
 
@@ -216,6 +216,7 @@ def test_more_than_the_machine_has_is_refused_before_anything_starts(shell):
     assert code == 2
     assert "4096" in output
     assert shell.state().attempts == ()
+    assert json.loads(shell.run("status", "--output", "json")[1])[0]["status"] == "failed to start"
 
 
 def test_out_of_memory_gets_more_memory(shell):
@@ -278,12 +279,58 @@ def test_a_cancelled_run_saves_and_stops_and_is_taken_up_again(shell):
 
     code, output = shell.run("run", "-f", spec, "--name", "one")
 
-    assert owner.returncode == 2
+    assert owner.returncode == 87
     assert "was stopped: cancelled from a shell" in stopped
     assert after_stop == []
     assert code == 0, output
     second = shell.state().attempts[1]
     assert second.ended["start_step"] >= 5
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_saves_and_stops_the_training(shell, name):
+    """TERM, HUP and INT alike: nothing runs on, the last step is saved, the exit code tells which (F5)."""
+    owner = shell.start("run", "-f", shell.spec(total=3000), "--name", "one")
+    shell.await_step(5)
+
+    owner.send_signal(getattr(signal, name))
+    output, _ = owner.communicate(timeout=60)
+
+    assert owner.returncode == 128 + getattr(signal, name)
+    assert f"{name}: asked the training to save and stop" in output
+    assert shell.state().status == "stopped"
+    assert shell.state().attempts[0].checkpoint_step >= 5
+    assert shell.stage_processes() == []
+
+
+def test_a_run_whose_owner_was_killed_is_orphaned_and_cancel_stops_it(shell):
+    """`status` names it, `cancel` says that no owner watches, saves, stops and ends (F5)."""
+    owner = shell.start("run", "-f", shell.spec(total=3000), "--name", "one")
+    shell.await_step(5)
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    (listed,) = json.loads(shell.run("status", "--output", "json")[1])
+
+    code, output = shell.run("cancel", "--wait", "one")
+
+    assert (listed["status"], listed["attempts"]) == ("orphaned", 1)
+    assert listed["usd"] > 0
+    assert listed["owner"].endswith(f":{owner.pid}")
+    assert code == 0
+    assert "no owner watches it" in output
+    assert shell.state().status == "stopped"
+    assert shell.state().attempts[0].checkpoint_step >= 5
+    assert shell.stage_processes() == []
+
+
+def test_a_pipe_that_is_closed_does_not_end_the_owner(shell):
+    """`envscaler run | head -1`: the run goes on to its end (F5)."""
+    owner = shell.start("run", "-f", shell.spec(total=60), "--name", "one")
+    owner.stdout.readline()
+    owner.stdout.close()
+
+    assert owner.wait(timeout=150) == 0
+    assert shell.state().status == "succeeded"
 
 
 def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
@@ -302,7 +349,7 @@ def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
 
     assert code == 0, output
     assert "from step 30" in output
-    assert torn_code == 2
+    assert torn_code == 88  # a checkpoint that cannot be laid out, as the wrapper says it
     assert "step has 4 bytes, the manifest says 2" in torn
 
 

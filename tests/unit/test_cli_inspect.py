@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -11,11 +13,11 @@ from rich.console import Console
 
 from envscaler_airflow.build.locks import LOCK, Lock
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.common import shell_key
-from envscaler_airflow.cli.inspect import await_end
-from envscaler_airflow.cli.tables import print_runs
+from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
+from envscaler_airflow.cli.common import load_state, shell_key
+from envscaler_airflow.cli.owners import OWNER, owner_of, shown_status, write_owner
+from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.protocol import Manifest
 from envscaler_airflow.store.base import open_store
@@ -44,11 +46,11 @@ def call(store):
 
 
 def test_a_run_in_a_container_is_said_to_be_one(call):
-    """Its lock names an image and it has no events; ``none`` stays for what has not begun."""
+    """Its lock names an image and it has no events. What began nothing, and has no owner, never will (F5)."""
     listed = json.loads(call("status", "--json").stdout)
 
     assert [(one["run"], one["status"]) for one in listed] == [
-        (IN_CONTAINER, "container"), (NOT_BEGUN, "none"), (BEGUN, "active"),
+        (IN_CONTAINER, "container"), (NOT_BEGUN, "failed to start"), (BEGUN, "failed to start"),
     ]  # fmt: skip
 
 
@@ -83,13 +85,14 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
 
     for words in (name, key.prefix, key.prefix.split("/")[2]):
         assert json.loads(call("status", "--json", words).stdout)["run"] == key.prefix
-    assert call("cancel", name).stdout == f"{key.prefix}: asked to checkpoint and stop\n"
+    assert call("cancel", name).stdout.startswith(f"{key.prefix}: no owner watches it")
     assert call("status", f"{name}~").exit_code == 2
 
 
 def test_who_waits_for_a_run_without_an_owner_is_told(store):
-    """Its lease stands still for ten minutes: it would wait for ever. One that is renewed is waited for."""
+    """Its lease stands still for three renewals: it would wait for ever. Until then it is waited for."""
     now, looks = [0.0], []
+    EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("airflow"))
 
     def sleep(seconds):
         now[0] += seconds
@@ -97,10 +100,113 @@ def test_who_waits_for_a_run_without_an_owner_is_told(store):
         if now[0] < 1800:
             renew_lease(store, BEGUN, holder="owner")
 
-    with pytest.raises(BackendError, match="nobody has renewed its lease for 10 minutes"):
+    renew_lease(store, BEGUN, holder="owner")
+    with pytest.raises(OwnerGoneError, match="its lease was not renewed for 3 min 10 s"):
         await_end(store, BEGUN, sleep, lambda: now[0])
 
-    assert 2390 < looks[-1] < 2410
+    assert 1980 < looks[-1] < 2000
+
+
+class TestOwners:
+    """Who owns a run, and whether that process is there (F5)."""
+
+    @pytest.fixture
+    def owned(self, store):
+        """A run that this very process owns."""
+        EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("me"))
+        write_owner(store, BEGUN, "me")
+        return load_state(store, BEGUN)
+
+    def test_a_process_of_this_machine_that_runs_is_there(self, store, owned):
+        """The process itself tells, at once."""
+        found = owner_of(store, BEGUN, owned)
+
+        assert (found.presence, found.why) == ("there", "the process runs")
+        assert found.name.endswith(f":{os.getpid()}")
+
+    def test_a_process_that_has_ended_is_gone(self, store, owned):
+        """Its number may be another's by now: the start time is compared too."""
+        body = json.loads(store.read(f"{BEGUN}/{OWNER}"))
+        body["process"]["start"] -= 1
+        store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
+
+        assert owner_of(store, BEGUN, owned).presence == "gone"
+
+    def test_of_another_machine_the_age_of_the_lease_tells(self, store, owned):
+        """Renewed a minute ago: there. An hour ago: gone, by this clock, and so said."""
+        body = json.loads(store.read(f"{BEGUN}/{OWNER}"))
+        body["machine"]["host"] = "another"
+        store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
+        renew_lease(store, BEGUN, holder="me")
+        renewed = time.time()
+
+        soon = owner_of(store, BEGUN, owned, clock=lambda: renewed + 60)
+        late = owner_of(store, BEGUN, owned, clock=lambda: renewed + 3600)
+
+        assert (soon.presence, late.presence, late.is_by_age) == ("there", "gone", True)
+        assert late.why == "its lease was last renewed 1 h ago"
+
+    @pytest.mark.parametrize("text", [b"{", b"[]", b'{"ti_id": 3}', b'{"ti_id": "me", "schema": "9.0"}'])
+    def test_a_torn_file_is_not_believed(self, store, owned, text):
+        """Then only the lease counts, and there is none."""
+        store.write(f"{BEGUN}/{OWNER}", text)
+
+        assert owner_of(store, BEGUN, owned).name == "a shell"
+
+    @pytest.mark.parametrize(
+        ("status", "presence", "shown"),
+        [
+            ("none", "there", "starting"), ("none", "gone", "failed to start"), ("active", "there", "active"),
+            ("active", "gone", "failed to start"), ("failed", "gone", "failed to start"),
+            ("succeeded", "gone", "succeeded"), ("active", "unknown", "active"),
+        ],
+    )  # fmt: skip
+    def test_a_run_without_attempts_that_no_process_watches_failed_to_start(self, status, presence, shown):
+        """It would look active for ever."""
+        assert shown_status(RunState(status=status, generation=1), presence) == shown
+
+
+def test_a_list_is_filtered_by_status_name_and_age(call, store):
+    """Several statuses with commas between; one that does not exist is refused (F5)."""
+    old = EventLog(store, "d/shell/old/train/-1", clock=lambda: 1000.0)
+    old.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
+    old.append(1, "stopped", {"generation": 1, "reason": "asked"})
+
+    def names(*words):
+        return [one["run"].split("/")[2] for one in json.loads(call("status", "--json", *words).stdout)]
+
+    assert names("--status", "stopped,container") == ["nightly", "old"]
+    assert names("--match", "/o") == ["other", "old"]
+    assert names("--since", "7d") == ["third"]
+    assert "'broken' is not a status" in call("status", "--status", "broken").stderr
+    assert "write" in call("status", "--since", "7").stderr
+
+
+@pytest.mark.parametrize("words", [["cancel"], ["cancel", "--wait"]])
+def test_a_run_that_no_owner_watches_is_stopped_by_cancel_itself(call, store, words):
+    """It never began an attempt: it is said, recorded, and waited for no time at all (F5)."""
+    got = call(*words, "third")
+
+    assert got.exit_code == 0
+    assert (
+        got.stdout
+        == f"{BEGUN}: no owner watches it: -, no process has taken it\n{BEGUN}: stopped: {REASON}\n"
+    )
+    assert load_state(store, BEGUN).status == "stopped"
+
+
+def test_a_run_of_airflow_that_no_owner_watches_keeps_its_owner(call, store):
+    """Only its task may take it over: the request waits for the next try, and that is said (F5)."""
+    prefix = "d/retrain/manual/train/-1"
+    begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
+    EventLog(store, prefix).append(0, "generation", begun, actor=Actor("ti-1"))
+
+    got = call("cancel", "--wait", "retrain/manual/train")
+
+    assert "no owner watches it: Airflow, try 1, it has no lease" in got.stdout
+    assert "the next try of its task finds the request and stops" in got.stdout
+    assert load_state(store, prefix).owner.ti_id == "ti-1"
+    assert [item.type for item in load_state(store, prefix).pending] == ["stop-requested"]
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
@@ -118,7 +224,7 @@ def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeyp
     monkeypatch.setattr(Controller, "enter", interrupted)
     got = CliRunner().invoke(main, [command, "-f", str(spec), "--name", "held", "--store", store.url])
 
-    assert (got.exit_code, got.stderr.strip()) == (1, "Aborted!")
+    assert (got.exit_code, got.stderr.strip()) == (130, "-- SIGINT: nothing was started")
     assert EventLog(store, key.prefix).load().pending == ()
 
 
@@ -133,7 +239,7 @@ def test_an_attempt_that_there_is_not_is_told(call):
 def test_names_are_whole_on_a_narrow_terminal():
     """Eighty columns, and a deployment's name of 36: the run can be copied from the table."""
     deployment = "660f338b-a8ab-41b4-bdba-9f4b4f485157"
-    rows = [(f"{deployment}/retrain_text_classifier/scheduled__2026-07-20/train/-1", "active", RunState())]
+    rows = [RunRow(f"{deployment}/retrain_text_classifier/scheduled__2026-07-20/train/-1", "active")]
     console = Console(width=80, file=io.StringIO())
 
     print_runs(rows, console)
@@ -141,7 +247,7 @@ def test_names_are_whole_on_a_narrow_terminal():
     shown = console.file.getvalue()
     assert "…" not in shown
     cells = "".join(line.partition("  ")[0].strip() for line in shown.splitlines()[3:])
-    assert cells == "retrain_text_classifier/scheduled__2026-07-20/train/-1"
+    assert cells == "retrain_text_classifier/scheduled__2026-07-20/train"
 
 
 @pytest.mark.parametrize(

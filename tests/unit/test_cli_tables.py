@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from envscaler_airflow.cli.tables import print_report, print_run
+from envscaler_airflow.cli.tables import RunRow, print_report, print_run
 from envscaler_airflow.cost import Held, Use, bill
 from envscaler_airflow.lifecycle import Event, RunState
 from envscaler_airflow.lifecycle.narration import describe
@@ -21,7 +21,7 @@ def test_words_in_brackets_are_shown_as_they_are(capsys, words):
     """They are no markup: neither swallowed nor an error."""
     state = RunState(status="failed", reason=words)
 
-    print_run("d/run", state, [Status(message=words)])
+    print_run(RunRow("d/run", "failed", state), [Status(message=words)])
 
     shown = "".join(capsys.readouterr().out.split())
     assert shown.count("".join(words.split())) == 2
@@ -29,9 +29,7 @@ def test_words_in_brackets_are_shown_as_they_are(capsys, words):
 
 def test_nothing_that_a_node_says_steers_the_terminal(capsys):
     """No escape sequence, no second line that looks like ours."""
-    print_run(
-        "d/run", RunState(status="failed"), [Status(message="\x1b[2J\x1b]0;title\x07\nnode 1: ended, ok")]
-    )
+    print_run(RunRow("d/run", "failed"), [Status(message="\x1b[2J\x1b]0;title\x07\nnode 1: ended, ok")])
     told = describe(Event(1, "failed", {"reason": "\x1b[2Jx\ny"}), RunState())
 
     shown = capsys.readouterr().out
@@ -42,7 +40,7 @@ def test_nothing_that_a_node_says_steers_the_terminal(capsys):
 
 def test_what_a_run_waits_for_is_its_last_line(capsys):
     """In the cluster's own words."""
-    print_run("d/run", RunState(status="active"), [], waits="scheduling: 0/2 nodes are available")
+    print_run(RunRow("d/run", "active"), [], waits="scheduling: 0/2 nodes are available")
 
     assert capsys.readouterr().out.splitlines()[-1] == "waits: scheduling: 0/2 nodes are available"
 

@@ -1,0 +1,212 @@
+"""``cancel``: ask the owner of a run to stop it, and stop what no owner watches."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.cli.cluster import settings_of
+from envscaler_airflow.cli.common import load_state, output_option, shell_backend, store_option
+from envscaler_airflow.cli.foreground import Foreground, shell_actor
+from envscaler_airflow.cli.inspect import followed
+from envscaler_airflow.cli.owners import SILENT_S, Ownership, owner_of, write_owner
+from envscaler_airflow.cli.voice import Voice
+from envscaler_airflow.controller.request import kill_quietly, request_stop
+from envscaler_airflow.controller.stage import Stage, StoppedError
+from envscaler_airflow.errors import BackendError, ProtocolError, RunFailedError
+from envscaler_airflow.lifecycle import Actor, RunState
+from envscaler_airflow.planning.amounts import duration_text
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import SHELL_DAG, RunKey
+from envscaler_airflow.store.lease import read_lease
+
+POLL_S = 2.0
+"""How often a waiting ``cancel`` looks. Chosen: a person who waits notices no delay."""
+REASON = "cancelled from a shell"
+
+
+@click.command()
+@click.argument("run")
+@click.option("--wait/--no-wait", default=False, help="Wait until the run has stopped.")
+@output_option
+@store_option
+def cancel(run: str, *, wait: bool, as_json: bool, store: Store) -> None:
+    """Ask the owner of RUN to save and stop it; stop it from here where no owner watches it."""
+    prefix, state = followed(store, run)
+    done = "nothing to stop"
+    if state.status == "active":
+        done = _Cancel(store, prefix, say=lambda line: click.echo(line, err=as_json)).carry_out(
+            state, wait=wait
+        )
+    else:
+        click.echo(f"{prefix}: {state.status}, there is nothing to stop", err=as_json)
+    if as_json:
+        after = load_state(store, prefix)
+        click.echo(json.dumps({"run": prefix, "did": done, "status": after.status, "reason": after.reason}))
+
+
+@dataclass(slots=True)
+class _Cancel:
+    """One cancel of one active run.
+
+    Attributes:
+        store, prefix: Of the run.
+        say: Prints a line.
+    """
+
+    store: Store
+    prefix: str
+    say: Callable[[str], None]
+
+    def carry_out(self, state: RunState, *, wait: bool) -> str:
+        """What was done, in a word: ``asked``, ``stopped``."""
+        owner = owner_of(self.store, self.prefix, state)
+        is_shell = self.prefix.split("/")[1] == SHELL_DAG
+        is_sure = owner.presence == "gone" and not (is_shell and owner.is_by_age)
+        if is_sure:
+            return self._stop_orphan(state, owner)
+        request_stop(self.store, self.prefix, reason=REASON, by=getpass.getuser())
+        self.say(f"{self.prefix}: asked {owner.name} to save and stop")
+        if not wait and owner.presence == "there":
+            return "asked"
+        self.say(f"waiting for a sign of it, at most {duration_text(SILENT_S)}; Ctrl-C leaves the request")
+        try:
+            after = await_end(self.store, self.prefix, time.sleep, is_sign_enough=not wait)
+        except OwnerGoneError as err:
+            return self._stop_orphan(load_state(self.store, self.prefix), replace(owner, why=str(err)))
+        if after.status == "active":
+            self.say("its owner has heard it")
+            return "asked"
+        return self._told(after)
+
+    def _told(self, after: RunState) -> str:
+        self.say(f"{self.prefix}: {after.status}" + (f": {after.reason}" if after.reason else ""))
+        return after.status
+
+    def _stop_orphan(self, state: RunState, owner: Ownership) -> str:
+        self.say(f"{self.prefix}: no owner watches it: {owner.name}, {owner.why}")
+        if self.prefix.split("/")[1] != SHELL_DAG:
+            return self._beside_airflow(state)
+        return self._told(self._as_owner(state))
+
+    def _as_owner(self, state: RunState) -> RunState:
+        """Become the owner, and stop it."""
+        actor = shell_actor()
+        write_owner(self.store, self.prefix, actor.ti_id)
+        _append(self.store, self.prefix, "owner", {"reason": "to stop it: no owner watches it"}, actor)
+        if state.live is None:
+            body = {"generation": state.generation, "reason": REASON}
+            return _append(self.store, self.prefix, "stopped", body, actor)
+        request_stop(self.store, self.prefix, reason=REASON, by=getpass.getuser())
+        owner = Foreground(
+            self.store,
+            key_of(self.store, self.prefix),
+            Stage(spec=None, spec_source=""),
+            backend_of(state),
+            Voice(to_stderr=True),
+            actor,
+        )
+        with suppress(StoppedError, RunFailedError):
+            owner.go_on()
+        return load_state(self.store, self.prefix)
+
+    def _beside_airflow(self, state: RunState) -> str:
+        """What a kill of the task does: its next try finds the request; what still runs saves and ends."""
+        owner = state.owner
+        acted = False
+        if owner is not None and state.live is not None:
+            acted = kill_quietly(self.store, self.prefix, backend_of(state), ti_id=owner.ti_id, reason=REASON)
+        if acted:
+            self.say("asked what still runs to save and stop; the next try of its task records the end")
+            return "asked"
+        request_stop(self.store, self.prefix, reason=REASON, by=getpass.getuser())
+        self.say("nothing of it runs; the next try of its task finds the request and stops")
+        return "asked"
+
+
+def _append(store: Store, prefix: str, kind: str, body: Mapping[str, Any], actor: Actor) -> RunState:
+    """State after the event, at whatever number is free while the run is active."""
+    log = EventLog(store, prefix)
+    while (state := log.load()).status == "active":
+        if log.append(state.number, kind, body, actor=actor):
+            return log.load()
+    return state
+
+
+def key_of(store: Store, prefix: str) -> RunKey:
+    """The key of the run at *prefix*.
+
+    Raises:
+        ProtocolError: It has none that can be read.
+    """
+    name = f"{prefix}/run.json"
+    try:
+        key = RunKey.from_dict(json.loads(store.read(name, max_bytes=1 << 16) or b"{}")["key"])
+    except (ValueError, KeyError, TypeError) as err:
+        raise ProtocolError(f"{store.uri(name)}: holds no key of a run: {err!r}") from err
+    if key.prefix != prefix:
+        raise ProtocolError(f"{store.uri(name)}: is the key of {key.prefix}")
+    return key
+
+
+def backend_of(state: RunState) -> Backend:
+    """The backend of the live attempt, as this shell reaches it; the local one where nothing runs."""
+    handle = state.live.handle if state.live is not None else None
+    if handle is not None and handle.get("backend") == "kubernetes":
+        return create_backend("kubernetes", settings_of(None, {}))
+    return shell_backend()
+
+
+class OwnerGoneError(BackendError):
+    """No process watches the run that is waited for."""
+
+
+def await_end(
+    store: Store,
+    prefix: str,
+    sleep: Callable[[float], None],
+    monotonic: Callable[[], float] = time.monotonic,
+    *,
+    is_sign_enough: bool = False,
+) -> RunState:
+    """State of the run once it is over, or with *is_sign_enough* once its owner has shown itself.
+
+    Raises:
+        OwnerGoneError: No process watches it: neither an event came nor was the lease renewed for so long.
+    """
+    heard, last = monotonic(), _signs(store, prefix)
+    while True:
+        state, now = load_state(store, prefix), _signs(store, prefix)
+        if state.status != "active" or (is_sign_enough and now != last):
+            return state
+        if now != last:
+            heard, last = monotonic(), now
+        if monotonic() - heard >= SILENT_S:
+            raise OwnerGoneError(f"its lease was not renewed for {duration_text(SILENT_S)}")
+        owner = owner_of(store, prefix, state)
+        if owner.presence == "gone" and not owner.is_by_age:
+            raise OwnerGoneError(owner.why)
+        sleep(POLL_S)
+
+
+def _signs(store: Store, prefix: str) -> tuple[int, int | None]:
+    """What changes when an owner does anything."""
+    return load_state(store, prefix).number, _lease_counter(store, prefix)
+
+
+def _lease_counter(store: Store, prefix: str) -> int | None:
+    try:
+        lease = read_lease(store, prefix)
+    except ProtocolError:
+        return None
+    return None if lease is None else lease.counter

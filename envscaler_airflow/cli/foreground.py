@@ -1,0 +1,316 @@
+"""Own a run from a shell until it ends: what ``run``, ``submit`` and ``cancel`` of an orphaned run share."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.cli.common import load_state
+from envscaler_airflow.cli.owners import write_owner
+from envscaler_airflow.cli.progress import progress_line
+from envscaler_airflow.cli.story import StageStory
+from envscaler_airflow.cli.tables import print_report
+from envscaler_airflow.cli.voice import Voice
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.hold import Holder
+from envscaler_airflow.controller.report import run_report
+from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.controller.stage import Delivered, Stage, StoppedError, SupersededError, Waiting
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import BackendError, EnvScalerError, RunFailedError, StoreError
+from envscaler_airflow.lifecycle import Actor, RunState
+from envscaler_airflow.lifecycle.narration import printable
+from envscaler_airflow.protocol import EXIT_STOPPED
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.logs import read_logs
+
+FAILED = 1
+"""Exit code of a stage that failed though its training ended with none: an output is missing, say."""
+FAULT = 2
+"""Exit code of an error of ours, as click's."""
+GRACE_S = 60.0
+"""What a machine is given to save and stop where the store cannot be written. Chosen: a small checkpoint."""
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal asked this process to end.
+
+    Attributes:
+        number: Which.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Keep the signal's *number*."""
+        super().__init__()
+        self.number = number
+
+    @property
+    def name(self) -> str:
+        """``SIGTERM``."""
+        return signal.Signals(self.number).name
+
+
+@contextmanager
+def signals() -> Iterator[None]:
+    """TERM, HUP and INT alike raise :class:`Signalled`; one that is ignored, as by nohup, stays ignored."""
+
+    def raise_it(number: int, _frame: FrameType | None) -> NoReturn:
+        raise Signalled(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {kind: signal.getsignal(kind) for kind in _ENDING}
+    kept = {kind: old for kind, old in before.items() if old is not signal.SIG_IGN and old is not None}
+    for kind in kept:
+        signal.signal(kind, raise_it)
+    try:
+        yield
+    finally:
+        for kind, old in kept.items():
+            signal.signal(kind, old)
+
+
+def shell_actor() -> Actor:
+    """One start from a shell. It counts as a clear: what had ended is taken up again."""
+    now = time.time_ns()
+    return Actor(ti_id=str(uuid.uuid4()), try_number=now, max_tries=now)
+
+
+@dataclass(slots=True)
+class Foreground:
+    """One process that owns a run and shows what happens.
+
+    Attributes:
+        store, key, stage, backend: Of the run.
+        voice: Where it speaks.
+        actor: Who owns it.
+    """
+
+    store: Store
+    key: RunKey
+    stage: Stage
+    backend: Backend
+    voice: Voice
+    actor: Actor = field(default_factory=shell_actor)
+    _holder: Holder = field(init=False)
+    _story: StageStory = field(init=False)
+    _waiting: Waiting | None = field(init=False, default=None)
+    _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
+    _waits: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        """Prepare; nothing is read or written."""
+        controller = Controller(
+            store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=self.stage
+        )
+        self._story = StageStory(self.store, self.prefix, self.key.task_id)
+        self._holder = Holder(
+            controller,
+            self.store,
+            self.prefix,
+            self.backend,
+            self.actor,
+            on_wait=self._on_wait,
+            on_look=self._on_look,
+            on_trouble=self._on_trouble,
+        )
+
+    @property
+    def prefix(self) -> str:
+        """The run's folder."""
+        return self.key.prefix
+
+    def own(self) -> Delivered:
+        """Until the run is delivered. Raises as :meth:`Controller.enter`, and SystemExit after a signal."""
+        self._story.skip()
+        write_owner(self.store, self.prefix, self.actor.ti_id)
+        return self._until_end(resuming=False)
+
+    def go_on(self) -> Delivered:
+        """The same for a run that this actor owns already, as an ``owner`` event says."""
+        self._story.skip()
+        return self._until_end(resuming=True)
+
+    def _until_end(self, *, resuming: bool) -> Delivered:
+        try:
+            with signals():
+                try:
+                    return self._holder.go_on() if resuming else self._holder.hold()
+                except KeyboardInterrupt as err:
+                    return self._stop(err if isinstance(err, Signalled) else Signalled(signal.SIGINT))
+        except SupersededError as err:
+            raise SupersededError(
+                f"{self.prefix}: another process was started with this name and goes on with the run; "
+                "`envscaler logs -f` shows it"
+            ) from err
+        except EnvScalerError as err:
+            self._record_false_start(err)
+            raise
+        finally:
+            self._look_once_more()
+            self.voice.close()
+
+    # -- after a signal
+
+    def _stop(self, asked: Signalled) -> Delivered:
+        code = 128 + asked.number
+        if not self._is_ours():
+            self.voice.say(f"{asked.name}: nothing was started")
+            raise SystemExit(code) from None
+        self.voice.say(f"{asked.name}: asked the training to save and stop; once more leaves it to its lease")
+        try:
+            self._request_stop(asked.name)
+            return self._holder.go_on()
+        except StoppedError:
+            self._tell_news()
+            self.voice.say(f"stopped; --name {self.key.run_id} goes on from its last checkpoint")
+            raise SystemExit(code) from None
+        except KeyboardInterrupt:
+            name = self.key.run_id
+            self.voice.say(
+                f"left: what still runs saves and ends by itself; see `envscaler cancel --wait {name}`"
+            )
+            raise SystemExit(code) from None
+
+    def _is_ours(self) -> bool:
+        try:
+            return self._holder.is_ours()
+        except StoreError:
+            return self._waiting is not None
+
+    def _request_stop(self, reason: str) -> None:
+        """Through the store; where that does not answer, the machine itself is asked."""
+        try:
+            request_stop(self.store, self.prefix, reason=reason, by="shell")
+        except StoreError as err:
+            self.voice.say(f"the store does not take the request: {err}")
+            handle = self._waiting.watching.handle if self._waiting is not None else None
+            if handle is not None:
+                self.backend.stop(Handle.from_dict(handle), grace_s=GRACE_S)
+                self.voice.say("asked the machine itself to save and stop")
+
+    def _record_false_start(self, err: EnvScalerError) -> None:
+        """End a run of which no attempt was ever intended: nothing would do so later."""
+        if isinstance(err, RunFailedError | StoppedError | SupersededError) or _is_transient(err):
+            return
+        with suppress(EnvScalerError):
+            log = EventLog(self.store, self.prefix)
+            state = log.load()
+            ours = state.owner is not None and state.owner.ti_id == self.actor.ti_id
+            if ours and state.status == "active" and state.current is None and state.live is None:
+                body = {"generation": state.generation, "reason": str(err), "failure": "start"}
+                log.append(state.number, "failed", body, actor=self.actor)
+
+    # -- what is shown
+
+    def _on_wait(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        self._tell_news()
+        last = self._story.state.current
+        detail = (
+            str(last.ended.get("detail") or "") if last is not None and waiting.watching.backoff_s else ""
+        )
+        self.voice.say(printable(f"{waiting.reason}: {detail}" if detail else waiting.reason))
+
+    def _on_look(self, watch: Watch) -> None:
+        self._print_logs()
+        self._tell_news()
+        waits = "" if watch.observed is None else watch.observed.waits
+        if waits and waits != self._waits:
+            self.voice.say(f"waits: {printable(waits)}")
+        self._waits = waits
+        line = progress_line(self._story.status, self._story.state, now=time.time())
+        if line:
+            self.voice.progress(line)
+
+    def _on_trouble(self, err: Exception) -> None:
+        self.voice.say(f"no answer, tried again: {printable(str(err))}")
+
+    def _tell_news(self) -> None:
+        for line in self._story.news():
+            self.voice.say(line)
+
+    def _look_once_more(self) -> None:
+        with suppress(EnvScalerError):
+            self._print_logs()
+        self._tell_news()
+
+    def _print_logs(self) -> None:
+        watching = self._waiting.watching if self._waiting is not None else None
+        if watching is None or not watching.attempt:
+            return
+        for node in range(watching.nodes):
+            key = (watching.generation, watching.attempt, node)
+            data, self._cursors[key] = read_logs(
+                self.store, self.prefix, attempt=key[:2], node=node, cursor=self._cursors.get(key, (1, 0))
+            )
+            text = data.decode("utf-8", errors="replace")
+            if text:
+                mark = f"[{node}] " if watching.nodes > 1 else ""
+                self.voice.training("".join(mark + line for line in text.splitlines(keepends=True)))
+
+
+def _is_transient(err: EnvScalerError) -> bool:
+    return isinstance(err, BackendError) and err.transient
+
+
+def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
+    """Own the run, print its outputs and its cost; the command ends with the code of how it ended."""
+    try:
+        result = owner.own()
+    except (RunFailedError, StoppedError) as err:
+        state = load_state(owner.store, owner.prefix)
+        code = exit_code(state)
+        if as_json:
+            click.echo(json.dumps(_answer(owner.prefix, state, {}, code)))
+        click.echo(f"Error: {err}", err=True)
+        if not as_json:
+            print_report(run_report(state, now=time.time()))
+        click.get_current_context().exit(code)
+    if as_json:
+        state = load_state(owner.store, owner.prefix)
+        click.echo(json.dumps(_answer(owner.prefix, state, result.outputs, 0)))
+        return
+    for output, uri in result.outputs.items():
+        click.echo(f"output {output}: {uri}")
+    print_report(result.report)
+
+
+def exit_code(state: RunState) -> int:
+    """What the shell says of a run that is over: the training's own code where that ended it."""
+    if state.status == "stopped":
+        return EXIT_STOPPED
+    last = state.current
+    if last is None or state.failure in ("budget", "timeout", "start"):
+        return FAULT
+    code, number = last.ended.get("exit_code"), last.ended.get("signal")
+    if isinstance(number, int) and number > 0:
+        return 128 + number
+    return code if isinstance(code, int) and 0 < code < 256 else FAILED
+
+
+def _answer(prefix: str, state: RunState, outputs: Mapping[str, str], code: int) -> dict[str, Any]:
+    report = run_report(state, now=time.time())
+    return {
+        "run": prefix,
+        "status": state.status,
+        "reason": state.reason,
+        "exit_code": code,
+        "outputs": dict(outputs),
+        "report": report,
+    }

@@ -1,0 +1,157 @@
+"""Who owns a run, and whether that process still watches it."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from envscaler_airflow.backends.local.machine import Identity, this_identity
+from envscaler_airflow.backends.local.processes import ProcessId
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.planning.amounts import duration_text
+from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.keys import SHELL_DAG
+from envscaler_airflow.store.lease import LEASE, RENEW_EVERY_S, read_lease
+from envscaler_airflow.store.names import join
+
+OWNER = "lease/owner.json"
+"""Which process of which machine owns a run from a shell."""
+MAX_OWNER_BYTES = 1 << 14
+"""Largest such file read, bytes. Chosen: ours have 500."""
+SILENT_S = 3 * RENEW_EVERY_S + 10.0
+"""Age of a lease beyond which no process renews it, seconds. Chosen: three renewals that did not come."""
+
+Presence = Literal["there", "gone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """What is known of the owner of a run.
+
+    Attributes:
+        name: For people: ``ana@build-3:4711`` (its process), ``Airflow, try 2``, ``-``.
+        presence: ``there`` while a process watches the run; ``gone`` when it is known that none does.
+        why: How that is known; "" where it is not.
+        is_by_age: True when the age of the lease told it, by the clock of this machine.
+    """
+
+    name: str
+    presence: Presence
+    why: str = ""
+    is_by_age: bool = False
+
+
+def write_owner(store: Store, prefix: str, ti_id: str) -> None:
+    """Say that this process owns the run at *prefix* as *ti_id*.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    process = ProcessId.of(os.getpid())
+    body = {
+        "schema": SCHEMA,
+        "ti_id": ti_id,
+        "user": _user(),
+        "machine": this_identity().to_dict(),
+        "process": None if process is None else process.to_dict(),
+    }
+    store.write(join(prefix, OWNER), json.dumps(body).encode())
+
+
+def _user() -> str:
+    with suppress(OSError, KeyError, ImportError):
+        return getpass.getuser()
+    return f"uid {os.getuid()}"
+
+
+def owner_of(
+    store: Store, prefix: str, state: RunState, *, clock: Callable[[], float] = time.time
+) -> Ownership:
+    """Who owns the run, and whether that process is there.
+
+    On the machine of a shell that owns it the process itself tells; elsewhere the age of the lease does,
+    where the store is a folder of this machine. Everything else is unknown.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    body = _written(store, prefix)
+    is_shell = prefix.split("/")[1:2] == [SHELL_DAG]
+    if is_shell and body is not None and (state.owner is None or body["ti_id"] == state.owner.ti_id):
+        return _of_shell(store, prefix, body, clock)
+    if state.owner is None:
+        return Ownership("-", "gone" if body is None else "unknown", "no process has taken it")
+    name = "a shell" if is_shell else f"Airflow, try {state.owner.try_number}"
+    return _by_lease(store, prefix, name, clock)
+
+
+def _written(store: Store, prefix: str) -> dict[str, Any] | None:
+    try:
+        text = store.read(join(prefix, OWNER), max_bytes=MAX_OWNER_BYTES)
+        body = json.loads(text or b"null")
+        if not isinstance(body, dict) or not isinstance(body.get("ti_id"), str):
+            return None
+        check_schema(body.get("schema"), where=OWNER)
+    except (ProtocolError, ValueError, RecursionError):
+        return None
+    return body
+
+
+def _of_shell(store: Store, prefix: str, body: dict[str, Any], clock: Callable[[], float]) -> Ownership:
+    machine = body.get("machine")
+    there = Identity.from_dict(machine) if isinstance(machine, dict) else Identity("?")
+    process, here = ProcessId.from_dict(body.get("process")), this_identity()
+    name = f"{body.get('user', '?')}@{there.host}" + (f":{process.pid}" if process else "")
+    if process is None or not here.is_same_host(there):
+        return _by_lease(store, prefix, name, clock)
+    if here.boot_id != there.boot_id:
+        return Ownership(name, "gone", "the machine was restarted since")
+    if here.pid_namespace != there.pid_namespace:
+        return _by_lease(store, prefix, name, clock)
+    if process.is_alive():
+        return Ownership(name, "there", "the process runs")
+    return Ownership(name, "gone", "the process has ended")
+
+
+def _by_lease(store: Store, prefix: str, name: str, clock: Callable[[], float]) -> Ownership:
+    try:
+        if read_lease(store, prefix) is None:
+            return Ownership(name, "gone", "it has no lease")
+    except ProtocolError:
+        return Ownership(name, "unknown")
+    age_s = _age_s(store, join(prefix, LEASE), clock)
+    if age_s is None:
+        return Ownership(name, "unknown")
+    why = f"its lease was last renewed {duration_text(age_s)} ago"
+    return Ownership(name, "gone" if age_s > SILENT_S else "there", why, is_by_age=True)
+
+
+def _age_s(store: Store, name: str, clock: Callable[[], float]) -> float | None:
+    """Seconds since a file of a folder was written; None for a store that is not a folder here."""
+    if not store.url.startswith("file://"):
+        return None
+    try:
+        return max(0.0, clock() - Path(store.uri(name).removeprefix("file://")).stat().st_mtime)
+    except OSError:
+        return None
+
+
+def shown_status(state: RunState, presence: Presence) -> str:
+    """The status of a run for people: ``failed to start`` and ``orphaned`` are told apart from ``active``."""
+    has_begun = bool(state.attempts_of(state.generation)) if state.generation else False
+    if state.status == "none":
+        return {"there": "starting", "unknown": "none", "gone": "failed to start"}[presence]
+    if state.status == "failed" and not has_begun:
+        return "failed to start"
+    if state.status == "active" and presence == "gone":
+        return "orphaned" if has_begun else "failed to start"
+    return state.status

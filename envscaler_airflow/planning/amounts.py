@@ -1,0 +1,40 @@
+"""Amounts of money and time as text, as small as they are."""
+
+from __future__ import annotations
+
+from math import floor, isfinite, log10
+
+_DIGITS = 3
+"""Significant digits of an amount below ten cents. Chosen: one percent shows."""
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
+
+
+def usd_text(usd: float) -> str:
+    """``$1,204.50``, ``$0.48``, ``$0.0312``, ``$0.000123``: an amount above nothing never reads ``$0.00``."""
+    size = abs(usd)
+    if not isfinite(size):
+        return f"${usd}"
+    sign = "-" if usd < 0 else ""
+    if size == 0 or size >= 0.1:
+        return f"{sign}${size:,.2f}"
+    decimals = _DIGITS - 1 - floor(log10(size))
+    text = f"{size:.{decimals}f}".rstrip("0")
+    whole, _, part = text.partition(".")
+    return f"{sign}${whole}.{part:0<2}"
+
+
+def duration_text(seconds: float) -> str:
+    """``45 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``: two units at most."""
+    left = max(0, round(seconds))
+    if left < _MINUTE_S:
+        return f"{left} s"
+    if left < _HOUR_S:
+        return _two(left, _MINUTE_S, "min", 1, "s")
+    if left < _DAY_S:
+        return _two(left, _HOUR_S, "h", _MINUTE_S, "min")
+    return _two(left, _DAY_S, "d", _HOUR_S, "h")
+
+
+def _two(seconds: int, big_s: int, big: str, small_s: int, small: str) -> str:
+    many, rest = seconds // big_s, seconds % big_s // small_s
+    return f"{many} {big} {rest} {small}" if rest else f"{many} {big}"

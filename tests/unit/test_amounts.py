@@ -1,0 +1,36 @@
+"""Amounts of money and time as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.planning.amounts import duration_text, usd_text
+
+
+@pytest.mark.parametrize(
+    ("usd", "text"),
+    [
+        (0.0, "$0.00"), (1204.5, "$1,204.50"), (0.48, "$0.48"), (0.1, "$0.10"), (0.0312, "$0.0312"),
+        (0.000123, "$0.000123"), (0.01, "$0.01"), (0.05, "$0.05"), (-0.000004, "-$0.000004"),
+        (0.09999, "$0.10"), (1e-9, "$0.000000001"),
+    ],
+)  # fmt: skip
+def test_an_amount_is_as_small_as_it_is(usd, text):
+    """Two decimals from ten cents on, three digits below; never ``$0.00`` of something (F14)."""
+    assert usd_text(usd) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (45.4, "45 s"),
+        (60, "1 min"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (273_600, "3 d 4 h"),
+    ],
+)
+def test_a_duration_has_two_units_at_most(seconds, text):
+    """A person reads how long, not how exactly."""
+    assert duration_text(seconds) == text
