@@ -353,7 +353,8 @@ class Controller(Asking):
         if end.outcome == "not-started":
             refused = choose.refused_by(live, end.never_came)
             body["refused"] = [offer.name for offer in refused]
-            self._remember(refused, end.detail)
+            if end.failure is None:  # volumes that it does not reach say nothing of its stock
+                self._remember(refused, end.detail)
         else:
             self._was_had(live)
         if usage is not None:

@@ -14,15 +14,15 @@ from envscaler_airflow.controller.spans import Span, begun_at, cost_usd
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
-from envscaler_airflow.lifecycle.ends import LOST_AFTER_S
+from envscaler_airflow.lifecycle.ends import LOST_AFTER_S, PENDING
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import ages_of
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
-NEVER = frozenset({"capacity", "image"})
-"""Reasons of a pending node for which waiting is over."""
+NEVER = frozenset(reason for reason, fate in PENDING.items() if fate != "wait")
+"""Reasons of a node that does not run yet for which waiting is over."""
 AGAIN_S = 60.0
 """Before a wake is repeated for what the owner could do nothing about, seconds. Chosen: a slice takes some
 seconds of a worker, and a kubelet has long answered."""
@@ -178,7 +178,9 @@ class Watch:
         nodes = observed.nodes
         told = {
             "the attempt ended": observed.is_over,
-            "none to be had": any(node.state == "pending" and node.reason in NEVER for node in nodes),
+            "none to be had": any(
+                node.state in ("pending", "starting") and node.reason in NEVER for node in nodes
+            ),
             "a node is lost": any(node.state == "lost" for node in nodes),
             "a part of it has failed": any(node.reason == "unneeded" for node in nodes),
         }

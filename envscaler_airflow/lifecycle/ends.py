@@ -17,7 +17,7 @@ Chosen: longer than any restart of a control plane; a false alarm costs one rest
 observer's own monotonic clock, never as a difference of two machines' clocks.
 """
 
-_SEVERITY = (
+SEVERITY = (
     "out-of-memory",
     "cuda-out-of-memory",
     "disk-full",
@@ -37,6 +37,29 @@ _SEVERITY = (
 
 USER_ERRORS = frozenset({"failed", "cuda-out-of-memory", "disk-full", "not-found", "setup-failed"})
 """Outcomes that the same code on the same data would repeat."""
+
+
+PENDING: Mapping[str, Literal["wait", "next-offer", "fail"]] = {
+    "": "wait",
+    "config": "wait",
+    "gated": "wait",
+    "pulling": "wait",
+    "queue": "wait",
+    "quota": "wait",
+    "scheduling": "wait",
+    "starting": "wait",
+    "volume": "wait",
+    "capacity": "next-offer",
+    "placement": "next-offer",
+    "image": "fail",
+    "refused": "fail",
+}
+"""What the owner does about a node that does not run yet, by the backend's reason; waits for any other.
+
+``capacity``: no machine came within its time. ``placement``: none of the offer reaches the stage's volumes.
+``image``: the image does not exist, or did not come within its time. ``refused``: the provider takes no such
+machine, or something that it needs is missing; only a person changes that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +104,8 @@ class Observed:
 class End:
     """How an attempt ended: what the ``attempt-ended`` event carries.
 
-    ``never_came``: nodes that were not to be had.
+    ``never_came``: nodes that no machine was available for. ``failure``: ``placement`` when machines were,
+    and reached no volume of the stage.
     """
 
     outcome: str
@@ -95,6 +119,7 @@ class End:
     checkpoint_step: int | None = None
     never_came: tuple[int, ...] = ()
     outputs: Mapping[str, str] | None = None
+    failure: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; unknown fields are left out."""
@@ -117,7 +142,7 @@ def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
     if not reasons or any(reason is None for reason in reasons):
         return None
     known = [reason for reason in reasons if reason is not None]
-    worst = min(range(len(known)), key=lambda i: _SEVERITY.index(known[i][0]))
+    worst = min(range(len(known)), key=lambda i: SEVERITY.index(known[i][0]))
     outcome, detail = known[worst]
     if stalled and outcome in ("stopped", "left", "killed"):
         outcome = "stalled"
@@ -143,17 +168,17 @@ def _told_end(node: NodeFacts, said: Ended | None) -> tuple[str, str]:
     An exit code of 0 alone is no success: outputs that could not be stored are told by the node.
     """
     reason = node.reason or "failed"
-    if reason == "capacity":
+    if PENDING.get(reason) == "next-offer":
         return ("not-started", node.detail)
     if said is not None and reason in _NODE_KNOWS_BETTER:
         return (said.reason, said.detail or node.detail)
     if said is None and reason == "succeeded":
         return ("lost", "the command ended well, but nobody said that its results are stored")
-    return (reason if reason in _SEVERITY else "failed", node.detail or (said.detail if said else ""))
+    return (reason if reason in SEVERITY else "failed", node.detail or (said.detail if said else ""))
 
 
 def _never_came(node: NodeFacts) -> bool:
-    return node.state == "ended" and node.reason == "capacity"
+    return node.state == "ended" and PENDING.get(node.reason) == "next-offer"
 
 
 _NODE_KNOWS_BETTER = frozenset({"succeeded", "failed", "killed", "left", "stopped"})
@@ -162,6 +187,7 @@ _NODE_KNOWS_BETTER = frozenset({"succeeded", "failed", "killed", "left", "stoppe
 def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) -> End:
     head = observed.head
     said = node.status.ended if node.status else None
+    is_placement = outcome == "not-started" and node.reason == "placement"
     return End(
         outcome=outcome,
         detail=detail,
@@ -174,4 +200,5 @@ def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) ->
         checkpoint_step=head.last_checkpoint_step if head else None,
         never_came=tuple(one.node for one in observed.nodes if _never_came(one)),
         outputs=dict(head.outputs) if head and outcome == "succeeded" else None,
+        failure="placement" if is_placement else None,
     )

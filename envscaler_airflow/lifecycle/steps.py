@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envscaler_airflow.lifecycle.ends import USER_ERRORS, End, Observed, end_of
+from envscaler_airflow.lifecycle.ends import PENDING, USER_ERRORS, End, NodeFacts, Observed, end_of
 from envscaler_airflow.lifecycle.events import Actor
 from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState
 from envscaler_airflow.planning.offers import Allocation
@@ -24,6 +24,12 @@ seconds, a lasting one six starts an hour."""
 OOM_MEMORY_FACTOR = 1.5
 """Memory of the next attempt after an out-of-memory, times the last. Chosen: three rises triple it."""
 
+_HOPELESS = {
+    "image": "its image is not available",
+    "refused": "the cluster refuses it",
+    "capacity": "no machine is available",
+}
+_NOT_HAD = {"capacity": "no machine is available", "placement": "no machine of it reaches the volumes"}
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
 
 
@@ -205,16 +211,14 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
             return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
-        if live.stop_why in ("image", "capacity") and not _is_at_work(facts):
+        if live.stop_why in _HOPELESS and not _is_at_work(facts):
             return Action("kill", reason="nothing of it trains")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
-    image = _bad_image(facts)
-    if image is not None:
-        return Action("stop", why="image", reason=f"its image cannot be had: {image}")
-    missing = _cannot_be_had(facts)
-    if missing is not None:
+    if (hopeless := _pending(facts, "fail")) is not None:
+        return Action("stop", why=hopeless.reason, reason=f"{_HOPELESS[hopeless.reason]}: {hopeless.detail}")
+    if (missing := _pending(facts, "next-offer")) is not None:
         kind: Literal["stop", "kill"] = "stop" if _has_trained(facts) else "kill"
-        return Action(kind, why="capacity", reason=f"none to be had: {missing}")
+        return Action(kind, why="capacity", reason=f"{_NOT_HAD[missing.reason]}: {missing.detail}")
     lost = _lost_node(facts)
     if lost is not None:
         return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
@@ -235,16 +239,11 @@ def _lost_node(facts: Facts) -> int | None:
     return next((one.node for one in nodes if one.state == "lost"), None)
 
 
-def _cannot_be_had(facts: Facts) -> str | None:
-    """What the backend says of a node that did not come within its time; None when nothing is missing."""
+def _pending(facts: Facts, fate: str) -> NodeFacts | None:
+    """The first node that does not run yet, and of which the backend reports a reason of that *fate*."""
     nodes = facts.observed.nodes if facts.observed else ()
-    return next((one.detail for one in nodes if one.state == "pending" and one.reason == "capacity"), None)
-
-
-def _bad_image(facts: Facts) -> str | None:
-    """Why the image of a node can never be had, or is given up; None when it may come."""
-    nodes = facts.observed.nodes if facts.observed else ()
-    return next((one.detail for one in nodes if one.state == "pending" and one.reason == "image"), None)
+    waiting = (one for one in nodes if one.state in ("pending", "starting"))
+    return next((one for one in waiting if PENDING.get(one.reason) == fate), None)
 
 
 def _is_at_work(facts: Facts) -> bool:
@@ -322,7 +321,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
         if not taken_over:
             return Action("halt", reason=str(last.stop.get("reason", "asked to stop")))
         return Action("start", reason="taken up again after a stop")
-    if last.stop_why in ("timeout", "budget", "image"):
+    if last.stop_why in ("timeout", "budget", "image", "refused"):
         if not taken_over:
             return Action("fail", reason=str(last.stop.get("reason", "")), failure=last.stop_why)
         return Action("start", reason=f"taken up again after a stop ({last.stop_why})")

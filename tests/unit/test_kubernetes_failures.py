@@ -10,13 +10,17 @@ import pytest
 
 from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.backends.kubernetes import failures, names
-from envscaler_airflow.backends.kubernetes.failures import Seen, failure_of, read_attempt, waiting_for
+from envscaler_airflow.backends.kubernetes import seen as reading
+from envscaler_airflow.backends.kubernetes.failures import failure_of, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.lost import unneeded
+from envscaler_airflow.backends.kubernetes.seen import Seen
+from envscaler_airflow.backends.kubernetes.waits import HOPELESS, WAITING, waiting_for
+from envscaler_airflow.lifecycle import ends
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
 AT = "2026-11-29T17:00:00Z"
-NOW = failures.timestamp(AT)
+NOW = reading.timestamp(AT)
 
 
 def pod(*, phase="Running", main=None, node="node0", index=0, meta=None, **status):
@@ -55,6 +59,11 @@ def when(kind, reason="", message="", status="True"):
         "message": message,
         "lastTransitionTime": AT,
     }
+
+
+def unscheduled(why):
+    """The scheduler's no."""
+    return when("PodScheduled", "Unschedulable", f"0/5 nodes are available: {why}", "False")
 
 
 def job(*conditions, nodes=1, stop=None, queue=None, suspend=False, **status):
@@ -181,6 +190,22 @@ WAITS = {
         pod(phase="Pending", main=waiting("InvalidImageName", "couldn't parse")),
         ("image", "InvalidImageName of train:1: couldn't parse"),
     ),
+    "claim is missing": (
+        pod(
+            phase="Pending",
+            node=None,
+            conditions=[unscheduled('persistentvolumeclaim "d" not found. not found')],
+        ),
+        ("refused", '0/5 nodes are available: persistentvolumeclaim "d" not found'),
+    ),
+    "claim is not bound": (
+        pod(
+            phase="Pending",
+            node=None,
+            conditions=[unscheduled("pod has unbound immediate PersistentVolumeClaims. not found")],
+        ),
+        ("volume", "0/5 nodes are available: pod has unbound immediate PersistentVolumeClaims"),
+    ),
     "Secret is missing": (
         pod(phase="Pending", main=waiting("CreateContainerConfigError", 'secret "absent" not found')),
         ("config", 'CreateContainerConfigError: secret "absent" not found'),
@@ -217,6 +242,8 @@ OTHERS = {
     "stop that was asked for": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
     "Job deleted": "test_a_job_that_is_gone_is_lost",
     "node overdue": "test_a_pod_on_a_silent_node_is_lost_after_three_minutes",
+    "pod stuck on a node that answers": "test_a_pod_on_a_silent_node_is_lost_after_three_minutes",
+    "volume out of reach": "test_a_volume_out_of_reach_is_no_want_of_capacity",
     "other part failed": "test_when_one_part_has_failed_the_others_are_not_needed",
 }
 """Rows that are told from more than one pod, and the test of each."""
@@ -254,6 +281,80 @@ def test_no_node_within_the_time_given_is_want_of_capacity():
     ]
 
     assert kinds == ["scheduling", "capacity", "scheduling"]
+
+
+@pytest.mark.parametrize(
+    ("why", "kind"),
+    [
+        ("5 node(s) had volume node affinity conflict. preemption", "placement"),
+        (
+            "2 node(s) didn't match Pod's node affinity/selector, 3 node(s) had no available volume zone. x",
+            "placement",
+        ),
+        (
+            "1 Insufficient cpu, 4 node(s) didn't match PersistentVolume's node affinity. preemption",
+            "capacity",
+        ),
+    ],
+)
+def test_a_volume_out_of_reach_is_no_want_of_capacity(why, kind):
+    """Unless a node that reaches it lacks room, by the scheduler's own words (D4)."""
+    body = pod(phase="Pending", node=None, conditions=[unscheduled(why)])
+
+    kinds = [waiting_for(body, Seen(None, server_time=NOW + at, wait_for_node_s=60))[0] for at in (59, 60)]
+
+    assert kinds == ["scheduling", kind]
+
+
+@pytest.mark.parametrize("name", ["Secret is missing", "claim is not bound", "volume cannot be mounted"])
+def test_what_a_pod_lacks_is_waited_for_and_then_refused(name):
+    """As long as for an image, by the server's clock; the words stay (D4)."""
+    bound = [when("PodScheduled")]
+    event = {"reason": "FailedMount", "message": "no such share", "involvedObject": {"uid": "pod-0"}}
+    bodies = {
+        "Secret is missing": pod(
+            phase="Pending", main=waiting("CreateContainerConfigError", "absent"), conditions=bound
+        ),
+        "claim is not bound": WAITS["claim is not bound"][0],
+        "volume cannot be mounted": pod(phase="Pending", main=waiting("ContainerCreating"), conditions=bound),
+    }
+
+    told = [
+        nodes_of(Seen(job(), (bodies[name],), events=(event,), server_time=NOW + at, wait_for_image_s=600))[0]
+        for at in (599, 600)
+    ]
+
+    assert told[0][1] in ("config", "volume")
+    assert told[1][:2] == ("pending", "refused")
+    assert told[1][2].startswith("not within 600 s: ")
+    assert told[1][2].endswith(told[0][2])
+
+
+def test_a_webhook_that_never_answers_is_given_up():
+    """From its first refusal on; a quota is waited for as long as the stage may (D3)."""
+    refusal = {
+        "reason": "FailedCreate",
+        "firstTimestamp": AT,
+        "message": 'failed calling webhook "w": refused',
+    }
+    quota = {**refusal, "message": "exceeded quota: gpus"}
+
+    def kind(event, at):
+        return nodes_of(Seen(job(), events=(event,), server_time=NOW + at, wait_for_image_s=600))[0][1]
+
+    assert [kind(refusal, at) for at in (599, 600)] == ["config", "refused"]
+    assert kind(quota, 86400) == "quota"
+
+
+def test_the_owner_has_a_branch_for_every_reason_that_is_told():
+    """Of a node that does not run yet, and of one that ended (D4)."""
+    kinds = {waiting_for(body, Seen(None))[0] for body, _ in WAITS.values()}
+    refusals = {"quota", "refused", "config", "queue"}
+
+    assert kinds | refusals <= WAITING | HOPELESS
+    assert {reason for reason, fate in ends.PENDING.items() if fate != "wait"} == HOPELESS
+    assert set(ends.PENDING) == WAITING | HOPELESS | {""}
+    assert {failure_of(body).reason for body, _ in ENDS.values()} <= set(ends.SEVERITY)
 
 
 def test_an_image_that_does_not_come_within_its_time_is_given_up():
@@ -390,6 +491,10 @@ def test_a_quota_and_a_queue_are_waits_with_a_reason():
         ('Pod "x" is invalid: spec.volumes[0].name: Required value', "refused"),
         ('pods "x" is forbidden: maximum cpu usage per Container is 2, but limit is 4', "refused"),
         ('pods "x" is forbidden: minimum memory usage per Pod is 1Gi, but request is 512Mi', "refused"),
+        ('admission webhook "w" denied the request: unsigned', "refused"),
+        ("ValidatingAdmissionPolicy 'p' with binding 'b' denied request: unsigned", "refused"),
+        ('pods "x" is forbidden: no PriorityClass with name high was found', "refused"),
+        ('pods "x" is forbidden: failed quota: q: must specify limits.cpu for: main', "refused"),
         ('failed calling webhook "w": connection refused', "config"),
     ],
 )
@@ -424,11 +529,12 @@ def overdue(seconds, *, ready=None):
 
 
 def test_a_pod_on_a_silent_node_is_lost_after_three_minutes():
-    """By the clock that wrote the deletion; a node that answers is given all the time it takes."""
+    """By the clock that wrote the deletion; a node that answers is given ten minutes (D4)."""
     assert nodes_of(overdue(179))[0][0] == "running"
     assert nodes_of(overdue(180))[0][:2] == ("lost", "lost")
     assert nodes_of(overdue(600, ready="Unknown"))[0][0] == "lost"
-    assert nodes_of(overdue(600, ready="True"))[0][0] == "running"
+    assert nodes_of(overdue(599, ready="True"))[0][0] == "running"
+    assert nodes_of(overdue(600, ready="True"))[0] == ("lost", "lost", "node node0 cannot end it since 600 s")
 
 
 def test_without_the_servers_clock_nothing_is_overdue():
@@ -443,7 +549,7 @@ def test_a_termination_message_is_data():
     for text in ("not json", '{"reason": "rm -rf"}', '{"reason": 3}', "[]"):
         got = failure_of(pod(phase="Failed", main=ended(3, message=text)))
         assert got.reason == "failed"
-        assert len(got.detail) <= failures.MAX_DETAIL_CHARACTERS
+        assert len(got.detail) <= reading.MAX_DETAIL_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -451,7 +557,7 @@ def test_a_termination_message_is_data():
 )
 def test_completed_indexes_are_read(text, expected):
     """Ranges and single ones."""
-    assert failures.indexes(text) == expected
+    assert reading.indexes(text) == expected
 
 
 def test_a_node_that_never_came_is_told_as_that_after_the_stop():
@@ -461,7 +567,7 @@ def test_a_node_that_never_came_is_told_as_that_after_the_stop():
     words = "0/5 nodes are available"
     over = when("Failed", "DeadlineExceeded")
 
-    assert failures.unmet(read_attempt(late, 1)) == words
+    assert failures.unmet(read_attempt(late, 1)) == ("capacity", words)
     assert nodes_of(Seen(job(over, stop={"grace_s": 0, "unmet": words}))) == [("ended", "capacity", words)]
     given_up = Seen(job(stop={"grace_s": 0}), (waits,), server_time=NOW + 60, wait_for_node_s=60)
     assert nodes_of(given_up)[0][:2] == ("pending", "scheduling")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,13 +14,12 @@ from envscaler_airflow.backends.base import (
     ResizeState,
     UsageInterval,
 )
-from envscaler_airflow.backends.kubernetes import failures, names, paths
+from envscaler_airflow.backends.kubernetes import names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect
-from envscaler_airflow.backends.kubernetes.failures import Seen, index_of, job_end, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
-from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily
+from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily, with_history
 from envscaler_airflow.backends.kubernetes.lost import free_lost, status_of, unneeded
-from envscaler_airflow.backends.kubernetes.mounts import drivers_for, holds_s
+from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.render import (
     MAIN,
@@ -33,8 +31,10 @@ from envscaler_airflow.backends.kubernetes.rescale import is_removable, rescale_
 from envscaler_airflow.backends.kubernetes.resize import ask, state_of
 from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
+from envscaler_airflow.backends.kubernetes.seen import Seen, index_of, job_end, stop_asked
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.backends.kubernetes.usage import unheld, usage_of
+from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
+from envscaler_airflow.backends.kubernetes.usage import came_late, usage_of
 from envscaler_airflow.backends.kubernetes.watch import View, shared_view
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 
@@ -43,13 +43,15 @@ if TYPE_CHECKING:
 
 SETTLE_S = 5.0
 """Longest that ``submit`` waits for the cluster's first word. Chosen: a scheduler answers in a second."""
-RELEASED_TTL_S = 3600
-"""How long a released Job stays so that no late repeat starts it anew, seconds. Chosen: longer than any
-slice of an owner lives."""
-STOP_DEADLINE_S = 1
-"""Deadline that ends a Job at once; its record stays. Source: recorded, activeDeadlineSeconds is mutable."""
 
 _POLL_S = 0.2
+_NOT_STARTED: Mapping[str, type[CapacityError | NoOfferError | SpecError]] = {
+    "capacity": CapacityError,
+    "placement": NoOfferError,
+    "image": SpecError,
+    "refused": SpecError,
+}
+"""What is raised for a start that is hopeless, by the reason of its pending node."""
 
 
 class KubernetesBackend:
@@ -339,17 +341,14 @@ class KubernetesBackend:
         """Wait a little for the scheduler's and the kubelet's first word, and take back what cannot run.
 
         Raises:
-            CapacityError, SpecError: With the scheduler's or the kubelet's own message.
+            CapacityError, NoOfferError, SpecError: With the cluster's own message.
         """
         for _ in range(math.ceil(SETTLE_S / _POLL_S)):
             status = self.observe(handle)
             for node in status.nodes:
-                if node.reason == "capacity":
+                if node.state == "pending" and node.reason in _NOT_STARTED:
                     self._take_back(handle)
-                    raise CapacityError(f"{handle.name}: {node.detail}")
-                if node.state == "pending" and node.reason in ("image", "refused"):
-                    self._take_back(handle)
-                    raise SpecError(f"{handle.name}: {node.detail}")
+                    raise _NOT_STARTED[node.reason](f"{handle.name}: {node.detail}")
             is_queued = any(node.reason == "queue" for node in status.nodes)
             if is_queued or all(node.state != "pending" for node in status.nodes):
                 return
@@ -357,7 +356,7 @@ class KubernetesBackend:
         if any(node.reason == "quota" for node in status.nodes):
             for part, seen in self._look(handle):
                 if not seen.pods:
-                    self._amend(part, {"metadata": {"annotations": {names.LATE: "true"}}})
+                    amend(self.cluster, part, {"metadata": {"annotations": {names.LATE: "true"}}})
 
     def _take_back(self, handle: Handle) -> None:
         for part in self._parts(handle):
@@ -408,12 +407,20 @@ class KubernetesBackend:
         """
         found = self._look(handle)
         for part, seen in unneeded(found):
-            self._stop(part, seen, grace_s=LEAST_GRACE_S)
+            stop_part(self.cluster, part, seen, grace_s=LEAST_GRACE_S)
         return tuple(name for _, seen in found for name in free_lost(self.cluster, seen))
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """Intervals of every node by the times in Jobs and pods. Raises BackendError."""
-        return usage_of(self._look(handle))
+        return usage_of(self._look_back(handle))
+
+    def _look_back(self, handle: Handle) -> list[tuple[Part, Seen]]:
+        """The same as :meth:`_look`, with the events that bills depend on; what they tell is kept longer."""
+        found = [(part, with_history(self.cluster, part, seen)) for part, seen in self._look(handle)]
+        for part, seen in found:
+            if came_late(seen, part):
+                amend(self.cluster, part, {"metadata": {"annotations": {names.LATE: "true"}}})
+        return found
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """What the kubelet keeps of each node's output, from byte *since* on."""
@@ -439,7 +446,7 @@ class KubernetesBackend:
         [(part, seen), *others] = self._look(handle)
         if others:
             raise BackendError(f"{handle.name}: an attempt on two offers cannot be rescaled in place")
-        if seen.job is None or job_end(seen.job) is not None or failures.stop_asked(seen.job) is not None:
+        if seen.job is None or job_end(seen.job) is not None or stop_asked(seen.job) is not None:
             raise BackendError(f"{handle.name}: it has ended, and cannot be rescaled")
         patch = rescale_patch(dict(seen.job), nodes)
         try:
@@ -491,78 +498,15 @@ class KubernetesBackend:
 
         The Job's record stays, so that any process can still tell how it ended.
         """
-        for part, seen in self._look(handle):
-            self._stop(part, seen, grace_s=grace_s)
-
-    def _stop(self, part: Part, seen: Seen, *, grace_s: float) -> None:
-        job = seen.job
-        if job is not None and job_end(job) is not None:
-            return
-        asked = None if job is None else failures.stop_asked(job)
-        if job is not None and (asked is None or grace_s <= 0 < float(asked.get("grace_s") or 0)):
-            never_came = failures.unmet(read_attempt(seen, part.nodes))
-            note: Json = {**(asked or {}), "grace_s": grace_s, "at": seen.server_time}
-            note |= {"unmet": never_came} if never_came else {}
-            note |= {"unheld": nodes} if asked is None and (nodes := unheld(seen, part)) else {}
-            if not self._amend(part, {"metadata": {"annotations": {names.STOP: json.dumps(note)}}}):
-                return
-        # Before the deadline, by which the Job would end them within the grace that they were made with; and
-        # never 0, so that the kubelet sees the end. What waits for a node has none: the deadline ends it.
-        grace = max(1, math.ceil(grace_s))
-        for pod in seen.pods:
-            is_over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-            if is_over or (job is not None and not pod["spec"].get("nodeName")):
-                continue
-            metadata = pod["metadata"]
-            path = paths.pods(metadata["namespace"], metadata["name"])
-            self.cluster.delete(path, uid=metadata["uid"], grace_s=grace)
-        if job is not None:
-            self._amend(part, {"spec": {"activeDeadlineSeconds": STOP_DEADLINE_S}})
-
-    def _amend(self, part: Part, patch: Json) -> bool:
-        """Patch its Job; False when that is gone by now, and its pods with it."""
-        body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": part.uid}}
-        try:
-            self.cluster.patch(paths.jobs(part.namespace, part.name), body)
-        except RefusedError as err:
-            if err.status not in (404, 409) or err.transient:
-                raise
-            return False
-        return True
+        for part, seen in self._look_back(handle):
+            stop_part(self.cluster, part, seen, grace_s=grace_s)
 
     def release(self, handle: Handle) -> None:
         """Remove the pods of an ended attempt; its Jobs stay for a while as the mark that it was."""
         found = self._look(handle)
         if status_of(found).is_over:
             for part, seen in found:
-                self._release(part, seen)
-
-    def _release(self, part: Part, seen: Seen) -> None:
-        job = seen.job
-        if job is None:
-            return
-        if job_end(job) is None and (job["spec"].get("suspend") or not seen.pods):
-            self.cluster.delete(paths.jobs(part.namespace, part.name), uid=part.uid)
-            return
-        kept = self._keeps(job)
-        patch: Json = {
-            "metadata": {"labels": {names.RELEASED: "true"}},
-            "spec": {"ttlSecondsAfterFinished": max(RELEASED_TTL_S, kept, holds_s(job, self.settings.ttl_s))},
-        }
-        if job_end(job) is None:
-            patch["spec"]["activeDeadlineSeconds"] = STOP_DEADLINE_S
-        if not self._amend(part, patch) or kept:
-            return
-        for pod in seen.pods:
-            where = paths.pods(part.namespace, pod["metadata"]["name"])
-            self.cluster.delete(where, uid=pod["metadata"]["uid"])
-
-    def _keeps(self, job: Mapping[str, Any]) -> int:
-        """Seconds that its pods stay for people to look at."""
-        keep = self.settings.keep
-        if keep == "never" or failures.condition(job, "Complete") is not None:
-            return 0
-        return self.settings.ttl_s if keep == "on-failure" else keep
+                release_part(self.cluster, part, seen, self.settings)
 
     def _read(self, name: str) -> Json | None:
         found = self.cluster.find(paths.jobs(self.namespace, name))
@@ -571,7 +515,7 @@ class KubernetesBackend:
 
 def _may_start(job: Json) -> bool:
     """True for a Job whose start was cut off, or that was just made."""
-    return not _is_started(job) and job_end(job) is None and failures.stop_asked(job) is None
+    return not _is_started(job) and job_end(job) is None and stop_asked(job) is None
 
 
 def _is_of(job: Json, request: AttemptRequest) -> bool:

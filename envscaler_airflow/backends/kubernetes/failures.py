@@ -5,17 +5,29 @@ The table of classes is ``docs/reference/failures.md``.
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import math
-import re
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from envscaler_airflow.backends.base import AttemptStatus, NodeState, NodeStatus
 from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.seen import (
+    MAX_DETAIL_CHARACTERS,
+    Json,
+    Seen,
+    condition,
+    container,
+    container_state,
+    first_sentence,
+    index_of,
+    indexes,
+    job_end,
+    joined,
+    stop_asked,
+    timestamp,
+)
+from envscaler_airflow.backends.kubernetes.waits import HOPELESS, refused_pod, waiting_for
 from envscaler_airflow.protocol import (
     END_REASONS,
     EXIT_LEFT,
@@ -25,7 +37,6 @@ from envscaler_airflow.protocol import (
     EXIT_STOPPED,
 )
 
-Json = Mapping[str, Any]
 Recovery = Literal["next-attempt", "more-memory", "replaced", "fail", "wait", "next-offer", "stop"]
 
 LOST_AFTER_S = 180.0
@@ -36,8 +47,13 @@ Source: issue of the backend. By the API server's clock, which wrote the time of
 HELD_S = 120.0
 """How long a pod may go on after its training although nobody ends it, seconds. Chosen: a node that shuts
 down ends all containers of a pod within that, one after the other."""
+STUCK_AFTER_S = 600.0
+"""How long a pod may be overdue on a node that answers before its node counts as lost, seconds.
+
+Chosen: longer than the kubelet's tries to unmount a volume take; a process in an uninterruptible wait never
+ends.
+"""
 MAIN = "main"
-MAX_DETAIL_CHARACTERS = 500
 
 _BY_EXIT_CODE = {
     0: "succeeded",
@@ -47,39 +63,11 @@ _BY_EXIT_CODE = {
     EXIT_SETUP_FAILED: "setup-failed",
     EXIT_NOT_FOUND: "not-found",
 }
+_BEFORE = {"capacity": "scheduling", "placement": "scheduling", "image": "pulling", "refused": "config"}
+"""What a wait that is over was before: once the attempt is given up, it is given up only once."""
+_PENDING = HOPELESS | {"gated"}
 _REFUSED = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "Unexpected")
 """How the kubelet names a pod that it does not take. Source: recorded; a prefix of status.reason."""
-_BAD_IMAGE = (
-    "InvalidImageName",
-    "ErrImageNeverPull",
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "ImageInspectError",
-)
-_NEVER = ("InvalidImageName", "ErrImageNeverPull")
-"""What no waiting heals, by the kubelet's reason."""
-_NOT_THERE = re.compile(
-    r"code = NotFound|: not found\b|manifest unknown|pull access denied|repository does not exist"
-    r"|unauthorized|401 Unauthorized|403 Forbidden|no match for platform",
-    re.IGNORECASE,
-)
-"""The same, by the runtime's words: the registry answered, and has no such image for us.
-
-Source: recorded (containerd: gRPC NotFound); OCI distribution specification, error codes; containerd's
-and Docker's messages. Anything else, such as a registry that does not answer, may heal.
-"""
-_REFUSED_PODS = (
-    ("exceeded quota", "quota"),
-    ("violates PodSecurity", "refused"),
-    (" is invalid: ", "refused"),
-    (" usage per Container is ", "refused"),
-    (" usage per Pod is ", "refused"),
-)
-"""Why the API server takes no pod of a Job, by its own words; ``refused`` is what no waiting heals.
-
-Source: recorded (quota); wording of the PodSecurity and LimitRanger admission plugins and of validation.
-"""
-_BAD_CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,97 +93,6 @@ class Failure:
 _JOB_DEADLINE = Failure("Job deadline", "deadline-exceeded", "fail", "ran into the deadline of its Job")
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the API server showed of one attempt.
-
-    Attributes:
-        job: None when it is gone, or is another of the same name.
-        pods: Of this Job, any order.
-        nodes: By name, as far as they may be read and were needed.
-        events: Warnings about the Job or its pods, any order.
-        server_time: Clock of the API server, seconds since the epoch; None when it did not say.
-        wait_for_node_s: Longest wait for a node, seconds.
-        wait_for_image_s: Longest wait for an image once a node is there, seconds.
-    """
-
-    job: Json | None
-    pods: tuple[Json, ...] = ()
-    nodes: Mapping[str, Json] = field(default_factory=dict)
-    events: tuple[Json, ...] = ()
-    server_time: float | None = None
-    wait_for_node_s: float = 0.0
-    wait_for_image_s: float = math.inf
-
-
-# -- reading objects
-
-
-def timestamp(text: str | None) -> float | None:
-    """Seconds since the epoch of ``2026-11-29T17:27:27Z``; None for none."""
-    return None if not text else dt.datetime.fromisoformat(text).timestamp()
-
-
-def condition(body: Json, kind: str) -> Json | None:
-    """The condition of that type when it is True; they have no order."""
-    found = (body.get("status") or {}).get("conditions") or ()
-    return next((one for one in found if one["type"] == kind and one["status"] == "True"), None)
-
-
-def _any_condition(body: Json, kind: str) -> Json | None:
-    found = (body.get("status") or {}).get("conditions") or ()
-    return next((one for one in found if one["type"] == kind), None)
-
-
-def index_of(pod: Json) -> int | None:
-    """The pod's completion index; None when it is no pod of an Indexed Job."""
-    metadata = pod["metadata"]
-    for marks in (metadata.get("labels"), metadata.get("annotations")):
-        text = (marks or {}).get(names.INDEX)
-        if text is not None and text.isdigit():
-            return int(text)
-    return None
-
-
-def job_end(job: Json) -> Json | None:
-    """The condition that ended the Job for good, None while it runs."""
-    return condition(job, "Complete") or condition(job, "Failed")
-
-
-def indexes(text: str | None) -> frozenset[int]:
-    """Indexes of ``completedIndexes``: ``0-2,5``."""
-    found: set[int] = set()
-    for part in (text or "").split(","):
-        low, _, high = part.partition("-")
-        if low:
-            found.update(range(int(low), int(high or low) + 1))
-    return frozenset(found)
-
-
-def stop_asked(job: Json) -> Json | None:
-    """What :data:`names.STOP` holds; None when nobody asked."""
-    text = (job["metadata"].get("annotations") or {}).get(names.STOP)
-    try:
-        body = json.loads(text) if text else None
-    except ValueError:
-        return {}
-    return body if isinstance(body, dict) else None
-
-
-def first_sentence(text: str) -> str:
-    """The part of a scheduler's message that does not change from version to version."""
-    return text.split(". ", 1)[0].rstrip(".")[:MAX_DETAIL_CHARACTERS]
-
-
-def _container(pod: Json, name: str, *, init: bool = False) -> Json | None:
-    found = (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
-    return next((one for one in found if one["name"] == name), None)
-
-
-def _state(container: Json | None, kind: str) -> Json | None:
-    return ((container or {}).get("state") or {}).get(kind)
-
-
 # -- the end of one pod
 
 
@@ -206,7 +103,7 @@ def failure_of(pod: Json) -> Failure:
     if reason.startswith(_REFUSED):
         return Failure("refused by the node", "lost", "next-attempt", f"{reason}: {first_sentence(message)}")
     disruption = condition(pod, "DisruptionTarget")
-    main = _state(_container(pod, MAIN), "terminated")
+    main = container_state(container(pod, MAIN), "terminated")
     if main is not None and main.get("reason") == "OOMKilled":
         return _out_of_memory(main)
     if disruption is not None:
@@ -223,16 +120,16 @@ def failure_of(pod: Json) -> Failure:
 
 def _failed_before(pod: Json, reason: str, message: str) -> Failure:
     """A pod that failed although its training never ran."""
-    for container in (pod.get("status") or {}).get("initContainerStatuses") or ():
-        end = _state(container, "terminated")
+    for one in (pod.get("status") or {}).get("initContainerStatuses") or ():
+        end = container_state(one, "terminated")
         if end is not None and end.get("exitCode"):
-            detail = f"container {container['name']}: {end.get('reason')}, exit code {end.get('exitCode')}"
+            detail = f"container {one['name']}: {end.get('reason')}, exit code {end.get('exitCode')}"
             said = str(end.get("message") or "").strip()
             return Failure(
-                "set-up", "setup-failed", "fail", _joined(detail, said), exit_code=int(end["exitCode"])
+                "set-up", "setup-failed", "fail", joined(detail, said), exit_code=int(end["exitCode"])
             )
     if reason or message:
-        return Failure("node", "lost", "next-attempt", _joined(reason, message))
+        return Failure("node", "lost", "next-attempt", joined(reason, message))
     return Failure("node", "lost", "next-attempt", "the pod failed and nobody said why")
 
 
@@ -271,86 +168,15 @@ def _said(end: Json) -> tuple[str | None, str]:
     return (reason, detail[:MAX_DETAIL_CHARACTERS]) if reason in END_REASONS else (None, "")
 
 
-def _joined(*parts: str) -> str:
-    return ": ".join(part for part in parts if part)[:MAX_DETAIL_CHARACTERS]
-
-
-# -- what a pod waits for
-
-
-def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
-    """``(kind, detail)`` of a pod that does not run yet.
-
-    Kinds: ``scheduling``, ``capacity`` (no node within the time given), ``gated``, ``pulling``, ``image``
-    (it can never be had, or did not come within the time given), ``config``, ``volume``, ``starting``.
-    """
-    scheduled = _any_condition(pod, "PodScheduled")
-    if scheduled is not None and scheduled["status"] == "False":
-        if scheduled.get("reason") == "SchedulingGated":
-            return "gated", "waits for its scheduling gates"
-        waited = _since(scheduled, seen)
-        is_over = not seen.wait_for_node_s or (waited is not None and waited >= seen.wait_for_node_s)
-        message = first_sentence(str(scheduled.get("message") or "Unschedulable"))
-        return ("capacity" if is_over else "scheduling"), message
-    if scheduled is None and not (pod.get("spec") or {}).get("nodeName"):
-        return "scheduling", "waits for the scheduler"
-    for container in _waiting_containers(pod):
-        state = _state(container, "waiting") or {}
-        reason, message = str(state.get("reason") or ""), str(state.get("message") or "")
-        if reason in _BAD_IMAGE:
-            if reason == "ImagePullBackOff":  # alternates with the other: one wait is shown once
-                reason, message = "ErrImagePull", message.rpartition("ErrImagePull: ")[2]
-            detail = _joined(f"{reason} of {container.get('image', '')}", message)
-            if _is_hopeless(reason, message):
-                return "image", detail
-            return _late_image(detail, pod, seen)
-        if reason in _BAD_CONFIG:
-            return "config", _joined(reason, message)
-    mounts = [one for one in seen.events if one.get("reason") == "FailedMount" and _is_about(one, pod)]
-    if mounts:
-        return "volume", first_sentence(str(mounts[-1].get("message") or "FailedMount"))
-    return "starting", ""
-
-
-def _since(condition: Json, seen: Seen) -> float | None:
-    """Seconds since it became what it is, by the API server's clock; None when nobody can tell."""
-    at = timestamp(condition.get("lastTransitionTime"))
-    return None if at is None or seen.server_time is None else seen.server_time - at
-
-
-def _is_hopeless(reason: str, message: str) -> bool:
-    """True for an image that can never be had."""
-    return reason in _NEVER or _NOT_THERE.search(message) is not None
-
-
-def _late_image(detail: str, pod: Json, seen: Seen) -> tuple[str, str]:
-    """An image that may still come: until it has not for its time, since its pod has a node."""
-    bound = condition(pod, "PodScheduled")
-    waited = None if bound is None else _since(bound, seen)
-    if waited is None or waited < seen.wait_for_image_s:
-        return "pulling", detail
-    return "image", _joined(f"not within {seen.wait_for_image_s:g} s", detail)
-
-
-def _waiting_containers(pod: Json) -> Iterable[Json]:
-    status = pod.get("status") or {}
-    yield from status.get("initContainerStatuses") or ()
-    yield from status.get("containerStatuses") or ()
-
-
-def _is_about(event: Json, body: Json) -> bool:
-    involved = event.get("involvedObject") or event.get("regarding") or {}
-    return bool(involved.get("uid") == body["metadata"].get("uid"))
-
-
 # -- the whole attempt
 
 
-def unmet(status: AttemptStatus) -> str | None:
-    """Why an attempt that never began could not be had; None when any node of it ran."""
+def unmet(status: AttemptStatus) -> tuple[str, str] | None:
+    """``(kind, detail)`` of what an attempt of which no node began did not get; None when any node ran."""
     if any(node.state not in ("pending", "starting") for node in status.nodes):
         return None
-    return next((node.detail for node in status.nodes if node.reason == "capacity"), None)
+    found = (node for node in status.nodes if node.reason in ("capacity", "placement"))
+    return next(((node.reason, node.detail) for node in found), None)
 
 
 def read_attempt(seen: Seen, nodes: int, *, first: int = 0) -> AttemptStatus:
@@ -408,15 +234,19 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
     silent = _silent_node(seen, node, pod)
     if silent is not None:
         return silent
-    main = _container(pod, MAIN)
-    if _state(main, "running") is not None or _state(main, "terminated") is not None:
+    stuck = _stuck(seen, job, node, pod)
+    if stuck is not None:
+        return stuck
+    main = container(pod, MAIN)
+    if container_state(main, "running") is not None or container_state(main, "terminated") is not None:
         if is_held(pod, seen):
             return _told(job, node, failure_of(pod))
         return NodeStatus(node, "running", detail=_held_by(pod) or _leaving(pod, job))
     kind, detail = waiting_for(pod, seen)
     if stop_asked(job) is not None:  # given up already
-        kind = {"capacity": "scheduling", "image": "pulling"}.get(kind, kind)
-    state: NodeState = "pending" if kind in ("scheduling", "capacity", "gated", "image") else "starting"
+        kind = _BEFORE.get(kind, kind)
+    is_bound = bool((pod.get("spec") or {}).get("nodeName"))
+    state: NodeState = "starting" if is_bound and kind not in _PENDING else "pending"
     return NodeStatus(node, state, reason="" if kind == "starting" else kind, detail=detail)
 
 
@@ -430,9 +260,22 @@ def _silent_node(seen: Seen, node: int, pod: Json) -> NodeStatus | None:
     return NodeStatus(node, "lost", reason="lost", detail=detail)
 
 
+def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:
+    """A pod that its kubelet, which answers, cannot end; None for any other."""
+    silence = silent_for(pod, seen)
+    if silence is None or silence < HELD_S:
+        return None
+    if container_state(container(pod, MAIN), "terminated") is not None:
+        return _told(job, node, failure_of(pod))
+    if silence < STUCK_AFTER_S:
+        return None
+    where = (pod.get("spec") or {}).get("nodeName")
+    return NodeStatus(node, "lost", reason="lost", detail=f"node {where} cannot end it since {silence:.0f} s")
+
+
 def is_held(pod: Json, seen: Seen) -> bool:
     """True for a pod whose training has ended a while ago, and that only containers of others keep."""
-    end = timestamp((_state(_container(pod, MAIN), "terminated") or {}).get("finishedAt"))
+    end = timestamp((container_state(container(pod, MAIN), "terminated") or {}).get("finishedAt"))
     if end is None or seen.server_time is None or not _held_by(pod):
         return False
     return seen.server_time - end >= HELD_S
@@ -444,12 +287,12 @@ def _held_by(pod: Json) -> str:
     The kubelet ends a pod when all but its native sidecars have ended: one that somebody's webhook added as a
     plain container, such as a proxy of a service mesh, never does.
     """
-    if _state(_container(pod, MAIN), "terminated") is None:
+    if container_state(container(pod, MAIN), "terminated") is None:
         return ""
     if pod["metadata"].get("deletionTimestamp") or condition(pod, "DisruptionTarget") is not None:
         return ""
     others = (pod.get("status") or {}).get("containerStatuses") or ()
-    names_of = [one["name"] for one in others if _state(one, "running") is not None]
+    names_of = [one["name"] for one in others if container_state(one, "running") is not None]
     return f"its training has ended, but container {names_of[0]} still runs" if names_of else ""
 
 
@@ -475,14 +318,6 @@ def is_silent(pod: Json, seen: Seen) -> bool:
     return condition(node, "Ready") is None
 
 
-def is_waiting_silently(pod: Json) -> bool:
-    """True for a pod that is bound to a node and does not say what it waits for: only events may tell."""
-    if (pod.get("status") or {}).get("phase") != "Pending" or not (pod.get("spec") or {}).get("nodeName"):
-        return False
-    reasons = {str((_state(one, "waiting") or {}).get("reason") or "") for one in _waiting_containers(pod)}
-    return not reasons & {*_BAD_IMAGE, *_BAD_CONFIG}
-
-
 def lacks_pods(seen: Seen) -> bool:
     """True for a Job that may have pods and has fewer than it wants: only events may tell why."""
     if seen.job is None or job_end(seen.job) is not None or (seen.job.get("spec") or {}).get("suspend"):
@@ -506,11 +341,10 @@ def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStat
         if queue:
             return NodeStatus(node, "pending", reason="queue", detail=f"waits for its Kueue queue {queue}")
         return NodeStatus(node, "pending", detail="its Job is suspended")
-    refused = [one for one in seen.events if one.get("reason") == "FailedCreate"]
-    if refused:
-        message = str(refused[-1].get("message") or "")
-        kind = next((kind for words, kind in _REFUSED_PODS if words in message), "config")
-        return NodeStatus(node, "pending", reason=kind, detail=message[:MAX_DETAIL_CHARACTERS])
+    refused = refused_pod(seen)
+    if refused is not None:
+        kind = refused[0] if stop_asked(job) is None else _BEFORE.get(refused[0], refused[0])
+        return NodeStatus(node, "pending", reason=kind, detail=refused[1])
     return NodeStatus(node, "pending", detail="its pod is being made")
 
 
@@ -521,7 +355,7 @@ def _by_job(job: Json, node: int, end: Json) -> Failure:
     reason, message = str(end.get("reason") or ""), str(end.get("message") or "")
     if reason == "DeadlineExceeded":
         return _JOB_DEADLINE
-    return Failure("echo", "killed", "next-attempt", f"ended with its Job: {_joined(reason, message)}")
+    return Failure("echo", "killed", "next-attempt", f"ended with its Job: {joined(reason, message)}")
 
 
 def _told(job: Json, node: int, failure: Failure) -> NodeStatus:
@@ -534,7 +368,8 @@ def _told(job: Json, node: int, failure: Failure) -> NodeStatus:
         failure = _JOB_DEADLINE
     if asked is not None and failure.reason in ("deadline-exceeded", "killed", "stopped"):
         if asked.get("unmet"):
-            return NodeStatus(node, "ended", reason="capacity", detail=str(asked["unmet"]))
+            kind = "placement" if asked.get("unmet_kind") == "placement" else "capacity"
+            return NodeStatus(node, "ended", reason=kind, detail=str(asked["unmet"]))
         grace_s = float(asked.get("grace_s") or 0.0)
         reason = "stopped" if grace_s > 0 else "killed"
         return NodeStatus(node, "ended", failure.exit_code, failure.signal, reason, "it was asked to stop")

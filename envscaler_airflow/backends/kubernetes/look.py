@@ -9,9 +9,11 @@ from dataclasses import replace
 from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.backends.kubernetes import failures, names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
-from envscaler_airflow.backends.kubernetes.failures import Seen
 from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.seen import Seen, job_end
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.usage import needs_history
+from envscaler_airflow.backends.kubernetes.waits import is_waiting_silently
 from envscaler_airflow.backends.kubernetes.watch import View
 
 
@@ -25,7 +27,7 @@ def look_at(part: Part, cluster: Cluster, view: View | None, settings: Settings)
     # A view may be older than the Job: nothing is gone before the server says so. And of its two watches one
     # may be behind: a Job ends after its pods, so beside an ended one none runs on, or is still to come.
     is_whole = len(pods) >= part.nodes and all(map(_is_over, pods))
-    if job is None or (failures.job_end(job) is not None and view is not None and not is_whole):
+    if job is None or (job_end(job) is not None and view is not None and not is_whole):
         job, pods, server_time = _fetch(cluster, part)
     if job is not None and job["metadata"]["uid"] != part.uid:
         job = None
@@ -113,9 +115,29 @@ def _silent_nodes(cluster: Cluster, seen: Seen) -> dict[str, Json]:
     return nodes
 
 
+def with_history(cluster: Cluster, part: Part, seen: Seen) -> Seen:
+    """*seen* with all events of its Job where the bill depends on them; they stay for an hour by default."""
+    if seen.job is None or not needs_history(seen, part):
+        return seen
+    query = {"fieldSelector": f"involvedObject.uid={part.uid}"}
+    try:
+        events = cluster.list(paths.events(part.namespace), query).body["items"]
+    except RefusedError as err:
+        if err.status != 403:
+            raise
+        return seen
+    made: dict[int, frozenset[str]] = {}
+    for event in events:
+        name = str(event.get("message") or "").removeprefix("Created pod: ")
+        index = name.removeprefix(f"{part.name}-").partition("-")[0]
+        if event.get("reason") == "SuccessfulCreate" and index.isdigit():
+            made[int(index)] = made.get(int(index), frozenset()) | {name}
+    return replace(seen, events=(*seen.events, *events), made=made)
+
+
 def _warnings(cluster: Cluster, view: View | None, seen: Seen) -> tuple[Json, ...]:
     """Warnings about pods that wait without a word, and about a Job that lacks pods, as far as readable."""
-    about = [pod for pod in seen.pods if failures.is_waiting_silently(pod)]
+    about = [pod for pod in seen.pods if is_waiting_silently(pod)]
     if seen.job is not None and failures.lacks_pods(seen):
         about.append(seen.job)
     found: list[Json] = []

@@ -10,15 +10,12 @@ from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, RefusedError
 from envscaler_airflow.backends.kubernetes.failures import (
     LOST_AFTER_S,
-    Seen,
-    condition,
     is_silent,
-    job_end,
     read_attempt,
     silent_for,
-    stop_asked,
 )
 from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.seen import Seen, condition, job_end, stop_asked
 
 _WENT = ("succeeded", "left", "stopped", "orphaned")
 _NOTE = "its node does not answer, and it is overdue; given up by envscaler"

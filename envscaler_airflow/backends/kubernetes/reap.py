@@ -10,8 +10,8 @@ from typing import Any
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend
-from envscaler_airflow.backends.kubernetes.failures import job_end, timestamp
 from envscaler_airflow.backends.kubernetes.handles import handle_of
+from envscaler_airflow.backends.kubernetes.seen import job_end, timestamp
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import RunState
 

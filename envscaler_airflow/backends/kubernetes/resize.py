@@ -7,7 +7,8 @@ from typing import Any
 from envscaler_airflow.backends.base import ResizeState
 from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
-from envscaler_airflow.backends.kubernetes.failures import MAIN, condition
+from envscaler_airflow.backends.kubernetes.failures import MAIN
+from envscaler_airflow.backends.kubernetes.seen import condition
 from envscaler_airflow.catalog.kubernetes import quantity
 
 MIB = 1 << 20

@@ -76,8 +76,9 @@ class Settings(BaseModel):
             what the cloud asks for the type, which the catalog tells.
         node_selector: Labels of the nodes that stages may use, such as those of a pool; {} for all.
         wait_for_node_s: Longest wait for a node; 0 on clusters that add none.
-        wait_for_image_s: Longest wait for an image that cannot be pulled, once a node is there. Default
-            chosen: a registry is back by then, or somebody must look.
+        wait_for_image_s: Longest wait for what a pod lacks: an image whose registry does not answer, a
+            Secret, a volume that is not bound or mounted, a webhook. Default chosen: it is back by then, or a
+            person must look.
         queue: Kueue queue; the Job is made suspended and Kueue admits it.
         priority_class: Of the pods.
         pod_override: Pod template (metadata and spec) that is laid over ours.

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.failures import (
+from envscaler_airflow.backends.kubernetes.failures import is_held
+from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.seen import (
     Json,
     Seen,
     index_of,
-    is_held,
     job_end,
     stop_asked,
     timestamp,
 )
-from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.waits import first_told
 
 MADE_AGAIN_S = 60.0
 """So much later than its Job began a node's first pod that is shown was not its first, seconds. Chosen: a Job
@@ -48,7 +49,7 @@ def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
     """
     found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
     known = {interval.node for interval in found} | {index_of(pod) for pod in seen.pods}
-    known |= _given_up(seen, part)
+    known |= _given_up(seen, part) | refused_from_the_start(seen, part)
     others = (_of_job(node, seen, part) for node in range(part.nodes) if node not in known)
     found += [interval for interval in others if interval is not None]
     found += _of_gone_pods(seen, part)
@@ -64,7 +65,8 @@ def unheld(seen: Seen, part: Part) -> list[int]:
     if seen.job is None:
         return []
     if not seen.pods:
-        return list(range(part.nodes)) if _is_late(seen.job) else []
+        late = set(range(part.nodes)) if _is_late(seen.job) else refused_from_the_start(seen, part)
+        return sorted(late)
     held = {one.node - part.first for one in intervals(seen, part)}
     return [node for node in range(part.nodes) if node not in held]
 
@@ -106,18 +108,53 @@ def _of_gone_pods(seen: Seen, part: Part) -> Iterator[UsageInterval]:
         node, at = index_of(pod), timestamp(pod["metadata"].get("creationTimestamp"))
         if node is not None and at is not None:
             made[node] = min(at, made.get(node, at))
-    firsts = {index_of(pod) for pod in seen.pods if _is_first(pod, job)}
+    firsts = {index_of(pod) for pod in seen.pods if _is_first(pod, seen)}
     for node, at in made.items():
         if node < begun and node not in firsts and start is not None and at - start > MADE_AGAIN_S:
             yield UsageInterval(node, start, at)
 
 
-def _is_first(pod: Json, job: Json) -> bool:
+def _was_refused_early(seen: Seen) -> bool:
+    """True when the API server refused a pod within moments of the Job's start: a quota, a policy."""
+    start = timestamp(((seen.job or {}).get("status") or {}).get("startTime"))
+    told = [timestamp(first_told(one)) for one in seen.events if one.get("reason") == "FailedCreate"]
+    return start is not None and any(at is not None and at - start <= MADE_AGAIN_S for at in told)
+
+
+def refused_from_the_start(seen: Seen, part: Part) -> set[int]:
+    """Nodes that never had a pod, since the API server refused each; by the events of the Job."""
+    if seen.made is None or not _was_refused_early(seen):
+        return set()
+    shown = {index for pod in seen.pods if (index := index_of(pod)) is not None}
+    return set(range(part.nodes)) - set(seen.made) - shown
+
+
+def needs_history(seen: Seen, part: Part) -> bool:
+    """True where the bill depends on whether nodes had pods before those that are shown."""
+    job = seen.job
+    if job is None or not (job.get("status") or {}).get("startTime") or _is_late(job):
+        return False
+    shown = {index_of(pod) for pod in seen.pods}
+    return len(shown) < part.nodes or any(True for _ in _of_gone_pods(seen, part))
+
+
+def came_late(seen: Seen, part: Part) -> bool:
+    """True when the first pod of a node came late, after refusals, and is shown."""
+    return (
+        seen.made is not None
+        and any(True for _ in _of_gone_pods(replace(seen, made=None), part))
+        and (not any(True for _ in _of_gone_pods(seen, part)))
+    )
+
+
+def _is_first(pod: Json, seen: Seen) -> bool:
     """True where the cluster says that no pod of the node was before, or its Job had none for a quota."""
-    notes = pod["metadata"].get("annotations") or {}
+    notes, index = pod["metadata"].get("annotations") or {}, index_of(pod)
     if names.INDEX_FAILURES in notes:
         return notes[names.INDEX_FAILURES] == "0" and names.INDEX_IGNORED not in notes
-    return _is_late(job)
+    if seen.made is not None and index is not None and _was_refused_early(seen):
+        return seen.made.get(index, frozenset()) <= {pod["metadata"]["name"]}
+    return _is_late(seen.job or {})
 
 
 def _is_late(job: Json) -> bool:

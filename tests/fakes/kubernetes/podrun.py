@@ -272,7 +272,7 @@ class PodRun:
         if not self.stopping:
             self.say("Killing", f"Stopping container {one.name}", container=one)
             seconds = self.pod["spec"].get("terminationGracePeriodSeconds", 30)
-            self._later(seconds, lambda: one.execution and one.execution.kill())
+            self._later(seconds, lambda: one.execution and not self.is_held and one.execution.kill())
         one.execution.terminate()
 
     def _restart(self, one: Container) -> None:

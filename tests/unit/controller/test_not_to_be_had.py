@@ -112,7 +112,7 @@ def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
     world.backend.set_state(world.handle, "pending", reason="image", detail=detail)
 
     owner.resume(world.watch(waiting).poll())
-    with pytest.raises(RunFailedError, match="its image cannot be had: " + detail[:12]):
+    with pytest.raises(RunFailedError, match="its image is not available: " + detail[:12]):
         owner.resume(Wake("status"))
 
     assert len(world.state.attempts) == 1
@@ -138,7 +138,7 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
     world.say(ended=Ended(exit_code=85, reason="left"), step=50, checkpoint=saved)
     world.backend.end(world.handle, node=0, exit_code=85, reason="left")
     owner.resume(Wake("status"))
-    with pytest.raises(RunFailedError, match="its image cannot be had: ErrImagePull of x"):
+    with pytest.raises(RunFailedError, match="its image is not available: ErrImagePull of x"):
         owner.resume(Wake("status"))
 
     assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
@@ -192,7 +192,7 @@ def test_what_trains_and_does_not_go_is_killed_when_its_time_is_over(world):
     wake = watch.poll()
     owner.resume(wake)
 
-    with pytest.raises(RunFailedError, match="its image cannot be had"):
+    with pytest.raises(RunFailedError, match="its image is not available"):
         owner.resume(Wake("status"))
 
     assert wake.kind == "overdue"

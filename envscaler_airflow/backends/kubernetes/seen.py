@@ -1,0 +1,128 @@
+"""What the API server shows of one attempt, and how its objects are read. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envscaler_airflow.backends.kubernetes import names
+
+Json = Mapping[str, Any]
+
+MAX_DETAIL_CHARACTERS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the API server showed of one attempt.
+
+    Attributes:
+        job: None when it is gone, or is another of the same name.
+        pods: Of this Job, any order.
+        nodes: By name, as far as they may be read and were needed.
+        events: Warnings about the Job or its pods, any order.
+        server_time: Clock of the API server, seconds since the epoch; None when it did not say.
+        wait_for_node_s: Longest wait for a node, seconds.
+        wait_for_image_s: Longest wait, once a node is there, for an image or anything else that a pod needs
+            and its node lacks, seconds.
+        made: Names of the pods that the Job made, by node, as its events say; None where they were not asked
+            for.
+    """
+
+    job: Json | None
+    pods: tuple[Json, ...] = ()
+    nodes: Mapping[str, Json] = field(default_factory=dict)
+    events: tuple[Json, ...] = ()
+    server_time: float | None = None
+    wait_for_node_s: float = 0.0
+    wait_for_image_s: float = math.inf
+    made: Mapping[int, frozenset[str]] | None = None
+
+
+def timestamp(text: str | None) -> float | None:
+    """Seconds since the epoch of ``2026-11-29T17:27:27Z``; None for none."""
+    return None if not text else dt.datetime.fromisoformat(text).timestamp()
+
+
+def condition(body: Json, kind: str) -> Json | None:
+    """The condition of that type when it is True; they have no order."""
+    found = (body.get("status") or {}).get("conditions") or ()
+    return next((one for one in found if one["type"] == kind and one["status"] == "True"), None)
+
+
+def any_condition(body: Json, kind: str) -> Json | None:
+    """The condition of that type, whatever its status."""
+    found = (body.get("status") or {}).get("conditions") or ()
+    return next((one for one in found if one["type"] == kind), None)
+
+
+def index_of(pod: Json) -> int | None:
+    """The pod's completion index; None when it is no pod of an Indexed Job."""
+    metadata = pod["metadata"]
+    for marks in (metadata.get("labels"), metadata.get("annotations")):
+        text = (marks or {}).get(names.INDEX)
+        if text is not None and text.isdigit():
+            return int(text)
+    return None
+
+
+def job_end(job: Json) -> Json | None:
+    """The condition that ended the Job for good, None while it runs."""
+    return condition(job, "Complete") or condition(job, "Failed")
+
+
+def indexes(text: str | None) -> frozenset[int]:
+    """Indexes of ``completedIndexes``: ``0-2,5``."""
+    found: set[int] = set()
+    for part in (text or "").split(","):
+        low, _, high = part.partition("-")
+        if low:
+            found.update(range(int(low), int(high or low) + 1))
+    return frozenset(found)
+
+
+def stop_asked(job: Json) -> Json | None:
+    """What :data:`names.STOP` holds; None when nobody asked."""
+    text = (job["metadata"].get("annotations") or {}).get(names.STOP)
+    try:
+        body = json.loads(text) if text else None
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else None
+
+
+def first_sentence(text: str) -> str:
+    """The part of a scheduler's message that does not change from version to version."""
+    return text.split(". ", 1)[0].rstrip(".")[:MAX_DETAIL_CHARACTERS]
+
+
+def container(pod: Json, name: str, *, init: bool = False) -> Json | None:
+    """Status of the pod's container *name*; None while it has none."""
+    found = (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
+    return next((one for one in found if one["name"] == name), None)
+
+
+def container_state(one: Json | None, kind: str) -> Json | None:
+    """What is said of the state *kind* (waiting, running, terminated); None when it is in another."""
+    return ((one or {}).get("state") or {}).get(kind)
+
+
+def joined(*parts: str) -> str:
+    """*parts* that say something, on one line."""
+    return ": ".join(part for part in parts if part)[:MAX_DETAIL_CHARACTERS]
+
+
+def since(at: str | None, seen: Seen) -> float | None:
+    """Seconds since *at* by the API server's clock; None when either is unknown."""
+    when = timestamp(at)
+    return None if when is None or seen.server_time is None else seen.server_time - when
+
+
+def is_about(event: Json, body: Json) -> bool:
+    """True when *event* is about the object *body*."""
+    involved = event.get("involvedObject") or event.get("regarding") or {}
+    return bool(involved.get("uid") == body["metadata"].get("uid"))

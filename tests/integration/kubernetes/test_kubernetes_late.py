@@ -1,0 +1,300 @@
+"""What a cluster says late, or never takes back: refusals, volumes, pods that stay."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.kubernetes import CLAIMS, JOBS, NAMESPACES, PODS, QUOTAS, Pace, Program
+from integration.kubernetes.rig import OFFER, eventually, over, request_for, running
+
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.backends.kubernetes import client
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.stage import Stage, Waiting, Wake
+from envscaler_airflow.errors import NoOfferError, RunFailedError, SpecError
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.stockouts import stockouts
+
+KEY = RunKey("deployment", "dag", "run", "train")
+CLAIM = {"name": "d", "source": "pvc://data", "mount_path": "/data"}
+
+
+class Stagehand:
+    """One stage on the cluster, whose owner is called by hand."""
+
+    def __init__(self, folder, backend, **spec):
+        """Start nothing yet."""
+        body = {
+            "version": "v1",
+            "name": "train",
+            "entrypoint": ["python", "train.py"],
+            "resources": {"requests": {"cpu": "1", "memory": "64Mi"}},
+            **spec,
+        }
+        self.backend = backend
+        self.store = open_store(f"file://{folder}/store")
+        check_store(self.store)
+        self.log = EventLog(self.store, KEY.prefix)
+        self.owner = Controller(
+            store=self.store,
+            key=KEY,
+            backend=backend,
+            actor=Actor("ti", 1, 3),
+            stage=Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0),
+        )
+
+    @property
+    def state(self):
+        """Fold of its events."""
+        return self.log.load()
+
+    @property
+    def handle(self):
+        """Of the newest attempt."""
+        return Handle.from_dict(self.state.attempts[-1].handle)
+
+    def node(self):
+        """What the backend says of node 0."""
+        return self.backend.observe(self.handle).nodes[0]
+
+    def goes_on(self, claim, *, seconds=30):
+        """Call the owner until *claim* of the state holds, as its trigger does on a change."""
+
+        def call():
+            got = self.owner.resume(Wake("backoff"))
+            assert isinstance(got, Waiting)
+            return self.state
+
+        return eventually(call, claim, seconds=seconds)
+
+
+@pytest.fixture
+def stage(cluster, connect, tmp_path, monkeypatch):
+    """Makes one stage; the API server's clock is the cluster's."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+
+    def make(*, settings=None, **spec):
+        return Stagehand(tmp_path, connect(**(settings or {})), **spec)
+
+    return make
+
+
+def standard(cluster):
+    """Enforce the restricted pod security standard."""
+    labels = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    cluster.api.patch(NAMESPACES, "", "default", "application/merge-patch+json", labels)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "spec", "settings", "words"),
+    [
+        (lambda cluster: cluster.deny_pods("unsigned"), {}, {}, r"denied the request: unsigned"),
+        (lambda _cluster: None, {}, {"priority_class": "absent"}, "no PriorityClass with name absent"),
+    ],
+    ids=["webhook", "priority-class"],
+)
+def test_a_refusal_that_is_told_late_fails_the_run(cluster, stage, refuse, spec, settings, words):
+    """The event comes after the start was taken for good: the run fails with its words, unbilled (D3)."""
+    cluster.pace = Pace(refusal_s=40)
+    refuse(cluster)
+    run = stage(settings=settings, **spec)
+    run.owner.enter()
+    assert run.node().reason == ""
+
+    eventually(run.node, lambda node: node.reason == "refused")
+    with pytest.raises(RunFailedError, match=words):
+        run.goes_on(lambda _state: False)
+
+    state = run.state
+    assert (state.status, state.failure) == ("failed", "refused")
+    assert state.attempts[-1].ended["usage"] == []
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+
+
+def test_a_pod_that_is_made_again_and_refused_ends_the_run(cluster, stage):
+    """A policy came while it ran: its next pod is refused, and nothing waits for ever (D3)."""
+    run = stage()
+    run.owner.enter()
+    running(run.backend, run.handle)
+    cluster.deny_pods("frozen")
+
+    cluster.pod("").evict()
+    cluster.advance(30)
+
+    eventually(run.node, lambda node: node.reason == "refused")
+    with pytest.raises(RunFailedError, match="denied the request: frozen"):
+        run.goes_on(lambda _state: False)
+    [ended] = [attempt.ended for attempt in run.state.attempts]
+    assert all(end is not None for _node, _start, end in ended["usage"])
+
+
+def test_a_quota_that_is_told_late_is_waited_for_and_not_billed(cluster, connect, monkeypatch):
+    """Two minutes of waiting cost nothing, neither meanwhile nor once the pod has run (D3)."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+    cluster.pace = Pace(refusal_s=20)
+    cluster.create(QUOTAS, {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}})
+    backend = connect()
+    handle = backend.submit(request_for())
+    cluster.advance(122)
+    assert backend.observe(handle).nodes[0].reason == "quota"
+
+    waited = backend.usage(handle)
+
+    more = {"spec": {"hard": {"requests.cpu": "9"}}}
+    cluster.api.patch(QUOTAS, "default", "cpus", "application/merge-patch+json", more)
+    cluster.advance(120)
+    running(backend, handle)
+    cluster.advance(600)
+    cluster.pod(f"{handle.name}-0-").exit(0)
+    over(backend, handle)
+    [billed] = backend.usage(handle)
+    assert waited == ()
+    assert 600 <= billed.end - billed.start < 700
+
+
+def test_a_pod_that_ran_before_a_quota_took_its_place_is_billed(cluster, connect, monkeypatch):
+    """Refused at first, an hour of work, evicted, refused again: the hour was work (D3)."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+    cluster.pace = Pace(refusal_s=20)
+    quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
+    cluster.create(QUOTAS, quota)
+    backend = connect()
+    handle = backend.submit(request_for())
+    cluster.advance(30)
+    patch = ("default", "cpus", "application/merge-patch+json")
+    cluster.api.patch(QUOTAS, *patch, {"spec": {"hard": {"requests.cpu": "9"}}})
+    cluster.advance(60)
+    running(backend, handle)
+    cluster.advance(3600)
+    cluster.api.patch(QUOTAS, *patch, {"spec": {"hard": {"requests.cpu": "500m"}}})
+
+    cluster.pod(f"{handle.name}-0-").evict()
+    cluster.advance(60)
+
+    [billed] = backend.usage(handle)
+    assert billed.start < cluster.clock.now() - 3600
+
+
+def test_a_claim_that_does_not_exist_is_told_as_that(cluster, connect):
+    """It is no lack of machines: no next offer, and nothing is remembered against this one (D4)."""
+    backend = connect(wait_for_node_s=600)
+    cluster.do(lambda: setattr(cluster, "has_provisioner", False))
+    request = request_for(spec={"volumes": [CLAIM]})
+
+    with pytest.raises(SpecError, match='persistentvolumeclaim "data" not found'):
+        backend.submit(request)
+
+    eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
+
+
+def test_a_claim_that_is_not_bound_is_waited_for_and_then_told(cluster, stage):
+    """A provisioner takes its time; what never comes fails the run with the scheduler's words (D4)."""
+    cluster.do(lambda: setattr(cluster, "has_provisioner", False))
+    run = stage(settings={"wait_for_node_s": 0, "wait_for_image_s": 300}, volumes=[{**CLAIM, "size": "1Gi"}])
+    run.owner.enter()
+    node = run.node()
+    assert (node.state, node.reason) == ("pending", "volume")
+    assert "unbound immediate PersistentVolumeClaims" in node.detail
+
+    cluster.advance(310)
+
+    with pytest.raises(RunFailedError, match=r"not within 300 s: .*unbound immediate"):
+        run.goes_on(lambda _state: False)
+    assert stockouts(run.store, now=cluster.clock.now()) == []
+
+
+def test_a_volume_that_other_nodes_reach_is_no_lack_of_machines(cluster, stage):
+    """The next offer is tried; nothing is remembered against this one (D4)."""
+    cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
+    cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
+    run = stage(volumes=[CLAIM])
+
+    run.owner.enter()
+
+    first = run.state.attempts[0]
+    assert (first.outcome, first.ended["failure"]) == ("not-started", "backend")
+    assert "PersistentVolume's node affinity" in first.ended["detail"]
+    assert stockouts(run.store, now=cluster.clock.now()) == []
+
+
+def test_a_volume_that_no_node_reaches_in_time_leads_to_the_next_offer(cluster, stage):
+    """Where nodes are added it is found out late, and is no stock-out either (D4)."""
+    cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
+    cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
+    run = stage(settings={"wait_for_node_s": 300}, volumes=[CLAIM])
+    run.owner.enter()
+    assert run.node().reason == "scheduling"
+    cluster.advance(310)
+    assert run.node().reason == "placement"
+
+    state = run.goes_on(lambda state: len(state.attempts) > 1)
+
+    first = state.attempts[0]
+    assert (first.outcome, first.ended["failure"]) == ("not-started", "placement")
+    assert stockouts(run.store, now=cluster.clock.now()) == []
+
+
+def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, stage):
+    """Ten minutes overdue: its node counts as lost, and the next attempt starts beside it (D4)."""
+    cluster.add_node("node-1")
+    run = stage(checkpoint={"every": "10m"})
+    run.owner.enter()
+    running(run.backend, run.handle)
+    pod = cluster.pod("")
+    pod.hold()
+    pod.delete(30)
+
+    cluster.advance(30 + 590)
+    assert run.node().state == "running"
+    cluster.advance(20)
+    assert run.node().state == "lost"
+    assert "cannot end it" in run.node().detail
+
+    state = run.goes_on(lambda state: len(state.attempts) > 1)
+    assert [attempt.outcome for attempt in state.attempts] == ["lost", ""]
+    running(run.backend, run.handle)
+
+
+def test_a_training_that_ended_in_a_pod_that_stays_has_ended(cluster, connect, monkeypatch):
+    """Its volume cannot be unmounted; how the command ended is known (D4)."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+    cluster.script(Program(term="ignore"), container="courier")
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    pod = cluster.pod(f"{handle.name}-0-")
+    pod.exit(3, "main")
+    pod.hold()
+    pod.delete(30)
+
+    cluster.advance(30 + 130)
+
+    [node] = backend.observe(handle).nodes
+    assert (node.state, node.reason, node.exit_code) == ("ended", "failed", 3)
+
+
+def test_no_room_stays_a_lack_of_machines_where_a_volume_is_in_conflict_too(cluster, connect):
+    """The node that reaches the volume is full: that is capacity (D4)."""
+    cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
+    cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
+    cluster.add_node("node-1", cpu="500m", labels={"zone": "b"})
+    backend = connect(cluster_prices=[{"name": "small", "vcpus": 1, "memory_gib": 1}], wait_for_node_s=60)
+    [offer] = backend.offers()
+
+    handle = backend.submit(request_for(allocation=Allocation(offer), spec={"volumes": [CLAIM]}))
+    cluster.advance(90)
+
+    assert backend.observe(handle).nodes[0].reason in ("capacity", "scheduling")
+
+
+def test_no_offer_is_raised_for_a_volume_out_of_reach(cluster, connect):
+    """At once where no node is added (D4)."""
+    cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
+    cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
+
+    with pytest.raises(NoOfferError, match="PersistentVolume's node affinity"):
+        connect().submit(request_for(allocation=Allocation(OFFER), spec={"volumes": [CLAIM]}))
