@@ -3,7 +3,7 @@
 import pytest
 
 from envscaler_airflow.lifecycle import NodeFacts, Observed, end_of
-from envscaler_airflow.lifecycle.ends import _SEVERITY, LOST_AFTER_S
+from envscaler_airflow.lifecycle.ends import LOST_AFTER_S, SEVERITY
 from envscaler_airflow.lifecycle.state import OUTCOMES
 from envscaler_airflow.protocol import END_REASONS, Ended, Status
 
@@ -45,4 +45,4 @@ def test_silence_is_a_loss_only_after_its_time(silent_s, outcome):
 
 def test_every_reason_of_a_node_has_its_severity_and_outcome():
     """A reason that one side learns and the other does not would crash the owner."""
-    assert set(END_REASONS) <= set(_SEVERITY) <= set(OUTCOMES)
+    assert set(END_REASONS) <= set(SEVERITY) <= set(OUTCOMES)
