@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from envscaler_airflow.spec.shapes import is_bare_aws_key, shapes
+from envscaler_airflow.spec.shapes import blank, has_known_form, is_bare_aws_key
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_WORDS = frozenset(
@@ -139,7 +139,7 @@ def has_secret_shape(text: str) -> bool:
     """True when *text* holds a key of a known form, or gives one in JSON, a connection string or a header."""
     text = text.strip()
     return (
-        bool(shapes().search(text))
+        has_known_form(text)
         or is_bare_aws_key(text.strip("\"'"))
         or any(is_secret_name(name) and is_literal(value) for name, value in _named_values(text))
     )
@@ -194,7 +194,7 @@ def looks_secret(name: str, value: object) -> bool:
 
 def mask(text: str) -> str:
     """*text* with secrets of a known shape and users of URLs starred out."""
-    return _USERINFO.sub(_mask_userinfo, shapes().sub("***", text))
+    return _USERINFO.sub(_mask_userinfo, blank(text))
 
 
 def _mask_userinfo(match: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ from envscaler_airflow.spec.gpus import MEMORY_GB
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.spec.models import UNHASHED_FIELDS, EnvSpec
 from envscaler_airflow.spec.secrets import check_secrets
+from envscaler_airflow.spec.shell import check_scripts
 from envscaler_airflow.spec.shortforms import normalise, split_commands
 from envscaler_airflow.spec.templates import Names, render
 from envscaler_airflow.spec.validation import validate
@@ -139,16 +140,14 @@ class _Resolver:
         self.inputs = inputs
 
     def resolve(self, target: str | None, faults: Faults) -> Loaded | None:
-        values = self.parameters(target, faults)
-        declared = self.declared_inputs(faults)
-        names = Names(values, self.inputs, declared)
-        documents = [
-            normalise(
-                render(split_commands(document.without("parameters", "inputs"), faults), names, faults),
-                faults,
-            )
-            for document in self.composition.documents
-        ]
+        declared = self.declared_parameters(target, faults)
+        values = params.resolve(declared, self.given, faults)
+        names = Names(values, self.inputs, self.declared_inputs(faults))
+        documents = []
+        for document in self.composition.documents:
+            written = split_commands(document.without("parameters", "inputs"), faults)
+            check_scripts(written, declared, names, faults)
+            documents.append(normalise(render(written, names, faults), faults))
         tree = documents[0]
         for document in documents[1:]:
             tree = merge(tree, document)
@@ -170,7 +169,7 @@ class _Resolver:
         spec = validate(tree, faults, resolved=resolved)
         return None if spec is None else Loaded(_complete(spec), _sources(tree))
 
-    def parameters(self, target: str | None, faults: Faults) -> dict[str, Any]:
+    def declared_parameters(self, target: str | None, faults: Faults) -> dict[str, params.Parameter | None]:
         block: Node | None = None
         for document in self.composition.documents:
             overlay = document.get("targets")
@@ -178,8 +177,7 @@ class _Resolver:
             for node in (document.get("parameters"), chosen.get("parameters") if chosen else None):
                 if node is not None:
                     block = node if block is None else merge(block, node)
-        declared = params.declare(block, faults)
-        return params.resolve(declared, self.given, faults)
+        return params.declare(block, faults)
 
     def declared_inputs(self, faults: Faults) -> frozenset[str] | None:
         """Names under ``inputs``, a list or a map; None when the spec declares none."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from envscaler_airflow.spec import patterns
 from envscaler_airflow.spec.faults import Faults
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo, is_secret_name
 from envscaler_airflow.spec.quantities import cpu_cores, duration_s, memory_bytes
@@ -57,7 +58,7 @@ class Parameter:
         exclusive_minimum, exclusive_maximum: The same, themselves outside.
         values: The allowed values of an enum.
         title, description: Shown in the form.
-        pattern: Regular expression that a string must match as a whole; None: none.
+        pattern: Regular expression (RE2) that a string must match as a whole; None: none.
         node: Where it is declared.
     """
 
@@ -106,7 +107,8 @@ class Parameter:
             schema |= {_camel(name): bound for name in _BOUNDS if (bound := getattr(self, name)) is not None}
         pattern = {"duration": _DURATION_PATTERN, "quantity": _QUANTITY_PATTERN}.get(self.type)
         if self.type == "string" and self.pattern is not None:
-            pattern = f"^(?:{self.pattern})$"
+            pattern = f"^(?:{self.pattern})$" if patterns.is_safe_elsewhere(self.pattern) else None
+            schema["maxLength"] = MAX_TEXT
         schema |= {"pattern": pattern} if pattern else {}
         schema |= {"title": self.title} if self.title else {}
         schema |= {"description": self.description} if self.description else {}
@@ -269,9 +271,9 @@ def _check_pattern(
         fault(f"a {kind} has no pattern; leave it out", body["pattern"])
         return False
     try:
-        re.compile(plain["pattern"])
-    except (re.error, RecursionError, OverflowError) as err:
-        fault(f"is no regular expression: {err}; write one such as [a-z]+", body["pattern"])
+        patterns.compiled(plain["pattern"])
+    except ValueError as err:
+        fault(str(err), body["pattern"])
         return False
     return True
 
@@ -362,7 +364,7 @@ def _read_string(parameter: Parameter | None, value: Any) -> str:
     text = value if isinstance(value, str) else f"{value!r:.60}"
     if len(text) > MAX_TEXT or "\0" in text or not _is_utf8(text):
         raise ValueError(f"is no text of at most {MAX_TEXT} characters; write plain text")
-    if parameter is not None and parameter.pattern and not re.fullmatch(parameter.pattern, text):
+    if parameter is not None and parameter.pattern and not patterns.matches(parameter.pattern, text):
         raise ValueError(f"{text!r:.60} does not match {parameter.pattern}; write text that does")
     return text
 

@@ -9,6 +9,7 @@ expression takes the expression's type.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -23,7 +24,7 @@ from envscaler_airflow.spec.yaml import Node
 MAX_TEMPLATE = 10_000
 """Longest text with a template, characters. Chosen: an entrypoint's script, several times."""
 
-_FILTERS = ("abs", "default", "length", "lower", "round", "string", "trim", "upper")
+_FILTERS = ("abs", "default", "length", "lower", "quote", "round", "string", "trim", "upper")
 MAX_DEPTH = 40
 """Deepest expression. Chosen: people write 5."""
 _ALLOWED: tuple[type[nodes.Node], ...] = (
@@ -33,7 +34,8 @@ _ALLOWED: tuple[type[nodes.Node], ...] = (
     nodes.Test, nodes.List, nodes.Tuple,
 )  # fmt: skip
 _TESTS = ("defined", "undefined", "none", "equalto", "in")
-_EXPRESSION = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+EXPRESSION = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+"""One expression of a template."""
 _GO_DOT = re.compile(r"(?<![\w\])'\".])\.(?=(?:parameters|inputs)\b)")
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -60,16 +62,36 @@ def _round(value: float, digits: int = 0) -> float:
     return round(value, digits) if digits else round(value)
 
 
+def _quote(value: object) -> str:
+    """As one word of a shell."""
+    if not isinstance(value, (str, int, float)):
+        raise TemplateError("quote takes text")
+    return shlex.quote(str(value))
+
+
 def _environment() -> _Env:
     env = _Env(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
     env.globals.clear()
-    env.filters = {name: env.filters[name] for name in _FILTERS}
-    env.filters["round"] = _round
+    known = {**env.filters, "round": _round, "quote": _quote}
+    env.filters = {name: known[name] for name in _FILTERS}
     env.tests = {name: env.tests[name] for name in _TESTS}
     return env
 
 
 _ENV = _environment()
+
+
+def parse(text: str) -> nodes.Template:
+    """The tree of template *text*, unchecked.
+
+    Raises:
+        TemplateError: It is no template.
+    """
+    return _ENV.parse(_without_go_dots(text))
+
+
+def _without_go_dots(text: str) -> str:
+    return EXPRESSION.sub(lambda match: "{{" + _GO_DOT.sub("", match[1]) + "}}", text)
 
 
 @dataclass(slots=True)
@@ -143,7 +165,7 @@ def _evaluate(text: str, names: Names) -> Any:
         raise _TemplateFaultError(f"a template of {len(text)} characters; write at most {MAX_TEMPLATE}")
     if "{%" in text or "{#" in text:
         raise _TemplateFaultError("a template statement; write expressions {{ parameters.x }} only")
-    source = _EXPRESSION.sub(lambda match: "{{" + _GO_DOT.sub("", match[1]) + "}}", text)
+    source = _without_go_dots(text)
     try:
         tree = _ENV.parse(source)
         _check_tree(tree, names)

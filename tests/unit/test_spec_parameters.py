@@ -149,7 +149,7 @@ def test_the_form_has_types_bounds_and_descriptions(tmp_path):
         "rate": {"type": "number", "exclusiveMinimum": 0},
         "size": {"default": "small", "enum": ["small", "large"], "type": "string"},
         "wait": {"default": "10m", "type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$"},
-        "word": {"type": "string", "pattern": "^(?:[a-z]+)$", "title": "Word"},
+        "word": {"type": "string", "maxLength": 4096, "pattern": "^(?:[a-z]+)$", "title": "Word"},
     }
 
 
