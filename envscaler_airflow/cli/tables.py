@@ -13,9 +13,8 @@ from rich.text import Text
 
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import RunState
-from envscaler_airflow.lifecycle.narration import printable
+from envscaler_airflow.lifecycle.narration import allocation_name, printable, totals
 from envscaler_airflow.planning.amounts import duration_text, usd_text
-from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
 LEAST_COLUMNS = 80
@@ -149,7 +148,7 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
         use = line["use"]
         table.add_row(
             f"g{use['generation']}-a{use['attempt']}",
-            _name(use["allocation"]),
+            allocation_name(use["allocation"]),
             _number(line.get("wall_s"), ".0f"),
             _number(line.get("usd_per_node_hour"), ".4f"),
             _number(line.get("usd"), ".6f"),
@@ -159,7 +158,8 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
         )
     console.print(table)
     _print_pauses(console, bill)
-    _print_totals(console, bill)
+    for line in totals(bill):
+        console.print(line)
     for attempt in body.get("attempts", ()):
         if attempt.get("outcome") == "succeeded" and attempt.get("detail"):
             console.print(f"warning: attempt {attempt['attempt']}: {printable(attempt['detail'])}")
@@ -187,53 +187,6 @@ def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
         between = f"a{pause['before']} and a{pause['after']}"
         table.add_row(between, pause.get("why", ""), _number(pause.get("total_s"), ".1f"), parts)
     console.print(table)
-
-
-def _print_totals(console: Console, bill: Mapping[str, Any]) -> None:
-    split = bill.get("usd_split", {})
-    words = ", ".join(
-        f"{label} ${split[name]:.6f}"
-        for name, label in [
-            ("compute", "compute"),
-            ("provisioning", "provisioning"),
-            ("lost", "lost work"),
-            ("idle", "idle"),
-        ]
-        if split.get(name) is not None
-    )
-    where = f" ({words})" if words else ""
-    console.print(
-        f"total ${_number(bill.get('usd'), '.6f')} in {_number(bill.get('wall_s'), '.0f')} s{where}"
-    )
-    static = bill.get("static")
-    if static and static.get("usd") is not None:
-        hours = static.get("hours")
-        time = "?" if hours is None else f"{hours * 3600:.0f}"
-        console.print(
-            f"static plan ({_name(static['allocation'])} throughout): ${static['usd']:.6f} in {time} s"
-            f"{_against_static(bill)}"
-        )
-
-
-def _against_static(bill: Mapping[str, Any]) -> str:
-    """``; this run cost $0.000800 more and took 20 s less``."""
-    saved, wall_s, hours = bill.get("saved_usd"), bill.get("wall_s"), bill["static"].get("hours")
-    if saved is None:
-        return ""
-    words = f"; this run cost ${abs(saved):.6f} {'less' if saved >= 0 else 'more'}"
-    if wall_s is None or hours is None:
-        return words
-    sooner_s = hours * 3600 - wall_s
-    return f"{words} and took {abs(sooner_s):.0f} s {'less' if sooner_s >= 0 else 'more'}"
-
-
-def _name(allocation: Mapping[str, Any]) -> str:
-    if allocation.get("rest"):
-        return Allocation.from_dict(allocation).name  # which part is which is in the market alone
-    offer, nodes = allocation["offer"], allocation.get("nodes", 1)
-    parts = [offer["cloud"], offer.get("region"), offer.get("zone"), offer["instance_type"]]
-    name = "/".join(part for part in parts if part)
-    return name if nodes == 1 else f"{nodes} x {name}"
 
 
 def _shown(value: object) -> str:

@@ -98,7 +98,7 @@ class Controller(Asking):
         try:
             self._backend.release(Handle.from_dict(last.handle))
         except BackendError as err:  # it only takes room
-            log.warning("run=%s attempt=%d not released: %s", self._prefix, last.number, err)
+            log.warning("attempt %d is not released: %s", last.number, err)
 
     def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         """State in which this try is the owner; what others append meanwhile is looked at anew."""
@@ -111,24 +111,24 @@ class Controller(Asking):
     def _entry(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         fresh = self._stage.restart == "fresh"
         entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=fresh)
-        log.info("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
+        log.debug("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
         if entry.kind == "begin":
             freeze.write(self._store, self._key, frozen)
             return self._append(state, "generation", self._generation_body(state, frozen, entry.reason))
         spent = facts.spent_usd(state, self._backend, now=self._clock())
         if (fault := choose.budget_fault(self._stage, spent)) is not None:
-            log.warning("run=%s %s", self._prefix, fault)
+            log.warning("%s", fault)
         body: dict[str, Any] = {"reason": entry.reason}
         if entry.respec:
             freeze.write(self._store, self._key, frozen)
             body["spec_hash"] = frozen.spec_hash
         elif frozen.spec_hash != state.spec_hash:
-            log.warning("run=%s the spec has changed; that counts from the next clear", self._prefix)
+            log.warning("the spec has changed; that counts from the next clear")
         return self._append(state, "owner", body)
 
     def resume(self, wake: Wake) -> Waiting | Delivered:
         """What every later slice does. Raises as :meth:`enter`."""
-        log.info("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
+        log.debug("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
         state = self._log.load()
         result = self._run(state, wake)
         if isinstance(result, Waiting) and result.watching.number == state.number:  # nothing came of it
@@ -149,7 +149,7 @@ class Controller(Asking):
         while True:
             self._check_owner(state)
             action = next_action(state, self._facts(state, wake))
-            log.info(
+            log.debug(
                 "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
             )
             result = self._ACTIONS[action.kind](self, state, action)
@@ -192,10 +192,10 @@ class Controller(Asking):
         try:
             mended = self._backend.mend(Handle.from_dict(live.handle))
         except BackendError as err:
-            log.warning("run=%s lost nodes stay lost: %s", self._prefix, err)
+            log.warning("the backend cannot replace the lost nodes: %s", err)
             return False
         if mended:
-            log.info("run=%s made again: %s", self._prefix, ", ".join(mended))
+            log.info("replaced: %s", ", ".join(mended))
         return bool(mended)
 
     # -- actions: each returns the state after it, or what ends the slice
@@ -383,7 +383,7 @@ class Controller(Asking):
 
     def _kill(self, state: RunState, action: Action) -> _Result:
         live = live_of(state)
-        log.warning("run=%s attempt=%d kill: %s", self._prefix, live.number, action.reason)
+        log.warning("attempt %d is killed: %s", live.number, action.reason)
         self._check_still_owner(state)
         if live.handle is not None:
             self._backend.stop(Handle.from_dict(live.handle), grace_s=0)

@@ -85,9 +85,7 @@ def publish(store: Store, prefix: str, job: SpotJob) -> bool:
     try:
         table = build_table(job, every=max(4, job.ticks // MAX_ROWS))
     except ModuleNotFoundError as err:
-        log.warning(
-            "run=%s no table of its deadline: %s; pip install envscaler-airflow[simulate]", prefix, err
-        )
+        log.warning("no table for the deadline: %s; pip install envscaler-airflow[simulate]", err)
         return False
     data = table.to_bytes()
     name = _name_of(data)

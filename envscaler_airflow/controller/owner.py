@@ -65,7 +65,7 @@ class Owner:
         """State after the event, or after whatever another writer put at its number."""
         event = self._log.append(state.number, kind, shortened(body), actor=self._actor)
         if event is not None:
-            log.info("run=%s event=%d type=%s", self._prefix, event.number, kind)
+            log.debug("run=%s event=%d type=%s", self._prefix, event.number, kind)
             return fold([event], state)
         return fold(self._log.read(after=state.number), state)
 

@@ -8,19 +8,24 @@ from typing import Any
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle.events import Event
 from envscaler_airflow.lifecycle.state import AttemptState, RunState
+from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.planning.offers import Allocation
 
 
-def describe(event: Event, before: RunState) -> str | None:
-    """One line for *event*, which follows the state *before*; None for events that only machines need.
+def describe(event: Event, state: RunState) -> str | None:
+    """One line for *event*; None for events that only machines need.
 
     An event whose fields are of odd types is described by its number and type.
+
+    Args:
+        event: What happened.
+        state: Before the event or any time after it: only its attempts are looked at.
     """
     words = _WORDS.get(event.type)
     if words is None:
         return None
     try:
-        return printable(words(event.body, before))
+        return printable(words(event.body, state))
     except (AttributeError, KeyError, TypeError, ValueError, ProtocolError):
         return f"event {event.number}: {printable(event.type)}"
 
@@ -46,6 +51,56 @@ def resumed(state: RunState, start_step: int, *, earlier: int | None = None) -> 
 def printable(text: str) -> str:
     """*text* on one line, without what would steer a terminal: parts of it come from a training's side."""
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def totals(bill: Mapping[str, Any]) -> list[str]:
+    """The sums of *bill*, ``Bill.to_dict()``: what the run cost, and what a static plan would have cost."""
+    split = bill.get("usd_split") or {}
+    names = {"compute": "compute", "provisioning": "provisioning", "lost": "lost work", "idle": "idle"}
+    parts = [
+        f"{label} {usd_text(split[name])}" for name, label in names.items() if split.get(name) is not None
+    ]
+    where = f" ({', '.join(parts)})" if parts else ""
+    lines = [f"total {_usd(bill.get('usd'))} in {_duration(bill.get('wall_s'))}{where}"]
+    static = bill.get("static")
+    if static and static.get("usd") is not None:
+        hours = static.get("hours")
+        time = _duration(None if hours is None else hours * 3600)
+        plan = allocation_name(static["allocation"])
+        lines.append(
+            f"static plan ({plan} throughout): {usd_text(static['usd'])} in {time}{_against_static(bill)}"
+        )
+    return lines
+
+
+def allocation_name(allocation: Mapping[str, Any]) -> str:
+    """``2 x aws/us-east-1/p5.48xlarge`` of ``Allocation.to_dict()``."""
+    if allocation.get("rest"):
+        return Allocation.from_dict(allocation).name  # which part is which is in the market alone
+    offer, nodes = allocation["offer"], allocation.get("nodes", 1)
+    parts = [offer["cloud"], offer.get("region"), offer.get("zone"), offer["instance_type"]]
+    name = "/".join(part for part in parts if part)
+    return name if nodes == 1 else f"{nodes} x {name}"
+
+
+def _against_static(bill: Mapping[str, Any]) -> str:
+    """``; this run cost $0.0008 more and took 20 s less``."""
+    saved, wall_s, hours = bill.get("saved_usd"), bill.get("wall_s"), bill["static"].get("hours")
+    if saved is None:
+        return ""
+    words = f"; this run cost {usd_text(abs(saved))} {'less' if saved >= 0 else 'more'}"
+    if wall_s is None or hours is None:
+        return words
+    sooner_s = hours * 3600 - wall_s
+    return f"{words} and took {duration_text(abs(sooner_s))} {'less' if sooner_s >= 0 else 'more'}"
+
+
+def _usd(usd: float | None) -> str:
+    return "$?" if usd is None else usd_text(usd)
+
+
+def _duration(seconds: float | None) -> str:
+    return "? s" if seconds is None else duration_text(seconds)
 
 
 def _again(state: RunState, start_step: int) -> str:
@@ -77,69 +132,70 @@ def _to_target(body: Mapping[str, Any]) -> str:
     return f"{target}: {str(body.get('reason', '')).removeprefix(f'{target} ')}"
 
 
-def _generation(body: Mapping[str, Any], _before: RunState) -> str:
+def _generation(body: Mapping[str, Any], _state: RunState) -> str:
     return f"generation {body.get('generation', '?')} begins: {body.get('reason', '')}"
 
 
-def _owner(body: Mapping[str, Any], before: RunState) -> str:
-    live = before.live
+def _owner(body: Mapping[str, Any], state: RunState) -> str:
+    live = state.live
     where = f"; {whereabouts(live)} goes on" if live is not None else ""
-    return f"this try takes the run over: {body.get('reason', '')}{where}"
+    return f"this try owns the run now: {body.get('reason', '')}{where}"
 
 
-def _intended(body: Mapping[str, Any], _before: RunState) -> str:
+def _intended(body: Mapping[str, Any], _state: RunState) -> str:
     allocation = Allocation.from_dict(body["allocation"])
     attempt = AttemptState(int(body["generation"]), int(body["attempt"]), allocation)
     return f"{whereabouts(attempt)}: {body.get('reason', '')}"
 
 
-def _started(body: Mapping[str, Any], _before: RunState) -> str:
+def _started(body: Mapping[str, Any], _state: RunState) -> str:
     handle = body["handle"]
     namespace = (handle.get("details") or {}).get("namespace")
     return f"attempt {body['attempt']} runs as {f'{namespace}/' if namespace else ''}{handle['name']}"
 
 
-def _move_requested(body: Mapping[str, Any], _before: RunState) -> str:
+def _move_requested(body: Mapping[str, Any], _state: RunState) -> str:
     return f"the sensor requests a move to {_to_target(body)}"
 
 
-def _stop_requested(body: Mapping[str, Any], _before: RunState) -> str:
+def _stop_requested(body: Mapping[str, Any], _state: RunState) -> str:
     return f"a stop is requested: {body.get('reason', '')}"
 
 
-def _move_accepted(body: Mapping[str, Any], _before: RunState) -> str:
+def _move_accepted(body: Mapping[str, Any], _state: RunState) -> str:
     when = "at the end of the epoch" if body.get("align") == "epoch" else "now"
     return f"attempt {body['attempt']} saves {when} and moves to {_to_target(body)}"
 
 
-def _move_refused(body: Mapping[str, Any], _before: RunState) -> str:
+def _move_refused(body: Mapping[str, Any], _state: RunState) -> str:
     return f"move refused: {body.get('reason', '')}"
 
 
-def _move_deferred(body: Mapping[str, Any], _before: RunState) -> str:
+def _move_deferred(body: Mapping[str, Any], _state: RunState) -> str:
     return f"the next attempt runs on {_to_target(body)}"
 
 
-def _change_intended(body: Mapping[str, Any], _before: RunState) -> str:
+def _change_intended(body: Mapping[str, Any], _state: RunState) -> str:
     return f"attempt {body['attempt']} changes in place to {_to_target(body)}"
 
 
-def _changed(body: Mapping[str, Any], _before: RunState) -> str:
+def _changed(body: Mapping[str, Any], _state: RunState) -> str:
     step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
     return f"attempt {body['attempt']} has {_target(body)}{step}, without a restart"
 
 
-def _change_undone(body: Mapping[str, Any], _before: RunState) -> str:
+def _change_undone(body: Mapping[str, Any], _state: RunState) -> str:
     return f"attempt {body['attempt']} stays as it was: {body.get('reason', '')}"
 
 
-def _stopping(body: Mapping[str, Any], _before: RunState) -> str:
+def _stopping(body: Mapping[str, Any], _state: RunState) -> str:
     return f"attempt {body['attempt']} saves and stops: {body.get('reason') or body.get('why', '')}"
 
 
-def _ended(body: Mapping[str, Any], before: RunState) -> str:
-    attempt = before.live
+def _ended(body: Mapping[str, Any], state: RunState) -> str:
     number = int(body["attempt"])
+    attempts = (one for one in state.attempts if (one.generation, one.number) == (body["generation"], number))
+    attempt = next(attempts, None)
     moved = attempt is not None and attempt.stop_why == "move" and body.get("outcome") == "left"
     outcome = "moved" if moved else str(body.get("outcome", "ended"))
     step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
@@ -149,18 +205,18 @@ def _ended(body: Mapping[str, Any], before: RunState) -> str:
     return f"attempt {number} {outcome}{step}{kept}{detail}"
 
 
-def _succeeded(body: Mapping[str, Any], _before: RunState) -> str:
+def _succeeded(body: Mapping[str, Any], _state: RunState) -> str:
     outputs = body.get("outputs") or {}
     return "".join(
         ["the stage succeeded", *(f"; output {name}: {outputs[name]}" for name in sorted(outputs))]
     )
 
 
-def _failed(body: Mapping[str, Any], _before: RunState) -> str:
+def _failed(body: Mapping[str, Any], _state: RunState) -> str:
     return f"the stage failed: {body.get('reason', '')}"
 
 
-def _stopped(body: Mapping[str, Any], _before: RunState) -> str:
+def _stopped(body: Mapping[str, Any], _state: RunState) -> str:
     return f"the run stopped: {body.get('reason', '')}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.stage import Delivered, Stage, Waiting, Wake
-from envscaler_airflow.errors import SpecError, StoreError
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
-from envscaler_airflow.lifecycle import Actor, AttemptState
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.operators.transcript import Transcript
 from envscaler_airflow.store import EventLog, RunKey, Store, check_store
-from envscaler_airflow.triggers.tail import Tail, labelled
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
-
-LOG_BYTES = 1 << 20
-"""Most of the training's output that one slice shows, bytes. Chosen: the last attempt's end in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,43 +78,12 @@ class Slice:
         """Ask the attempt to save and go."""
         self._controller(stage).time_out(reason)
 
-    def show_log(self, say: Callable[..., object]) -> None:
-        """Show where the newest attempt runs, and what it printed since that was last shown."""
-        try:
-            attempts = EventLog(self.store, self.prefix).load().attempts
-            if not attempts:
-                return
-            newest = attempts[-1]
-            if newest.is_live:
-                say("run=%s %s", self.prefix, _whereabouts(newest))
-            nodes = newest.allocation.nodes
-            tail = Tail(
-                self.store,
-                self.prefix,
-                attempt=(newest.generation, newest.number),
-                nodes=nodes,
-                holder=f"slice of {self.actor.ti_id}",
-                monotonic=time.monotonic,
-            )
-            for shown in tail.read(budget=LOG_BYTES):
-                for line in labelled(shown, nodes=nodes):
-                    say("%s", line)
-        except StoreError as err:
-            say("run=%s its log cannot be read now: %s", self.prefix, err)
+    def write_log(self, say: Callable[..., object], *, goes_on: bool) -> None:
+        """Write into the task's log what it lacks of the run; *goes_on*: the task defers again."""
+        Transcript(self.store, self.prefix, lambda line: say("%s", line)).write(goes_on=goes_on)
 
     def _controller(self, stage: Stage) -> Controller:
         return Controller(store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=stage)
-
-
-def _whereabouts(attempt: AttemptState) -> str:
-    """An attempt for people: its machine, its price, and what it is called there."""
-    usd = attempt.allocation.usd_per_hour
-    price = "price unknown" if usd is None else f"${usd:.4f}/h"
-    words = f"attempt {attempt.number} on {attempt.allocation.name} ({price})"
-    if attempt.handle is None:
-        return words
-    namespace = (attempt.handle.get("details") or {}).get("namespace")
-    return f"{words} is {f'{namespace}/' if namespace else ''}{attempt.handle['name']}"
 
 
 def pause_s(name: str, value: object) -> float:

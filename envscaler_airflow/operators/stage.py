@@ -168,10 +168,11 @@ class EnvStageOperator(_OnCluster):
         try:
             part = self._open(context)
             stage = self._stage(context, part, is_entry=event is None)
+            result = None
             try:
                 result = part.advance(stage, event)
             finally:
-                part.show_log(self.log.info)
+                part.write_log(self.log.info, goes_on=isinstance(result, Waiting))
         except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
@@ -205,7 +206,7 @@ class EnvStageOperator(_OnCluster):
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
 
-        self.log.info("run=%s deferred: %s", part.prefix, waiting.reason)
+        self.log.info("deferred: %s", waiting.reason)
         trigger = StageTrigger(
             prefix=part.prefix,
             watching=waiting.watching.to_dict(),
@@ -251,7 +252,7 @@ class EnvStageOperator(_OnCluster):
             self._stage(context, part, is_entry=False),
             f"the task's execution_timeout of {self.execution_timeout} is over",
         )
-        part.show_log(self.log.info)
+        part.write_log(self.log.info, goes_on=False)
 
     def _count_trigger_failure(self, context: Context) -> int:
         ti = context["ti"]

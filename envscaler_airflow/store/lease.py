@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.protocol import SCHEMA, check_schema
@@ -19,7 +18,7 @@ RENEW_EVERY_S = 60.0
 MAX_AGE_S = 30 * 86400.0
 """Longest age believed, seconds. Chosen: no machine of ours lives longer."""
 MAX_LEASE_BYTES = 1 << 20
-"""Largest lease read, bytes. Chosen: a log cursor for 10,000 nodes fits."""
+"""Largest lease read, bytes. Chosen: the longest reason for a wait fits many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Lease:
     Attributes:
         counter: Grows with every renewal; the only thing that ages are told by.
         holder: Who renewed it: a trigger or a slice. For people.
-        log_cursor: Node to ``[chunk, byte offset]``: how far the training's log was shown.
         waits: What nodes of the live attempt were last seen to wait for; "" for nothing. For people.
         ages: Seconds that watchers saw something last, each by its own clock, so that the next one goes on:
             ``stopping-g1-a3`` since an attempt was asked to go, ``silent-g1-a3`` since it was heard.
@@ -37,7 +35,6 @@ class Lease:
 
     counter: int
     holder: str = ""
-    log_cursor: Mapping[str, list[int]] = field(default_factory=dict)
     waits: str = ""
     ages: Mapping[str, float] = field(default_factory=dict)
 
@@ -57,12 +54,9 @@ def read_lease(store: Store, prefix: str = "") -> Lease | None:
     try:
         body = json.loads(text)
         check_schema(body.get("schema"), where=where)
-        cursor = {str(node): [int(at[0]), int(at[1])] for node, at in body.get("log_cursor", {}).items()}
         said = {str(name): float(seconds) for name, seconds in body.get("ages", {}).items()}
         ages = {name: seconds for name, seconds in said.items() if 0 <= seconds <= MAX_AGE_S}
-        return Lease(
-            int(body["counter"]), str(body.get("holder", "")), cursor, str(body.get("waits", "")), ages
-        )
+        return Lease(int(body["counter"]), str(body.get("holder", "")), str(body.get("waits", "")), ages)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as err:
         raise ProtocolError(f"{where}: not a lease: {err!r}") from err
 
@@ -98,7 +92,6 @@ def renew_lease(
     prefix: str = "",
     *,
     holder: str,
-    log_cursor: Mapping[str, Any] | None = None,
     waits: str | None = None,
     ages: Mapping[str, float] | None = None,
 ) -> Lease:
@@ -114,10 +107,6 @@ def renew_lease(
     except ProtocolError:
         last = None
     counter = last.counter + 1 if last else 1
-    kept = last.log_cursor if last else {}
-    cursor = (
-        kept if log_cursor is None else {node: [int(at[0]), int(at[1])] for node, at in log_cursor.items()}
-    )
     if waits is None:
         waits = last.waits if last else ""
     if ages is None:
@@ -126,12 +115,11 @@ def renew_lease(
         "schema": SCHEMA,
         "counter": counter,
         "holder": holder,
-        "log_cursor": dict(cursor),
         "waits": waits,
         "ages": {name: round(seconds, 1) for name, seconds in ages.items()},
     }
     store.write(join(prefix, LEASE), json.dumps(body, separators=(",", ":")).encode())
-    return Lease(counter, holder, cursor, waits, dict(ages))
+    return Lease(counter, holder, waits, dict(ages))
 
 
 class LeaseWatch:

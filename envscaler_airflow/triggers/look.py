@@ -127,10 +127,10 @@ class Look:
             return
         waits = seen.waits
         if waits and waits not in self._told:
-            say(f"run={self._prefix} waits: {waits}")
+            say(f"waits: {waits}")
             self._told = (self._told | {waits}) - {""}
         elif self._told and "" not in self._told and all(node.state == "running" for node in seen.nodes):
-            say(f"run={self._prefix} waits no longer")
+            say("waits no longer")
             self._told |= {""}
         if waits != self._waits:
             with contextlib.suppress(StoreError):

@@ -118,10 +118,10 @@ class StageTrigger(BaseTrigger):
             acted = await in_thread(self._kill, timeout_s=KILL_S) if is_over else False
         except (EnvScalerError, AirflowException, AirflowRuntimeError, TimeoutError) as err:
             told = str(err) or type(err).__name__
-            self.log.warning("run=%s kill: %s; the lease will end the attempt", self.prefix, told)
+            self.log.warning("kill: %s; the lease will end the attempt", told)
             return
         why = "asked to go" if acted else "not ours any more" if is_over else f"the task is {state}"
-        self.log.info("run=%s kill: %s", self.prefix, why)
+        self.log.info("kill: %s", why)
 
     def _task_state(self) -> str | None:
         """Airflow's state of the task; ``removed`` when it is gone with its DAG run."""
@@ -142,7 +142,7 @@ class StageTrigger(BaseTrigger):
                 if isinstance(err, TimeoutError):
                     look = None  # its thread may still be at it, and see what we would then miss
                 if fault != (fault := str(err) or "timed out"):
-                    self.log.warning("run=%s cannot look: %s", self.prefix, fault)
+                    self.log.warning("cannot look at the run: %s", fault)
             if wake is not None:
                 return wake
             await self._warm_up()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store import Store, read_lease, renew_lease
+from envscaler_airflow.store import Store, renew_lease
 from envscaler_airflow.store.lease import RENEW_EVERY_S
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.task_log import BEGIN, Cursor, log_key, read_task_log, write_task_log
 
 LINE_BYTES = 4096
 """Longest line shown, bytes. Chosen: Airflow's log view wraps far below."""
@@ -22,10 +24,11 @@ class Shown(NamedTuple):
 
 
 class Tail:
-    """Reads the training's log from where the lease says that it was shown, and renews the lease.
+    """Shows what the training prints in the trigger's own log, and renews the lease.
 
-    The cursor is advanced in the store before the lines are handed out: a triggerer that dies in
-    between loses them from the task's log (they stay in the store) and never shows them twice.
+    It begins where the execution before it ended, and goes on over a restart of the triggerer. The
+    position is advanced in the store before the lines are handed out: a triggerer that dies in between
+    shows no line twice, and the next execution writes all of them.
     """
 
     def __init__(
@@ -53,37 +56,44 @@ class Tail:
         Raises:
             StoreError: The store cannot be read or written; nothing was shown.
         """
-        cursor, found = self._cursor(), []
-        after = dict(cursor)
+        log, found = read_task_log(self._store, self._prefix), []
+        shown = dict(log.shown)
         for node in range(self._nodes):
-            start = cursor.get(str(node), [1, 0])
-            data, (chunk, offset) = read_logs(
+            key = log_key(self._attempt, node)
+            shown_node, shown[key], used = read_lines(
                 self._store,
                 self._prefix,
                 attempt=self._attempt,
                 node=node,
-                cursor=(start[0], start[1]),
+                cursor=shown.get(key, BEGIN),
                 budget=max(0, budget),
             )
-            data, offset = _whole_lines(data, offset)
-            if data:
-                budget -= len(data)
-                after[str(node)] = [chunk, offset]
-                found.append(Shown(node, _lines(data)))
-        if found or self._is_due():
-            renew_lease(self._store, self._prefix, holder=self._holder, log_cursor=after, ages=ages)
+            budget -= used
+            found += [shown_node] if used else []
+        if found:
+            write_task_log(self._store, self._prefix, replace(log, shown=shown, host=platform.node()))
+        if self._is_due():
+            renew_lease(self._store, self._prefix, holder=self._holder, ages=ages)
             self._renewed = self._monotonic()
         return found
 
-    def _cursor(self) -> dict[str, list[int]]:
-        try:
-            lease = read_lease(self._store, self._prefix)
-        except ProtocolError:
-            return {}
-        return dict(lease.log_cursor) if lease else {}
-
     def _is_due(self) -> bool:
         return self._renewed is None or self._monotonic() - self._renewed >= RENEW_EVERY_S
+
+
+def read_lines(
+    store: Store, prefix: str, *, attempt: tuple[int, int], node: int, cursor: Cursor, budget: int
+) -> tuple[Shown, Cursor, int]:
+    """Whole lines of *node* from *cursor* on, the cursor after them, and their bytes.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    data, (chunk, offset) = read_logs(store, prefix, attempt=attempt, node=node, cursor=cursor, budget=budget)
+    data, offset = _whole_lines(data, offset)
+    if not data:
+        return Shown(node, []), cursor, 0
+    return Shown(node, _lines(data)), (chunk, offset), len(data)
 
 
 def _whole_lines(data: bytes, offset: int) -> tuple[bytes, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from envscaler_airflow.controller.request import request_move
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 
@@ -17,3 +18,29 @@ def test_a_stage_succeeds_and_hands_its_outputs_over(airflow: AirflowServices):
     assert airflow.xcom("stage", run_id, "train", "result") == result["outputs"]["result"]
     assert [line for line in log if line == "counted"] == ["counted"]
     assert [line for line in log if line.startswith("step ")] == [f"step {n} done" for n in range(1, 21)]
+    assert f"the stage succeeded; output result: {result['outputs']['result']}" in log
+    assert any(line.startswith("cost: total $") for line in log)
+    assert not any("event=" in line or "run=" in line for line in log)
+
+
+def test_the_task_log_holds_every_line_over_five_deferrals(begin):
+    """Airflow drops a trigger's log at the next deferral; the task's log has all 150 lines once (F1)."""
+    run = begin("stage", steps=150, pause=0.4)
+    for deferral in range(5):
+        run.wait_step(5 + 25 * deferral)
+        live = run.state().live
+        request = request_move(
+            run.store,
+            run.key.prefix,
+            target=live.allocation,
+            from_attempt=(live.generation, live.number),
+            because={"reason": "to where it is", "numbers": {}, "check": {}},
+        )
+        run.until("an answer", lambda number=request.number: run.state().number > number)
+
+    assert run.wait_end() == "success"
+
+    log = run.airflow.logs(run.dag_id, run.run_id, "train")
+    steps = [line for line in log if line.startswith("step ")]
+    assert sorted(steps) == sorted(f"step {n} done" for n in range(1, 151))
+    assert sum(line.startswith("deferred: ") for line in log) >= 6

@@ -19,6 +19,7 @@ from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import control_name, log_name
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, read_lease, renew_lease
+from envscaler_airflow.store.task_log import read_task_log
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import look as look_module
 from envscaler_airflow.triggers import stage as stage_module
@@ -168,7 +169,7 @@ def test_advances_the_cursor_before_it_shows_a_line(world):
     lines = said(look)
 
     assert lines == ["step 1"]
-    assert read_lease(world.store, KEY.prefix).log_cursor == {"0": [2, 0]}
+    assert read_task_log(world.store, KEY.prefix).shown == {"g1-a1-n0": (2, 0)}
 
 
 def test_cuts_no_line_at_the_budget(world):
@@ -203,7 +204,7 @@ def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
     """Showing first and failing to remember would repeat it."""
     world.print(1, "step 1\n")
     look = world.trigger()._open()
-    world.store.add("refuse", "write", "*lease/run.json")
+    world.store.add("refuse", "write", "*lease/log.json")
 
     with pytest.raises(StoreError):
         said(look)
@@ -274,7 +275,7 @@ def test_says_once_what_the_machines_wait_for(world):
         seen("running"),
     ]
 
-    mark = f"run={KEY.prefix} waits"
+    mark = "waits"
     assert shown == [
         ([f"{mark}: scheduling: 0/2 nodes are available"], "scheduling: 0/2 nodes are available"),
         ([], "scheduling: 0/2 nodes are available"),
@@ -298,7 +299,7 @@ def test_what_is_waited_for_costs_no_event(world):
     wake = look.once(lambda _line: None)
     refused, again = said(look), said(look)
 
-    assert (refused, again) == ([f"run={KEY.prefix} waits: no room"], [])
+    assert (refused, again) == (["waits: no room"], [])
     assert wake["detail"] == "move-requested"
     assert read_lease(world.store, KEY.prefix).waits == "no room"
 

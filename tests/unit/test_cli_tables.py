@@ -79,5 +79,5 @@ def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsy
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if "g1-a1" in line).split()
     assert [row[0], *row[-6:]] == ["g1-a1", "36000", "1.5000", "60.000000", "9000", "0", "succeeded"]
-    assert "total $60.000000" in shown
+    assert "total $60.00" in shown
     assert "price: cluster_prices[gpu]" in shown

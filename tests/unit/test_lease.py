@@ -30,21 +30,11 @@ def test_a_lease_begins_at_one_and_grows_by_one(store):
     assert read_lease(store, "run") is None
 
     first = renew_lease(store, "run", holder="slice")
-    second = renew_lease(store, "run", holder="trigger", log_cursor={"0": (3, 100)})
+    second = renew_lease(store, "run", holder="trigger")
 
-    assert first == Lease(1, "slice", {})
-    assert second == Lease(2, "trigger", {"0": [3, 100]})
+    assert first == Lease(1, "slice")
+    assert second == Lease(2, "trigger")
     assert read_lease(store, "run") == second
-
-
-def test_a_renewal_without_a_cursor_keeps_it(store):
-    """A slice that does not show the log must not make the next trigger repeat it."""
-    renew_lease(store, holder="trigger", log_cursor={"0": [3, 100]})
-
-    kept = renew_lease(store, holder="slice")
-
-    assert kept.log_cursor == {"0": [3, 100]}
-    assert read_lease(store) == kept
 
 
 @pytest.mark.parametrize(
@@ -56,8 +46,7 @@ def test_a_renewal_without_a_cursor_keeps_it(store):
         b'{"schema":"1.0"}',
         b'{"schema":"2.0","counter":1}',
         b'{"schema":"1.0","counter":"x"}',
-        b'{"schema":"1.0","counter":1,"log_cursor":{"0":[1]}}',
-        b'{"schema":"1.0","counter":1,"log_cursor":[]}',
+        b'{"schema":"1.0","counter":1,"ages":[]}',
     ],
 )
 def test_what_is_no_lease_is_refused_by_readers_and_replaced_by_the_owner(store, text):
@@ -66,7 +55,7 @@ def test_what_is_no_lease_is_refused_by_readers_and_replaced_by_the_owner(store,
 
     with pytest.raises(ProtocolError, match=r"lease/run\.json"):
         read_lease(store)
-    assert renew_lease(store, holder="h") == Lease(1, "h", {})
+    assert renew_lease(store, holder="h") == Lease(1, "h")
 
 
 def test_a_newer_lease_is_read(store):

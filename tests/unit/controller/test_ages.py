@@ -135,4 +135,4 @@ def test_a_renewal_that_does_not_know_the_ages_keeps_them(world, ages):
 
     found = read_lease(world.store, world.prefix)
 
-    assert found == Lease(2, "slice", {}, "", ages or {"stopping-g1-a1": 3.0})
+    assert found == Lease(2, "slice", "", ages or {"stopping-g1-a1": 3.0})

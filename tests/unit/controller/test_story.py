@@ -23,6 +23,18 @@ BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason":
             "attempt 1 has 3 x scripted/cpu-2/on-demand at step 7, without a restart",
         ),
         ("change-undone", {}, "attempt 1 stays as it was: why"),
+        (
+            "attempt-started",
+            {"handle": {"name": "train-1", "details": {"namespace": "ml"}}},
+            "attempt 1 runs as ml/train-1",
+        ),
+        ("succeeded", {"outputs": {"model": "s3://b/m"}}, "the stage succeeded; output model: s3://b/m"),
+        (
+            "move-accepted",
+            {"align": "epoch", "reason": "3 x scripted/cpu-2/on-demand saves $0.48"},
+            "attempt 1 saves at the end of the epoch and moves to 3 x scripted/cpu-2/on-demand: saves $0.48",
+        ),
+        ("attempt-ended", {"attempt": "one"}, "event 1: attempt-ended"),
     ],
 )
 def test_a_change_in_place_is_one_line(kind, more, words):
