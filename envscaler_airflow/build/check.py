@@ -13,6 +13,7 @@ from envscaler_airflow.build.bases import facts
 from envscaler_airflow.build.cuda import broken_software, software
 from envscaler_airflow.build.kubernetes_job import resource_name
 from envscaler_airflow.build.machine import Here, look_here
+from envscaler_airflow.build.needs import lacking_code, lacking_extras, lacking_tools
 from envscaler_airflow.build.programs import Output, find_program, run_program
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.venv import install_command
@@ -39,6 +40,7 @@ def missing_on(
     *,
     here: Here | None = None,
     kubectl: Callable[[list[str]], Output] | None = None,
+    store_url: str | None = None,
 ) -> list[str]:
     """What *target* lacks for *spec*, one sentence each with what to do; [] when nothing is known to lack.
 
@@ -48,6 +50,7 @@ def missing_on(
         requirements: Its Python packages; None reads them from where the spec was loaded.
         here: This machine; None looks at it.
         kubectl: Asks the cluster; None is the installed program with its own context.
+        store_url: Run store whose packages are looked for too; None leaves that out.
 
     Raises:
         SpecError: Another target.
@@ -59,7 +62,7 @@ def missing_on(
         return _on_cluster(spec, kubectl or _kubectl())
     if target == "vm":
         return _on_rented(spec)
-    return _here(target, spec, requirements, here or look_here())
+    return [*_here(target, spec, requirements, here or look_here()), *lacking_extras(spec, store_url)]
 
 
 def _on_rented(spec: EnvSpec) -> list[str]:
@@ -81,6 +84,7 @@ def _here(target: str, spec: EnvSpec, requirements: Requirements | None, machine
         *_variables(spec, machine),
     ]
     if target == "local":
+        found += [*lacking_code(spec), *lacking_tools(spec, wanted, machine)]
         return found + missing_packages(spec, machine)
     if not machine.has_docker():
         found.append("docker: no daemon answers that can build; install and start docker.io")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from envscaler_airflow.backends.local.machine import Gpu, this_machine
 from envscaler_airflow.backends.local.volumes import exists
 from envscaler_airflow.build.builders import Docker
-from envscaler_airflow.build.programs import find_program, run_program
+from envscaler_airflow.build.programs import find_program, run_program, uv_program
+from envscaler_airflow.errors import SpecError
 
 _QUERIES: dict[str, tuple[str, ...]] = {
     "dpkg-query": ("--show", "--showformat", "${db:Status-Status} ${Version}\n"),
@@ -70,6 +72,22 @@ def has_docker() -> bool:
     return program is not None and Docker(program).fault() is None
 
 
+def has_uv() -> bool:
+    """True when uv is installed, by the extra ``build`` or otherwise."""
+    try:
+        uv_program()
+    except SpecError:
+        return False
+    return True
+
+
+def python_of(version: str) -> str | None:
+    """Path of a Python of that version, ``3.11``, this process's own first; None without one."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    return find_program(f"python{version}")
+
+
 @dataclass(frozen=True, slots=True)
 class Here:
     """This machine.
@@ -86,6 +104,8 @@ class Here:
         has_variable: Tells whether the environment has a variable.
         installed_versions: Tells versions of the system packages that are there; None when nobody can.
         has_docker: Tells whether a docker daemon answers.
+        has_uv: Tells whether uv is installed.
+        python_of: Path of a Python of a version that is installed; None without one.
     """
 
     cpus: int
@@ -98,6 +118,8 @@ class Here:
     has_variable: Callable[[str], bool] = field(default=has_variable)
     installed_versions: Callable[[Sequence[str]], dict[str, str] | None] = field(default=installed_versions)
     has_docker: Callable[[], bool] = field(default=has_docker)
+    has_uv: Callable[[], bool] = field(default=has_uv)
+    python_of: Callable[[str], str | None] = field(default=python_of)
 
     def absent_packages(self, wanted: Sequence[str]) -> list[str] | None:
         """Those of *wanted* (``git``, ``git=1:2.39``, ``git=1:2.*``) that are not here; None: not known."""

@@ -56,6 +56,13 @@ class Requirements:
         return self.locked is None and self.main is None and not (self.runtime and self.runtime.packages)
 
     @property
+    def needs_installer(self) -> bool:
+        """False when no line of any file, and no package of the runtime, names anything to install."""
+        texts = list(self.files.values()) if self.locked is None else [self.locked]
+        lines = (line.strip() for text in texts for line in text.splitlines())
+        return bool(self.runtime and self.runtime.packages) or any(line and line[0] != "#" for line in lines)
+
+    @property
     def has_conda_packages(self) -> bool:
         """True when some are conda's, which no lock of ours holds."""
         runtime = self.runtime

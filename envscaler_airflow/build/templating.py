@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -9,6 +10,14 @@ from envscaler_airflow.errors import SpecError
 
 SUFFIX = ".template"
 """Of every file of a template, so that no tool takes it for a module of the package."""
+
+PYTHON = "@PYTHON@"
+"""In a template: the Python of this machine, which needs no download."""
+
+
+def _python() -> str:
+    """Version of this Python, as far as the module ``envscaler/python`` knows it."""
+    return f"3.{min(max(sys.version_info.minor, 10), 13)}"
 
 
 def template_names() -> list[str]:
@@ -27,7 +36,7 @@ def write_template(name: str, folder: Path, *, overwrite: bool = False) -> list[
         raise SpecError(f"template {name!r:.60} is not known; write one of {', '.join(template_names())}")
     source = resources.files("envscaler_airflow.build").joinpath("templates", name)
     files = {
-        folder / item.name.removesuffix(SUFFIX): item.read_text(encoding="utf-8")
+        folder / item.name.removesuffix(SUFFIX): item.read_text(encoding="utf-8").replace(PYTHON, _python())
         for item in source.iterdir()
         if item.name.endswith(SUFFIX)
     }

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from envscaler_airflow.build.machine import has_uv, python_of
+from envscaler_airflow.build.needs import INSTALL_UV
 from envscaler_airflow.build.programs import run_program, uv_program
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import resolve, strategy
@@ -85,6 +87,9 @@ def environment_key(spec: EnvSpec, requirements: Requirements) -> str:
 
 
 def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[str, str]) -> None:
+    if not requirements.needs_installer and not has_uv():
+        _make_bare(spec, requirements, folder)
+        return
     # First what can fail without leaving anything.
     locked = resolve(spec, requirements, hashes=True, with_base=False, platform=_platform(), env=env).text
     uv = uv_program()
@@ -110,6 +115,21 @@ def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[
         if done.code != 0:
             shutil.rmtree(folder, ignore_errors=True)
             raise SpecError(f"runtimes: the packages cannot be installed:\n{done.err.strip()}")
+    (folder / READY).write_text("", encoding="utf-8")
+
+
+def _make_bare(spec: EnvSpec, requirements: Requirements, folder: Path) -> None:
+    """Without packages, and so without uv: by Python's own ``venv``."""
+    version = python_version(spec)
+    python = python_of(version)
+    if python is None:
+        raise SpecError(f"runtimes: Python {version} is not here; {INSTALL_UV}, which brings it")
+    made = run_program([python, "-m", "venv", "--without-pip", str(folder)], timeout_s=TIMEOUT_S)
+    if made.code != 0:
+        raise SpecError(f"runtimes: Python {version}: {(made.err or made.out).strip()}")
+    path = folder / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(requirements.with_lock("").text(), encoding="utf-8")
     (folder / READY).write_text("", encoding="utf-8")
 
 

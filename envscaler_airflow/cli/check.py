@@ -7,7 +7,7 @@ import json
 import click
 
 from envscaler_airflow.build.check import TARGETS, missing_on
-from envscaler_airflow.cli.common import output_option
+from envscaler_airflow.cli.common import default_store_url, output_option
 from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.spec import EnvSpec, load_spec
 
@@ -28,7 +28,7 @@ def dry_run(
 
 def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
     """Print what *target* lacks for *spec*; the command ends with 1 when it lacks anything."""
-    missing = missing_on(target, spec)
+    missing = missing_on(target, spec, store_url=None if target == "kubernetes" else default_store_url())
     if as_json:
         click.echo(json.dumps({"name": spec.name, "target": target, "missing": missing}, indent=2))
     else:

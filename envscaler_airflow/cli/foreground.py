@@ -243,7 +243,7 @@ class Foreground:
 
     def _tell_news(self) -> None:
         for line in self._story.news():
-            self.voice.say(line)
+            self.voice.say(line.partition("; output ")[0])  # outputs are the last lines anyway
 
     def _look_once_more(self) -> None:
         with suppress(EnvScalerError):

@@ -78,11 +78,14 @@ def status(
         rows = [_row(store, prefix) for prefix in run_prefixes(store) if not match or match in prefix]
         rows = [row for row in rows if not statuses_asked or row.status in statuses_asked]
         rows = [row for row in rows if since_s is None or (row.age_s is not None and row.age_s <= since_s)]
+        is_filtered = bool(statuses_asked or match or since_s is not None)
         rows.sort(key=lambda row: (-(row.age_s or math.inf), row.prefix))
         if as_json:
             click.echo(json.dumps([row.to_dict() for row in rows]))
-        else:
+        elif rows:
             print_runs(rows)
+        else:
+            click.echo(f"no run of that kind in {store.url}" if is_filtered else f"no run in {store.url}")
         return
     prefix, state = followed(store, run)
     row = _described(store, prefix, state)

@@ -35,9 +35,8 @@ def machine(**other) -> Here:
 def stage(requests=None, **body):
     """A stage that asks for *requests*."""
     resources = {"requests": requests or {}, **body.pop("resources", {})}
-    return EnvSpec.from_dict(
-        {"version": "v1", "name": "s", "base": {"image": "b"}, "resources": resources, **body}
-    )
+    told = {"version": "v1", "name": "s", "base": {"image": "b"}, "entrypoint": ["true"]}
+    return EnvSpec.from_dict({**told, "resources": resources, **body})
 
 
 def local(spec, **other):
@@ -315,7 +314,7 @@ def test_this_machine_can_be_looked_at():
 def test_the_shell_ends_with_one_when_something_is_missing(tmp_path, monkeypatch):
     """Zero when nothing is; a list for tools."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "envscaler.yaml").write_text("version: v1\nname: s\nbase: {image: b}\n")
+    (tmp_path / "envscaler.yaml").write_text("version: v1\nname: s\nbase: {image: b}\nentrypoint: [sh]\n")
     (tmp_path / "big.yaml").write_text(
         "version: v1\nname: s\nbase: {image: b}\nresources: {requests: {cpu: 5000}}\n"
     )

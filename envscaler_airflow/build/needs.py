@@ -1,0 +1,82 @@
+"""What ``run`` needs on this machine beside its sizes: code, programs, an installer, packages of extras."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from envscaler_airflow.build.machine import Here
+from envscaler_airflow.build.requirements import Requirements
+from envscaler_airflow.build.venv import python_version
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec.models import EnvSpec
+from envscaler_airflow.store.base import open_store
+
+INSTALL_UV = "run `pip install 'envscaler-airflow[build]'`, or install uv"
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+_OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "oss", "hdfs")
+"""Schemes of volumes that a package of an extra, or of the user's, opens."""
+
+
+def lacking_code(spec: EnvSpec) -> list[str]:
+    """A workdir or a script that is not there, one sentence each with what to write."""
+    if not spec.entrypoint:
+        return ["entrypoint: is empty; write entrypoint: [python, train.py]"]
+    folder = spec.resolve_path("workdir")
+    if folder is not None and not Path(folder).is_dir():
+        return [f"workdir: {folder} is not a folder; name the folder of the code, such as workdir: ."]
+    script = _script(spec.entrypoint)
+    if script is None:
+        return []
+    if script.is_absolute():  # a volume, or a folder of the image, may bring it
+        is_brought = any(script.is_relative_to(volume.mount_path) for volume in spec.volumes)
+        return [] if is_brought or script.is_file() else [f"entrypoint: {script} is not there"]
+    if folder is None:
+        return [f"entrypoint: {script} is not shipped: the spec has no workdir; write workdir: ."]
+    if not Path(folder, script).is_file():
+        return [f"entrypoint: {script} is not in the workdir {folder}"]
+    return []
+
+
+def _script(entrypoint: tuple[str, ...]) -> Path | None:
+    """The Python file that is run; None where another thing is."""
+    program, *words = entrypoint
+    if program.endswith(".py"):
+        return Path(program)
+    if _PYTHON.fullmatch(Path(program).name) is None:
+        return None
+    while words and words[0] in ("-u", "-O", "-B", "-E", "-s", "-I"):
+        words.pop(0)
+    return Path(words[0]) if words and words[0].endswith(".py") else None
+
+
+def lacking_tools(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
+    """What makes the stage's own environment and is not here: uv, or the Python."""
+    if requirements.runtime is None:
+        return []
+    if requirements.runtime.package_manager == "conda":
+        return ["runtimes: package_manager: conda is for images; write pip or uv under targets.local"]
+    if machine.has_uv():
+        return []
+    if requirements.needs_installer:
+        return [f"runtimes: uv installs the packages, and it is not installed; {INSTALL_UV}"]
+    version = python_version(spec)
+    if machine.python_of(version) is not None:
+        return []
+    return [f"runtimes: Python {version} is not here, and uv, which brings it, is not either; {INSTALL_UV}"]
+
+
+def lacking_extras(spec: EnvSpec, store_url: str | None) -> list[str]:
+    """Packages that open the run store or a volume and are not installed."""
+    urls = {} if store_url is None else {"store": store_url}
+    for volume in spec.volumes:
+        scheme, separator, _ = str(volume.source).partition("://")
+        if separator and scheme in _OBJECT_STORES:
+            urls[f"volumes: {volume.name}"] = str(volume.source)
+    found = []
+    for name, url in urls.items():
+        try:
+            open_store(url)
+        except SpecError as err:
+            found.append(f"{name}: {err}")
+    return found
