@@ -52,6 +52,7 @@ class AwsPrices:
         *,
         endpoint_url: str | None = None,
         advisor_url: str = ADVISOR_URL,
+        verify: bool | str = True,
         caller: Caller | None = None,
     ) -> None:
         """Take a session that carries the credentials.
@@ -60,11 +61,13 @@ class AwsPrices:
             session: By default the machine's own identity.
             endpoint_url: For a stand-in of AWS.
             advisor_url: Of Spot Advisor's data, which is public.
+            verify: False trusts any certificate; text is the path of the certificates to trust.
             caller: For Spot Advisor.
         """
         self._session = session
         self._endpoint_url = endpoint_url
         self._advisor_url = advisor_url
+        self._verify = None if verify is True else verify  # None is boto3's own: AWS_CA_BUNDLE counts
         self._caller = caller or Caller()
         self._advice: Mapping[str, Any] | None = None
 
@@ -113,6 +116,7 @@ class AwsPrices:
                 service,  # type: ignore[call-overload]  # the stubs know s3 alone
                 region_name=region,
                 endpoint_url=self._endpoint_url,
+                verify=self._verify,
                 config=config,
             )
             with contextlib.closing(client):

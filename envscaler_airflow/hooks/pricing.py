@@ -14,6 +14,7 @@ from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException, AirflowRuntimeError
 
 from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.hooks.servers import verify_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -120,7 +121,8 @@ class CloudPricingHook(BaseHook):
             session = _aws_session(connection, extra)
         except (BotoCoreError, ClientError) as err:
             raise SpecError(f"connection {self.conn_id!r}: {err}") from err
-        return AwsPrices(session, endpoint_url=endpoint, advisor_url=advisor)
+        verify = verify_of(extra.get("verify"))
+        return AwsPrices(session, endpoint_url=endpoint, advisor_url=advisor, verify=verify)
 
     def _azure(self) -> PriceFeed:
         from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415  (as above)
@@ -173,7 +175,10 @@ def _aws_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any
     role = extra.get("role_arn")
     if not role:
         return session
-    sts: Any = session.client("sts", endpoint_url=extra.get("endpoint_url"))
+    verify = verify_of(extra.get("verify"))
+    sts: Any = session.client(
+        "sts", endpoint_url=extra.get("endpoint_url"), verify=None if verify is True else verify
+    )
     given = sts.assume_role(RoleArn=role, RoleSessionName="envscaler-prices")["Credentials"]
     return boto3.Session(
         aws_access_key_id=given["AccessKeyId"],

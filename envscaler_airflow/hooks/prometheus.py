@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.hooks.servers import HttpServer, http_server, server_of_url
 from envscaler_airflow.hooks.settings import setting
 from envscaler_airflow.scaling import Ask
 
@@ -22,6 +25,8 @@ MOST_BYTES = 4 << 20
 """Longest answer that is read, bytes. Chosen: room for ten thousand series with their labels."""
 MOST_SERIES = 10_000
 """More series than this are an answer to another question. Chosen."""
+
+_WHAT = "a Prometheus server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Prometheus:
         *,
         auth: tuple[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
+        verify: bool | str = True,
         transport: httpx.BaseTransport | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +67,7 @@ class Prometheus:
             url: Of the server; user and password in it are used and never shown.
             auth: User and password.
             headers: For a server that wants a token.
+            verify: False trusts any certificate; text is the path of the certificates to trust.
             transport: In place of the network.
             monotonic: For the end of a slow answer.
         """
@@ -68,6 +75,7 @@ class Prometheus:
         self._shown = shown(self._url)
         self._auth = auth
         self._headers = dict(headers or {})
+        self._verify = verify
         self._transport = transport
         self._monotonic = monotonic
 
@@ -114,7 +122,9 @@ class Prometheus:
         ends = self._monotonic() + TIMEOUT_S
         parts: list[bytes] = []
         with (
-            httpx.Client(transport=self._transport, timeout=TIMEOUT_S, auth=self._auth) as client,
+            httpx.Client(
+                transport=self._transport, timeout=TIMEOUT_S, auth=self._auth, verify=self._trusted()
+            ) as client,
             client.stream(
                 "GET", f"{self._url}/api/v1/query", params={"query": query}, headers=self._headers
             ) as answer,
@@ -126,6 +136,18 @@ class Prometheus:
                 if self._monotonic() > ends:
                     raise httpx.ReadTimeout(f"no whole answer within {TIMEOUT_S:g} s")
             return _Answer(answer.status_code, b"".join(parts).decode(errors="replace"))
+
+    def _trusted(self) -> bool | ssl.SSLContext:
+        if isinstance(self._verify, bool):
+            return self._verify
+        folder = Path(self._verify).is_dir()
+        try:
+            return ssl.create_default_context(
+                cafile=None if folder else self._verify, capath=self._verify if folder else None
+            )
+        except OSError as err:  # ssl's own errors, too
+            why = err.strerror or err
+            raise SpecError(f"{self._shown}: verify: {self._verify} cannot be read ({why})") from err
 
     def _read(self, answer: _Answer) -> tuple[float, ...]:
         try:
@@ -172,11 +194,11 @@ def _of_setting() -> Prometheus:
             "no Prometheus server is named: set [envscaler] prometheus_url, "
             "or give the ScalingSensor a prometheus_conn_id"
         )
-    return Prometheus(url)
+    return _asked(server_of_url(url, "[envscaler] prometheus_url", _WHAT))
 
 
 def _of_connection(conn_id: str) -> Prometheus:
-    """Host with or without a scheme, port; login and password, or a password alone as a token."""
+    """The server of a connection, as :func:`~envscaler_airflow.hooks.servers.http_server` reads it."""
     from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
     from airflow.sdk.exceptions import AirflowException  # noqa: PLC0415  (as above)
 
@@ -184,12 +206,8 @@ def _of_connection(conn_id: str) -> Prometheus:
         connection: Any = BaseHook.get_connection(conn_id)
     except AirflowException as err:
         raise SpecError(f"connection {conn_id!r}: {err!s:.200}") from err
-    if not connection.host:
-        raise SpecError(f"connection {conn_id!r} names no host of a Prometheus server")
-    host = str(connection.host)
-    scheme = "" if "://" in host else f"{connection.schema or 'http'}://"
-    port = f":{connection.port}" if connection.port else ""
-    login, password = connection.login, connection.password
-    auth = (str(login), str(password or "")) if login else None
-    headers = {"Authorization": f"Bearer {password}"} if password and not login else None
-    return Prometheus(f"{scheme}{host}{port}", auth=auth, headers=headers)
+    return _asked(http_server(connection, _WHAT))
+
+
+def _asked(server: HttpServer) -> Prometheus:
+    return Prometheus(server.url, auth=server.auth, headers=server.headers, verify=server.verify)

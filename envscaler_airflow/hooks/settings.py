@@ -9,6 +9,7 @@ from typing import Any
 from airflow.sdk.configuration import conf
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.hooks.servers import object_of, verify_of
 from envscaler_airflow.store import Store, deployment_of, open_store
 
 CONN_TYPE = "envscaler_store"
@@ -79,6 +80,11 @@ def store_place(store_url: str | None = None, store_conn_id: str | None = None) 
     return StorePlace(url, options, secrets)
 
 
+def _option(name: str, value: object) -> object:
+    """A value of an extra; a connection's URI holds text alone."""
+    return verify_of(value) if name == "verify" else object_of(value)
+
+
 def _connection(conn_id: str) -> tuple[str | None, dict[str, Any], dict[str, str]]:
     from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
 
@@ -88,6 +94,6 @@ def _connection(conn_id: str) -> tuple[str | None, dict[str, Any], dict[str, str
     extra: object = connection.extra_dejson
     if not isinstance(extra, Mapping):
         raise SpecError(f"connection {conn_id!r}: its extra is no JSON object")
-    options = {name: extra[name] for name in _OPTIONS if extra.get(name) not in (None, "")}
+    options = {name: _option(name, extra[name]) for name in _OPTIONS if extra.get(name) not in (None, "")}
     secrets = {"aws_access_key_id": connection.login, "aws_secret_access_key": connection.password}
     return extra.get("store_url") or None, options, {name: text for name, text in secrets.items() if text}

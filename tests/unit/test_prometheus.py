@@ -269,9 +269,12 @@ def test_the_setting_names_the_server_and_a_connection_goes_over_it(monkeypatch,
         assert asks(conn_id)("up") == (1.0,)
 
     assert made == [
-        ("http://setting:9090", {}),
-        ("http://p:9090", {"auth": ("ann", "pw-12345"), "headers": None}),
-        ("https://p/prom", {"auth": None, "headers": {"Authorization": "Bearer pw-12345"}}),
+        ("http://setting:9090", {"auth": None, "headers": {}, "verify": True}),
+        ("http://p:9090", {"auth": ("ann", "pw-12345"), "headers": {}, "verify": True}),
+        (
+            "https://p/prom",
+            {"auth": None, "headers": {"Authorization": "Bearer pw-12345"}, "verify": True},
+        ),
     ]
 
 

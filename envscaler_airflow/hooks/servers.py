@@ -1,0 +1,172 @@
+"""An Airflow connection as the address of an HTTP server, in every form that people write one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from envscaler_airflow.errors import SpecError
+
+_SCHEMES = ("http", "https")
+_TRUE = frozenset({"true", "yes", "on", "1", ""})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_TENANT = "X-Scope-OrgID"
+"""Header that names a tenant. Source: grafana.com/docs/mimir, "HTTP API", authentication."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpServer:
+    """Where a server is and how it is asked.
+
+    Attributes:
+        url: Scheme, host, port and path; no user and no password.
+        auth: User and password for basic authentication.
+        headers: Sent with each request.
+        verify: False trusts any certificate; text is the path of the certificates to trust.
+    """
+
+    url: str
+    auth: tuple[str, str] | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    verify: bool | str = True
+
+
+def http_server(connection: Any, what: str) -> HttpServer:
+    """The server that *connection* names.
+
+    The scheme is the host's own (``https://prom.example.org``), else the connection's schema, else its
+    type (``https`` of an ``https://`` URI), else http. A schema that is no scheme is a path, as Airflow
+    reads ``https://host/prometheus``. A port goes behind the host, before its path. A password without
+    a login is a token. Extras: ``headers``, ``tenant``, ``token``, ``verify``; any other with a dash in its
+    name is a header, as for Airflow's HTTP connections.
+
+    Args:
+        connection: Of Airflow.
+        what: The server, in messages: ``a Prometheus server``.
+
+    Raises:
+        SpecError: It names no host, or one that HTTP cannot reach; the password is in no message.
+    """
+    name = f"connection {connection.conn_id!r}"
+    host, schema = str(connection.host or "").strip(), str(connection.schema or "").strip("/ ")
+    if not host:
+        raise SpecError(f"{name} names no host of {what}")
+    if "://" not in host:
+        host, schema = f"{_scheme(connection.conn_type, schema)}://{_bracketed(host)}", _path(schema)
+    elif schema.lower() in _SCHEMES:
+        schema = ""
+    parts = _split(host, name, what)
+    port = _port(parts, connection.port, name)
+    path = "/".join(part for part in (parts.path.strip("/"), schema) if part)
+    extra = _extra(connection, name)
+    auth, headers = _credentials(connection, parts, extra)
+    url = f"{parts.scheme}://{_bracketed(parts.hostname or '')}{port}{'/' + path if path else ''}"
+    return HttpServer(url, auth, {**headers, **_headers(extra, name)}, verify_of(extra.get("verify")))
+
+
+def server_of_url(url: str, where: str, what: str) -> HttpServer:
+    """The same of a *url* that a setting names.
+
+    Raises:
+        SpecError: It is no address of HTTP.
+    """
+    text = url.strip()
+    parts = _split(text if "://" in text else f"http://{text}", where, what)
+    port = _port(parts, None, where)
+    query = f"?{parts.query}" if parts.query else ""
+    auth = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
+    path = parts.path.rstrip("/")
+    return HttpServer(f"{parts.scheme}://{_bracketed(parts.hostname or '')}{port}{path}{query}", auth)
+
+
+def verify_of(value: object) -> bool | str:
+    """``verify`` of a connection's extra: a switch, also as the text of a URI's query, or a path.
+
+    Text such as ``false`` was the path of a file before, which then did not exist.
+    """
+    if value is None or isinstance(value, bool):
+        return value is not False
+    text = str(value).strip()
+    if text.lower() in _FALSE:
+        return False
+    return True if text.lower() in _TRUE else text
+
+
+def object_of(value: object) -> object:
+    """A map in an extra, also as the JSON text of a URI's query; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] == "{":
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _scheme(conn_type: object, schema: str) -> str:
+    kind = str(conn_type or "").lower()
+    if kind == "https" or schema.lower() == "https":
+        return "https"  # never plain where one of the two asks for TLS
+    return "http"
+
+
+def _path(schema: str) -> str:
+    return "" if schema.lower() in _SCHEMES else schema
+
+
+def _bracketed(host: str) -> str:
+    """``::1`` as a URL has it."""
+    bare = host.strip("[]")
+    return f"[{bare}]" if bare.count(":") > 1 and "/" not in bare and "@" not in bare else host
+
+
+def _split(url: str, name: str, what: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise SpecError(f"{name}: its host is no address of {what}; write https://host:443/path") from None
+    if parts.scheme.lower() not in _SCHEMES:
+        raise SpecError(f"{name}: {parts.scheme!r:.20} is not http or https; write https://host:443/path")
+    if not parts.hostname:
+        raise SpecError(f"{name} names no host of {what}")
+    return parts._replace(scheme=parts.scheme.lower())
+
+
+def _port(parts: SplitResult, own: object, name: str) -> str:
+    if own and parts.port and int(str(own)) != parts.port:
+        raise SpecError(f"{name}: its port {own} is not the {parts.port} of its host; write one of them")
+    port = parts.port or own
+    return f":{port}" if port else ""
+
+
+def _extra(connection: Any, name: str) -> Mapping[str, Any]:
+    try:
+        extra: object = connection.extra_dejson
+    except ValueError as err:
+        raise SpecError(f"{name}: its extra is not valid JSON") from err
+    if not isinstance(extra, Mapping):
+        raise SpecError(f"{name}: its extra is not a JSON object")
+    return extra
+
+
+def _credentials(
+    connection: Any, parts: SplitResult, extra: Mapping[str, Any]
+) -> tuple[tuple[str, str] | None, dict[str, str]]:
+    login = connection.login or unquote(parts.username or "")
+    password = connection.password or unquote(parts.password or "")
+    if login:
+        return (str(login), str(password)), {}
+    token = password or extra.get("token")
+    return None, {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _headers(extra: Mapping[str, Any], name: str) -> dict[str, str]:
+    found = object_of(extra.get("headers") or {})
+    if not isinstance(found, Mapping):
+        raise SpecError(f'{name}: headers: is not a map; write {{"{_TENANT}": "team"}}')
+    own = {key: value for key, value in extra.items() if "-" in key}
+    tenant = {_TENANT: extra["tenant"]} if extra.get("tenant") else {}
+    return {str(key): str(value) for key, value in {**tenant, **own, **found}.items()}
