@@ -59,7 +59,8 @@ def _site(options: argparse.Namespace) -> Site:
     exchange = Exchange(options.exchange)
     store = for_run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
     who = Who(options.generation, options.attempt, options.node, options.nodes)
-    return Site(exchange=exchange, store=store, who=who, layout=layout, memory=Memory(exchange))
+    memory = Memory(exchange, own=layout.own_folder)
+    return Site(exchange=exchange, store=store, who=who, layout=layout, memory=memory)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ suffix: then it is the file itself.
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from pathlib import Path, PurePosixPath
 
 from envscaler_airflow.courier import cached
@@ -25,6 +27,7 @@ from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.protocol import Manifest
 from envscaler_airflow.store import folders, outputs
 from envscaler_airflow.store.base import Store, open_store
+from envscaler_airflow.store.root import Root
 
 _HOST = "hostPath:"
 
@@ -110,8 +113,9 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
         if mount.index is not None:
             cached.fetch(site, store, names, path, Path(mount.index))
             return
+        root = Root.real(Path(os.path.realpath(path, strict=True)))
         for name in names:
-            _get(site, store, name, path / name)
+            _get(site, store, name, root)
         return
     if mount.is_written_back:
         path.mkdir(parents=True, exist_ok=True)  # nothing lies there yet
@@ -123,13 +127,29 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
     if mount.index is not None:
         cached.fetch(site, store, [name], path, Path(mount.index))
         return
-    _get(site, store, name, _landing(path, name))
+    landing = _landing(path, name)
+    root = Root.real(Path(os.path.realpath(landing.parent, strict=True)))
+    _get(site, store, name, root, landing.name)
 
 
-def _get(site: Site, store: Store, name: str, path: Path) -> None:
+def _get(site: Site, store: Store, name: str, root: Root, path: str | None = None) -> None:
+    """Lay the object *name* at *path* (default: *name*) below *root*, through no link."""
     site.wanted()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = path or name
     size = site.patiently(lambda: store.size(name), what=name)
-    if path.is_file() and path.stat().st_size == size:
-        return  # fetched before the courier was started again; get_file is atomic
-    site.patiently(lambda: store.get_file(name, path), what=name)
+    if _size(root, path) == size:
+        return  # fetched before the courier was started again; it lands as a whole
+
+    def get() -> None:
+        with root.landing(path) as stream:
+            store.get_file(name, stream)
+
+    site.patiently(get, what=name)
+
+
+def _size(root: Root, path: str) -> int | None:
+    try:
+        seen = root.stat(path)
+    except OSError:
+        return None
+    return seen.st_size if stat.S_ISREG(seen.st_mode) else None

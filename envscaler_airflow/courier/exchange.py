@@ -7,22 +7,24 @@ side wrote is data: bounded, checked, and never followed out of the folder.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
-import secrets
-import shutil
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, SCHEMA, Control, Status, parse_checkpoint_name
+from envscaler_airflow.store.root import Root
 
 _OPEN = re.compile(r"\d{6,12}\.open\Z")
 _CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
@@ -60,7 +62,8 @@ class Mount(BaseModel):
 class Layout(BaseModel):
     """Where things lie on this node, as the backend says (``layout.json``).
 
-    ``processes_per_node`` is told where nodes come and go during the attempt.
+    ``processes_per_node`` is told where nodes come and go during the attempt. ``own`` is a folder that
+    outlives the sidecar's process and that the training cannot write, where the backend has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -71,6 +74,12 @@ class Layout(BaseModel):
     checkpoint_path: str | None = None
     store_options: dict[str, Any] = {}
     processes_per_node: int | None = None
+    own: str | None = None
+
+    @property
+    def own_folder(self) -> Path | None:
+        """``own`` as a path."""
+        return Path(self.own) if self.own else None
 
     @classmethod
     def read(cls, path: Path) -> Layout:
@@ -153,16 +162,40 @@ class Exchange:
         self.snapshot_done = root / "snapshot.done"
         self.checkpoints = root / "checkpoints"
         self.restored = root / "restored"
-        for folder in (root, self.checkpoints, self.restored, root / "metrics", root / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        self._folder = Root.of(root)
+        for folder in ("checkpoints", "restored", "metrics", "logs"):
+            self.folder.make_folder(folder)
 
-    @staticmethod
-    def _listed(folder: Path) -> list[Path]:
+    @property
+    def folder(self) -> Root:
+        """The folder itself: everything goes by its descriptor, since the training lays links here too.
+
+        Raises:
+            OSError: The training replaced it by a link or a file.
+        """
+        held = self._folder
+        try:
+            is_same = self.root.stat().st_ino == held.stat("").st_ino
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:  # the training removed it
+            held.path.mkdir(parents=True, exist_ok=True)
+            self._folder = held = Root.real(held.path)
+        return held
+
+    def name(self, path: Path) -> str:
+        """*path*, which lies below, as a name below :attr:`folder`."""
+        return path.relative_to(self.root).as_posix()
+
+    def _listed(self, folder: Path) -> list[tuple[Path, os.stat_result]]:
         """What lies in *folder*; nothing when the training has removed it or laid something else there."""
         try:
-            return list(folder.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+            return [(folder / name, facts) for name, facts in self.folder.scan(self.name(folder))]
+        except OSError as err:
+            if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return []
+            raise
 
     def write(self, path: Path, data: bytes) -> None:
         """Replace *path* atomically.
@@ -170,17 +203,13 @@ class Exchange:
         Raises:
             OSError: The disk is full, for one; the old file stays.
         """
-        # The training writes here too: under a name that it cannot know it cannot lay a link.
-        part = path.with_name(f".{path.name}.courier-{secrets.token_hex(8)}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)  # the training may have removed it
-            part.write_bytes(data)
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        name = self.name(path)
+        with self.folder.landing(name) as stream:
+            stream.write(data)
+            stream.flush()
+            with suppress(FileNotFoundError):
+                if stat.S_ISDIR(self.folder.stat(name).st_mode):
+                    self.folder.remove(name)
 
     def write_json(self, path: Path, body: Mapping[str, Any]) -> None:
         """Replace *path* by *body*, with ``schema``."""
@@ -238,23 +267,58 @@ class Exchange:
     def chunks(self, folder: str) -> list[tuple[int, Path]]:
         """Closed chunks in ``metrics`` or ``logs``, in order."""
         found = []
-        for path in self._listed(self.root / folder):
+        for path, facts in self._listed(self.root / folder):
             match = _CHUNK.match(path.name)
-            if match and path.is_file() and not path.is_symlink():
+            if match and _is_own_file(facts):
                 found.append((int(match[1]), path))
         return sorted(found)
 
     def close_chunks(self, folder: str) -> None:
         """Close what a wrapper that was killed left open. Only once it is known to have ended."""
         suffix = ".log" if folder == "logs" else ".jsonl"
-        for path in self._listed(self.root / folder):
-            if _OPEN.match(path.name) and path.is_file() and path.stat().st_size:
-                path.rename(path.with_suffix(suffix))
+        for path, facts in self._listed(self.root / folder):
+            if _OPEN.match(path.name) and _is_own_file(facts) and facts.st_size:
+                self.folder.rename(self.name(path), self.name(path.with_suffix(suffix)))
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[BufferedReader]:
+        """A file that the training's side wrote, to be sent.
+
+        Raises:
+            ProtocolError: It is a link, a hard link, a pipe or a device by now.
+            OSError: It is gone, or cannot be read.
+        """
+        try:
+            stream = self.folder.open_file(self.name(path))
+        except CheckpointError as err:
+            raise ProtocolError(str(err)) from err
+        except OSError as err:
+            if err.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise ProtocolError(f"{path.name} became a link") from err
+            raise
+        with stream:
+            if not _is_own_file(os.fstat(stream.fileno())):
+                raise ProtocolError(f"{path.name} has a second name (hard link)")
+            yield stream
+
+    def remove(self, path: Path) -> None:
+        """Remove the file or folder *path*, of a link the link; nothing happens when it is absent."""
+        self.folder.remove(self.name(path))
+
+    def new_folder(self, path: Path) -> Root:
+        """An empty folder at *path*, whatever was there. Raises OSError."""
+        self.remove(path)
+        return self.made_folder(path)
+
+    def made_folder(self, path: Path) -> Root:
+        """The folder *path*, made where it is absent. Raises OSError."""
+        self.folder.make_folder(self.name(path))
+        return self.folder.enter(self.name(path))
 
     def saved(self, who: Who) -> list[str]:
         """Complete local saves of this attempt that are not done yet, by step."""
         names = []
-        for path in self._listed(self.checkpoints):
+        for path, _ in self._listed(self.checkpoints):
             key = parse_checkpoint_name(path.name)
             if (
                 key
@@ -270,29 +334,49 @@ class Exchange:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            stream = self.folder.open_file(self.name(path))
         except FileNotFoundError:
             return None
+        except CheckpointError as err:
+            raise ProtocolError(f"{path.name} is not a file") from err
         except OSError as err:
             raise ProtocolError(f"{path.name}: {err.strerror}") from err
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise ProtocolError(f"{path.name} is no file")
-        with os.fdopen(handle, "rb") as stream:
+        with stream:
             body = stream.read(MAX_JSON_BYTES + 1)
         if len(body) > MAX_JSON_BYTES:
             raise ProtocolError(f"{path.name}: more than {MAX_JSON_BYTES} bytes")
         return body
 
 
+def _places(path: Path) -> Mapping[str, str]:
+    """What :class:`Memory` wrote there; nothing before the start."""
+    try:
+        found: Mapping[str, str] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _is_own_file(facts: os.stat_result) -> bool:
+    """A plain file without a second name, as the wrapper writes them."""
+    return stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+
+
 class Memory:
     """The courier's :class:`State`, kept in ``courier.json``; safe between its two threads."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        """Take up what an earlier courier of this folder left."""
+    def __init__(self, exchange: Exchange, *, own: Path | None = None) -> None:
+        """Take up what an earlier courier of this folder left.
+
+        What the training must not change (where folders really were) is kept in the folder *own* where there
+        is one, since ``courier.json`` lies where the training writes.
+        """
         self._exchange = exchange
+        self._own = None if own is None else own / "places.json"
         self._lock = threading.RLock()
         self._state = dataclasses.replace(self._load(), pid=os.getpid())
+        if self._own is not None:
+            self._state = dataclasses.replace(self._state, places=_places(self._own))
 
     @property
     def state(self) -> State:
@@ -307,6 +391,9 @@ class Memory:
         """
         with self._lock:
             state = dataclasses.replace(self._state, **changes)
+            if self._own is not None and "places" in changes:
+                self._own.parent.mkdir(parents=True, exist_ok=True)
+                self._own.write_text(json.dumps(changes["places"]), encoding="utf-8")
             self._exchange.write_json(self._exchange.courier, dataclasses.asdict(state))
             self._state = state
             return state

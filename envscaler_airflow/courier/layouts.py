@@ -25,10 +25,12 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.store.folders import TreeFile, walk
+from envscaler_airflow.store.folders import ChangedError, TreeFile, walk
+from envscaler_airflow.store.root import COPY_BYTES, Root
 
 _MAX_STATE_BYTES = 64 << 20  # trainer_state.json grows with the log history
 _MAX_HEADER_BYTES = 100 << 20  # source: safetensors, MAX_HEADER_SIZE
@@ -71,14 +73,16 @@ class Selection:
         return max((item.mtime_ns for item in self.files), default=0)
 
 
-def select(folder: Path) -> Selection | None:
+def select(folder: Path, *, parent: Path | None = None) -> Selection | None:
     """What of *folder* a snapshot would hold now; None when nothing in it is complete.
+
+    *parent*: where the folder above really is, when that is known from before the training ran.
 
     Raises:
         CheckpointError: A link leads outside, or a name cannot be kept.
     """
     try:
-        files = tuple(item for item in walk(folder) if not _is_temporary(item.path))
+        files = tuple(item for item in walk(folder, parent=parent) if not _is_temporary(item.path))
     except FileNotFoundError:
         return None
     if any(_HUGGING_FACE.match(item.path) for item in files):
@@ -119,8 +123,9 @@ def _trainer_state(files: Iterable[TreeFile], folder: str) -> dict[str, object] 
     for item in files:
         if item.path == f"{folder}/trainer_state.json" and item.size <= _MAX_STATE_BYTES:
             try:
-                body = json.loads(item.source.read_bytes())
-            except (OSError, ValueError, RecursionError):
+                with item.open(shares_names=True) as stream:
+                    body = json.loads(stream.read(_MAX_STATE_BYTES + 1))
+            except (CheckpointError, OSError, ValueError, RecursionError):
                 return None
             return body if isinstance(body, dict) and "global_step" in body else None
     return None
@@ -161,8 +166,9 @@ def _tag(mark: TreeFile) -> str | None:
     if mark.size > _MAX_TAG_BYTES:
         return None
     try:
-        name = mark.source.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        with mark.open(shares_names=True) as stream:
+            name = stream.read(_MAX_TAG_BYTES + 1).decode().strip()
+    except (CheckpointError, OSError, UnicodeDecodeError):
         return None
     return name if name and "/" not in name else None
 
@@ -200,13 +206,13 @@ def torn(item: TreeFile) -> str | None:
     8 bytes of header length, the header, and the data up to the largest offset (format specification).
     """
     try:
-        with item.source.open("rb") as stream:
+        with item.open(shares_names=True) as stream:
             head = stream.read(8)
             if head[:4] == b"PK\x03\x04":
-                return None if zipfile.is_zipfile(item.source) else f"{item.path}: zip without its end"
+                return None if zipfile.is_zipfile(stream) else f"{item.path}: zip without its end"
             if item.path.endswith(".safetensors"):
                 return _torn_safetensors(item, head, stream.read)
-    except FileNotFoundError:
+    except (FileNotFoundError, ChangedError):
         return f"{item.path}: vanished"
     return None
 
@@ -227,8 +233,9 @@ def _torn_safetensors(item: TreeFile, head: bytes, read: Callable[[int], bytes])
 def copy(
     folder: Path,
     selection: Selection,
-    target: Path,
+    target: Root,
     *,
+    parent: Path | None = None,
     between: Callable[[], None],
     nobody_writes: bool = False,
 ) -> None:
@@ -246,24 +253,24 @@ def copy(
         if reason is not None:
             raise CheckpointError(f"incomplete: {reason}")
     if not nobody_writes:
-        _check_room(selection.size, target.parent)
+        _check_room(selection.size, target.path)
     try:
         for item in selection.files:
             between()
-            path = target / item.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not (nobody_writes and _link(item.source, path)):
-                shutil.copyfile(item.source, path)
+            with item.open() as stream:
+                if not (nobody_writes and _link(stream, target, item.path)):
+                    with target.landing(item.path) as new:
+                        shutil.copyfileobj(stream, new, COPY_BYTES)
     except FileNotFoundError as err:
         raise CheckpointError(f"{folder} changed while it was copied: {err}") from err
-    after = select(folder)
+    after = select(folder, parent=parent)
     if after is None or after.fingerprint != selection.fingerprint:
         raise CheckpointError(f"{folder} changed while it was copied")
 
 
-def _link(source: Path, path: Path) -> bool:
+def _link(stream: BufferedReader, target: Root, path: str) -> bool:
     try:
-        path.hardlink_to(source)
+        target.link(path, stream)
     except OSError:  # another file system, or one without links
         return False
     return True

@@ -6,8 +6,8 @@ Node 0 alone chooses and publishes it in its status; the other nodes wait for th
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from envscaler_airflow.protocol import (
 from envscaler_airflow.store import checkpoints, folders
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.outputs import open_folder
+from envscaler_airflow.store.root import Root
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
 _POLL_S = 1.0
@@ -169,8 +170,8 @@ def _fetch_uri(site: Site, uri: str) -> Restored:
 def _fetch(site: Site, store: Store, prefix: str, source: str, *, folder: str | None = None) -> Restored:
     manifest = site.patiently(lambda: _manifest(store, prefix, source), what=source)
     target = site.exchange.restored / (folder or source)
-    target.mkdir(parents=True, exist_ok=True)
-    site.patiently(lambda: folders.fetch(store, prefix, manifest, target, between=site.wanted), what=source)
+    root = site.exchange.made_folder(target)
+    site.patiently(lambda: folders.fetch(store, prefix, manifest, root, between=site.wanted), what=source)
     return Restored(source, target, manifest)
 
 
@@ -184,7 +185,8 @@ def _manifest(store: Store, prefix: str, source: str) -> Manifest:
 
 
 def _discard(site: Site, name: str) -> None:
-    shutil.rmtree(site.exchange.restored / name, ignore_errors=True)
+    with suppress(OSError):
+        site.exchange.remove(site.exchange.restored / name)
 
 
 def _lay_back(site: Site, found: Restored) -> Restored:
@@ -196,21 +198,17 @@ def _lay_back(site: Site, found: Restored) -> Restored:
         return found
     target = Path(site.layout.checkpoint_path)
     target.mkdir(parents=True, exist_ok=True)
-    empty(target)
+    root, fetched = Root.of(target, parent=site.place(target)), site.exchange.made_folder(found.path)
+    root.empty()
     for item in found.manifest.files:
-        path = target / item.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(found.path / item.path, path)
-    shutil.rmtree(found.path, ignore_errors=True)
-    selection = select(target)
+        root.take(item.path, fetched)
+    with suppress(OSError):
+        site.exchange.remove(found.path)
+    selection = select(target, parent=site.place(target))
     site.memory.update(snapshot=selection.fingerprint if selection else None)
     return Restored(found.source, target, found.manifest)
 
 
 def empty(folder: Path) -> None:
     """Remove what lies in *folder*, but not the folder, which may be a mount."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    Root.of(folder).empty()

@@ -119,6 +119,11 @@ class Site:
         places = {path: str(Path(path).parent.resolve()) for path in paths if path is not None}
         self.memory.update(places=places)
 
+    def place(self, path: Path) -> Path | None:
+        """The folder that held *path* before the start, every link resolved; None before that."""
+        was = self.memory.state.places.get(str(path))
+        return None if was is None else Path(was)
+
     def check_place(self, path: Path) -> None:
         """Refuse a path whose folder is another one than before the start.
 

@@ -6,8 +6,8 @@ more after the command ended. Before it, the tree must have been quiet for :data
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from envscaler_airflow.courier import layouts
@@ -125,7 +125,7 @@ class Snapshots:
         try:
             if folder is not None:
                 self._site.check_place(folder)
-            selection = layouts.select(folder) if folder else None
+            selection = layouts.select(folder, parent=self._site.place(folder)) if folder else None
         except CheckpointError as err:
             self._site.messages.say(_PART, f"no snapshot: {err}")
             return
@@ -213,17 +213,23 @@ class Snapshots:
         part = exchange.checkpoints / ".snapshot"
         began = site.monotonic()
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            layouts.copy(folder, selection, part, between=site.between, nobody_writes=nobody_writes)
+            layouts.copy(
+                folder,
+                selection,
+                exchange.new_folder(part),
+                parent=site.place(folder),
+                between=site.between,
+                nobody_writes=nobody_writes,
+            )
             name, body = self._describe(selection, progress, site.monotonic() - began)
             exchange.write_json(snapshot_facts(exchange, name), body)
-            part.rename(exchange.checkpoints / name)
+            exchange.folder.rename(exchange.name(part), exchange.name(exchange.checkpoints / name))
         except (CheckpointError, OSError) as err:
             site.messages.say(_PART, f"no snapshot: {err}")
             return None
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            with suppress(OSError):
+                exchange.remove(part)
         site.messages.say(_PART, None)
         self._last_at = site.monotonic()
         site.memory.update(

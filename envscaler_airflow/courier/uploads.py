@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +56,8 @@ class Chunks:
                 if has_ended:
                     self._site.exchange.close_chunks(folder)
                 for number, path in self._site.exchange.chunks(folder):
-                    self._site.store.put_file(self._name(folder, number), path)
-                    path.unlink(missing_ok=True)
+                    self._send(folder, number, path)
+                    self._site.exchange.remove(path)
         except (StoreError, OSError) as err:
             self._backoff.failed()
             self._site.messages.say("chunks", f"logs and metrics wait: {err}")
@@ -66,6 +65,14 @@ class Chunks:
         self._backoff.worked()
         self._site.messages.say("chunks", None)
         return True
+
+    def _send(self, folder: str, number: int, path: Path) -> None:
+        """What the training laid in a chunk's place is not sent, and keeps no later one waiting."""
+        try:
+            with self._site.exchange.opened(path) as stream:
+                self._site.store.put_file(self._name(folder, number), stream)
+        except ProtocolError as err:
+            self._site.messages.say("chunks", f"not uploaded: {err}")
 
     def _name(self, folder: str, number: int) -> str:
         who = self._site.who
@@ -139,11 +146,14 @@ class Checkpoints:
     def _upload(self, name: str) -> None:
         site = self._site
         began = site.monotonic()
-        folder = site.exchange.checkpoints / name
-        skip = set() if snapshot_facts(site.exchange, name).exists() else {_AGENT}
-        files = [item for item in folders.walk(folder) if item.path not in skip]
+        folder = site.exchange.folder.enter(site.exchange.name(site.exchange.checkpoints / name))
+        is_snapshot = snapshot_facts(site.exchange, name).exists()
+        skip = set() if is_snapshot else {_AGENT}
+        files = [item for item in folders.files_of(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
-        done = folders.upload(site.store, prefix, files, node=site.who.node, between=site.between)
+        done = folders.upload(
+            site.store, prefix, files, node=site.who.node, between=site.between, shares_names=is_snapshot
+        )
         self._write_back()
         if site.who.node != 0:
             part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
@@ -285,8 +295,9 @@ class Checkpoints:
                 continue
             facts = snapshot_facts(exchange, path.name)
             if path.name != newest or facts.exists():
-                shutil.rmtree(path, ignore_errors=True)
-                facts.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    exchange.remove(path)
+                exchange.remove(facts)
 
     def _prune(self) -> None:
         site = self._site
@@ -384,6 +395,12 @@ class Outputs:
             raise StoreError(FENCED[fence], transient=True)
         site.check_place(path)
         uri = outputs.put_output(
-            site.store, name, path, generation=who.generation, attempt=who.attempt, between=site.between
+            site.store,
+            name,
+            path,
+            parent=site.place(path),
+            generation=who.generation,
+            attempt=who.attempt,
+            between=site.between,
         )
         site.memory.update(outputs={**site.memory.state.outputs, name: uri})

@@ -31,7 +31,7 @@ class WriteBack:
     def mark(self) -> None:
         """What lies in the volumes now is what the store holds. Raises OSError."""
         for index, _ in self._writable():
-            self._mark(index).touch()
+            self._site.exchange.write(self._mark(index), b"")
 
     def flush(self) -> None:
         """Upload what changed since the last time.
@@ -44,16 +44,15 @@ class WriteBack:
         refused: CheckpointError | None = None
         for index, mount in self._writable():
             mark = self._mark(index)
-            since = mark.stat().st_mtime_ns if mark.exists() else 0
+            since = self._marked_ns(mark)
             now = mark.with_suffix(".new")
-            now.unlink(missing_ok=True)
-            now.touch()
+            self._site.exchange.write(now, b"")
             try:
                 self._upload(mount, since - COARSE_NS)
             except CheckpointError as err:
                 refused = refused or err
             else:
-                now.replace(mark)
+                self._site.exchange.folder.rename(now.name, mark.name)
         if refused is not None:
             raise refused
 
@@ -81,6 +80,13 @@ class WriteBack:
         found = [item for item in enumerate(self._site.layout.mounts) if item[1].is_written_back]
         return [(index, mount) for index, mount in found if not is_output_uri(mount.source)]
 
+    def _marked_ns(self, mark: Path) -> int:
+        """When it was made, by the file system's clock; 0 when there is none."""
+        try:
+            return self._site.exchange.folder.stat(mark.name).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def _mark(self, index: int) -> Path:
         return self._site.exchange.root / f"volume-{index}.mark"
 
@@ -88,12 +94,14 @@ class WriteBack:
         site = self._site
         site.check_place(Path(mount.path))
         store = open_store(mount.source, site.layout.store_options)
-        for item in folders.walk(Path(mount.path)):
+        for item in folders.walk(Path(mount.path), parent=site.place(Path(mount.path))):
             site.between()
-            try:
-                if item.source.stat().st_ctime_ns >= since_ns:
-                    store.put_file(item.path, item.source)
-            except FileNotFoundError:
+            if item.ctime_ns < since_ns:
                 continue
+            try:
+                with item.open() as stream:
+                    store.put_file(item.path, stream)
+            except (FileNotFoundError, folders.ChangedError):
+                continue  # what took its place is newer than this look, and goes up with the next
             except ProtocolError as err:
                 raise CheckpointError(f"volume {mount.name}: {item.path}: {err}") from err

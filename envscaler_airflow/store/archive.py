@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
+import shutil
 import stat
 import tarfile
 import tempfile
@@ -21,12 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO, BinaryIO, cast
 
 import zstandard
 from pathspec import GitIgnoreSpec
 
 from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.store.root import COPY_BYTES, Root
 
 ALWAYS_LEFT_OUT = frozenset(
     {
@@ -102,7 +104,7 @@ def pack_workdir(folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | No
     handle, name = tempfile.mkstemp(suffix=".tar.zst", dir=scratch)
     try:
         with os.fdopen(handle, "wb") as out:
-            digest, unpacked = _write(entries, out)
+            digest, unpacked = _write(Root.real(folder.resolve()), entries, out)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -139,17 +141,17 @@ class _Hashing:
         return len(data)
 
 
-def _write(entries: list[_Entry], out: IO[bytes]) -> tuple[str, int]:
+def _write(root: Root, entries: list[_Entry], out: IO[bytes]) -> tuple[str, int]:
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     with compressor.stream_writer(out, closefd=False) as packed:
         stream = _Hashing(packed)
         with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="w|", format=tarfile.PAX_FORMAT) as tar:
             for item in entries:
-                _add(tar, item)
+                _add(tar, root, item)
     return stream.sha256.hexdigest(), stream.count
 
 
-def _add(tar: tarfile.TarFile, item: _Entry) -> None:
+def _add(tar: tarfile.TarFile, root: Root, item: _Entry) -> None:
     info = tarfile.TarInfo(item.path)
     info.mode = 0o755 if item.executable else 0o644
     if item.link is not None:
@@ -157,7 +159,9 @@ def _add(tar: tarfile.TarFile, item: _Entry) -> None:
         tar.addfile(info)
         return
     try:
-        opened = item.source.open("rb")
+        opened = root.open_file(item.path)  # a link that took its place is not followed
+    except CheckpointError as err:
+        raise SpecError(f"workdir: {err}") from err
     except OSError as err:
         raise SpecError(_unreadable(item.source, err)) from err
     with opened as stream:
@@ -265,20 +269,18 @@ def unpack(
         CheckpointError: Wrong hash, torn, more than *max_bytes* or *max_files*, or an entry that leads
             outside, is a device, or appears twice.
     """
-    with _torn(archive), _opened(archive, 2 * max_bytes + (max_files << 11)) as stream:
-        found = hashlib.sha256()
-        while chunk := stream.read(1 << 20):
-            found.update(chunk)
-    if found.hexdigest() != sha256:
-        raise CheckpointError(
-            f"{archive.name}: sha256 of its content is {found.hexdigest()}, expected {sha256}"
-        )
-    with (
-        _torn(archive),
-        _opened(archive, 2 * max_bytes + (max_files << 11)) as stream,
-        tarfile.open(fileobj=stream, mode="r|") as tar,
-    ):
-        _lay_out(tar, target, max_bytes=max_bytes, max_files=max_files, where=archive.name)
+    bound = 2 * max_bytes + (max_files << 11)
+    with archive.open("rb") as raw, _torn(archive):
+        with _opened(raw, bound, archive.name) as stream:
+            found = hashlib.sha256()
+            while chunk := stream.read(1 << 20):
+                found.update(chunk)
+        if found.hexdigest() != sha256:
+            raise CheckpointError(
+                f"{archive.name}: sha256 of its content is {found.hexdigest()}, expected {sha256}"
+            )
+        with _opened(raw, bound, archive.name) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+            _lay_out(tar, Root.of(target), max_bytes=max_bytes, max_files=max_files, where=archive.name)
 
 
 @contextmanager
@@ -304,12 +306,14 @@ class _Bounded:
 
 
 @contextmanager
-def _opened(archive: Path, bound: int) -> Iterator[IO[bytes]]:
-    with archive.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-        yield cast("IO[bytes]", _Bounded(stream, bound, archive.name))  # tarfile only reads
+def _opened(raw: BinaryIO, bound: int, where: str) -> Iterator[IO[bytes]]:
+    """What *raw* unpacks to, from its first byte: what was hashed and what is laid out are one open file."""
+    raw.seek(0)
+    with zstandard.ZstdDecompressor().stream_reader(raw, closefd=False) as stream:
+        yield cast("IO[bytes]", _Bounded(stream, bound, where))  # tarfile only reads
 
 
-def _lay_out(tar: tarfile.TarFile, target: Path, *, max_bytes: int, max_files: int, where: str) -> None:
+def _lay_out(tar: tarfile.TarFile, target: Root, *, max_bytes: int, max_files: int, where: str) -> None:
     links: dict[str, str] = {}
     seen: set[str] = set()
     total = 0
@@ -322,7 +326,7 @@ def _lay_out(tar: tarfile.TarFile, target: Path, *, max_bytes: int, max_files: i
         if info.issym():
             links[info.name] = info.linkname
         elif info.isreg():
-            _write_file(tar, info, target / info.name)
+            _write_file(tar, info, target)
     _make_links(links, target, where)
 
 
@@ -335,33 +339,25 @@ def _check_entry(info: tarfile.TarInfo, seen: set[str], where: str) -> None:
         raise CheckpointError(f"{where}: the entry {info.name!r:.200} is a device or another special file")
 
 
-def _make_links(links: dict[str, str], target: Path, where: str) -> None:
-    made: list[Path] = []
+def _make_links(links: dict[str, str], target: Root, where: str) -> None:
+    made: list[str] = []
     try:
         for name, link in links.items():
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _check_inside(path.parent, target, name)
-            path.symlink_to(link)
-            made.append(path)
-        for path in made:  # a chain of links can lead outside although each of them looks harmless
-            _check_inside(path, target, path.name)
+            target.symlink(name, link)
+            made.append(name)
+        for name in made:  # a chain of links can lead outside although each of them looks harmless
+            _check_inside(name, target)
     except (CheckpointError, OSError) as err:
-        for path in made:
-            path.unlink()
+        for name in made:
+            target.remove(name)
         raise CheckpointError(f"{where}: {err}") from err
 
 
-def _check_inside(path: Path, root: Path, name: str) -> None:
-    if not _lands_inside(path, root):
-        raise CheckpointError(f"the link {name!r:.200} leads outside")
-
-
-def _lands_inside(link: Path, root: Path) -> bool:
+def _check_inside(name: str, target: Root) -> None:
     try:
-        return link.resolve().is_relative_to(root.resolve())
-    except (RuntimeError, OSError):  # a loop leads nowhere
-        return True
+        target.resolve(name)
+    except CheckpointError as err:
+        raise CheckpointError(f"the link {name!r:.200} leads outside") from err
 
 
 def _is_plain(name: str) -> bool:
@@ -369,12 +365,14 @@ def _is_plain(name: str) -> bool:
     return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
 
 
-def _write_file(tar: tarfile.TarFile, info: tarfile.TarInfo, path: Path) -> None:
+def _write_file(tar: tarfile.TarFile, info: tarfile.TarInfo, target: Root) -> None:
     source = tar.extractfile(info)
     assert source is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o755 if info.mode & stat.S_IXUSR else 0o644
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(handle, "wb") as out:
-        while chunk := source.read(1 << 20):
-            out.write(chunk)
+    with target.landing(_clean(info.name), mode=mode) as out:
+        shutil.copyfileobj(source, out, COPY_BYTES)
+
+
+def _clean(name: str) -> str:
+    """*name* without empty and ``.`` parts."""
+    return str(PurePosixPath(name))

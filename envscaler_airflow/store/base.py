@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.protocol import SCHEMA, check_schema
@@ -40,6 +40,10 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """URL of the root, which :func:`open_store` opens again with the same options."""
+
+    @property
+    def at_once(self) -> int:
+        """Calls that it answers faster side by side than one after another."""
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent.
@@ -74,11 +78,18 @@ class Store(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Copy the local file *path* to *name*, streaming; not visible before it is complete."""
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every name below the folder *prefix*, by few requests however many they are."""
 
-    def get_file(self, name: str, path: Path) -> None:
-        """Copy *name* to the local file *path*, streaming; atomic.
+    def put_file(self, name: str, source: Path | BinaryIO) -> None:
+        """Copy a local file to *name*, streaming; not visible before it is complete.
+
+        An open file is sent itself, from its first byte, and stays open: nothing is opened by a path that
+        another process may change.
+        """
+
+    def get_file(self, name: str, target: Path | BinaryIO) -> None:
+        """Copy *name* to a local file, streaming: to a path atomically, or into an open file.
 
         Raises:
             StoreError: It is absent or cannot be read.
@@ -108,6 +119,11 @@ class StoreView:
     def url(self) -> str:
         """URL of the folder."""
         return self._store.uri(self._prefix)
+
+    @property
+    def at_once(self) -> int:
+        """See :attr:`Store.at_once`."""
+        return self._store.at_once
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """See :meth:`Store.read`."""
@@ -142,13 +158,19 @@ class StoreView:
         """See :meth:`Store.size`."""
         return self._store.size(self._name(name))
 
-    def put_file(self, name: str, path: Path) -> None:
-        """See :meth:`Store.put_file`."""
-        self._store.put_file(self._name(name), path)
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """See :meth:`Store.sizes`."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        found = self._store.sizes(join(self._prefix, check_prefix(prefix)))
+        return {name[skip:]: size for name, size in found.items()}
 
-    def get_file(self, name: str, path: Path) -> None:
+    def put_file(self, name: str, source: Path | BinaryIO) -> None:
+        """See :meth:`Store.put_file`."""
+        self._store.put_file(self._name(name), source)
+
+    def get_file(self, name: str, target: Path | BinaryIO) -> None:
         """See :meth:`Store.get_file`."""
-        self._store.get_file(self._name(name), path)
+        self._store.get_file(self._name(name), target)
 
     def uri(self, name: str) -> str:
         """See :meth:`Store.uri`."""

@@ -15,14 +15,16 @@ from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.store.names import (
+    AT_ONCE,
     MAX_BYTES,
+    arriving,
     check_name,
     check_prefix,
     check_tree,
     is_manifest,
     is_name,
     join,
-    landing,
+    reading,
 )
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -74,6 +76,8 @@ class FileStore:
         self._must_exist = must_exist
         self._inode: int | None = None
 
+    at_once = AT_ONCE
+
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent."""
         with self._told(name):
@@ -96,25 +100,25 @@ class FileStore:
         """Put *data* at *name* unless something is there: True when this call did."""
         return self._put(name, lambda file: file.write(data), exclusive=True)
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Copy the local file *path* to *name*, atomically."""
+    def put_file(self, name: str, source: Path | BinaryIO) -> None:
+        """Copy a local file to *name*, atomically."""
 
         def fill(file: BinaryIO) -> None:
-            source.seek(0)
-            shutil.copyfileobj(source, file, _COPY_BYTES)
+            stream.seek(0)
+            shutil.copyfileobj(stream, file, _COPY_BYTES)
 
-        with path.open("rb") as source:
+        with reading(source) as stream:
             self._put(name, fill, exclusive=False)
 
-    def get_file(self, name: str, path: Path) -> None:
-        """Copy *name* to the local file *path*, atomically."""
+    def get_file(self, name: str, target: Path | BinaryIO) -> None:
+        """Copy *name* to a local file, a path atomically."""
         with self._told(name):
             file = self._open(name)
         if file is None:
             raise StoreError(f"{self.uri(name)} is absent")
-        with file, landing(path) as temporary, temporary.open("wb") as target:
+        with file, arriving(target) as stream:
             while chunk := self._chunk(file, name):
-                target.write(chunk)
+                stream.write(chunk)
 
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
@@ -141,7 +145,7 @@ class FileStore:
         *folders, last = check_tree(prefix).split("/")
         with self._told(prefix), self._folder(folders) as folder:
             if folder is not None:
-                manifests = [name for name in _walk_into(folder, last) if is_manifest(name)]
+                manifests = [name for name, _ in _walk_into(folder, last) if is_manifest(name)]
                 for name in manifests:
                     self.delete("/".join([*folders, name]))
                 _remove_tree(last, folder)
@@ -151,7 +155,13 @@ class FileStore:
         """Every name below *prefix*, sorted."""
         bare = check_prefix(prefix)
         with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
-            return [] if folder is None else sorted(join(bare, name) for name in _walk(folder))
+            return [] if folder is None else sorted(join(bare, name) for name, _ in _walk_sizes(folder))
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every name below *prefix*."""
+        bare = check_prefix(prefix)
+        with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
+            return {} if folder is None else {join(bare, name): size for name, size in _walk_sizes(folder)}
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""
@@ -320,8 +330,8 @@ def _remove_tree(last: str, folder: int) -> None:
             shutil.rmtree(last, dir_fd=folder)
 
 
-def _walk(folder: int) -> Iterator[str]:
-    """Names of the plain files below *folder*, links not followed."""
+def _walk_sizes(folder: int) -> Iterator[tuple[str, int]]:
+    """Names and sizes of the plain files below *folder*, links not followed."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:
@@ -330,10 +340,11 @@ def _walk(folder: int) -> Iterator[str]:
         if entry.is_dir(follow_symlinks=False):
             yield from _walk_into(folder, entry.name)
         elif entry.is_file(follow_symlinks=False) and not _TEMPORARY.match(entry.name):
-            yield entry.name
+            with suppress(FileNotFoundError):
+                yield entry.name, entry.stat(follow_symlinks=False).st_size
 
 
-def _walk_into(folder: int, part: str) -> Iterator[str]:
+def _walk_into(folder: int, part: str) -> Iterator[tuple[str, int]]:
     try:
         inner = os.open(part, _FOLDER, dir_fd=folder)
     except OSError as err:
@@ -341,8 +352,8 @@ def _walk_into(folder: int, part: str) -> Iterator[str]:
             return  # gone, or a file or link by now
         raise
     try:
-        for name in _walk(inner):
-            yield f"{part}/{name}"
+        for name, size in _walk_sizes(inner):
+            yield f"{part}/{name}", size
     finally:
         os.close(inner)
 

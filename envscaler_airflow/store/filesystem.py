@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fsspec.core import url_to_fs
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.names import (
+    AT_ONCE,
     MAX_BYTES,
+    arriving,
     check_name,
     check_prefix,
     check_tree,
+    descriptor_path,
     is_manifest,
     is_name,
     join,
@@ -65,6 +69,8 @@ class FilesystemStore:
         self._root: str = root.rstrip("/")
         self.url = url.rstrip("/") if not url.endswith("://") else url
         protocol = self._fs.protocol
+        # Clients made for many calls at a time are so marked; of others, such as SFTP's, nothing is known.
+        self.at_once = AT_ONCE if getattr(self._fs, "async_impl", False) else 1
         self.create_is_atomic = bool(
             ATOMIC_CREATE & set((protocol,) if isinstance(protocol, str) else protocol)
         )
@@ -103,22 +109,35 @@ class FilesystemStore:
                 return False
         return True
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Copy the local file *path* to *name*."""
-        target, size = self._path(name), path.stat().st_size
+    def put_file(self, name: str, source: Path | BinaryIO) -> None:
+        """Copy a local file to *name*."""
+        path = str(source) if isinstance(source, Path) else descriptor_path(source)
+        target, size = self._path(name), Path(path).stat().st_size
         with self._told(name):
-            self._fs.put_file(str(path), target)
+            self._fs.put_file(path, target)
             stored = self._size(target)
         if stored != size:
             raise StoreError(f"{self.uri(name)}: {stored} of {size} bytes arrived", transient=True)
 
-    def get_file(self, name: str, path: Path) -> None:
-        """Copy *name* to the local file *path*, atomically."""
+    def get_file(self, name: str, target: Path | BinaryIO) -> None:
+        """Copy *name* to a local file, a path atomically."""
+        if not isinstance(target, Path):
+            with arriving(target) as stream:
+                self._get(name, descriptor_path(stream))
+            return
+        with landing(target) as temporary:
+            self._get(name, str(temporary))
+
+    def _get(self, name: str, path: str) -> None:
         source = self._path(name)
-        with landing(path) as temporary, self._told(name):
+        with self._told(name):
             if self._size(source) is None:
                 raise StoreError(f"{self.uri(name)} is absent")
-            self._fs.get_file(source, str(temporary))
+            self._fs.get_file(source, path)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every name below *prefix*."""
+        return {name: int(facts["size"]) for name, facts in self._found(check_prefix(prefix)).items()}
 
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
@@ -144,22 +163,30 @@ class FilesystemStore:
                 return
 
     def delete_tree(self, prefix: str) -> None:
-        """Delete everything below *prefix*, manifests first."""
-        for name in sorted(self.names(check_tree(prefix)), key=lambda name: not is_manifest(name)):
+        """Delete everything below *prefix*, manifests first, many of the others at once."""
+        names = self.names(check_tree(prefix))
+        for name in filter(is_manifest, names):
             self.delete(name)
+        with ThreadPoolExecutor(self.at_once) as pool:
+            for _ in pool.map(self.delete, (name for name in names if not is_manifest(name))):
+                pass
 
     def names(self, prefix: str) -> list[str]:
         """Every name below *prefix*, sorted."""
-        bare = check_prefix(prefix)
+        return sorted(self._found(check_prefix(prefix)))
+
+    def _found(self, bare: str) -> dict[str, Any]:
+        """What the filesystem says of each name below *bare*."""
         with self._told(bare):
             self._fs.invalidate_cache()
             try:
-                paths = self._fs.find(join(self._root, bare) or "/")
+                paths = self._fs.find(join(self._root, bare) or "/", detail=True)
             except FileNotFoundError:
-                return []
-        below = f"{self._root}/"
-        names = (str(path)[len(below) :] for path in paths if str(path).startswith(below))
-        return sorted(name for name in names if is_name(name) and name.startswith(f"{bare}/" if bare else ""))
+                return {}
+        below, within = f"{self._root}/", f"{bare}/" if bare else ""
+        ours = ((str(path), facts) for path, facts in paths.items() if str(path).startswith(below))
+        named = {path[len(below) :]: facts for path, facts in ours}
+        return {name: facts for name, facts in named.items() if is_name(name) and name.startswith(within)}
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""

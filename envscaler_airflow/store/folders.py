@@ -6,6 +6,9 @@ store, save that what would meet our own names gets ``.file`` appended (:func:`s
 Symbolic links are followed while they stay inside the folder (the copy holds what they point
 to); one that leads outside is refused, since the reader of the link is not the training.
 Sockets, pipes and devices are left out. Empty folders are not kept.
+
+The training may change its folders at any moment. A file is opened once, below the folder's own
+descriptor (:class:`~envscaler_airflow.store.root.Root`); that very file is checked, hashed and sent.
 """
 
 from __future__ import annotations
@@ -15,19 +18,31 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
+from typing import TypeVar
 
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import MAX_MANIFEST_BYTES, Manifest, ManifestFile, is_safe_relative_path
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MANIFEST, join
+from envscaler_airflow.store.root import Root
 
-_NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
-"""What a manifest that names a file and a folder alike, or what no disk holds, meets."""
+_NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
+"""What a manifest that names a file and a folder alike, or what no disk holds, meets; and a link."""
 
 
+SMALL_BYTES = 4 << 20
+"""Files up to this size are moved side by side, larger ones in parts. Chosen: below, each file's round trip
+takes longer than its bytes at 1 Gbit/s."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_SWAPPED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+"""What opening meets where a link or a file took the place of a folder or file, by O_NOFOLLOW."""
 _ENTRY_BYTES = len('{"path":"","size":0,"sha256":"","node":0},') + 64
 """Bytes of JSON for each file in a manifest beside its path, at least."""
 
@@ -36,21 +51,60 @@ def _no_pause() -> None:
     """Between two files: nothing to wait for."""
 
 
+class ChangedError(CheckpointError):
+    """Another file lies there than a moment before."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeFile:
     """One regular file below a folder, as seen at one moment.
 
     Attributes:
         path: Relative to the folder, with ``/``.
-        source: Where to read it.
+        root: The folder.
+        real: The same as *path* with every link resolved.
         size, mtime_ns, inode: What the file system says; any change makes another fingerprint.
+        ctime_ns: When the file or a fact of it last changed, by the file system's clock.
+        names: How many names of it lie in the folder.
     """
 
     path: str
-    source: Path
+    root: Root
+    real: str
     size: int
     mtime_ns: int
     inode: int
+    ctime_ns: int = 0
+    names: int = 1
+
+    def open(self, *, shares_names: bool = False) -> BufferedReader:
+        """Open the very file that was seen, for reading.
+
+        Args:
+            shares_names: The sidecar itself made hard links to it.
+
+        Raises:
+            CheckpointError: Another file lies there by now, or a hard link makes a file outside of the
+                folder look like one of its own.
+            OSError: It is gone, or cannot be read.
+        """
+        try:
+            stream = self.root.open_file(self.real)
+        except OSError as err:
+            if err.errno in _SWAPPED:
+                raise ChangedError(f"{self.path} became a link while it was read") from err
+            raise
+        seen = os.fstat(stream.fileno())
+        if seen.st_ino != self.inode:
+            stream.close()
+            raise ChangedError(f"{self.path} was replaced while it was read")
+        if seen.st_nlink > self.names and not shares_names:
+            stream.close()
+            raise CheckpointError(
+                f"{self.path} has {seen.st_nlink} names (hard links), {self.names} of them in "
+                f"{self.root.path}; copy the file instead"
+            )
+        return stream
 
 
 def stored_path(path: str) -> str:
@@ -67,75 +121,81 @@ def node_list(node: int) -> str:
     return f"{MANIFEST}.node-{node}"
 
 
-def walk(folder: Path) -> tuple[TreeFile, ...]:
+def walk(folder: Path, *, parent: Path | None = None) -> tuple[TreeFile, ...]:
     """All regular files below *folder*, by path. What vanishes meanwhile is left out.
 
+    Args:
+        folder: It may itself be a link to its neighbour.
+        parent: Where the folder above really is, when that is known from before the training ran.
+
     Raises:
-        CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long). *folder*
-            itself may be a link to its neighbour.
+        CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long).
         FileNotFoundError: *folder* itself is not there.
     """
-    try:
-        root = folder.resolve(strict=True)
-    except RuntimeError as err:  # Python 3.11 of a circle; later an OSError
-        raise CheckpointError(f"{folder}: the link leads in a circle") from err
-    if folder.is_symlink() and not root.is_relative_to(folder.parent.resolve()):
-        raise CheckpointError(f"{folder}: the link leads to {root}, outside {folder.parent}")
-    return tuple(sorted(_walk(root, "", root, (root,)), key=lambda item: item.path))
+    return files_of(Root.of(folder, parent=parent))
 
 
-def one_file(path: Path) -> TreeFile:
+def files_of(root: Root) -> tuple[TreeFile, ...]:
+    """All regular files below *root*, by path, see :func:`walk`."""
+    found = sorted(_walk(root, "", "", ("",)), key=lambda item: item.path)
+    names = Counter(inode for _, inode in {(item.real, item.inode) for item in found})
+    return tuple(item if (many := names[item.inode]) == 1 else replace(item, names=many) for item in found)
+
+
+def one_file(path: Path, *, parent: Path | None = None) -> TreeFile:
     """The file *path*, or the one beside or below it in its folder that it is a link to.
 
     Raises:
-        CheckpointError: The link leads outside its folder.
+        CheckpointError: The link leads outside its folder, or to what is not a regular file.
         OSError: It is not there any more.
     """
-    source = path.resolve(strict=True)
-    if path.is_symlink() and not source.is_relative_to(path.parent.resolve()):
-        raise CheckpointError(f"{path}: the link leads to {source}, outside {path.parent}")
-    seen = source.stat()
-    return TreeFile(path.name, source, seen.st_size, seen.st_mtime_ns, seen.st_ino)
+    root = Root.real(parent or Path(os.path.realpath(path.parent, strict=True)))
+    root.aliases = (Path(os.path.abspath(path.parent)),)  # noqa: PTH100  # as given, links and all
+    real = root.resolve(path.name)
+    if real is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    seen = root.stat(real)
+    if not stat.S_ISREG(seen.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    return _tree_file(path.name, root, real, seen)
 
 
-def _walk(here: Path, prefix: str, root: Path, above: tuple[Path, ...]) -> Iterator[TreeFile]:
+def _tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFile:
+    return TreeFile(path, root, real, seen.st_size, seen.st_mtime_ns, seen.st_ino, seen.st_ctime_ns)
+
+
+def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterator[TreeFile]:
+    """Files below the folder *here* of *root*, called *prefix*; *above* are those on the way."""
     try:
-        entries = list(os.scandir(here))
+        entries = root.scan(here)
     except (FileNotFoundError, NotADirectoryError):
-        if here == root:
+        if not here:
             raise
         return
-    for entry in entries:
-        path = prefix + entry.name
-        source = _inside(Path(entry.path), root) if entry.is_symlink() else Path(entry.path)
-        try:
-            seen = source.stat(follow_symlinks=False) if source else None
-        except FileNotFoundError:
+    for name, facts in entries:
+        found = _landed(root, join(here, name), facts)
+        if found is None:
             continue
-        if source is None or seen is None:
-            continue
+        real, seen = found
         if stat.S_ISDIR(seen.st_mode):
-            if source not in above:  # a link to a folder above would never end
-                yield from _walk(source, path + "/", root, (*above, source))
+            if real not in above:  # a link to a folder above would never end
+                yield from _walk(root, real, f"{prefix}{name}/", (*above, real))
         elif stat.S_ISREG(seen.st_mode):
+            path = prefix + name
             if not is_safe_relative_path(path):
-                raise CheckpointError(f"{here}: the name {path!r:.200} cannot be kept; rename it")
-            yield TreeFile(path, source, seen.st_size, seen.st_mtime_ns, seen.st_ino)
+                raise CheckpointError(f"{root.path / here}: the name {path!r:.200} cannot be kept; rename it")
+            yield _tree_file(path, root, real, seen)
 
 
-def _inside(link: Path, root: Path) -> Path | None:
-    """Where *link* leads, None when nowhere.
-
-    Raises:
-        CheckpointError: It leads outside *root*.
-    """
+def _landed(root: Root, path: str, facts: os.stat_result) -> tuple[str, os.stat_result] | None:
+    """Name and facts of *path*, of a link where it leads; None when that is nowhere."""
+    if not stat.S_ISLNK(facts.st_mode):
+        return path, facts
+    real = root.resolve(path)
     try:
-        target = link.resolve(strict=True)
-    except (FileNotFoundError, RuntimeError, OSError):
-        return None
-    if not target.is_relative_to(root):
-        raise CheckpointError(f"{link}: the link leads to {target}, outside {root}; put the file itself here")
-    return target
+        return None if real is None else (real, root.stat(real))
+    except OSError:
+        return None  # replaced meanwhile
 
 
 def sha256_of(path: Path) -> str:
@@ -151,27 +211,70 @@ def upload(
     *,
     node: int = 0,
     between: Callable[[], None] = _no_pause,
+    shares_names: bool = False,
 ) -> tuple[ManifestFile, ...]:
     """Put *files* below *prefix*, without a manifest; *between* runs before each file and may raise.
+
+    Small files go up side by side. *shares_names*: the sidecar itself made hard links to them.
 
     Raises:
         CheckpointError: A file changed while it was read.
         StoreError: The store did not take one; the call can be repeated.
     """
     _check_count(prefix, files)
-    done = []
-    for item in files:
-        between()
-        digest = sha256_of(item.source)
+
+    def put(item: TreeFile) -> ManifestFile:
         try:
-            store.put_file(join(prefix, stored_path(item.path)), item.source)
+            return _put_one(store, prefix, item, node, shares_names=shares_names)
         except ProtocolError as err:
             raise CheckpointError(f"{prefix}: {item.path}: {err}") from err
-        after = item.source.stat()
-        if (after.st_size, after.st_mtime_ns) != (item.size, item.mtime_ns):
-            raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")
-        done.append(ManifestFile(path=item.path, size=item.size, sha256=digest, node=node))
-    return tuple(done)
+
+    return tuple(side_by_side(put, files, store.at_once, size=lambda item: item.size, between=between))
+
+
+def _put_one(store: Store, prefix: str, item: TreeFile, node: int, *, shares_names: bool) -> ManifestFile:
+    with item.open(shares_names=shares_names) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        store.put_file(join(prefix, stored_path(item.path)), stream)
+        after = os.fstat(stream.fileno())
+    if (after.st_size, after.st_mtime_ns) != (item.size, item.mtime_ns):
+        raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")
+    return ManifestFile(path=item.path, size=item.size, sha256=digest, node=node)
+
+
+def side_by_side(
+    act: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    at_once: int,
+    *,
+    size: Callable[[_Item], int],
+    between: Callable[[], None] = _no_pause,
+) -> list[_Result]:
+    """Results of *act*, in the order of *items*; small ones run *at_once* at a time, large ones alone.
+
+    *between* runs in the caller's thread before each one. After the first error no other one is begun.
+    """
+    large = [index for index, item in enumerate(items) if at_once == 1 or size(item) > SMALL_BYTES]
+    small = [index for index, item in enumerate(items) if at_once > 1 and size(item) <= SMALL_BYTES]
+    results: dict[int, _Result] = {}
+    waiting: deque[tuple[int, Future[_Result]]] = deque()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for index in small:
+                between()
+                if len(waiting) >= 2 * at_once:
+                    first, future = waiting.popleft()
+                    results[first] = future.result()
+                waiting.append((index, pool.submit(act, items[index])))
+            for first, future in waiting:
+                results[first] = future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+    for index in large:
+        between()
+        results[index] = act(items[index])
+    return [results[index] for index in range(len(items))]
 
 
 def _check_count(prefix: str, files: Sequence[TreeFile]) -> None:
@@ -217,17 +320,15 @@ def read_manifest(store: Store, prefix: str, *, name: str = MANIFEST) -> Manifes
 
 
 def check_sizes(store: Store, prefix: str, manifest: Manifest) -> None:
-    """Find missing and truncated files without reading any.
+    """Find missing and truncated files without reading any: by listing, not by asking for each.
 
     Raises:
         CheckpointError: Names the first one.
         StoreError: Cannot be told.
     """
+    sizes = store.sizes(prefix)
     for item in manifest.files:
-        try:
-            size = store.size(_name(prefix, item))
-        except ProtocolError as err:
-            raise CheckpointError(f"{store.uri(prefix)}: {item.path}: {err}") from err
+        size = sizes.get(_name(prefix, item))
         if size is None:
             raise CheckpointError(f"{store.uri(prefix)}: {item.path} is missing")
         if size != item.size:
@@ -240,44 +341,45 @@ def fetch(
     store: Store,
     prefix: str,
     manifest: Manifest,
-    target: Path,
+    target: Path | Root,
     *,
     between: Callable[[], None] = _no_pause,
 ) -> None:
     """Lay the files of *manifest* out below *target*, each checked by size and sha256.
 
     Files that lie there already with the right hash are not fetched again, so a call that was cut
-    short can be repeated. *between* runs before each file and may raise.
+    short can be repeated. *between* runs before each file and may raise. Nothing is written through a link
+    below *target*.
 
     Raises:
         CheckpointError: Missing, truncated, or of another hash; what was laid out is of no use.
         StoreError: Cannot be told; the call can be repeated.
     """
     check_sizes(store, prefix, manifest)
-    for item in manifest.files:
-        between()
-        path = target / item.path
+    root = target if isinstance(target, Root) else Root.real(Path(os.path.realpath(target, strict=True)))
+
+    def get(item: ManifestFile) -> None:
         try:
-            if not _is_good(path, item):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _fetch_one(store, prefix, item, path)
+            if not _is_good(root, item):
+                _fetch_one(store, prefix, item, root)
         except (ProtocolError, OSError) as err:
             if isinstance(err, OSError) and err.errno not in _NEVER_SAVED:
                 raise
             raise CheckpointError(f"{store.uri(prefix)}: {item.path} cannot be laid out: {err}") from err
 
+    side_by_side(get, manifest.files, store.at_once, size=lambda item: item.size, between=between)
 
-def _fetch_one(store: Store, prefix: str, item: ManifestFile, path: Path) -> None:
-    part = path.with_name(f".part-{hashlib.sha256(path.name.encode()).hexdigest()[:16]}")
-    try:
-        store.get_file(_name(prefix, item), part)
-        if not _is_good(part, item):
+
+def _fetch_one(store: Store, prefix: str, item: ManifestFile, root: Root, path: str | None = None) -> None:
+    name = path or item.path
+    part = f".part-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    with root.landing(name, temporary=part) as stream:
+        store.get_file(_name(prefix, item), stream)
+        stream.seek(0, os.SEEK_END)
+        if stream.tell() != item.size or _digest(stream) != item.sha256:
             raise CheckpointError(
                 f"{store.uri(prefix)}: {item.path} has another sha256 than the manifest says"
             )
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def verify(store: Store, prefix: str, *, scratch: Path | None = None) -> Manifest:
@@ -290,9 +392,9 @@ def verify(store: Store, prefix: str, *, scratch: Path | None = None) -> Manifes
     manifest = read_manifest(store, prefix)
     check_sizes(store, prefix, manifest)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        path = Path(folder) / "file"
+        root = Root.of(Path(folder))
         for item in manifest.files:
-            _fetch_one(store, prefix, item, path)
+            _fetch_one(store, prefix, item, root, "file")
     return manifest
 
 
@@ -300,8 +402,18 @@ def _name(prefix: str, item: ManifestFile) -> str:
     return join(prefix, stored_path(item.path))
 
 
-def _is_good(path: Path, item: ManifestFile) -> bool:
+def _is_good(root: Root, item: ManifestFile) -> bool:
     try:
-        return path.stat(follow_symlinks=False).st_size == item.size and sha256_of(path) == item.sha256
-    except FileNotFoundError:
+        with root.open_file(item.path) as stream:
+            return os.fstat(stream.fileno()).st_size == item.size and _digest(stream) == item.sha256
+    except (FileNotFoundError, CheckpointError):
         return False
+    except OSError as err:
+        if err.errno in _SWAPPED:
+            return False  # a link in its place is replaced, one on the way is refused by what writes
+        raise
+
+
+def _digest(stream: BufferedReader | BufferedRandom) -> str:
+    stream.seek(0)
+    return hashlib.file_digest(stream, "sha256").hexdigest()

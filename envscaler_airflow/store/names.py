@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError
 
@@ -14,6 +16,10 @@ MAX_BYTES = 1 << 24
 
 MAX_NAME_BYTES = 1024
 """Longest name with its root, bytes. Source: Amazon S3 user guide, "Creating object key names"."""
+
+AT_ONCE = 16
+"""Small files that are moved at once. Chosen: an object store answers in some 50 ms, so 300 files a second;
+16 files of 4 MiB fit beside the sidecar's own memory."""
 
 MANIFEST = "manifest.json"
 """Written last and deleted first, so that a half-written or half-deleted folder never looks complete."""
@@ -85,3 +91,33 @@ def landing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+@contextmanager
+def reading(source: Path | BinaryIO) -> Iterator[BinaryIO]:
+    """*source* from its first byte; a stream stays open whatever is done with what is yielded."""
+    if isinstance(source, Path):
+        with source.open("rb") as stream:
+            yield stream
+        return
+    source.seek(0)
+    with os.fdopen(os.dup(source.fileno()), "rb") as stream:
+        yield stream
+
+
+@contextmanager
+def arriving(target: Path | BinaryIO) -> Iterator[BinaryIO]:
+    """A stream to write *target* through: a path lands when nothing was raised, a stream is emptied first."""
+    if isinstance(target, Path):
+        with landing(target) as temporary, temporary.open("wb") as stream:
+            yield stream
+        return
+    target.seek(0)
+    target.truncate()
+    yield target
+    target.flush()
+
+
+def descriptor_path(stream: BinaryIO) -> str:
+    """A path that opens the very file of *stream*, for libraries that take nothing else."""
+    return f"/dev/fd/{stream.fileno()}"

@@ -57,9 +57,12 @@ def put_output(
     *,
     generation: int,
     attempt: int,
+    parent: Path | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> str:
     """Upload the folder or file at *path* as output *name* of the run; returns its URI.
+
+    *parent*: where the folder above really is, when that is known from before the training ran.
 
     What an earlier attempt left under this name stops counting first, so a reader sees the old
     output, none, or the new one, never a mixture.
@@ -70,10 +73,10 @@ def put_output(
     """
     prefix = output_prefix(generation, name)
     if path.is_file():
-        tree: tuple[folders.TreeFile, ...] = (folders.one_file(path),)
+        tree: tuple[folders.TreeFile, ...] = (folders.one_file(path, parent=parent),)
         kind = "file"
     elif path.is_dir():
-        tree, kind = folders.walk(path), "directory"
+        tree, kind = folders.walk(path, parent=parent), "directory"
     else:
         raise CheckpointError(f"output {name!r}: {path} does not exist; the command must write it")
     store.delete(f"{prefix}/{MANIFEST}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import boto3
 import boto3.exceptions
@@ -17,24 +18,29 @@ from s3transfer import exceptions as transfers
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.names import (
+    AT_ONCE,
     MAX_BYTES,
+    arriving,
     check_name,
     check_prefix,
     check_tree,
     is_manifest,
     is_name,
     join,
-    landing,
+    reading,
 )
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import ObjectTypeDef
 
 _SESSION_OPTIONS = frozenset(
     {"aws_access_key_id", "aws_secret_access_key", "aws_session_token", "profile_name", "region_name"}
 )
 _CLIENT_OPTIONS = frozenset({"endpoint_url", "verify"})
 _OPTIONS = _SESSION_OPTIONS | _CLIENT_OPTIONS | {"session", "client", "config", "extra_args"}
+_ONE_REQUEST_BYTES = 8 << 20
+"""Files up to this size go up by one PUT, without threads. Source: boto3, multipart_threshold."""
 _BATCH = 1000
 """Keys deleted by one request. Source: Amazon S3 API reference, DeleteObjects."""
 _TRANSIENT = frozenset(
@@ -57,6 +63,7 @@ _CONFIG: dict[str, Any] = {
     # Chosen: a trigger's thread must come back within a minute or so, whatever the network does.
     "connect_timeout": 10,
     "read_timeout": 30,
+    "max_pool_connections": 32,  # chosen: many small files go up at once, beside parts of large ones
     "retries": {"mode": "standard", "total_max_attempts": 4},
 }
 
@@ -95,6 +102,8 @@ class S3Store:
         self._client = _client(given)
         self.url = f"s3://{join(bucket, self._prefix)}"
 
+    at_once = AT_ONCE
+
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent."""
         with self._told(name):
@@ -129,17 +138,20 @@ class S3Store:
                 raise
         return True
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Upload the local file *path* to *name*, in parts when large; visible when complete."""
+    def put_file(self, name: str, source: Path | BinaryIO) -> None:
+        """Upload a local file to *name*, in parts when large; visible when complete."""
         key = self._key(name)
-        with path.open("rb") as source, self._told(name):
-            self._client.upload_fileobj(source, self._bucket, key, ExtraArgs=self._extra or None)
+        with reading(source) as stream, self._told(name):
+            if os.fstat(stream.fileno()).st_size <= _ONE_REQUEST_BYTES:
+                self._client.put_object(Bucket=self._bucket, Key=key, Body=stream, **self._extra)
+            else:
+                self._client.upload_fileobj(stream, self._bucket, key, ExtraArgs=self._extra or None)
 
-    def get_file(self, name: str, path: Path) -> None:
-        """Download *name* to the local file *path*, atomically."""
+    def get_file(self, name: str, target: Path | BinaryIO) -> None:
+        """Download *name* to a local file, a path atomically."""
         key = self._key(name)
-        with landing(path) as temporary, temporary.open("wb") as target, self._told(name):
-            self._client.download_fileobj(self._bucket, key, target)
+        with arriving(target) as stream, self._told(name):
+            self._client.download_fileobj(self._bucket, key, stream)
 
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
@@ -189,6 +201,14 @@ class S3Store:
         # Consoles make "folders" by empty objects that end with a slash; those are no names.
         return sorted(name for name in names if is_name(name))
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every name below *prefix*: a thousand by each request."""
+        bare = check_prefix(prefix)
+        skip = len(self._below(""))
+        with self._told(bare):
+            found = {item["Key"][skip:]: item["Size"] for item in self._listed(self._below(bare))}
+        return {name: size for name, size in found.items() if is_name(name)}
+
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""
         bare = check_prefix(prefix)
@@ -215,8 +235,11 @@ class S3Store:
         return f"{whole}/" if whole else ""
 
     def _keys(self, below: str) -> list[str]:
+        return [item["Key"] for item in self._listed(below)]
+
+    def _listed(self, below: str) -> Iterator[ObjectTypeDef]:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)
-        return [item["Key"] for page in pages for item in page.get("Contents", ())]
+        return (item for page in pages for item in page.get("Contents", ()))
 
     def _delete_batch(self, keys: list[str]) -> None:
         answer = self._client.delete_objects(

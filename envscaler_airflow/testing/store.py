@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.store.base import Store
@@ -81,6 +81,11 @@ class FaultyStore:
         """URL of the wrapped store."""
         return self._store.url
 
+    @property
+    def at_once(self) -> int:
+        """See :attr:`Store.at_once`."""
+        return self._store.at_once
+
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """See :meth:`Store.read`."""
         return self._pass("read", name, lambda: self._store.read(name, max_bytes=max_bytes))
@@ -113,13 +118,17 @@ class FaultyStore:
         """See :meth:`Store.size`."""
         return self._pass("size", name, lambda: self._store.size(name))
 
-    def put_file(self, name: str, path: Path) -> None:
-        """See :meth:`Store.put_file`."""
-        self._pass("put_file", name, lambda: self._store.put_file(name, path))
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """See :meth:`Store.sizes`."""
+        return self._pass("sizes", prefix, lambda: self._store.sizes(prefix))
 
-    def get_file(self, name: str, path: Path) -> None:
+    def put_file(self, name: str, source: Path | BinaryIO) -> None:
+        """See :meth:`Store.put_file`."""
+        self._pass("put_file", name, lambda: self._store.put_file(name, source))
+
+    def get_file(self, name: str, target: Path | BinaryIO) -> None:
         """See :meth:`Store.get_file`."""
-        self._pass("get_file", name, lambda: self._store.get_file(name, path))
+        self._pass("get_file", name, lambda: self._store.get_file(name, target))
 
     def uri(self, name: str) -> str:
         """See :meth:`Store.uri`; never fails."""

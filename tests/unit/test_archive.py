@@ -172,7 +172,7 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, name):
         return asked
 
     monkeypatch.setattr(os, "scandir", refuse(os.scandir))
-    monkeypatch.setattr(Path, "open", refuse(Path.open))
+    monkeypatch.setattr(os, "open", refuse(os.open))
 
     with pytest.raises(SpecError, match=rf"{name} cannot be read: Permission denied; .* in \.gitignore"):
         pack_workdir(folder, scratch=tmp_path)

@@ -118,8 +118,10 @@ def test_damage_is_found_at_the_fetch(store, model, tmp_path, name):
         fetch_output(uri, tmp_path / "in")
 
 
-def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path):
+def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path, monkeypatch):
     """Files that arrived are not fetched again; one that is wrong is."""
+    monkeypatch.setattr(FileStore, "at_once", 1)
+    (tmp_path / "in").mkdir()
     uri = put_output(store, "model", model, **WHO)
     seen = []
 
@@ -128,11 +130,11 @@ def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path):
         if len(seen) == 3:
             raise KeyboardInterrupt
 
+    reader, prefix = open_folder(uri)
     with pytest.raises(KeyboardInterrupt):
-        fetch_output(uri, tmp_path / "in", between=cut)
+        folders.fetch(reader, prefix, read_output(uri), tmp_path / "in", between=cut)
     (tmp_path / "in/manifest.json").write_text("torn")
     got = []
-    reader, prefix = open_folder(uri)
     reader.get_file = lambda name, path, get=reader.get_file: (got.append(name), get(name, path))
 
     folders.fetch(reader, prefix, read_output(uri), tmp_path / "in")

@@ -24,6 +24,8 @@ LAYOUT = "/etc/envscaler"
 CACHE = "cache"
 INDEX = "/var/lib/envscaler-index"
 """Where the courier finds what the machine's cache holds."""
+OWN = "/tmp/sidecar"  # noqa: S108  # an emptyDir of the containers of ours
+"""What the sidecar remembers and the training cannot write."""
 SCRATCH = "envscaler"
 """The emptyDir behind all of that, and behind folders that the training and the courier share."""
 
@@ -314,6 +316,7 @@ def layout_of(
         "checkpoint_path": str(checkpoint) if checkpoint else None,
         "command": command,
         "store_options": dict(store_options),
+        "own": OWN,
     } | _processes(spec)
 
 

@@ -21,6 +21,7 @@ CALLS = (
     "names",
     "children",
     "size",
+    "sizes",
     "put_file",
     "get_file",
 )
@@ -81,7 +82,7 @@ class Bench:
             store=self.store,
             who=self.who,
             layout=self.layout,
-            memory=Memory(self.exchange),
+            memory=Memory(self.exchange, own=self.layout.own_folder),
             monotonic=self.clock,
             patience_s=0,
         )

@@ -10,6 +10,7 @@ from fakes.checkpoint_files import STATE, ZIP, put, safetensors
 from envscaler_airflow.courier import layouts
 from envscaler_airflow.courier.layouts import select
 from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.store.root import Root
 
 
 def chosen(folder):
@@ -225,4 +226,4 @@ def test_a_copy_of_a_tree_that_changes_meanwhile_does_not_count(tmp_path):
             file.write(b"+")
 
     with pytest.raises(CheckpointError, match="changed while it was copied"):
-        layouts.copy(tmp_path / "ck", select(tmp_path / "ck"), tmp_path / "copy", between=append)
+        layouts.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=append)

@@ -362,7 +362,7 @@ def test_a_pipe_in_place_of_a_file_blocks_nobody(ready):
 
     rounds(bench, Courier(bench.site), 2)
 
-    assert "wrapper.json is no file" in bench.status().message
+    assert "wrapper.json is not a file" in bench.status().message
 
 
 def test_what_is_done_stays_done(ready, tmp_path):
@@ -383,11 +383,11 @@ def test_a_full_disk_under_the_exchange_loses_no_state(bench, monkeypatch):
     """courier.json cannot be replaced: the old one stays, whole, and the state is the old one."""
     bench.site.memory.update(checkpoints=1)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.write_bytes", full)
+        patch.setattr("envscaler_airflow.store.root.Root.landing", full)
         with pytest.raises(OSError, match="No space"):
             bench.site.memory.update(checkpoints=2)
 
@@ -404,10 +404,10 @@ def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
     rounds(bench, courier, 2)
     first = bench.status().sequence
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("envscaler_airflow.store.root.Root.landing", full)
     for _ in range(3):
         bench.clock.now += 20
         courier.step()
@@ -419,7 +419,11 @@ def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
 def test_a_reader_never_sees_half_a_file(bench, monkeypatch):
     """A file is replaced in one step or not at all."""
     bench.exchange.write(bench.exchange.control, b"old")
-    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
+
+    def fail(*_, **__):
+        raise OSError(5, "I/O error")
+
+    monkeypatch.setattr("os.replace", fail)
 
     with pytest.raises(OSError, match="I/O error"):
         bench.exchange.write(bench.exchange.control, b"new")

@@ -10,6 +10,7 @@ from envscaler_airflow.courier.setup import lay_out
 from envscaler_airflow.courier.site import SetupCancelledError
 from envscaler_airflow.errors import CheckpointError, StoreError
 from envscaler_airflow.protocol import Control, Ended, Manifest, ManifestFile, Status, status_name
+from envscaler_airflow.store.root import Root
 
 OLD, NEW = "g1-step-00000100-a1", "g1-step-00000200-a1"
 
@@ -168,14 +169,16 @@ def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monke
     bench.in_store(NEW, {"a": b"1", "b": b"2"}, cooperative=False)
     moves = []
 
-    def die(source, target):
-        moves.append(target)
+    real = Root.take
+
+    def die(target, path, source):
+        moves.append(path)
         if len(moves) == 2:
             raise KeyboardInterrupt
-        source.rename(target)
+        real(target, path, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.move", die)
+        patch.setattr(Root, "take", die)
         with pytest.raises(KeyboardInterrupt):
             restore(bench.site, Control(candidates=(NEW,)))
 

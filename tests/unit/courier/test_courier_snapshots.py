@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 
 import pytest
 from fakes.checkpoint_files import STATE, ZIP, put, safetensors
@@ -11,6 +10,7 @@ from fakes.checkpoint_files import STATE, ZIP, put, safetensors
 from envscaler_airflow.courier import layouts
 from envscaler_airflow.courier.snapshots import QuietWatch, Snapshots
 from envscaler_airflow.protocol import Progress
+from envscaler_airflow.store.root import Root
 
 
 def test_quiet_is_measured_since_the_last_change():
@@ -466,15 +466,15 @@ def test_a_full_disk_costs_a_snapshot_and_nothing_else(trained, monkeypatch):
     """No half copy is left, the reason is said, and the next one works."""
     bench = trained(every={"seconds": 1})
     put(bench.ck, {"a": b"1", "b": b"2"})
-    real = shutil.copyfile
+    real = Root.landing
 
-    def full(source, target):
-        if source.name == "b":
+    def full(root, path, **options):
+        if path == "b":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(source, target)
+        return real(root, path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.copyfile", full)
+        patch.setattr(Root, "landing", full)
         run(bench, 8)
         assert bench.site.messages.text() == "no snapshot: [Errno 28] No space left on device"
         assert list(bench.exchange.checkpoints.iterdir()) == []

@@ -71,7 +71,10 @@ def test_a_courier_killed_after_an_upload_repeats_it_under_the_same_number(bench
     """The chunk was uploaded and not yet deleted: the same name, the same bytes, once more."""
     chunk(bench, "logs", "000007.log", "x")
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.unlink", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "envscaler_airflow.store.root.Root.remove",
+            lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         with pytest.raises(KeyboardInterrupt):
             Chunks(bench.site).step(has_ended=False)
 

@@ -190,10 +190,10 @@ def test_an_orphan_on_a_full_disk_is_given_up_as_soon(bench, store, monkeypatch)
     """Nothing can be written down, neither the control nor the memory of it; the time counts all the same."""
     watch = lease_bench(bench, store)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("envscaler_airflow.store.root.Root.landing", full)
 
     with pytest.raises(UnheededError):
         run(bench, watch, 330 + 90 + 70)
@@ -203,11 +203,11 @@ def test_room_on_the_disk_lets_the_orphan_be_asked_after_all(bench, store, monke
     """The disk was full for half a minute."""
     watch = lease_bench(bench, store)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.write_bytes", full)
+        patch.setattr("envscaler_airflow.store.root.Root.landing", full)
         run(bench, watch, 330)
         assert control(bench).action == "run"
     run(bench, watch, 2)

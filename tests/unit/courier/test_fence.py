@@ -22,6 +22,7 @@ class Memory:
     """A store in a dict: as atomic as an object store, and quick."""
 
     url = "memory://run"
+    at_once = 1
 
     def __init__(self):
         """Begin empty."""
@@ -60,9 +61,14 @@ class Memory:
         """Bytes, or None."""
         return len(self.held[name]) if name in self.held else None
 
-    def put_file(self, name, path):
-        """Copy a file in."""
-        self.held[name] = path.read_bytes()
+    def sizes(self, prefix):
+        """Bytes of all below."""
+        return {name: len(self.held[name]) for name in self.names(prefix)}
+
+    def put_file(self, name, source):
+        """Copy an open file in."""
+        source.seek(0)
+        self.held[name] = source.read()
 
     def uri(self, name):
         """Its URL."""

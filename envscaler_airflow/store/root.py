@@ -1,0 +1,394 @@
+"""A folder that other processes write to, read and written without ever leaving it.
+
+The same idea as ``os.Root`` of Go 1.24. The folder is held by a descriptor; every part of a name is
+opened below the part before it with O_NOFOLLOW; symbolic links are resolved here, part by part, and
+only while they stay inside. So no link that the training swaps in, at whatever moment, leads a
+process with more rights than its own to a file outside.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedRandom, BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+from envscaler_airflow.errors import CheckpointError
+
+_PASS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+"""How a system refuses to open a link: ELOOP, with O_DIRECTORY ENOTDIR; FreeBSD says EMLINK."""
+COPY_BYTES = 1 << 20
+"""Bytes copied at a time. Chosen: few calls, little memory."""
+_MAX_LINKS = 40
+"""Links on the way to one file. Source: Linux, MAXSYMLINKS."""
+
+
+class Found(NamedTuple):
+    """An open file or folder below a root; the caller closes *descriptor*.
+
+    ``real`` is its name relative to the root with every link resolved.
+    """
+
+    descriptor: int
+    real: str
+
+
+class Root:
+    """One folder, held open until the last reference to this object is gone.
+
+    Attributes:
+        path: Where the folder was when it was opened; for messages and for absolute links.
+        aliases: Other absolute paths under which the training sees the same folder.
+    """
+
+    __slots__ = ("__weakref__", "_close", "_descriptor", "aliases", "path")
+
+    def __init__(self, descriptor: int, path: Path, *, aliases: tuple[Path, ...] = ()) -> None:
+        """Own the folder's *descriptor*."""
+        self.path = path
+        self.aliases = aliases
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def real(cls, path: Path) -> Root:
+        """Open the absolute *path*, no part of which may be a link.
+
+        Raises:
+            OSError: A part is absent, a link (ELOOP or ENOTDIR), or may not be read.
+        """
+        here = os.open("/", _FOLDER)
+        parts = [part for part in path.parts[1:] if part]
+        for index, part in enumerate(parts):
+            try:
+                inner = os.open(part, _FOLDER if index == len(parts) - 1 else _PASS, dir_fd=here)
+            except OSError as err:
+                err.filename = str(path)
+                raise
+            finally:
+                os.close(here)
+            here = inner
+        return cls(here, path)
+
+    @classmethod
+    def of(cls, folder: Path, *, parent: Path | None = None) -> Root:
+        """Open *folder*, which itself may be a link to a folder beside it.
+
+        Args:
+            folder: Absolute, or relative to the working directory.
+            parent: Where the folder that holds it really is; without it the links above are followed once.
+
+        Raises:
+            CheckpointError: *folder* is a link that leads out of its parent, or in a circle.
+            OSError: Absent, or a link was swapped in on the way.
+        """
+        whole = Path(os.path.abspath(folder))  # noqa: PTH100  # resolve() would follow the last link
+        if not whole.name:
+            return cls.real(whole)
+        above = cls.real(parent or Path(os.path.realpath(whole.parent, strict=True)))
+        above.aliases = (whole.parent,)
+        return above.enter(whole.name)
+
+    # -- reading
+
+    def enter(self, path: str) -> Root:
+        """The folder *path* below, as a root of its own; links inside are followed."""
+        found = self._walk_to(path, _FOLDER)
+        aliases = tuple(alias / found.real for alias in self.aliases)
+        return Root(found.descriptor, self.path / found.real, aliases=aliases)
+
+    def open_file(self, path: str, *, follow: bool = False) -> BufferedReader:
+        """Open the regular file *path* for reading.
+
+        Raises:
+            CheckpointError: It is a folder, pipe, socket or device, or a link on the way leads outside.
+            OSError: It is absent; without *follow* also: a part of *path* is a link.
+        """
+        found = self._walk_to(path, _READ, follow=follow)
+        if not stat.S_ISREG(os.fstat(found.descriptor).st_mode):
+            os.close(found.descriptor)
+            raise CheckpointError(f"{self.path / path} is not a regular file")
+        return os.fdopen(found.descriptor, "rb")
+
+    def resolve(self, path: str) -> str | None:
+        """The name of *path* with every link resolved; None when it leads nowhere, or in a circle.
+
+        Raises:
+            CheckpointError: It leads outside.
+        """
+        flags = getattr(os, "O_PATH", _READ) | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            found = self._walk_to(path, flags)
+        except OSError:
+            return None
+        os.close(found.descriptor)
+        return found.real
+
+    def stat(self, path: str) -> os.stat_result:
+        """Facts of *path* itself, not of what it links to; ``""`` is the root."""
+        if not path:
+            return os.fstat(self._descriptor)
+        with self._parent(path) as (folder, last):
+            return os.stat(last, dir_fd=folder, follow_symlinks=False)
+
+    def scan(self, path: str = "") -> list[tuple[str, os.stat_result]]:
+        """Names and facts (of a link: its own) of the entries of the folder *path*, which is not a link.
+
+        Raises:
+            OSError: Absent, no folder, or a part of *path* is a link.
+        """
+        descriptor = self._walk_to(path, _FOLDER, follow=False).descriptor
+        try:
+            found = []
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+            return found
+        finally:
+            os.close(descriptor)
+
+    # -- writing
+
+    def make_folder(self, path: str) -> None:
+        """Make the folder *path* and those above it; what is there already stays.
+
+        Raises:
+            OSError: A part is a link or a file.
+        """
+        here = os.dup(self._descriptor)
+        try:
+            for part in _parts(path):
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=here)
+                inner = os.open(part, _FOLDER, dir_fd=here)
+                os.close(here)
+                here = inner
+        finally:
+            os.close(here)
+
+    @contextmanager
+    def landing(
+        self, path: str, *, temporary: str | None = None, mode: int = 0o666
+    ) -> Iterator[BufferedRandom]:
+        """Yield a new file, which becomes *path* when nothing was raised; the folders above are made.
+
+        *temporary* is its name until then, which a caller may fix to find what an earlier one left.
+
+        Raises:
+            OSError: A folder on the way is a link or a file, or *path* is a folder.
+        """
+        above = path.rpartition("/")[0]
+        if above:
+            self.make_folder(above)
+        with self._parent(path) as (folder, last):
+            if temporary is None:
+                temporary = f".{uuid.uuid4().hex}.tmp"
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+            descriptor = os.open(temporary, _NEW, mode, dir_fd=folder)
+            try:
+                with os.fdopen(descriptor, "w+b") as stream:
+                    yield stream
+                os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+
+    def link(self, path: str, stream: BufferedReader) -> None:
+        """Let *path* be another name of the very file that *stream* has open.
+
+        Raises:
+            OSError: Another file system, or one without hard links.
+        """
+        above = path.rpartition("/")[0]
+        if above:
+            self.make_folder(above)
+        # Source: open(2), O_TMPFILE: a link through /proc links the open file, whatever its name holds now.
+        with self._parent(path) as (folder, last):
+            os.link(f"/proc/self/fd/{stream.fileno()}", last, dst_dir_fd=folder, follow_symlinks=True)
+
+    def take(self, path: str, source: Root) -> None:
+        """Move the file *path* of *source* here, under the same name.
+
+        Raises:
+            OSError: A folder on the way is a link or a file, or the disk is full.
+            CheckpointError: It is not a regular file.
+        """
+        above = path.rpartition("/")[0]
+        if above:
+            self.make_folder(above)
+        try:
+            with source._parent(path) as (there, first), self._parent(path) as (here, last):
+                os.replace(first, last, src_dir_fd=there, dst_dir_fd=here)
+        except OSError as err:
+            if err.errno != errno.EXDEV:
+                raise
+            with source.open_file(path) as old, self.landing(path) as new:
+                shutil.copyfileobj(old, new, COPY_BYTES)
+            source.remove(path)
+
+    def symlink(self, path: str, target: str) -> None:
+        """Make the new link *path*. Raises OSError."""
+        above = path.rpartition("/")[0]
+        if above:
+            self.make_folder(above)
+        with self._parent(path) as (folder, last):
+            os.symlink(target, last, dir_fd=folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give *old* the name *new*, over a file that has it."""
+        with self._parent(old) as (there, first), self._parent(new) as (here, last):
+            os.replace(first, last, src_dir_fd=there, dst_dir_fd=here)
+
+    def remove(self, path: str) -> None:
+        """Remove *path* with all that lies below it; of a link, the link. Nothing happens when it is absent.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        with suppress(FileNotFoundError), self._parent(path) as (folder, last):
+            if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
+                shutil.rmtree(last, dir_fd=folder)
+            else:
+                os.unlink(last, dir_fd=folder)
+
+    def empty(self) -> None:
+        """Remove what lies in the folder, but not the folder, which may be a mount."""
+        for name, _ in self.scan():
+            self.remove(name)
+
+    # -- how
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        above, _, last = path.rpartition("/")
+        descriptor = self._walk_to(above, _PASS, follow=False).descriptor
+        try:
+            yield descriptor, last
+        finally:
+            os.close(descriptor)
+
+    def _walk_to(self, path: str, flags: int, *, follow: bool = True) -> Found:
+        """Open *path* with *flags*; without *follow* a link on the way is an OSError."""
+        walk = _Walk(self, path)
+        try:
+            return walk.run(flags, follow=follow)
+        except OSError as err:
+            err.filename = str(self.path / path)
+            raise
+        finally:
+            walk.close()
+
+
+class _Walk:
+    """One way from the root to a file: the folders that are open, and the parts still to go."""
+
+    def __init__(self, root: Root, path: str) -> None:
+        self.root, self.path = root, path
+        self.open = [os.dup(root._descriptor)]  # noqa: SLF001  # the other half of Root
+        self.names: list[str] = []
+        self.left = _parts(path)[::-1]
+        self.above = 0  # folders above the root, where ".." of a link led; it may come back
+        self.links = 0
+
+    def close(self) -> None:
+        for descriptor in self.open:
+            os.close(descriptor)
+
+    def run(self, flags: int, *, follow: bool) -> Found:
+        while self.left:
+            part = self.left.pop()
+            if part == ".." or self.above:
+                self._climb(part)
+                continue
+            is_last = not self.left
+            try:
+                inner = os.open(part, flags if is_last else _PASS, dir_fd=self.open[-1])
+            except OSError as err:
+                if not follow or err.errno not in _LINK or not self._turn(part):
+                    raise
+                continue
+            if is_last and follow and self._is_link(inner):
+                os.close(inner)
+                self._turn(part)
+                continue
+            self.names.append(part)
+            if is_last:
+                return Found(inner, "/".join(self.names))
+            self.open.append(inner)
+        if self.above:
+            raise self._outside("..")
+        real = "/".join(self.names)
+        return Found(os.open(".", flags & ~os.O_NOFOLLOW, dir_fd=self.open[-1]), real)
+
+    @staticmethod
+    def _is_link(descriptor: int) -> bool:
+        """True where O_PATH opened the link itself."""
+        return stat.S_ISLNK(os.fstat(descriptor).st_mode)
+
+    def _climb(self, part: str) -> None:
+        """A step out of the root is allowed as long as the next ones lead back into it."""
+        if part == "..":
+            if self.names:
+                self.names.pop()
+                os.close(self.open.pop())
+            else:
+                self.above += 1
+        elif self.above < len(self.root.path.parts) and part == self.root.path.parts[-self.above]:
+            self.above -= 1
+        else:
+            raise self._outside(part)
+
+    def _turn(self, part: str) -> bool:
+        """Go where the link *part* leads; False when it is no link."""
+        try:
+            target = os.readlink(part, dir_fd=self.open[-1])
+        except OSError:
+            return False
+        self.links += 1
+        if self.links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if target.startswith("/"):
+            inside = self._inside(target)
+            if inside is None:
+                raise self._outside(target)
+            for descriptor in self.open[1:]:
+                os.close(descriptor)
+            del self.open[1:]
+            self.names, target = [], inside
+        self.left += _parts(target)[::-1]
+        return True
+
+    def _inside(self, target: str) -> str | None:
+        """An absolute *target* as a name below the root; None when it leads elsewhere."""
+        for base in (self.root.path, *self.root.aliases):
+            if target == str(base) or target.startswith(f"{base}/"):
+                return target[len(str(base)) :].lstrip("/")
+        return None
+
+    def _outside(self, target: str) -> CheckpointError:
+        root = self.root.path
+        if not target.startswith("/"):
+            here = root.joinpath(*(".." for _ in range(self.above)), *self.names)
+            target = os.path.normpath(here / target)
+        return CheckpointError(
+            f"{root / self.path}: the link leads to {target}, outside {root}; put the file itself here"
+        )
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]

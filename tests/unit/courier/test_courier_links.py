@@ -1,0 +1,283 @@
+"""A hostile training swaps links, hard links, pipes and folders in: nothing of others gets into the store."""
+
+import json
+import os
+import threading
+
+import pytest
+from fakes.checkpoint_files import put
+
+from envscaler_airflow.courier.restore import restore
+from envscaler_airflow.courier.snapshots import Snapshots
+from envscaler_airflow.courier.uploads import Checkpoints, Chunks, Outputs
+from envscaler_airflow.courier.writeback import WriteBack
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import Control
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.folders import TreeFile
+from envscaler_airflow.store.root import Root
+
+NAME = "g1-step-00000300-a2"
+SECRET = b"of another user"
+TRIES = 60
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """What the sidecar may read and the training may not."""
+    path = tmp_path / "others" / "inner" / "weights.bin"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(SECRET)
+    return path
+
+
+def everything(store):
+    """All bytes in the store."""
+    return [store.read(name) for name in store.names("")]
+
+
+def swap_file(path, secret):
+    """A link to the secret in the file's place."""
+    path.unlink()
+    path.symlink_to(secret)
+
+
+def swap_folder(path, secret):
+    """A link to a folder with a file of the same name in place of the file's folder."""
+    path.parent.rename(path.parent.with_name("gone"))
+    path.parent.symlink_to(secret.parent)
+
+
+def swap_above(path, secret):
+    """The same one folder further up."""
+    above = path.parent.parent
+    above.rename(above.with_name("gone-too"))
+    above.symlink_to(secret.parent.parent)
+
+
+def swap_hard_link(path, secret):
+    """Another name of the secret itself."""
+    path.unlink()
+    os.link(secret, path)
+
+
+def swap_pipe(path, _):
+    """A pipe, which would block a reader for ever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+SWAPS = (swap_file, swap_folder, swap_above, swap_hard_link, swap_pipe)
+
+
+@pytest.fixture
+def swapping(monkeypatch):
+    """Let *act* happen between the look at the folder and the opening of the file."""
+
+    def make(act):
+        real = TreeFile.open
+        acts = [act]
+
+        def swapped(item, **options):
+            if acts:
+                acts.pop()()
+            return real(item, **options)
+
+        monkeypatch.setattr(TreeFile, "open", swapped)
+
+    return make
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_a_checkpoint_swapped_after_the_look_is_not_followed(bench, store, secret, swapping, swap):
+    """The save is given up or waits; the file of others is not in the store (B1)."""
+    folder = bench.session_saves(NAME, {"sub/inner/weights.bin": b"mine"}, step=300)
+    swapping(lambda: swap(folder / "sub/inner/weights.bin", secret))
+
+    Checkpoints(bench.site, keep=2).step()
+
+    assert SECRET not in everything(store)
+    assert bench.site.messages.text() != ""
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_an_output_swapped_after_the_look_is_not_followed(
+    make_bench, store, tmp_path, secret, swapping, swap
+):
+    """Also where the folder of the output itself, or the one above it, is swapped (B1)."""
+    bench = make_bench(layout={"outputs": {"model": str(tmp_path / "out/model")}})
+    put(tmp_path / "out/model", {"inner/weights.bin": b"mine"})
+    bench.site.remember_places()
+    swapping(lambda: swap(tmp_path / "out/model/inner/weights.bin", secret))
+
+    Outputs(bench.site).step()
+
+    assert SECRET not in everything(store)
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_a_snapshot_swapped_after_the_look_holds_nothing_of_others(
+    make_bench, tmp_path, secret, swapping, swap
+):
+    """The copy is not taken, at an interval as at the end, when files are linked (B1)."""
+    bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
+    put(tmp_path / "ck", {"inner/weights.bin": b"mine"})
+    bench.site.memory.update(is_laid_out=True, start_step=0)
+    bench.site.remember_places()
+    bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    swapping(lambda: swap(tmp_path / "ck/inner/weights.bin", secret))
+
+    Snapshots(bench.site, {"seconds": 1}).step()
+
+    copies = [path for path in bench.exchange.checkpoints.rglob("*") if path.is_file()]
+    assert SECRET not in [path.read_bytes() for path in copies]
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_a_volume_swapped_after_the_look_is_not_followed(make_bench, tmp_path, secret, swapping, swap):
+    """What goes back into a bucket is below the volume (B1)."""
+    mount = {"name": "data", "source": "memory://links-back/data", "path": str(tmp_path / "data")}
+    bench = make_bench(layout={"mounts": [mount]})
+    put(tmp_path / "data", {"sub/inner/weights.bin": b"mine"})
+    bench.site.remember_places()
+    swapping(lambda: swap(tmp_path / "data/sub/inner/weights.bin", secret))
+
+    WriteBack(bench.site).step()
+
+    assert SECRET not in everything(open_store(mount["source"]))
+
+
+@pytest.mark.parametrize("swap", [swap_file, swap_hard_link, swap_pipe])
+def test_a_chunk_swapped_after_the_look_is_not_sent(bench, store, secret, monkeypatch, swap):
+    """A log chunk that became something else keeps no later chunk waiting (B1)."""
+    first = bench.exchange.root / "logs/000001.log"
+    first.write_text("line 1")
+    (bench.exchange.root / "logs/000002.log").write_text("line 2")
+    seen = bench.exchange.chunks("logs")
+    swap(first, secret)
+    monkeypatch.setattr(type(bench.exchange), "chunks", lambda _, folder: seen if folder == "logs" else [])
+
+    Chunks(bench.site).step(has_ended=False)
+
+    assert everything(store) == [b"line 2"]
+
+
+def test_a_folder_of_chunks_that_became_a_link_is_not_read(bench, store, secret):
+    """The folder of logs leads to one with a file of a chunk's name (B1)."""
+    (secret.parent / "000001.log").write_bytes(SECRET)
+    (bench.exchange.root / "logs").rmdir()
+    (bench.exchange.root / "logs").symlink_to(secret.parent)
+
+    Chunks(bench.site).step(has_ended=True)
+
+    assert everything(store) == []
+
+
+def test_what_was_hashed_is_what_is_sent(bench, store, secret):
+    """A swap between hash and transfer changes nothing: the open file is sent (B1)."""
+    folder = bench.session_saves(NAME, {"weights.bin": b"mine"}, step=300)
+    real = store._store.put_file
+
+    def put_file(name, source):
+        swap_file(folder / "weights.bin", secret)
+        real(name, source)
+
+    store._store.put_file = put_file
+
+    Checkpoints(bench.site, keep=2).step()
+
+    assert store.read(f"checkpoints/{NAME}/weights.bin") == b"mine"
+    assert SECRET not in everything(store)
+
+
+def test_names_in_one_folder_may_share_a_file(tmp_path, store):
+    """A hard link between two names of the same tree is the training's own, and both are kept (B1)."""
+    put(tmp_path / "ck", {"last.pt": b"mine"})
+    os.link(tmp_path / "ck/last.pt", tmp_path / "ck/best.pt")
+
+    files = folders.upload(store, "checkpoints/x", folders.walk(tmp_path / "ck"))
+
+    assert [item.path for item in files] == ["best.pt", "last.pt"]
+
+
+def test_links_inside_are_followed_by_whatever_way(tmp_path):
+    """Relative, absolute, out of the folder and back, through another link (B1)."""
+    put(tmp_path / "ck", {"step-3/a": b"A"})
+    (tmp_path / "ck/absolute").symlink_to(tmp_path / "ck/step-3")
+    (tmp_path / "ck/back").symlink_to("../ck/step-3")
+    (tmp_path / "ck/chain").symlink_to("back/a")
+
+    found = {item.path: item.real for item in folders.walk(tmp_path / "ck")}
+
+    paths = ("absolute/a", "back/a", "chain", "step-3/a")
+    assert found == dict.fromkeys(paths, "step-3/a")
+
+
+def test_a_restore_writes_through_no_link(make_bench, tmp_path, secret):
+    """A link that lies in the checkpoint's folder is removed, not followed (B1)."""
+    bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
+    name = bench.in_store("g1-step-00000100-a1", {"inner/weights.bin": b"old"}, cooperative=False)
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck/inner").symlink_to(secret.parent)
+    bench.site.remember_places()
+
+    restore(bench.site, Control(candidates=(name,)))
+
+    assert secret.read_bytes() == SECRET
+    assert (tmp_path / "ck/inner/weights.bin").read_bytes() == b"old"
+    assert not (tmp_path / "ck/inner").is_symlink()
+
+
+def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
+    """A link where the restored files are to land is refused, and nothing is written (B1)."""
+    name = bench.in_store("g1-step-00000100-a1", {"inner/weights.bin": b"old"})
+    (bench.exchange.restored / name).mkdir()
+    (bench.exchange.restored / name / "inner").symlink_to(secret.parent)
+
+    assert restore(bench.site, Control(candidates=(name,))) is None
+
+    assert secret.read_bytes() == SECRET
+    assert bench.state.rejected
+
+
+def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_bench, tmp_path, secret):
+    """A restarted sidecar takes it from its own folder, whatever courier.json says by then (B1)."""
+    layout = {"outputs": {"model": str(tmp_path / "out/model")}, "own": str(tmp_path / "own")}
+    bench = make_bench(layout=layout)
+    (tmp_path / "out").mkdir()
+    bench.site.remember_places()
+    body = json.loads(bench.exchange.courier.read_bytes())
+    body["places"] = {str(tmp_path / "out/model"): str(secret.parent)}
+    bench.exchange.write_json(bench.exchange.courier, body)
+
+    site = bench.restarted()
+
+    assert site.place(tmp_path / "out/model") == tmp_path / "out"
+
+
+@pytest.mark.parametrize("swap", [swap_file, swap_folder, swap_above])
+def test_links_that_race_with_uploads_leak_nothing(tmp_path, store, secret, swap):
+    """A thread swaps without pause while the same folder goes up again and again (B1)."""
+    folder, stop = tmp_path / "race", threading.Event()
+
+    def race():
+        while not stop.is_set():
+            (folder / "sub/inner").mkdir(parents=True, exist_ok=True)
+            (folder / "sub/inner/weights.bin").write_bytes(b"mine")
+            swap(folder / "sub/inner/weights.bin", secret)
+            Root.of(tmp_path).remove("race")
+
+    thread = threading.Thread(target=race, daemon=True)
+    thread.start()
+    try:
+        for number in range(TRIES):
+            try:
+                folders.upload(store, f"checkpoints/{number}", folders.walk(folder))
+            except (CheckpointError, OSError):
+                continue
+    finally:
+        stop.set()
+        thread.join()
+
+    assert SECRET not in everything(store)
