@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
+from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.table import Kind, Machine
@@ -34,6 +34,14 @@ PRODUCT = {
     "preInstalledSw": "NA",
     "capacitystatus": "Used",
 }
+_ORDINARY = {
+    "marketoption": "OnDemand",
+    "operation": "RunInstances",
+    "licenseModel": "No License required",
+}
+"""What tells capacity blocks, other operations and licences of one's own apart; absent counts as ordinary.
+
+Source: docs.aws.amazon.com/awsaccountbilling/latest/aboutv2, "Reading the service price list files"."""
 TERMS: Mapping[str, Commitment] = {"1yr": "1y", "3yr": "3y"}
 _STRANGE = (ValueError, KeyError, TypeError, AttributeError)
 """What answers of another shape than AWS documents end in."""
@@ -160,8 +168,10 @@ def read_product(product: Mapping[str, Any], region: str) -> Iterator[Quote]:
     name = attributes.get("instanceType")
     if not name or any(attributes.get(key) not in (value, None) for key, value in PRODUCT.items()):
         return
+    if any(attributes.get(key) not in (value, None) for key, value in _ORDINARY.items()):
+        return
     terms = product.get("terms", {})
-    for term in terms.get("OnDemand", {}).values():
+    for term in _current(terms.get("OnDemand", {}).values(), utc_now()):
         for usd in _hourly(term):
             yield Quote(name, region, "", "on-demand", usd)
     for term in terms.get("Reserved", {}).values():
@@ -172,8 +182,16 @@ def read_product(product: Mapping[str, Any], region: str) -> Iterator[Quote]:
                 yield Quote(name, region, "", "on-demand", usd, commitment=length)
 
 
+def _current(terms: Iterable[Mapping[str, Any]], now: datetime) -> list[Mapping[str, Any]]:
+    """The newest of *terms* that holds *now*; the list names what is to come, too."""
+    held = [term for term in terms if is_in_force(term.get("effectiveDate"), None, now)]
+    return sorted(held, key=lambda term: str(term.get("effectiveDate") or ""))[-1:]
+
+
 def _hourly(term: Mapping[str, Any]) -> Iterator[float]:
     for dimension in term.get("priceDimensions", {}).values():
+        if dimension.get("beginRange") not in (None, "0"):
+            continue  # a price of larger amounts
         usd = usd_of(dimension.get("pricePerUnit", {}).get("USD"))
         if usd is not None and dimension.get("unit") in ("Hrs", "Hours"):
             yield usd

@@ -6,16 +6,26 @@ answers written after that page; never run against the live service.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
+from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, instant, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
 from envscaler_airflow.errors import BackendError
 
 URL = "https://prices.azure.com/api/retail/prices"
 HOURS = {"1 Year": 8760.0, "3 Years": 26280.0}
 TERMS: Mapping[str, Commitment] = {"1 Year": "1y", "3 Years": "3y"}
+_OTHER = re.compile(
+    r"Windows|Cloud ?Services|Dedicated Host|\bSQL\b|Red Hat|RHEL|SUSE|Ubuntu Pro|BareMetal|VMware|"
+    r"Low Priority|Expired|Promo",
+    re.IGNORECASE,
+)
+"""Products and meters with the same armSkuName that are not a Linux virtual machine's ordinary price:
+classic cloud services, hosts, licences, what is no longer sold. Source: names in Azure Retail Prices."""
+_HOURLY = frozenset({"1 Hour", "1/Hour"})
 
 
 class AzurePrices:
@@ -23,22 +33,29 @@ class AzurePrices:
 
     cloud = "azure"
 
-    def __init__(self, *, caller: Caller | None = None, url: str = URL) -> None:
+    def __init__(
+        self, *, caller: Caller | None = None, url: str = URL, clock: Callable[[], datetime] = utc_now
+    ) -> None:
         """Take a caller, or make one."""
         self._caller = caller or Caller()
+        self._clock = clock
         self._url = url
 
     def fetch(self, region: str) -> Fetched:
         """See :class:`~envscaler_airflow.clouds.base.PriceFeed`."""
         quotes: dict[str, Quote] = {}
+        ranks: dict[str, tuple[bool, bool, float]] = {}
         strange = 0
         with self._caller:
             items = list(self._items(region))
+        now = self._clock()
         for item in items:
-            quote = read_item(item)
+            quote = read_item(item, now=now)
             strange += item.get("currencyCode") != "USD"
             if quote is not None and quote.region == region:
-                quotes.setdefault(quote.key, quote)
+                rank = _rank(item)
+                if quote.key not in ranks or rank > ranks[quote.key]:
+                    quotes[quote.key], ranks[quote.key] = quote, rank
         notes = (f"{strange} prices are not in USD and were left out",) if strange else ()
         return Fetched("azure", region, tuple(quotes.values()), "Azure Retail Prices", notes=notes)
 
@@ -59,13 +76,26 @@ class AzurePrices:
         raise BackendError(f"Azure Retail Prices: more than {MAX_PAGES} pages", transient=True)
 
 
-def read_item(item: Mapping[str, Any]) -> Quote | None:
-    """One meter as a quote; None for Windows, low priority, other units and what is no price."""
+def _rank(item: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Of two meters of one machine the higher counts: a VM's by name, of the primary region, the newest."""
+    begins = instant(item.get("effectiveStartDate"))
+    is_machine = str(item.get("productName") or "").startswith("Virtual Machines")
+    is_primary = item.get("isPrimaryMeterRegion") is not False
+    return is_machine, is_primary, begins.timestamp() if begins is not None else 0.0
+
+
+def read_item(item: Mapping[str, Any], *, now: datetime | None = None) -> Quote | None:
+    """One meter as a quote; None for other services and systems, other units and what is no price *now*."""
     name, sku, product = (str(item.get(key) or "") for key in ("armSkuName", "skuName", "productName"))
     usd = usd_of(item.get("retailPrice"), currency=item.get("currencyCode"))
-    if not name or usd is None or "Windows" in product or "Low Priority" in sku:
+    words = f"{product} | {sku} | {item.get('meterName') or ''}"
+    if not name or usd is None or _OTHER.search(words):
         return None
-    if str(item.get("unitOfMeasure")) != "1 Hour":
+    if item.get("serviceName") not in (None, "Virtual Machines") or usd_of(item.get("tierMinimumUnits")):
+        return None
+    if str(item.get("unitOfMeasure")) not in _HOURLY:
+        return None
+    if not is_in_force(item.get("effectiveStartDate"), item.get("effectiveEndDate"), now or utc_now()):
         return None
     region, kind = str(item.get("armRegionName") or ""), item.get("type")
     if kind == "Reservation":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal, NamedTuple, Protocol
 
 from envscaler_airflow.planning.offers import CapacityType
@@ -74,6 +75,28 @@ class PriceFeed(Protocol):
         Raises:
             BackendError: The cloud said no, nothing, or what cannot be read.
         """
+
+
+def instant(value: object) -> datetime | None:
+    """A time of a price list, UTC; None when none is given, or it is not a time."""
+    if not isinstance(value, str) or not value:
+        return None
+    try:
+        found = datetime.fromisoformat(value)
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def is_in_force(begin: object, end: object, now: datetime) -> bool:
+    """True for a price that holds at *now*; a list keeps what ended and names what is to come."""
+    begins, ends = instant(begin), instant(end)
+    return (begins is None or begins <= now) and (ends is None or now < ends)
+
+
+def utc_now() -> datetime:
+    """The clock of price feeds where none is given."""
+    return datetime.now(UTC)
 
 
 def usd_of(value: object, *, currency: object = "USD") -> float | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, usd_of
+from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, instant, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import CapacityType
@@ -131,10 +132,17 @@ def _which(sku: Mapping[str, Any]) -> tuple[str, str, CapacityType, Commitment] 
     return _GPU_NAMES.get(gpu["name"].upper().replace("PLUS", "Plus"), gpu["name"].upper()), "gpu", *usage
 
 
+def _current(prices: list[Any], now: datetime) -> Any:
+    """Of several prices the newest that holds *now*; one that says no time counts as the last."""
+    held = [item for item in prices if is_in_force(item.get("effectiveTime"), None, now)]
+    dated = [item for item in held if instant(item.get("effectiveTime")) is not None]
+    return max(dated, key=lambda item: instant(item["effectiveTime"]) or now) if dated else held[-1]
+
+
 def _unit_price(sku: Mapping[str, Any]) -> tuple[float | None, object]:
     """USD an hour of one unit, of the last tier: the first ones are what is free."""
     try:
-        expression = sku["pricingInfo"][-1]["pricingExpression"]
+        expression = _current(sku["pricingInfo"], utc_now())["pricingExpression"]
         price = expression["tieredRates"][-1]["unitPrice"]
         currency = price.get("currencyCode", "USD")
         if expression["usageUnit"] not in ("h", "GiBy.h"):
