@@ -29,7 +29,8 @@ class AttemptRequest:
         command: Entrypoint, already rendered.
         env: Plain variables.
         secret_env: Variables whose values are secrets. Never written to disk, rendered or logged.
-        spec: The frozen, resolved spec as JSON (what ``spec.yaml`` holds).
+        spec: The frozen, resolved spec as JSON.
+        spec_name: Name of its file in the run's folder, ``spec-<hash>.json``: what the sidecar reads.
         store_options: Connection options of the store that hold no secret.
         deadline_s: The machine ends itself after so many seconds; None: no deadline.
         grace_s: Seconds between a graceful stop and the kill.
@@ -47,6 +48,7 @@ class AttemptRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: Mapping[str, str] = field(default_factory=dict)
     spec: Mapping[str, Any] = field(default_factory=dict)
+    spec_name: str = ""
     store_options: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float | None = None
     grace_s: float = 30.0

@@ -101,7 +101,7 @@ class _Cancel:
 
     def _as_owner(self, state: RunState) -> RunState:
         """Become the owner, and stop it."""
-        actor = shell_actor()
+        actor = shell_actor(self.store, self.prefix)
         write_owner(self.store, self.prefix, actor.ti_id)
         _append(self.store, self.prefix, "owner", {"reason": "to stop it: no owner watches it"}, actor)
         if state.live is None:

@@ -34,7 +34,7 @@ from envscaler_airflow.lifecycle.narration import printable
 from envscaler_airflow.protocol import EXIT_STOPPED
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.keys import SHELL_DAG, RunKey
 from envscaler_airflow.store.logs import read_logs
 
 FAILED = 1
@@ -85,10 +85,14 @@ def signals() -> Iterator[None]:
             signal.signal(kind, old)
 
 
-def shell_actor() -> Actor:
-    """One start from a shell. It counts as a clear: what had ended is taken up again."""
-    now = time.time_ns()
-    return Actor(ti_id=str(uuid.uuid4()), try_number=now, max_tries=now)
+def shell_actor(store: Store, prefix: str) -> Actor:
+    """One start from a shell, newer than every owner before it.
+
+    It counts as a clear: what had ended is taken up again.
+    """
+    owner = load_state(store, prefix).owner
+    number = 1 if owner is None else 1 + max(owner.try_number, owner.max_tries)
+    return Actor(str(uuid.uuid4()), number, max_tries=number, life=SHELL_DAG)
 
 
 @dataclass(slots=True)
@@ -106,7 +110,7 @@ class Foreground:
     stage: Stage
     backend: Backend
     voice: Voice
-    actor: Actor = field(default_factory=shell_actor)
+    actor: Actor
     _holder: Holder = field(init=False)
     _story: StageStory = field(init=False)
     _waiting: Waiting | None = field(init=False, default=None)
@@ -211,7 +215,7 @@ class Foreground:
         with suppress(EnvScalerError):
             log = EventLog(self.store, self.prefix)
             state = log.load()
-            ours = state.owner is not None and state.owner.ti_id == self.actor.ti_id
+            ours = self.actor.is_try_of(state.owner)
             if ours and state.status == "active" and state.current is None and state.live is None:
                 body = {"generation": state.generation, "reason": str(err), "failure": "start"}
                 log.append(state.number, "failed", body, actor=self.actor)

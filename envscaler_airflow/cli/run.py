@@ -22,7 +22,7 @@ from envscaler_airflow.cli.common import (
 )
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
-from envscaler_airflow.cli.foreground import Foreground, own_and_tell
+from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage
@@ -95,7 +95,8 @@ def run(
     if not as_json:
         click.echo(f"run: {key.prefix}")
     voice = Voice(to_stderr=as_json)
-    own_and_tell(Foreground(store, key, stage, shell_backend(), voice), as_json=as_json)
+    actor = shell_actor(store, key.prefix)
+    own_and_tell(Foreground(store, key, stage, shell_backend(), voice, actor), as_json=as_json)
 
 
 def _check_container_options() -> None:

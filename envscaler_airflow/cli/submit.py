@@ -19,7 +19,7 @@ from envscaler_airflow.cli.common import (
     store_option,
     without_deadline,
 )
-from envscaler_airflow.cli.foreground import Foreground, own_and_tell
+from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage
@@ -78,7 +78,8 @@ def submit(
     )
     if not as_json:
         click.echo(f"run: {key.prefix}")
-    own_and_tell(Foreground(store, key, stage, backend, Voice(to_stderr=as_json)), as_json=as_json)
+    owner = Foreground(store, key, stage, backend, Voice(to_stderr=as_json), shell_actor(store, key.prefix))
+    own_and_tell(owner, as_json=as_json)
 
 
 def cluster_secret(reference: str) -> str:

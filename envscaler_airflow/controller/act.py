@@ -34,6 +34,7 @@ from envscaler_airflow.controller.owner import live_of
 from envscaler_airflow.controller.stage import (
     Delivered,
     StoppedError,
+    SupersededError,
     Waiting,
     Wake,
     Watching,
@@ -53,6 +54,7 @@ from envscaler_airflow.lifecycle import (
     Observed,
     RunState,
     enter,
+    fold,
     next_action,
 )
 from envscaler_airflow.planning import Allocation, Offer
@@ -82,6 +84,7 @@ class Controller(Asking):
         if self._stage.spec is None:
             raise RuntimeError("execute needs the spec")
         state = self._log.load()
+        self._check_newest(state)
         frozen = freeze.freeze(self._stage.spec)
         try:
             state = self._entered(state, frozen)
@@ -102,13 +105,27 @@ class Controller(Asking):
 
     def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         """State in which this try is the owner; what others append meanwhile is looked at anew."""
-        while state.owner is None or state.owner.ti_id != self._actor.ti_id:
+        state = fold(self._log.read(after=state.number), state)  # packing a workdir takes time
+        while not self._is_ours(state):
             state = self._entry(state, frozen)
-        if state.current is None:
-            freeze.publish(self._store, self._prefix, state.spec_hash)
         return state
 
+    def check_newest(self) -> None:
+        """Refuse to go on where a newer try owns the run; to be called before anything is written.
+
+        Raises:
+            SupersededError: A newer try of this DAG run, or a later DAG run of the same name, owns it.
+            StoreError: The store cannot be read.
+        """
+        self._check_newest(self._log.load())
+
+    def _check_newest(self, state: RunState) -> None:
+        entry = enter(state, self._actor)
+        if entry.kind == "superseded":
+            raise SupersededError(f"run {self._prefix}: {entry.reason}; it does nothing")
+
     def _entry(self, state: RunState, frozen: freeze.Frozen) -> RunState:
+        self._check_newest(state)
         fresh = self._stage.restart == "fresh"
         entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=fresh)
         log.debug("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
@@ -123,8 +140,23 @@ class Controller(Asking):
             freeze.write(self._store, self._key, frozen)
             body["spec_hash"] = frozen.spec_hash
         elif frozen.spec_hash != state.spec_hash:
-            log.warning("the spec has changed; that counts from the next clear")
+            self._say_how_spec_differs(state, frozen)
+        if entry.kind == "deliver" and state.delivered:
+            log.warning(
+                "hands over the result of generation %d again; restart='fresh' trains from the start",
+                state.generation,
+            )
         return self._append(state, "owner", body)
+
+    def _say_how_spec_differs(self, state: RunState, frozen: freeze.Frozen) -> None:
+        try:
+            where = freeze.differences(self._store, self._prefix, state.spec_hash, frozen)
+        except ProtocolError as err:
+            where = str(err)
+        log.warning(
+            "the spec differs from the one that the run was begun with (%s); that counts from the next clear",
+            where,
+        )
 
     def resume(self, wake: Wake) -> Waiting | Delivered:
         """What every later slice does. Raises as :meth:`enter`."""
@@ -136,12 +168,21 @@ class Controller(Asking):
         return result
 
     def time_out(self, reason: str) -> None:
-        """Ask the live attempt to checkpoint and go, since the task's time is over; returns at once."""
-        state = self._log.load()
-        self._check_owner(state)
-        live = state.live
-        if live is not None and live.phase != "stopping":
-            self._stop(state, Action("stop", why="timeout", reason=reason))
+        """Stop the run, since the task's time is over: the live attempt saves and ends. Returns at once.
+
+        The request stands in the events first, so that it counts whatever the attempt does meanwhile, and
+        also while none is live.
+        """
+        self._check_owner(state := self._log.load())
+        if state.status != "active":
+            return
+        if not any(item.body.get("why") == "timeout" for item in state.pending):
+            body = {"reason": reason, "by": f"ti {self._actor.ti_id}", "why": "timeout"}
+            self._log.append_request("stop-requested", body, actor=None)
+        self._check_owner(state := self._log.load())
+        stop = next((item for item in state.pending if item.body.get("why") == "timeout"), None)
+        if stop is not None and state.live is not None and state.live.phase == "started":
+            self._stop(state, Action("stop", why="timeout", reason=reason, request=stop))
 
     def _run(self, state: RunState, wake: Wake) -> Waiting | Delivered:
         if state.begun_at is not None:
@@ -241,17 +282,18 @@ class Controller(Asking):
     def _carry_out(self, state: RunState, action: Action) -> _Result:
         del action
         live = live_of(state)
+        spec_hash = live.spec_hash or state.spec_hash
+        self._check_still_owner(state)
         renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
         self._promise(state, live)
-        freeze.publish(self._store, self._prefix, state.spec_hash)
         self._build_tables(state, live)
         request = freeze.attempt_request(
             self._store,
             self._key,
             self._stage,
-            self._spec(state),
+            self._thaw(spec_hash),
             live,
-            spec_hash=state.spec_hash,
+            spec_hash=spec_hash,
             grace_s=limits.grace_s(state),
             deadline_s=self._machine_deadline_s(state, live),
         )
@@ -449,7 +491,10 @@ class Controller(Asking):
         if state.status != "stopped":
             return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
         self._write_result(state, report.run_report(state, now=self._clock()))
-        again = "clear the task, or start the run again by its name, to take it up"
+        again = (
+            "clear the task, or start the run again by its name, to take it up "
+            "(a clear while a worker ran the task counts as a retry: clear it once more)"
+        )
         raise StoppedError(f"the run was stopped: {state.reason}; {again}")
 
     def _deliver(self, state: RunState, action: Action) -> _Result:

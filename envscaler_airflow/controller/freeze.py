@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 
-SPEC = "spec.yaml"
-"""The spec of the attempt that runs, for its courier and for people: a copy of :func:`pinned`."""
 ARCHIVE_FIELD = "workdir_archive"
 """Field beside the spec's own that names the archive of its workdir."""
 MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
@@ -39,7 +37,7 @@ class Frozen:
 
     Attributes:
         spec_hash: Over the resolved spec, parameters, inputs, and the content of the workdir.
-        document: What ``spec.yaml`` holds.
+        document: What the frozen spec's file holds.
         archive: Packed workdir on this machine, None without one; the caller deletes it.
         archive_name: Its name in the store.
     """
@@ -75,15 +73,15 @@ def freeze(spec: EnvSpec) -> Frozen:
     return Frozen(whole, {**document, ARCHIVE_FIELD: packed.name}, packed.path, packed.name)
 
 
-def pinned(spec_hash: str) -> str:
-    """Store name of the spec with that hash: two owners that race never write each other's."""
+def spec_name(spec_hash: str) -> str:
+    """Store name of the spec with that hash: owners never write each other's, and a launch names its own."""
     return f"spec-{spec_hash[:16]}.json"
 
 
 def write(store: Store, key: RunKey, frozen: Frozen) -> None:
     """Put code, key and spec in the store, in an order that can be cut off at any point.
 
-    Nothing runs on it before an event names its hash and :func:`publish` is called.
+    Nothing runs on it before an event names its hash.
 
     Raises:
         StoreError: The store cannot be written.
@@ -93,49 +91,61 @@ def write(store: Store, key: RunKey, frozen: Frozen) -> None:
         store.put_file(f"{prefix}/{frozen.archive_name}", frozen.archive)
     made = {"schema": SCHEMA, "key": key.to_dict(), "at": time.time()}
     store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
-    store.write(f"{prefix}/{pinned(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
+    store.write(f"{prefix}/{spec_name(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
 
 
-def publish(store: Store, prefix: str, spec_hash: str) -> None:
-    """Let ``spec.yaml`` be the spec with that hash. For the owner alone, once an event names the hash.
-
-    Raises:
-        StoreError: The store cannot be read or written.
-    """
-    text = store.read(f"{prefix}/{pinned(spec_hash)}", max_bytes=MAX_SPEC_BYTES)
-    if text is not None and text != store.read(f"{prefix}/{SPEC}", max_bytes=MAX_SPEC_BYTES):
-        store.write(f"{prefix}/{SPEC}", text)
-
-
-def read_document(store: Store, prefix: str, spec_hash: str = "") -> dict[str, Any]:
-    """The frozen spec as it stands in the store: the one with that hash, else that of the last attempt.
+def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
+    """The frozen spec with that hash, as it stands in the store.
 
     Raises:
         StoreError: The store cannot be read.
-        ProtocolError: It is absent, or no JSON object.
+        ProtocolError: It is absent, or not a JSON object.
     """
-    text = None
-    if spec_hash:
-        text = store.read(f"{prefix}/{pinned(spec_hash)}", max_bytes=MAX_SPEC_BYTES)
-    if text is None:
-        text = store.read(f"{prefix}/{SPEC}", max_bytes=MAX_SPEC_BYTES)
+    name = f"{prefix}/{spec_name(spec_hash)}"
+    text = store.read(name, max_bytes=MAX_SPEC_BYTES)
     try:
         document = json.loads(text or b"")
     except ValueError as err:
-        raise ProtocolError(f"{prefix}/{SPEC}: not JSON: {err}") from err
+        fault = "is absent" if text is None else f"not JSON: {err}"
+        raise ProtocolError(f"{name}: {fault}") from err
     if not isinstance(document, dict):
-        raise ProtocolError(f"{prefix}/{SPEC}: got {type(document).__name__}, expected an object")
+        raise ProtocolError(f"{name}: got {type(document).__name__}, expected an object")
     return document
 
 
-def thaw_spec(store: Store, prefix: str, spec_hash: str = "") -> EnvSpec:
-    """The spec that the current generation runs on. Raises as :func:`read_document`."""
+def thaw_spec(store: Store, prefix: str, spec_hash: str) -> EnvSpec:
+    """The frozen spec with that hash. Raises as :func:`read_document`."""
     document = read_document(store, prefix, spec_hash)
     document.pop(ARCHIVE_FIELD, None)
     try:
         return EnvSpec.from_dict(document)
     except SpecError as err:
-        raise ProtocolError(f"{prefix}/{SPEC} was written by another version: {err}") from err
+        raise ProtocolError(f"{prefix}/{spec_name(spec_hash)} was written by another version: {err}") from err
+
+
+MAX_DIFFERENCES = 10
+"""Differing fields that a log line names. Chosen: more than a person reads."""
+
+
+def differences(store: Store, prefix: str, spec_hash: str, frozen: Frozen) -> str:
+    """Which fields of *frozen* differ from the spec with that hash: ``entrypoint, resources.requests.cpu``.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: There is no such spec.
+    """
+    found = sorted(_differing(read_document(store, prefix, spec_hash), frozen.document, ""))
+    more = len(found) - MAX_DIFFERENCES
+    names = ", ".join(found[:MAX_DIFFERENCES])
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in one.keys() | other.keys():
+            yield from _differing(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+    elif json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
+        yield path
 
 
 def attempt_request(
@@ -171,6 +181,7 @@ def attempt_request(
         env=plain | batch_env(spec, nodes),
         secret_env=_secrets(stage, spec),
         spec=document,
+        spec_name=spec_name(spec_hash),
         store_options=stage.store_options,
         grace_s=grace_s,
         deadline_s=deadline_s,

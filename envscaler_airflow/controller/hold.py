@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.request import accept_delivery
 from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
@@ -65,7 +67,7 @@ class Holder:
     def is_ours(self) -> bool:
         """True once the run is this holder's: before, it may be another's. Raises StoreError."""
         owner = self._state().owner
-        return owner is not None and owner.ti_id == self.actor.ti_id
+        return self.actor.is_try_of(owner)
 
     def _may_run(self) -> bool:
         return self.is_ours() and self._state().live is not None
@@ -81,6 +83,8 @@ class Holder:
         while isinstance(result, Waiting):
             self.on_wait(result)
             result = self._resume(self._wait(result), result.watching)
+        with contextlib.suppress(StoreError):  # then the same name again delivers the same result
+            accept_delivery(self.store, self.prefix, self.actor)
         return result
 
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:

@@ -47,8 +47,12 @@ class Owner:
 
     def _spec(self, state: RunState) -> EnvSpec:
         """The frozen spec of the run."""
-        if self._thawed is None or self._thawed[0] != state.spec_hash:
-            self._thawed = (state.spec_hash, freeze.thaw_spec(self._store, self._prefix, state.spec_hash))
+        return self._thaw(state.spec_hash)
+
+    def _thaw(self, spec_hash: str) -> EnvSpec:
+        """The frozen spec with that hash."""
+        if self._thawed is None or self._thawed[0] != spec_hash:
+            self._thawed = (spec_hash, freeze.thaw_spec(self._store, self._prefix, spec_hash))
         return self._thawed[1]
 
     def _usd_left(self, state: RunState, live: AttemptState) -> float | None:
@@ -69,14 +73,23 @@ class Owner:
             return fold([event], state)
         return fold(self._log.read(after=state.number), state)
 
+    def _is_ours(self, state: RunState) -> bool:
+        """True when the last ``owner`` event names this try."""
+        return self._actor.is_try_of(state.owner)
+
     def _check_owner(self, state: RunState) -> None:
-        if state.owner is None or state.owner.ti_id != self._actor.ti_id:
-            owner = state.owner.ti_id if state.owner else "nobody"
-            raise SupersededError(f"run {self._prefix} is owned by {owner}, not by {self._actor.ti_id}")
+        if not self._is_ours(state):
+            raise SupersededError(
+                f"run {self._prefix} is owned by {_name(state.owner)}, not by {_name(self._actor)}"
+            )
 
     def _check_still_owner(self, state: RunState) -> None:
         """Look once more, right before the world is touched: this process may have slept since *state*."""
         self._check_owner(fold(self._log.read(after=state.number), state))
+
+
+def _name(actor: Actor | None) -> str:
+    return "no try" if actor is None else f"{actor.ti_id} (try {actor.try_number})"
 
 
 def live_of(state: RunState) -> AttemptState:

@@ -15,7 +15,7 @@ from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.controller import limits
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import BackendError, StoreError
-from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, AttemptState, Event, RunState
+from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, Actor, AttemptState, Event, RunState
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import Store
@@ -78,11 +78,13 @@ def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, A
     return short
 
 
-def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str) -> bool:
+def kill_quietly(
+    store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str, try_number: int | None = None
+) -> bool:
     """What a user's kill of a deferred task does: ask the attempt to save and go, wait for nothing.
 
-    Acts only while the run's last owner is *ti_id*: on a clear, the old try is told after the new
-    one has begun. Returns whether it acted.
+    Acts only while the run's last owner is the try (*ti_id*, *try_number*), where the number is known: on a
+    clear, the old try is told after the new one has begun. Returns whether it acted.
 
     Raises:
         StoreError: The store cannot be read or written; the lease ends the attempt then.
@@ -92,7 +94,7 @@ def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, rea
     while True:
         state = log.load()
         live = state.live
-        if state.owner is None or state.owner.ti_id != ti_id or live is None:
+        if live is None or not _owns(state.owner, ti_id, try_number):
             return False
         event = log.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
@@ -111,6 +113,28 @@ def kill_quietly(store: Store, prefix: str, backend: Backend, *, ti_id: str, rea
     if live.handle is not None:
         _stop_gracefully(backend, Handle.from_dict(live.handle), grace_s=grace_s)
     return True
+
+
+def _owns(owner: Actor | None, ti_id: str, try_number: int | None) -> bool:
+    is_try = owner is not None and try_number in (None, owner.try_number)
+    return is_try and owner is not None and owner.ti_id == ti_id
+
+
+def accept_delivery(store: Store, prefix: str, actor: Actor) -> bool:
+    """Record that Airflow took the result that was delivered to *actor*; returns whether it is recorded.
+
+    Only while the last ``owner`` event names *actor*: a newer try delivers again.
+
+    Raises:
+        StoreError: The store cannot be read or written; a clear then delivers the same result again.
+        ProtocolError: An event cannot be read.
+    """
+    log = EventLog(store, prefix)
+    while True:
+        state = log.load()
+        if state.accepted or not actor.is_try_of(state.owner) or not state.delivered:
+            return state.accepted
+        log.append(state.number, "accepted", {"generation": state.generation}, actor=actor)
 
 
 def _grace_s(store: Store, prefix: str, state: RunState, live: AttemptState) -> float:

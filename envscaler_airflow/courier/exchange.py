@@ -62,11 +62,14 @@ class Mount(BaseModel):
 class Layout(BaseModel):
     """Where things lie on this node, as the backend says (``layout.json``).
 
-    ``processes_per_node`` is told where nodes come and go during the attempt. ``own`` is a folder that
-    outlives the sidecar's process and that the training cannot write, where the backend has one.
+    ``spec`` is the name of the frozen spec in the run's folder: the one that this attempt was launched with,
+    whatever later owners write. ``processes_per_node`` is told where nodes come and go during the attempt.
+    ``own`` is a folder that outlives the sidecar's process and that the training cannot write, where the
+    backend has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+    spec: str = ""
     work: str | None = None
     workdir_archive: str | None = None
     mounts: tuple[Mount, ...] = ()

@@ -1,4 +1,4 @@
-"""What the frozen ``spec.yaml`` of a run says to the courier and, through ``start.json``, to the wrapper."""
+"""What the frozen spec of a run says to the courier and, through ``start.json``, to the wrapper."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Frozen:
 
 
 def read_frozen(body: bytes) -> Frozen:
-    """Read ``spec.yaml``, which the owner's side wrote as JSON.
+    """Read the frozen spec, which the owner's side wrote as JSON.
 
     Raises:
         ProtocolError: It is no mapping, or a field that matters here has another form.
     """
-    spec = _mapping(_parse(body), "spec.yaml")
+    spec = _mapping(_parse(body), "frozen spec")
     checkpoint = _mapping(spec.get("checkpoint"), "checkpoint")
     stall = _mapping(spec.get("stall"), "stall")
     try:
@@ -83,7 +83,7 @@ def read_frozen(body: bytes) -> Frozen:
             success=str(spec.get("success") or "exit-code"),
         )
     except (TypeError, ValueError) as err:
-        raise ProtocolError(f"spec.yaml: {err}") from err
+        raise ProtocolError(f"frozen spec: {err}") from err
 
 
 def _parse(body: bytes) -> Any:
@@ -93,7 +93,7 @@ def _parse(body: bytes) -> Any:
         try:
             return yaml.safe_load(body)
         except yaml.YAMLError as err:
-            raise ProtocolError(f"spec.yaml: {err}") from err
+            raise ProtocolError(f"frozen spec: {err}") from err
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:

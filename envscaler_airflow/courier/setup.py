@@ -57,7 +57,7 @@ def _reason(site: Site, err: Exception, *, has_answered: bool) -> str:
 
 def _is_away(site: Site) -> bool:
     try:
-        site.store.size("spec.yaml")
+        site.store.size(site.layout.spec)
     except StoreError as err:
         return err.transient
     return False
@@ -87,17 +87,18 @@ def _lay_out(site: Site, frozen: Frozen) -> dict[str, Any]:
 
 
 def read_spec(site: Site) -> Frozen:
-    """The frozen spec of the run, from the store, with the interval that the owner asks for.
+    """The frozen spec that the launch names, from the store, with the interval that the owner asks for.
 
     Raises:
         ProtocolError: It is absent or cannot be read.
         StoreError: The store did not answer in time.
     """
-    body = site.patiently(lambda: site.store.read("spec.yaml", max_bytes=MAX_SPEC_BYTES), what="spec.yaml")
+    name = site.layout.spec
+    if not name:
+        raise ProtocolError("layout.json: spec: is missing; expected the name of the frozen spec")
+    body = site.patiently(lambda: site.store.read(name, max_bytes=MAX_SPEC_BYTES), what=name)
     if body is None:
-        raise ProtocolError(
-            f"{site.store.uri('spec.yaml')} is absent: courier and owner must see the same store"
-        )
+        raise ProtocolError(f"{site.store.uri(name)} is absent: sidecar and owner must see the same store")
     return read_frozen(body).with_interval(_first_control(site).checkpoint_every_s)
 
 

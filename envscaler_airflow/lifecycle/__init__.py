@@ -11,6 +11,7 @@ from envscaler_airflow.lifecycle.state import (
     Request,
     RunState,
     fold,
+    is_cleared,
 )
 from envscaler_airflow.lifecycle.steps import Action, Entry, Facts, enter, next_action
 
@@ -35,5 +36,6 @@ __all__ = [
     "end_of",
     "enter",
     "fold",
+    "is_cleared",
     "next_action",
 ]

@@ -29,11 +29,12 @@ EVENT_TYPES = frozenset(
         "change-intended",  # request, reason, numbers, generation, attempt, kind, target, leaving
         "changed",  # generation, attempt, kind, target, handle, step
         "change-undone",  # generation, attempt, kind, reason
-        "stop-requested",  # reason, by
+        "stop-requested",  # reason, by, why: "stop" or "timeout"
         "succeeded",  # generation, outputs
         "failed",  # generation, reason, failure
         "stopped",  # generation, reason
-        "delivered",  # to whom: the actor
+        "delivered",  # generation; to whom: the actor
+        "accepted",  # generation; Airflow took the delivery to the actor: its task is a success
     }
 )
 
@@ -43,24 +44,28 @@ class Actor:
     """Who wrote an event: one try of the stage's task, or a shell.
 
     Attributes:
-        ti_id: Airflow's task instance id, new with every try; a uuid of its own outside Airflow.
-        try_number: Airflow's try number, from 1.
-        max_tries: Airflow's ``max_tries``; a clear sets it anew, a retry does not.
-        run_started_at: When its DAG run began, seconds since the epoch; None when unknown.
-        clears: How often its DAG run was cleared, each of which begins it anew; None when unknown.
+        ti_id: Airflow's task instance id, a UUIDv7: of two, the later one is the greater text. A clear gives
+            a new one, a retry usually too; a uuid of its own outside Airflow.
+        try_number: Airflow's try number, from 1. A try is ``(ti_id, try_number)``.
+        max_tries: Airflow's ``max_tries``; a clear of the task sets it, a retry does not.
+        life: uuid of the DAG run that the try belongs to; None where it cannot be read. A DAG run that was
+            deleted and recreated under the same name has another one.
     """
 
     ti_id: str
     try_number: int = 1
     max_tries: int = 0
-    run_started_at: float | None = None
-    clears: int | None = None
+    life: str | None = None
+
+    def is_try_of(self, other: Actor | None) -> bool:
+        """True when both are the same try."""
+        mine = (self.ti_id, self.try_number)
+        return other is not None and mine == (other.ti_id, other.try_number)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, without what is unknown."""
         body = {"ti_id": self.ti_id, "try_number": self.try_number, "max_tries": self.max_tries}
-        optional = {"run_started_at": self.run_started_at, "clears": self.clears}
-        return body | {name: value for name, value in optional.items() if value is not None}
+        return body if self.life is None else {**body, "life": self.life}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Actor:
@@ -70,15 +75,14 @@ class Actor:
             ProtocolError: A field is missing or of the wrong type.
         """
         try:
-            started, clears = body.get("run_started_at"), body.get("clears")
+            life = body.get("life")
             return cls(
                 str(body["ti_id"]),
                 int(body["try_number"]),
                 int(body["max_tries"]),
-                None if started is None else float(started),
-                None if clears is None else int(clears),
+                None if life is None else str(life),
             )
-        except (KeyError, TypeError, ValueError) as err:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as err:
             raise ProtocolError(f"actor: {err!r}") from err
 
 

@@ -188,16 +188,15 @@ class RunState:
         begun: Body of its ``generation`` event.
         begun_by: Actor that began it.
         owner: Actor that may act.
-        owner_number: Number of the event by which it became the owner.
-        counted_from: Number of the event since which failures count towards giving up: the start of the
-            generation, or the clear of a run that had failed or was stopped.
-        actors: Every actor seen, in order.
+        cleared_number: Number of the event by which the task was last cleared, or the generation began.
+            Failures count from there on, and an earlier stop is overridden.
         spec_hash: Of the current spec.
         attempts: All attempts of all generations, in order.
         pending: Requests without an answer, in order.
         refused: What the live attempt was refused since it began, or was changed in place.
         outputs: Of the current generation, once it succeeded.
         delivered: Actors that the result was delivered to, of the current generation.
+        accepted: True once Airflow took a delivery of the current generation.
         reason: Why the run failed or was stopped.
         failure: Class of the failure.
         unknown: Numbers of events of types that this version does not know, since the generation began or
@@ -211,15 +210,14 @@ class RunState:
     begun_by: Actor | None = None
     begun_at: float | None = None
     owner: Actor | None = None
-    owner_number: int = 0
-    counted_from: int = 0
-    actors: tuple[Actor, ...] = ()
+    cleared_number: int = 0
     spec_hash: str = ""
     attempts: tuple[AttemptState, ...] = ()
     pending: tuple[Request, ...] = ()
     refused: tuple[Refusal, ...] = ()
     outputs: Mapping[str, str] = field(default_factory=dict)
     delivered: tuple[Actor, ...] = ()
+    accepted: bool = False
     reason: str = ""
     failure: str = ""
     unknown: tuple[int, ...] = ()
@@ -256,14 +254,8 @@ def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
             now = apply(now, event) if apply else replace(now, unknown=(*now.unknown, event.number))
         except (KeyError, TypeError, ValueError) as err:
             raise ProtocolError(f"event {event.number} ({event.type}): {err!r}") from err
-        now = replace(_with_actor(now, event.actor), number=event.number)
+        now = replace(now, number=event.number)
     return now
-
-
-def _with_actor(state: RunState, actor: Actor | None) -> RunState:
-    if actor is None or actor in state.actors:
-        return state
-    return replace(state, actors=(*state.actors, actor))
 
 
 def _generation(state: RunState, event: Event) -> RunState:
@@ -275,11 +267,11 @@ def _generation(state: RunState, event: Event) -> RunState:
         begun_by=event.actor,
         begun_at=event.at,
         owner=event.actor,
-        owner_number=event.number,
-        counted_from=event.number,
+        cleared_number=event.number,
         spec_hash=str(event.body["spec_hash"]),
         outputs={},
         delivered=(),
+        accepted=False,
         pending=(),
         reason="",
         failure="",
@@ -287,25 +279,24 @@ def _generation(state: RunState, event: Event) -> RunState:
     )
 
 
+def is_cleared(state: RunState, actor: Actor | None) -> bool:
+    """True when the task was cleared between the present owner and *actor*: that changes ``max_tries``."""
+    return state.owner is None or actor is None or state.owner.max_tries != actor.max_tries
+
+
 def _owner(state: RunState, event: Event) -> RunState:
-    spec_hash = str(event.body.get("spec_hash") or state.spec_hash)
-    status: RunStatus = "succeeded" if state.status == "succeeded" else "active"
-    return replace(
-        state,
-        owner=event.actor,
-        owner_number=event.number,
-        counted_from=event.number if state.status in ("failed", "stopped") else state.counted_from,
-        spec_hash=spec_hash,
-        status=status,
-        reason="",
-        failure="",
-        pending=state.pending if state.live else _without_old_stops(state.pending, event.number),
-    )
+    """Another try takes over. A clear takes up again what had failed or was stopped; a retry does not."""
+    now = replace(state, owner=event.actor, spec_hash=str(event.body.get("spec_hash") or state.spec_hash))
+    if not is_cleared(state, event.actor):
+        return now
+    pending = state.pending if state.live else _without_old_stops(state.pending, event.number)
+    now = replace(now, cleared_number=event.number, pending=pending)
+    return now if state.status == "succeeded" else replace(now, status="active", reason="", failure="")
 
 
-def _without_old_stops(pending: tuple[Request, ...], owner_number: int) -> tuple[Request, ...]:
-    """A stop asked of an earlier owner stops its attempt, not the run under the new owner."""
-    return tuple(r for r in pending if r.type != "stop-requested" or r.number > owner_number)
+def _without_old_stops(pending: tuple[Request, ...], cleared_number: int) -> tuple[Request, ...]:
+    """A stop that was requested before a clear stops the attempt of then, not the run."""
+    return tuple(r for r in pending if r.type != "stop-requested" or r.number > cleared_number)
 
 
 def _intended(state: RunState, event: Event) -> RunState:
@@ -391,7 +382,7 @@ def _undone(state: RunState, event: Event) -> RunState:
 
 def _ended(state: RunState, event: Event) -> RunState:
     now = _change(state, event, phase="ended", ended=event.body, ended_at=event.at, ended_number=event.number)
-    return replace(now, pending=_without_old_stops(now.pending, now.owner_number))
+    return replace(now, pending=_without_old_stops(now.pending, now.cleared_number))
 
 
 def _requested(state: RunState, event: Event) -> RunState:
@@ -439,6 +430,11 @@ def _delivered(state: RunState, event: Event) -> RunState:
     return replace(state, delivered=(*state.delivered, event.actor) if event.actor else state.delivered)
 
 
+def _accepted_by_airflow(state: RunState, event: Event) -> RunState:
+    is_current = int(event.body.get("generation", state.generation)) == state.generation
+    return replace(state, accepted=True) if is_current and state.delivered else state
+
+
 _APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
     "generation": _generation,
     "owner": _owner,
@@ -458,4 +454,5 @@ _APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
     "failed": _failed,
     "stopped": _stopped,
     "delivered": _delivered,
+    "accepted": _accepted_by_airflow,
 }

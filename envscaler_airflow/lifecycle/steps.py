@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from envscaler_airflow.lifecycle.ends import PENDING, USER_ERRORS, End, NodeFacts, Observed, end_of
 from envscaler_airflow.lifecycle.events import Actor
-from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState
+from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState, is_cleared
 from envscaler_airflow.planning.offers import Allocation
 
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -30,6 +30,9 @@ _HOPELESS = {
     "capacity": "no machine is available",
 }
 _NOT_HAD = {"capacity": "no machine is available", "placement": "no machine of it reaches the volumes"}
+_FINAL_STOPS = ("stop", "timeout", "budget", "image", "refused")
+"""Stop reasons after which only a clear of the task starts another attempt."""
+
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
 
 
@@ -48,7 +51,7 @@ class Entry:
     respec: bool = False
 
 
-def enter(state: RunState, actor: Actor, *, spec_hash: str, fresh: bool = False) -> Entry:
+def enter(state: RunState, actor: Actor, *, spec_hash: str = "", fresh: bool = False) -> Entry:
     """The table "at execute": what a new try of the stage's task does with what it finds.
 
     Args:
@@ -59,41 +62,55 @@ def enter(state: RunState, actor: Actor, *, spec_hash: str, fresh: bool = False)
     """
     if state.generation == 0:
         return Entry("begin", "first start")
-    if _is_made_again(state, actor):
-        return Entry("begin", "the DAG run was deleted and made again")
-    if fresh and (state.begun_by is None or state.begun_by.max_tries != actor.max_tries):
+    kind = _kin(state.owner, actor)
+    if kind == "older":
+        return Entry("superseded", f"try {actor.try_number} ({actor.ti_id}) is older than the owner")
+    if kind == "another life":
+        return Entry("begin", "the DAG run was deleted and recreated")
+    cleared = is_cleared(state, actor)
+    if fresh and cleared:
         return Entry("begin", "restart='fresh'")
     if state.status == "succeeded":
-        if not state.delivered:
-            return Entry("deliver", "succeeded before, not yet delivered")
-        if state.delivered[-1].max_tries == actor.max_tries:
-            return Entry("deliver", "delivered before to a try that did not end well")
-        return Entry("begin", "cleared after success")
-    cleared = state.owner is None or state.owner.max_tries != actor.max_tries
+        return _after_success(state, cleared=cleared)
+    if state.status in ("failed", "stopped") and not cleared:
+        return Entry("adopt", f"the run {_past(state.status)}, and only a clear of the task overrides that")
     respec = cleared and spec_hash != state.spec_hash
     if state.status in ("failed", "stopped"):
         return Entry("adopt", f"goes on after it {_past(state.status)}", respec=respec)
     return Entry("adopt", "taken over from the try before", respec=respec)
 
 
+def _after_success(state: RunState, *, cleared: bool) -> Entry:
+    if cleared and state.accepted:
+        return Entry("begin", "cleared after success")
+    if not state.delivered:
+        return Entry("deliver", "succeeded before, not yet delivered")
+    if not state.accepted:
+        return Entry("deliver", "delivered before to a try that Airflow did not count as a success")
+    return Entry("deliver", "delivered before, and the task was not cleared")
+
+
 def _past(status: str) -> str:
     return {"failed": "failed", "stopped": "was stopped"}[status]
 
 
-def _is_made_again(state: RunState, actor: Actor) -> bool:
-    """True when *actor* is of another DAG run of the same name than those before it.
+def _kin(owner: Actor | None, actor: Actor) -> Literal["same life", "another life", "older"]:
+    """How *actor* relates to the owner: a try of the same DAG run that may follow it, of another, or older.
 
-    A new try number tells, and where Airflow 3.3.2 fails the first try of the new DAG run unstarted, taking
-    a late word of the old one for its end: the DAG run began at another time, and no clear explains that.
+    Within a life the higher try number is newer, between lives the later task instance id, a UUIDv7. Where a
+    life cannot be read, a later id with a try number that is not above the owner's is another life.
     """
-    if actor.ti_id in {seen.ti_id for seen in state.actors}:
-        return False
-    if actor.try_number <= max((seen.try_number for seen in state.actors), default=0):
-        return True
-    last = state.actors[-1] if state.actors else None
-    if last is None or None in (last.run_started_at, last.clears, actor.run_started_at, actor.clears):
-        return False
-    return actor.run_started_at != last.run_started_at and int(actor.clears or 0) <= int(last.clears or 0)
+    if owner is None or actor.is_try_of(owner):
+        return "same life"
+    is_above, is_later = actor.try_number > owner.try_number, actor.ti_id > owner.ti_id
+    if None in (owner.life, actor.life):
+        if actor.ti_id < owner.ti_id:
+            return "older"
+        return "same life" if is_above else "another life" if is_later else "older"
+    if owner.life != actor.life:
+        return "another life" if is_later else "older"
+    is_newer = is_above or (actor.try_number == owner.try_number and is_later)
+    return "same life" if is_newer else "older"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +281,7 @@ def _has_trained(facts: Facts) -> bool:
 def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
     stop = _first(state.pending, "stop-requested")
     if stop is not None:
-        return Action("stop", why="stop", request=stop, reason=str(stop.body.get("reason", "asked to stop")))
+        return Action("stop", why=_why(stop), request=stop, reason=_reason(stop))
     if live.generation != state.generation:
         return Action("stop", why="stop", reason="it belongs to an earlier generation")
     if live.spec_hash != state.spec_hash:
@@ -281,6 +298,15 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
         words = f"the attempt is being changed to {live.change.target.name}"
         return Action("refuse", request=move, reason=words)
     return Action("change", reason=live.change.reason, extra={"is_overdue": facts.is_overdue})
+
+
+def _why(stop: Request) -> str:
+    """``timeout`` where the task's time is over, else ``stop``."""
+    return "timeout" if stop.body.get("why") == "timeout" else "stop"
+
+
+def _reason(stop: Request) -> str:
+    return str(stop.body.get("reason") or "requested to stop")
 
 
 def _is_over_budget(facts: Facts) -> bool:
@@ -305,7 +331,7 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
         return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
     stop = _first(state.pending, "stop-requested")
     if stop is not None:
-        return Action("halt", reason=str(stop.body.get("reason", "asked to stop")))
+        return _final(_why(stop), _reason(stop))
     if _is_over_budget(facts):
         return Action("fail", reason=_budget_words(facts), failure="budget")
     if last is None:
@@ -314,17 +340,16 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
 
 
 def _after_stop(state: RunState, last: AttemptState) -> Action | None:
-    """What follows an end that the owner asked for; None when the end was not of its asking."""
-    asked_at = last.stop.get("request", last.stop_number)
-    taken_over = state.owner_number > int(asked_at)
-    if last.stop_why == "stop":
-        if not taken_over:
-            return Action("halt", reason=str(last.stop.get("reason", "asked to stop")))
-        return Action("start", reason="taken up again after a stop")
-    if last.stop_why in ("timeout", "budget", "image", "refused"):
-        if not taken_over:
-            return Action("fail", reason=str(last.stop.get("reason", "")), failure=last.stop_why)
-        return Action("start", reason=f"taken up again after a stop ({last.stop_why})")
+    """What follows an end that the owner requested; None when it requested none.
+
+    A stop is final: only a clear of the task after it lets the run go on.
+    """
+    if last.stop_why in _FINAL_STOPS:
+        request = last.stop.get("request")
+        requested_at = request if isinstance(request, int) else last.stop_number
+        if state.cleared_number > requested_at:
+            return Action("start", reason=f"cleared after a stop ({last.stop_why})")
+        return _final(last.stop_why, str(last.stop.get("reason") or "requested to stop"))
     if last.stop_why == "move" and last.target is not None:
         return Action(
             "start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target)
@@ -332,6 +357,11 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
     if last.stop_why == "spec-changed":
         return Action("start", reason="the spec changed")
     return None
+
+
+def _final(why: str, reason: str) -> Action:
+    """The end of the run that a stop for *why* brings."""
+    return Action("halt", reason=reason) if why == "stop" else Action("fail", reason=reason, failure=why)
 
 
 def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
@@ -344,7 +374,7 @@ def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
 
 
 def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
-    counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.counted_from)
+    counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.cleared_number)
     if not counted:
         return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
     is_full = last.outcome == "out-of-memory"

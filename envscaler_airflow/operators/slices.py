@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+from airflow.sdk.configuration import conf
+from airflow.sdk.exceptions import AirflowRuntimeError
+from airflow.sdk.execution_time.context import NEVER_EXPIRE
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.stage import Delivered, Stage, Waiting, Wake
+from envscaler_airflow.controller.request import accept_delivery
+from envscaler_airflow.controller.stage import Delivered, Stage, SupersededError, Waiting, Wake
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.states import task_state
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.operators.transcript import Transcript
 from envscaler_airflow.store import EventLog, RunKey, Store, check_store
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+log = logging.getLogger(__name__)
+
+LIFE_KEY = "envscaler_life"
+"""Key in Airflow's task state store under which a task keeps the uuid of its DAG run."""
+_METASTORE = "airflow.state.metastore.MetastoreBackend"
+"""Source: the default of ``[state_store] backend``, Airflow 3.3.2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +53,13 @@ class Slice:
 
         Raises:
             SpecError: No store, no deployment, or no such backend.
+            SupersededError: Airflow no longer knows this try.
         """
+        ti = context["ti"]
+        actor = Actor(str(ti.id), ti.try_number, ti.max_tries, life_of(context))
         place = store_place(store_url, store_conn_id)
         store = place.open()
         key = run_key(context, place.deployment(store))
-        ti, dag_run = context["ti"], context["dag_run"]
-        began = getattr(dag_run, "start_date", None)
-        actor = Actor(
-            str(ti.id),
-            ti.try_number,
-            ti.max_tries,
-            run_started_at=began.timestamp() if began else None,
-            clears=getattr(dag_run, "clear_number", None),
-        )
         return cls(store, key, open_backend(compute), actor)
 
     @property
@@ -70,6 +80,7 @@ class Slice:
         """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
         controller = self._controller(stage)
         if event is None:
+            controller.check_newest()
             check_store(self.store, self.prefix)
             return controller.enter()
         return controller.resume(Wake.from_dict(event))
@@ -82,8 +93,56 @@ class Slice:
         """Write into the task's log what it lacks of the run; *goes_on*: the task defers again."""
         Transcript(self.store, self.prefix, lambda line: say("%s", line)).write(goes_on=goes_on)
 
+    def accept_delivery(self) -> str | None:
+        """Record that Airflow took the result; says why it is not recorded, None when it is.
+
+        A success callback runs also where Airflow refused the success, so Airflow is asked.
+
+        Raises:
+            StoreError, ProtocolError: The store does not answer; a clear then delivers the result again.
+        """
+        key = self.key
+        try:
+            state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
+        except (AirflowRuntimeError, OSError):
+            state = "success"  # no answer: the callback itself says so
+        if state != "success":
+            return f"Airflow has the task as {state}"
+        is_recorded = accept_delivery(self.store, self.prefix, self.actor)
+        return None if is_recorded else "a newer try owns the run"
+
     def _controller(self, stage: Stage) -> Controller:
         return Controller(store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=stage)
+
+
+def life_of(context: Context) -> str | None:
+    """Uuid of the DAG run of the task in *context*, written by its first execution; None where unreadable.
+
+    Airflow keeps it over retries and clears, and deletes it with the DAG run. Nothing is read from a custom
+    backend, which may keep it longer, and where Airflow deletes it at a success.
+
+    Raises:
+        SupersededError: Airflow no longer knows this try.
+    """
+    kept = context.get("task_state_store")
+    if kept is None or not _keeps_lives():
+        return None
+    try:
+        if (found := kept.get(LIFE_KEY)) is None:
+            kept.set(LIFE_KEY, str(uuid.uuid4()), retention=NEVER_EXPIRE)
+            found = kept.get(LIFE_KEY)
+    except AirflowRuntimeError as err:
+        if (err.error.detail or {}).get("status_code") == HTTPStatus.NOT_FOUND:
+            raise SupersededError("Airflow no longer knows this try: another took its place") from err
+        log.warning("the life of this DAG run cannot be read: %s; a retry is told by its try number", err)
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _keeps_lives() -> bool:
+    backend = conf.get("state_store", "backend", fallback=_METASTORE) or _METASTORE
+    is_custom = backend != _METASTORE or bool(conf.get("workers", "state_store_backend", fallback=""))
+    return not is_custom and not conf.getboolean("state_store", "clear_on_success", fallback=False)
 
 
 def pause_s(name: str, value: object) -> float:

@@ -163,23 +163,30 @@ class EnvStageOperator(_OnCluster):
         """
 
     def _advance(self, context: Context, event: dict[str, Any] | None) -> Any:
-        from envscaler_airflow.controller.stage import Waiting  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.controller.stage import (  # noqa: PLC0415  (DAG files do without)
+            SupersededError,
+            Waiting,
+        )
 
         try:
             part = self._open(context)
             stage = self._stage(context, part, is_entry=event is None)
-            result = None
+            result, is_ours = None, True
             try:
                 result = part.advance(stage, event)
+            except SupersededError:
+                is_ours = False  # it writes nothing, not even how far the log has come
+                raise
             finally:
-                part.write_log(self.log.info, goes_on=isinstance(result, Waiting))
+                if is_ours:
+                    part.write_log(self.log.info, goes_on=isinstance(result, Waiting))
         except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
             self._raise(err)
         if isinstance(result, Waiting):
             self._defer(context, part, result)
-        return self._deliver(context, result)
+        return self._deliver(context, part, result)
 
     @staticmethod
     def _raise(err: EnvScalerError) -> NoReturn:
@@ -260,11 +267,29 @@ class EnvStageOperator(_OnCluster):
         ti.xcom_push(key=FAILURES_KEY, value=count)
         return count
 
-    def _deliver(self, context: Context, delivered: Delivered) -> dict[str, Any]:
+    def _deliver(self, context: Context, part: Slice, delivered: Delivered) -> dict[str, Any]:
+        """Hand the result over, and record it as accepted once Airflow has counted the try as a success."""
+        self.on_success_callback = [
+            lambda _context: self._record_acceptance(part),
+            *self.on_success_callback,
+        ]
         if self.do_xcom_push:
             for name, uri in delivered.outputs.items():
                 context["ti"].xcom_push(key=name, value=uri)
         return {"outputs": delivered.outputs, "report": delivered.report}
+
+    def _record_acceptance(self, part: Slice) -> None:
+        try:
+            why_not = part.accept_delivery()
+        except EnvScalerError as err:
+            why_not = str(err)
+        if why_not is not None:
+            self.log.warning(
+                "run=%s the delivery is not recorded as accepted (%s): a clear delivers the same result "
+                "again, restart='fresh' trains from the start",
+                part.prefix,
+                why_not,
+            )
 
 
 def spec_path(spec: str, dag_file: str) -> str:

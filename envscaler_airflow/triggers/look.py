@@ -19,7 +19,7 @@ from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.store import Store
-from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.events import EventLog, event_name
 from envscaler_airflow.store.lease import renew_lease, waits_of
 from envscaler_airflow.triggers.sensor_lease import SensorWatch
 from envscaler_airflow.triggers.tail import Tail, labelled
@@ -149,7 +149,8 @@ def _shared(compute: str) -> Backend:
 def _is_scaled(store: Store, prefix: str) -> bool:
     """True when the frozen spec asks for scaling; False when it cannot be told."""
     try:
-        return thaw_spec(store, prefix).scaling is not None
+        spec_hash = EventLog(store, prefix, snapshots=False).load().spec_hash
+        return thaw_spec(store, prefix, spec_hash).scaling is not None
     except ProtocolError:
         return False
 

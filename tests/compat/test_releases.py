@@ -62,7 +62,7 @@ def test_every_file_of_the_run_is_read(release):
     _, store = release
 
     key = RunKey.from_dict(json.loads(store.read("run/run.json"))["key"])
-    spec = thaw_spec(store, "run")
+    spec = thaw_spec(store, "run", EventLog(store, "run", snapshots=False).load().spec_hash)
     plan = json.loads(store.read("run/plan.json"))
     control = Control.from_json(store.read("run/control/g1-a1.json"), where="t")
     status = read_status(store, "run", attempt=(1, 2), node=0)

@@ -10,9 +10,9 @@ import pytest
 from airflow.sdk import DAG
 from airflow.sdk._shared.secrets_masker import reset_secrets_masker
 from airflow.sdk.bases.operator import ExecutorSafeguard
-from airflow.sdk.exceptions import (
-    TaskDeferred,
-)
+from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType, TaskDeferred
+from airflow.sdk.execution_time.comms import ErrorResponse
+from airflow.sdk.execution_time.context import NEVER_EXPIRE
 
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import Handle
@@ -36,9 +36,9 @@ PREFIX = "unit/dag/run/train/-1"
 class Ti:
     """As much of a task instance as a slice uses."""
 
-    def __init__(self, number=1, max_tries=3):
+    def __init__(self, number=1, max_tries=3, *, ti_id=None):
         """Try *number*."""
-        self.id, self.try_number, self.max_tries = f"ti-{number}", number, max_tries
+        self.id, self.try_number, self.max_tries = ti_id or f"ti-{number}", number, max_tries
         self.dag_id, self.run_id, self.task_id, self.map_index = "dag", "run", "train", -1
         self.start_date = datetime.now(UTC)
         self.pushed = {}
@@ -50,6 +50,32 @@ class Ti:
     def xcom_pull(self, key, **_):
         """What was pushed."""
         return self.pushed.get(key)
+
+
+def api_error(status):
+    """What a worker is told when the API server answers with *status*."""
+    return AirflowRuntimeError(
+        ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": status})
+    )
+
+
+class TaskStateStore:
+    """Airflow's task state store of one task of one DAG run, for one try: as the 3.3.2 accessor behaves."""
+
+    def __init__(self, kept, *, is_known=True):
+        """Keep values in *kept*; *is_known* is False for a try whose task instance is gone."""
+        self._kept, self._is_known = kept, is_known
+
+    def get(self, key, default=None):
+        """A try that is gone finds nothing, and no error."""
+        return self._kept.get(key, default) if self._is_known else default
+
+    def set(self, key, value, *, retention=None):
+        """A try that is gone is refused."""
+        assert retention is NEVER_EXPIRE
+        if not self._is_known:
+            raise api_error(404)
+        self._kept[key] = value
 
 
 class World:
@@ -64,6 +90,23 @@ class World:
         self.backend = ScriptedBackend(ends_on_stop=False)
         self.log = EventLog(self.store, PREFIX)
         self.params = {}
+        self.dag_run_keeps = {}
+        self.airflow_says = "success"
+
+    def recreate_dag_run(self):
+        """Let the DAG run be deleted and created again: its task state store goes with it."""
+        self.dag_run_keeps = {}
+
+    def files(self):
+        """Every file in the run's folder, with what it holds."""
+        return {name: self.store.read(name) for name in self.store.names(PREFIX)}
+
+    def finish(self, operator, ti):
+        """The last execution, and what Airflow does after a success: the callbacks."""
+        result, context = self.resume(operator, ti), self.context(operator, ti)
+        for callback in operator.on_success_callback:
+            callback(context)
+        return result
 
     def operator(self, *, spec="train.yaml", **more):
         """The operator of the stage, in a DAG of this folder."""
@@ -71,9 +114,10 @@ class World:
         dag.fileloc = str(self.dag_file)
         return EnvStageOperator(task_id="train", spec=spec, dag=dag, **more)
 
-    def context(self, operator, ti):
-        """What a worker hands to a slice."""
+    def context(self, operator, ti, *, is_known=True):
+        """What a worker hands to a slice; *is_known* is False once another try has taken its place."""
         return {
+            "task_state_store": TaskStateStore(self.dag_run_keeps, is_known=is_known),
             "ti": ti,
             "dag": operator.dag,
             "dag_run": SimpleNamespace(team_name=None),
@@ -123,6 +167,7 @@ def operator_world(tmp_path, monkeypatch):
     monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", f"file://{tmp_path}/store")
     monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")
     monkeypatch.setattr(slices, "open_backend", lambda _name: made.backend)
+    monkeypatch.setattr(slices, "task_state", lambda *_: made.airflow_says)
     monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
     yield made
     reset_secrets_masker()

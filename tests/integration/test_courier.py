@@ -78,7 +78,8 @@ class Node:
         self.url, self.attempt, self.node, self.nodes = url, attempt, node, nodes
         self.store = for_run(open_store(url, options), PREFIX)
         self.process = None
-        (self.folder / "layout.json").write_text(json.dumps({"store_options": options or {}, **layout}))
+        layout = {"spec": "spec-0.json", "store_options": options or {}, **layout}
+        (self.folder / "layout.json").write_text(json.dumps(layout))
 
     def start(self):
         """Start the courier."""
@@ -161,7 +162,7 @@ def nodes(tmp_path):
 def owned(url, options=None, *, attempt=1, spec=None, **control):
     """What the owner writes before an attempt starts; the run's store."""
     store = for_run(open_store(url, options), PREFIX)
-    store.write("spec.yaml", json.dumps(spec or {}).encode())
+    store.write("spec-0.json", json.dumps(spec or {}).encode())
     store.write(control_name(1, attempt), Control(**control).to_json())
     renew_lease(store, holder="test")
     return store

@@ -43,7 +43,8 @@ class Pod:
         install.install(self.home)
         self.exchange = self.home / "exchange"
         self.output = self.home / "model"
-        layout = {"work": str(self.home / "work"), "outputs": {"model": str(self.output)}}
+        layout = {"spec": "spec-0.json", "work": str(self.home / "work")}
+        layout["outputs"] = {"model": str(self.output)}
         (self.home / "layout.json").write_text(json.dumps(layout))
         common = {name: value for name, value in os.environ.items() if not name.startswith("ENVSCALER_")}
         self.env = common | {
@@ -98,7 +99,7 @@ def pods(tmp_path):
     url = f"file://{tmp_path}/store"
     store = for_run(open_store(url), PREFIX)
     spec = {"version": "v1", "name": "s", "entrypoint": ["x"]}
-    store.write("spec.yaml", json.dumps(spec).encode())
+    store.write("spec-0.json", json.dumps(spec).encode())
     store.write(control_name(1, 1), Control().to_json())
     renew_lease(open_store(url), PREFIX, holder="test")
     made = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
@@ -18,7 +18,6 @@ from fakes.operator_world import PREFIX, SPEC, Ti, operator_world
 from envscaler_airflow import EnvStageOperator, spec_params
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.errors import SpecError, StoreError
-from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.operators import asked
 from envscaler_airflow.operators.asked import chosen_parameters
 from envscaler_airflow.operators.links import RunStoreLink, store_page
@@ -33,18 +32,6 @@ def world(tmp_path, monkeypatch):
     """A stage's operator with its store and machines."""
     with operator_world(tmp_path, monkeypatch) as made:
         yield made
-
-
-def test_the_run_is_told_when_its_dag_run_began_and_how_often_it_was_cleared(world):
-    """By both a DAG run that was deleted and made again is known: begun at second 5, after two clears."""
-    operator, ti = world.operator(), Ti()
-    context = world.context(operator, ti)
-    context["dag_run"].start_date = datetime.fromtimestamp(5, UTC)
-    context["dag_run"].clear_number = 2
-
-    world.deferral(lambda: operator.execute(context))
-
-    assert world.log.load().owner == Actor("ti-1", 1, 3, run_started_at=5.0, clears=2)
 
 
 def test_nothing_is_read_while_the_dag_file_is_parsed():
@@ -231,7 +218,8 @@ def test_parameters_come_from_the_form_and_then_from_the_operator(world):
 
     world.execute(world.operator(parameters={"note": "mine"}))
 
-    spec = world.store.read(f"{PREFIX}/spec.yaml").decode()
+    [name] = [name for name in world.files() if name.startswith(f"{PREFIX}/spec-")]
+    spec = world.store.read(name).decode()
     assert '"rate": 0.5' in spec
     assert '"note": "mine"' in spec
     assert chosen_parameters({"a": {}, "b": {}}, {"a": 1, "b": 2, "c": 3}, {"b": 9}) == {"a": 1, "b": 9}

@@ -67,12 +67,12 @@ def holder(controller, *, slept, said, store=None):
         BackendError("throttled", transient=True),
     ],
 )
-def test_a_slice_without_an_answer_is_done_again(error):
+def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
     """The same wake, after 2 s and then 4 s; people are told why."""
-    slept, said = [], []
+    slept, said, store = [], [], open_store(f"file://{tmp_path}")
     controller = Answers(error, error, DONE)
 
-    got = holder(controller, slept=slept, said=said).hold()
+    got = holder(controller, slept=slept, said=said, store=store).hold()
 
     assert got is DONE
     assert slept == [2.0, 4.0]
@@ -116,11 +116,12 @@ def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_
         assert said == ["no answer, tried again: away"]
 
 
-def test_a_stop_without_an_answer_is_asked_for_again():
+def test_a_stop_without_an_answer_is_asked_for_again(tmp_path):
     """Ctrl-C while the cluster does not answer: the stop is recorded, and somebody has to carry it out."""
-    slept = []
+    slept, store = [], open_store(f"file://{tmp_path}")
+    answers = Answers(BackendError("away", transient=True), DONE)
 
-    assert holder(Answers(BackendError("away", transient=True), DONE), slept=slept, said=[]).go_on() is DONE
+    assert holder(answers, slept=slept, said=[], store=store).go_on() is DONE
     assert slept == [2.0]
 
 

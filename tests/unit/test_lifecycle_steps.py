@@ -1,74 +1,34 @@
-"""What the owner does next: the table "at execute", and an end to hopeless repeats."""
+"""What the owner does next, and an end to hopeless repeats."""
 
 from __future__ import annotations
 
 import pytest
+from fakes.run_events import (
+    CLEARED,
+    LARGE,
+    RECREATED,
+    RETRY,
+    SMALL,
+    SUCCEEDED,
+    begun,
+    ended,
+    intended,
+    life,
+    run,
+    started,
+)
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import (
-    Actor,
     Event,
     Facts,
     NodeFacts,
     Observed,
     end_of,
-    enter,
     fold,
     next_action,
 )
-from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.protocol import Ended, Progress, Status
-
-SMALL = Allocation(Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=0.05))
-LARGE = Allocation(Offer("local", "", "cpu-2", "on-demand", vcpus=2, memory_gib=8, usd_per_hour=0.10))
-FIRST = Actor("ti-1", try_number=1, max_tries=3)
-RETRY = Actor("ti-2", try_number=2, max_tries=3)
-CLEARED = Actor("ti-3", try_number=3, max_tries=5)
-MADE_AGAIN = Actor("ti-9", try_number=1, max_tries=3)
-
-
-def run(*steps):
-    """State after events given as ``(type, body)`` or ``(type, body, actor)``."""
-    events = [
-        Event(number, step[0], step[1], writer="w", actor=step[2] if len(step) > 2 else FIRST)
-        for number, step in enumerate(steps, start=1)
-    ]
-    return fold(events)
-
-
-def begun(generation=1, actor=FIRST):
-    """Start of a generation."""
-    return ("generation", {"generation": generation, "spec_hash": "A"}, actor)
-
-
-def intended(attempt=1, allocation=SMALL, generation=1):
-    """Intent of an attempt."""
-    body = {
-        "generation": generation,
-        "attempt": attempt,
-        "allocation": allocation.to_dict(),
-        "spec_hash": "A",
-    }
-    return ("attempt-intended", body)
-
-
-def started(attempt=1, generation=1):
-    """Act after the intent."""
-    handle = {"backend": "local", "name": f"r-g{generation}-a{attempt}"}
-    return ("attempt-started", {"generation": generation, "attempt": attempt, "handle": handle})
-
-
-def ended(outcome, attempt=1, **more):
-    """End of an attempt."""
-    return ("attempt-ended", {"generation": 1, "attempt": attempt, "outcome": outcome, **more})
-
-
-def life(outcome, attempt=1, **more):
-    """Intent, act and end."""
-    return [intended(attempt), started(attempt), ended(outcome, attempt, **more)]
-
-
-SUCCEEDED = ("succeeded", {"generation": 1, "outputs": {"model": "file:///m"}})
 
 
 def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
@@ -86,74 +46,6 @@ def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
 
 
 RUNNING = node("running")
-
-
-class TestEnter:
-    """Each row of the table of what a new try does with what it finds."""
-
-    def test_no_run_begins(self):
-        """Nothing is there: the first generation."""
-        assert enter(run(), FIRST, spec_hash="A").kind == "begin"
-
-    def test_a_dag_run_made_again_begins_anew(self):
-        """Try 1 again under another id: the DAG run was deleted and made again."""
-        state = run(begun(), *life("succeeded", step=5), SUCCEEDED, ("delivered", {}))
-
-        got = enter(state, MADE_AGAIN, spec_hash="A")
-
-        assert (got.kind, got.reason) == ("begin", "the DAG run was deleted and made again")
-
-    def test_a_live_attempt_of_the_same_spec_is_adopted(self):
-        """A retry after a crashed worker takes the running attempt over."""
-        assert enter(run(begun(), intended(), started()), RETRY, spec_hash="A").kind == "adopt"
-
-    def test_a_clear_with_another_spec_goes_on_with_the_new_one(self):
-        """The spec changed and the task was cleared: checkpoint, stop, next attempt with the new one."""
-        got = enter(run(begun(), intended(), started()), CLEARED, spec_hash="B")
-
-        assert (got.kind, got.respec) == ("adopt", True)
-
-    def test_a_retry_with_another_spec_keeps_the_frozen_one(self):
-        """A changed DAG file counts from the next generation or clear."""
-        got = enter(run(begun(), intended(), started()), RETRY, spec_hash="B")
-
-        assert (got.kind, got.respec) == ("adopt", False)
-
-    def test_succeeded_but_not_delivered_is_delivered(self):
-        """The worker died between success and the XCom."""
-        assert enter(run(begun(), *life("succeeded"), SUCCEEDED), RETRY, spec_hash="A").kind == "deliver"
-
-    def test_delivered_to_the_same_max_tries_is_delivered_again(self):
-        """A retry after a crash: Airflow does not know of the success."""
-        state = run(begun(), *life("succeeded"), SUCCEEDED, ("delivered", {}))
-
-        assert enter(state, RETRY, spec_hash="A").kind == "deliver"
-
-    def test_delivered_and_cleared_begins_a_new_generation(self):
-        """A clear sets max_tries anew: the user wants it done again."""
-        state = run(begun(), *life("succeeded"), SUCCEEDED, ("delivered", {}))
-
-        assert enter(state, CLEARED, spec_hash="A").kind == "begin"
-
-    @pytest.mark.parametrize("end", ["failed", "stopped"])
-    def test_failed_or_stopped_goes_on_in_the_same_generation(self, end):
-        """The next attempt starts from the last good checkpoint."""
-        state = run(begun(), *life("failed", step=9), (end, {"generation": 1, "reason": "r"}))
-
-        assert enter(state, CLEARED, spec_hash="A").kind == "adopt"
-        after = fold([Event(state.number + 1, "owner", {}, actor=CLEARED)], state)
-        assert next_action(after, Facts()).kind == "start"
-
-    def test_a_try_that_is_known_is_not_made_again(self):
-        """The first try's own process starts anew: its number is not above the highest, its id is known."""
-        assert enter(run(begun(), intended(), started()), FIRST, spec_hash="A").kind == "adopt"
-
-    def test_fresh_begins_once_per_clear(self):
-        """restart="fresh" begins anew on a clear, and goes on after a crash of the fresh one."""
-        state = run(begun(), intended(), started())
-
-        assert enter(state, CLEARED, spec_hash="A", fresh=True).kind == "begin"
-        assert enter(state, RETRY, spec_hash="A", fresh=True).kind == "adopt"
 
 
 class TestNext:
@@ -269,7 +161,7 @@ class TestNext:
         assert (got.kind, got.target) == ("start", LARGE)
         assert state.pending == ()
 
-    def test_a_stop_asked_under_the_present_owner_halts_the_run(self):
+    def test_a_requested_stop_halts_the_run(self):
         """A user's cancel: the attempt is asked to go, then the run is stopped."""
         ask = ("stop-requested", {"reason": "cancel", "by": "me"})
         state = run(begun(), intended(), started(), ask)
@@ -280,7 +172,7 @@ class TestNext:
         assert (first.kind, first.why) == ("stop", "stop")
         assert next_action(state, Facts()).kind == "halt"
 
-    def test_a_stop_asked_of_an_earlier_owner_stops_its_attempt_only(self):
+    def test_a_stop_from_before_a_clear_stops_its_attempt_only(self):
         """Cleared while deferred: the old try's kill stops the attempt, the new try goes on after it."""
         ask = ("stop-requested", {"reason": "killed", "by": "ti-1"})
         take = ("owner", {}, CLEARED)
@@ -331,7 +223,7 @@ class TestNext:
 
     def test_an_attempt_of_an_earlier_generation_is_stopped_first(self):
         """The DAG run was made again while the old attempt still runs."""
-        state = run(begun(), intended(), started(), begun(2, MADE_AGAIN))
+        state = run(begun(), intended(), started(), begun(2, RECREATED))
 
         got = next_action(state, Facts(observed=RUNNING))
         state = fold([Event(5, *ended("stopped"))], state)

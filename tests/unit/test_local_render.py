@@ -36,6 +36,7 @@ def request_for(**changes):
         "env": {"CACHE": "/data/tmp/cache", "URL": "https://x/data"},
         "secret_env": {"API_KEY": "canary"},
         "spec": SPEC,
+        "spec_name": "spec-a1b2.json",
     }
     return AttemptRequest(**(fields | changes))
 
@@ -139,6 +140,7 @@ def test_the_request_of_a_node_as_it_is_written():
 def test_the_layout_for_the_courier_as_it_is_written():
     """Golden: where inputs, outputs and checkpoints lie."""
     assert first_node(request_for(store_options={"region": "x"}))["layout"] == {
+        "spec": "spec-a1b2.json",
         "work": "/r/a/n0/work",
         "mounts": [
             {"name": "data", "source": "s3://b/p", "path": f"{ROOT}/data", "read_only": True},

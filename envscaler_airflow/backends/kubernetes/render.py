@@ -80,16 +80,14 @@ def render_parts(
 
 def _render_part(part: _Attempt) -> dict[str, Any]:
     request, settings, name = part.request, part.settings, part.name
-    layout = json.dumps(
-        at.layout_of(
-            request.spec,
-            list(request.command),
-            request.store_options,
-            drivers=part.drivers,
-            cache=settings.cache_path,
-        ),
-        sort_keys=True,
+    found = at.layout_of(
+        request.spec,
+        list(request.command),
+        request.store_options,
+        drivers=part.drivers,
+        cache=settings.cache_path,
     )
+    layout = json.dumps({"spec": request.spec_name, **found}, sort_keys=True)
     if len(layout.encode()) > MAX_CONFIG_BYTES:
         raise SpecError(
             f"{request.run_label}: command and volumes take {len(layout.encode())} bytes, a ConfigMap holds "

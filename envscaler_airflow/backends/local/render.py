@@ -207,6 +207,7 @@ class _Node:
     def _layout(self, command: list[str]) -> dict[str, Any]:
         checkpoint = (self.spec.get("checkpoint") or {}).get("path")
         return {
+            "spec": self.request.spec_name,
             "work": str(self.folder / files.WORK),
             "mounts": [
                 {

@@ -163,7 +163,7 @@ class Run:
         self.key = RunKey("e2e", "kubernetes", uuid.uuid4().hex[:12], spec.name)
         self.result = self.error = None
         now = time.time_ns()
-        actor = Actor(str(uuid.uuid4()), now, now)
+        actor = Actor(str(uuid.uuid4()), now, now, life="e2e")
         stage = Stage(spec=spec, spec_source="test")
         controller = Controller(
             store=place.store, key=self.key, backend=place.backend, actor=actor, stage=stage
@@ -225,7 +225,7 @@ class Run:
     def alone(self, allocation):
         """Start one attempt on *allocation* with no owner; its handle."""
         store, spec = for_run(self.place.store, self.key.prefix), self.spec.to_dict()
-        store.write("spec.yaml", json.dumps(spec).encode())
+        store.write("spec-0.json", json.dumps(spec).encode())
         store.write(control_name(1, 1), Control().to_json())
         renew_lease(self.place.store, self.key.prefix, holder="test")
         request = AttemptRequest(
@@ -237,6 +237,7 @@ class Run:
             allocation=allocation,
             command=self.spec.entrypoint,
             spec=spec,
+            spec_name="spec-0.json",
         )
         return self.place.backend.submit(request)
 

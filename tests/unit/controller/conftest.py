@@ -88,12 +88,13 @@ class World:
         check_store(self.store)
         self.backend = backend(offers, clock=self.clock, ends_on_stop=False)
         self.tries = 0
+        self.life, self.born = "life-1", 0
         self.log = EventLog(self.store, KEY.prefix)
 
-    def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0):
-        """A controller for the next try of the task."""
-        self.tries += 1
-        actor = Actor(f"ti-{self.tries}", self.tries, max_tries)
+    def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0, restart="resume"):
+        """A controller for the next try of the task; another *max_tries* is a clear."""
+        self.tries, self.born = self.tries + 1, self.born + 1
+        actor = Actor(f"ti-{self.born:02d}", self.tries, max_tries, life=self.life)
         store, backend = self.store, self.backend
         if lives is not None:
             store = Mortal(store, ("write", "create", "put_file"), lives)
@@ -103,10 +104,19 @@ class World:
             spec_source="train.yaml",
             budget_usd=budget_usd,
             value_of_hour=value_of_hour,
+            restart=restart,
         )
         return Controller(
             store=store, key=KEY, backend=backend, actor=actor, stage=stage, clock=self.clock.time
         )
+
+    def recreate_dag_run(self):
+        """Let the DAG run be deleted and created again: tries count from 1, in another life."""
+        self.tries, self.life = 0, "life-2"
+
+    def files(self):
+        """Every file in the run's folder, with what it holds."""
+        return {name: self.store.read(name) for name in self.store.names(KEY.prefix)}
 
     @property
     def output(self):

@@ -15,12 +15,11 @@ from envscaler_airflow.controller.stage import (
     Wake,
 )
 from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
-from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.protocol import Ended, Manifest
 from envscaler_airflow.store.stockouts import remember, stockouts
 from envscaler_airflow.testing.backend import cpu_offer
 
-LAST_CALL = 36
+LAST_CALL = 35
 """One more than the writes and calls of an undisturbed run; a test counts them."""
 
 
@@ -201,7 +200,7 @@ def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
     world.controller().enter()
     world.controller(max_tries=5).enter()
 
-    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-1", reason="killed")
+    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="killed")
 
     assert not acted
     assert world.control().action == "run"
@@ -211,7 +210,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
     """Cleared while deferred: the old attempt saves and goes, the new try goes on from there."""
     world.controller().enter()
     world.say()
-    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-1", reason="cleared")
+    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="cleared")
     owner = world.controller(max_tries=5)
 
     owner.enter()
@@ -263,7 +262,7 @@ def test_a_superseded_slice_touches_nothing(world):
     world.controller(max_tries=5).enter()
     before = world.state.number
 
-    with pytest.raises(SupersededError, match="owned by ti-2"):
+    with pytest.raises(SupersededError, match="owned by ti-02"):
         old.resume(Wake("status"))
 
     assert world.state.number == before
@@ -283,11 +282,11 @@ def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
     owner._log.append = append_late
     owner.enter()
 
-    assert world.state.owner.ti_id == "ti-2"
+    assert world.state.owner.ti_id == "ti-02"
 
 
 def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
-    """A deferral timeout: the attempt saves; the retry goes on from there."""
+    """A deferral timeout: the attempt saves; the retry fails for it, and a clear goes on from there (A3)."""
     owner = world.controller()
     owner.enter()
     world.say()
@@ -295,8 +294,9 @@ def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
     owner.time_out("the deferral timed out")
     asked = world.control()
     world.leave()
-    again = world.controller()
-    got = again.enter()
+    with pytest.raises(RunFailedError, match="the deferral timed out"):
+        world.controller().enter()
+    got = world.controller(max_tries=5).enter()
 
     assert asked.action == "leave"
     assert isinstance(got, Waiting)
@@ -307,9 +307,8 @@ def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
     """Try 1 again under another id: generation 2 waits until the machine of generation 1 is gone."""
     world.controller().enter()
     world.say()
-    world.tries = 0
+    world.recreate_dag_run()
     stage_again = world.controller()
-    stage_again._actor = Actor("ti-new", 1, 3)
 
     stage_again.enter()
     asked = world.control()

@@ -388,6 +388,6 @@ def test_a_killed_task_leaves_its_training_as_long_as_a_checkpoint_takes(world):
     stopped = []
     world.backend.stop = lambda _handle, *, grace_s: stopped.append(grace_s)
 
-    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-1", reason="marked")
+    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked")
 
     assert (world.control().action, world.control().grace_s, stopped) == ("leave", 180.0, [180.0])

@@ -29,16 +29,15 @@ def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
     monkeypatch.setattr(world.store, "create", sleeps_before_its_event)
     loser.enter()
 
-    spec = json.loads(world.store.read(f"{world.prefix}/spec.yaml"))
-    hashes = {attempt.spec_hash for attempt in world.state.attempts}
-    assert hashes == {world.state.spec_hash}
+    [attempt] = world.state.attempts
+    assert attempt.spec_hash == world.state.spec_hash
+    spec = freeze.read_document(world.store, world.prefix, attempt.spec_hash)
     assert spec["entrypoint"] == ["python", "train.py"]
 
 
 def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
     """The worker died between the two: the retry goes on with the spec that the events name."""
     world.controller().enter()
-    before = world.store.read(f"{world.prefix}/spec.yaml")
     world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
     dying = world.controller(max_tries=9)
     frozen = freeze.freeze(dying._stage.spec)
@@ -47,21 +46,19 @@ def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
     retry.enter()
 
     assert retry._spec(world.state).entrypoint == ("python", "train.py")
-    assert world.store.read(f"{world.prefix}/spec.yaml") == before
 
 
 def test_an_owner_that_slept_before_its_start_starts_nothing(world, monkeypatch):
     """It wakes up after another try took the run over, and its attempt ended."""
     first = world.controller()
-    publish = freeze.publish
+    attempt_request = freeze.attempt_request
 
-    def slept(*args):
-        if world.state.live is not None:
-            monkeypatch.undo()
-            world.controller().enter()
-        return publish(*args)
+    def slept(*args, **kwargs):
+        monkeypatch.undo()
+        world.controller().enter()
+        return attempt_request(*args, **kwargs)
 
-    monkeypatch.setattr(freeze, "publish", slept)
+    monkeypatch.setattr(freeze, "attempt_request", slept)
     with pytest.raises(SupersededError):
         first.enter()
 

@@ -71,7 +71,7 @@ class Bench:
         """Begin with nothing said by anyone."""
         self.root, self.store, self.clock = root, store, Clock()
         self.who = Who(generation, attempt, node, nodes)
-        self.layout = Layout.model_validate(layout or {})
+        self.layout = Layout.model_validate({"spec": "spec-0.json", **(layout or {})})
         self.exchange = Exchange(root / f"n{node}" / "exchange")
         self.site = self.restarted()
 

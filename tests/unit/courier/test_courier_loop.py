@@ -18,7 +18,7 @@ def ready(make_bench, store, tmp_path):
     """A node that can be set up, with one output."""
 
     def make(**options):
-        store.write("spec.yaml", b"{}")
+        store.write("spec-0.json", b"{}")
         bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}}, **options)
         bench.owner_asks()
         return bench
@@ -197,7 +197,7 @@ def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
 
 def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store, tmp_path):
     """Code that knows nothing of us wrote its model and exited."""
-    store.write("spec.yaml", b"{}")
+    store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.owner_asks()
     courier = Courier(bench.site)
@@ -218,11 +218,11 @@ def test_a_failed_set_up_is_said_with_its_reason(make_bench):
     rounds(bench, courier, 2)
     assert bench.status().ended is None
     assert bench.status().message.startswith("set-up failed: ")
-    bench.wrapper_says(ended={"exit_code": 88, "reason": "setup-failed", "detail": "spec.yaml is absent"})
+    bench.wrapper_says(ended={"exit_code": 88, "reason": "setup-failed", "detail": "spec-0.json is absent"})
 
     assert rounds(bench, courier, 3)
 
-    assert bench.status().ended.detail == "spec.yaml is absent"
+    assert bench.status().ended.detail == "spec-0.json is absent"
 
 
 def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_bench):
@@ -235,7 +235,7 @@ def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_ben
     assert rounds(bench, courier, 3)
 
     assert bench.status().ended.reason == "setup-failed"
-    assert "spec.yaml is absent" in bench.status().ended.detail
+    assert "spec-0.json is absent" in bench.status().ended.detail
 
 
 def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):

@@ -25,7 +25,7 @@ def node(make_bench, tmp_path, store):
     """A node whose run is ready to start, with layout fields on demand."""
 
     def make(**layout):
-        store.write("spec.yaml", json.dumps(SPEC).encode())
+        store.write("spec-0.json", json.dumps(SPEC).encode())
         bench = make_bench(layout=layout)
         bench.owner_asks()
         return bench
@@ -291,7 +291,7 @@ def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
 
 
 def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
-    """No spec.yaml: operator and courier look at different stores."""
+    """No frozen spec: operator and courier look at different stores."""
     bench = make_bench()
 
     lay_out(bench.site)

@@ -1,0 +1,126 @@
+"""A stop is final until the task is cleared, whatever happens in between."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.run_events import (
+    CLEARED,
+    FIRST,
+    RETRY,
+    begun,
+    ended,
+    intended,
+    life,
+    owner,
+    requested,
+    run,
+    started,
+    stopping,
+)
+
+from envscaler_airflow.lifecycle import Actor, Facts, next_action
+
+ANYTIME = Facts(backoff_is_over=True)
+RUNNING = (begun(), intended(), started())
+
+
+def after(*events):
+    """What follows."""
+    return next_action(run(*events), ANYTIME)
+
+
+@pytest.mark.parametrize(
+    ("why", "kind", "failure"),
+    [("stop", "halt", ""), ("timeout", "fail", "timeout"), ("image", "fail", "image")],
+)
+@pytest.mark.parametrize("outcome", ["left", "stopped", "lost", "failed", "killed"])
+@pytest.mark.parametrize("retried", ["before", "after", "twice"])
+def test_a_retry_undoes_no_stop(why, kind, failure, outcome, retried):
+    """However the attempt ended, and whichever try saw that (A3)."""
+    events = [*RUNNING, stopping(why)]
+    events += [owner(RETRY)] if retried != "after" else []
+    events += [ended(outcome, step=3)]
+    events += [owner(Actor("ti-21", 3, 3, life="one"))] if retried != "before" else []
+
+    got = after(*events)
+
+    assert (got.kind, got.reason, got.failure) == (kind, "enough", failure)
+
+
+@pytest.mark.parametrize(("why", "kind"), [("stop", "halt"), ("timeout", "fail")])
+@pytest.mark.parametrize(
+    "before",
+    [
+        [begun()],  # before the first attempt
+        [begun(), *life("lost", step=3)],  # between two
+        [*RUNNING, ended("lost", step=3)],
+    ],
+)
+def test_a_stop_that_no_attempt_was_asked_for_counts_for_the_retry(before, why, kind):
+    """It came while nothing ran, and the worker died (A3)."""
+    got = after(*before, requested(why), owner(RETRY))
+
+    assert (got.kind, got.reason) == (kind, "enough")
+
+
+def test_a_stop_counts_when_the_attempt_ends_before_it_is_asked():
+    """Requested while it ran; it was lost, and the worker died (A3)."""
+    assert after(*RUNNING, requested(), owner(RETRY), ended("lost", step=3)).kind == "halt"
+
+
+def test_a_stop_during_a_move_ends_the_run_instead_of_the_move():
+    """The attempt leaves for another machine; the next one does not start (A3)."""
+    events = [*RUNNING, stopping("move"), requested(), owner(RETRY), ended("left", step=3)]
+
+    assert after(*events).kind == "halt"
+
+
+@pytest.mark.parametrize("why", ["stop", "timeout", "image", "budget"])
+@pytest.mark.parametrize("cleared", ["while it stops", "after its end"])
+def test_a_clear_overrides_a_stop(why, cleared):
+    """Another max_tries: the user wants it to go on (A3)."""
+    events = [*RUNNING, stopping(why)]
+    at = len(events) if cleared == "while it stops" else len(events) + 1
+    events += [ended("left", step=3)]
+    events.insert(at, owner(CLEARED))
+
+    got = after(*events)
+
+    assert (got.kind, got.reason) == ("start", f"cleared after a stop ({why})")
+
+
+def test_a_clear_overrides_a_stop_that_nothing_was_asked_for():
+    """Cancelled before the first attempt, then cleared (A3)."""
+    assert after(begun(), requested(), owner(CLEARED)).kind == "start"
+
+
+def test_a_stop_after_a_clear_is_final_again():
+    """The clear came first (A3)."""
+    assert after(begun(), owner(CLEARED), requested()).kind == "halt"
+
+
+def test_a_retry_after_a_clear_undoes_nothing():
+    """Cancelled, cleared, cancelled again, and the worker died (A3)."""
+    retry = Actor("ti-4", 4, 5, life="one")
+
+    assert after(begun(), requested(), owner(CLEARED), requested(), owner(retry)).kind == "halt"
+
+
+def test_a_sibling_that_is_cleared_clears_nothing_here():
+    """That raises the clear number of the DAG run, and leaves this task's max_tries (A3)."""
+    assert after(*RUNNING, stopping("stop"), ended("left"), owner(RETRY)).kind == "halt"
+
+
+def test_a_clear_while_a_worker_runs_the_task_counts_as_a_retry():
+    """Airflow leaves max_tries as it was; one more clear goes on (A3)."""
+    cleared_while_running = Actor("ti-2", 2, 3, life="one")
+    once_more = Actor("ti-3", 3, 5, life="one")
+    events = [*RUNNING, stopping("stop"), owner(cleared_while_running), ended("left", step=3)]
+
+    assert after(*events).kind == "halt"
+    assert after(*events, ("stopped", {"generation": 1}), owner(once_more)).kind == "start"
+
+
+def test_a_request_without_an_actor_changes_no_owner():
+    """Anyone may request; only an owner event makes an owner."""
+    assert run(begun(), requested()).owner == FIRST
