@@ -10,6 +10,7 @@ Runs on Python 3.8 with the standard library alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -156,8 +157,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@functools.lru_cache(maxsize=None)
+def _hints(cls: Any) -> Dict[str, Any]:
+    """Types of the fields of *cls*: to resolve them takes longer than to read a whole status."""
+    return get_type_hints(cls)
+
+
 def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for item in dataclasses.fields(cls):
         if item.name in body:

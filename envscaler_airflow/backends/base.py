@@ -138,12 +138,18 @@ class AttemptStatus:
 class UsageInterval:
     """Billed time of one node by the provider's own timestamps, seconds since the epoch.
 
-    ``end`` is None while it is held.
+    Attributes:
+        node: Index.
+        start: When it was first held.
+        end: When it was given back; None while it is held.
+        now: The provider's own time when it was asked, to which an open interval is billed; None where the
+            provider does not tell it.
     """
 
     node: int
     start: float
     end: float | None
+    now: float | None = None
 
 
 class Backend(Protocol):

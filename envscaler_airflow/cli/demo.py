@@ -250,7 +250,7 @@ class Demo:
         for stage, story in self._stories.items():
             if story.state.attempts:
                 self._console.rule(f"cost of {stage}", align="left")
-                print_report(run_report(story.state, now=time.time()), self._console)
+                print_report(run_report(story.state, now=story.now()), self._console)
         self._console.rule("what happened", align="left")
         for line in conclusions(self._stories, self._lost):
             self._console.print(f"- {line}", soft_wrap=True)
@@ -308,7 +308,7 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
             kept, again = after.ended.get("start_step"), before.step
             steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
             lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")
-    worth = _worth(run_report(train, now=time.time())["bill"], stories["train"].value_of_hour())
+    worth = _worth(run_report(train, now=stories["train"].now())["bill"], stories["train"].value_of_hour())
     lines += [worth] if worth else []
     metrics = stories["train"].output_json("model", "metrics.json")
     if metrics:

@@ -92,7 +92,7 @@ def status(
     said = statuses(store, prefix, state.current) if state.current else []
     waits = waits_of(store, prefix) if state.live is not None else ""
     if as_json:
-        body = {**run_report(state, now=time.time()), **row.to_dict()}
+        body = {**run_report(state, now=store.now()), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
         click.echo(json.dumps({**body, "nodes": nodes, "waits": waits}))
     else:
@@ -120,7 +120,7 @@ def _row(store: Store, prefix: str) -> RunRow:
 
 
 def _described(store: Store, prefix: str, state: RunState) -> RunRow:
-    now = time.time()
+    now = store.now()
     owner = owner_of(store, prefix, state)
     is_over = state.status in ("succeeded", "failed", "stopped")
     began = state.begun_at
@@ -208,7 +208,7 @@ def _print_logs(
 def report(run: str, *, as_json: bool, store: Store) -> None:
     """Show what RUN cost, by attempt, and where the time went."""
     _, state = followed(store, run)
-    body = run_report(state, now=time.time())
+    body = run_report(state, now=store.now())
     if as_json:
         click.echo(json.dumps(body))
     else:

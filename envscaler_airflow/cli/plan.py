@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -263,8 +262,9 @@ def _model(name: str | None, batch: float | None) -> JobModel | None:
 def _sold_out(store_url: str | None) -> Callable[[Offer], str | None] | None:
     if store_url is None:
         return None
-    now = time.time()
-    found = stockouts(open_store(store_url), now=now)
+    store = open_store(store_url)
+    now = store.now()
+    found = stockouts(store, now=now)
     return lambda offer: against(offer, found, now)
 
 

@@ -41,6 +41,10 @@ class StageStory:
         self._resumed: dict[tuple[int, int], int] = {}
         self._cursors: dict[tuple[int, int], tuple[int, int]] = {}
 
+    def now(self) -> float:
+        """The run's time, which is its store's."""
+        return self._store.now()
+
     def look(self) -> list[str]:
         """Lines for what is new since the last look; none when the store cannot be read now."""
         lines = self.news()

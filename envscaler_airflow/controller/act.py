@@ -217,6 +217,7 @@ class Controller(Asking):
             observed=observed,
             spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
             budget_usd=self._stage.budget_usd,
+            reserve_usd=self._reserve_usd(state, observed, wake),
             backoff_is_over=wake.kind in ("backoff", "entry"),
             is_overdue=wake.kind == "overdue",
             memory_limit_bytes=choose.memory_limit_bytes(spec, last),
@@ -224,6 +225,17 @@ class Controller(Asking):
             oom_memory_factor=spec.failure.oom_memory_factor,
             max_fruitless_attempts=spec.failure.max_fruitless_attempts,
         )
+
+    def _reserve_usd(self, state: RunState, observed: Observed | None, wake: Wake) -> float:
+        """What the live attempt costs until it is gone, were it asked to go now; 0 where none lives."""
+        if self._stage.budget_usd is None or state.live is None or observed is None:
+            return 0.0
+        check_s = max(wake.check_s, limits.BUDGET_EVERY_S)
+        known = limits.measured_s(state)
+        usd = limits.reserve_usd(
+            state.live.allocation, check_s=check_s, checkpoint_s=known, said=observed.head
+        )
+        return usd or 0.0
 
     def _mend(self, live: AttemptState, observed: Observed) -> bool:
         """True when lost nodes of a live attempt are being made again; where nobody can, nothing is done."""
@@ -469,7 +481,10 @@ class Controller(Asking):
     def _wait(self, state: RunState, action: Action) -> _Result:
         if action.backoff_s:
             reason = f"{action.reason}; next start in {action.backoff_s:.0f} s"
-            watching = Watching(state.number, state.generation, backoff_s=action.backoff_s)
+            orphan_after_s = self._spec(state).failure.orphan_after_s
+            watching = Watching(
+                state.number, state.generation, backoff_s=action.backoff_s, orphan_after_s=orphan_after_s
+            )
             return Waiting(watching, reason)
         if state.live is not None and state.live.phase == "stopping":
             self._ask_to_go(state)

@@ -145,6 +145,8 @@ class Asking(Owner):
             age=f"stopping-g{live.generation}-a{live.number}" if stopping else "",
             overdue_after_s=overdue,
             usd_left=None if stopping else self._usd_left(state, live),
+            checkpoint_s=limits.measured_s(state),
+            orphan_after_s=self._spec(state).failure.orphan_after_s,
             spans=[span.to_dict() for span in spans_of(live)],
             started_at=live.started_at,
         )

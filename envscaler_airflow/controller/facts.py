@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
-from envscaler_airflow.controller.spans import cost_usd, spans_of, with_removed
-from envscaler_airflow.controller.watch import by_owner, read_status
+from envscaler_airflow.controller.spans import billed_usd, cost_usd, spans_of, with_removed
+from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
 from envscaler_airflow.store.base import Store
@@ -77,13 +77,12 @@ def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, 
     Args:
         attempt: Whose allocation sets the prices.
         intervals: One or more for each node.
-        now: Owner's clock, seconds since the epoch.
+        now: The run's clock, seconds since the epoch.
     """
     if intervals is None:
         return None
-    began = attempt.started_at
-    ours = by_owner(intervals, started_at=began, handle=attempt.handle)
-    return cost_usd(spans_of(attempt), ours, now=now, began=began)
+    started = attempt.started_at
+    return billed_usd(spans_of(attempt), intervals, started_at=started, handle=attempt.handle, now=now)
 
 
 def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
@@ -110,8 +109,8 @@ def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
     """What the attempt can have cost at most, from the intent to the end; None when its price is unknown."""
     end = now if attempt.ended_at is None else attempt.ended_at
     most = max([attempt.allocation.nodes, *(before.allocation.nodes for before in attempt.earlier)])
-    held = [UsageInterval(node, attempt.intended_at, end) for node in range(most)]
-    return cost_usd(spans_of(attempt), held, now=now)
+    held = [UsageInterval(node, attempt.intended_at, max(end, attempt.intended_at)) for node in range(most)]
+    return cost_usd(spans_of(attempt), held)
 
 
 def move_pauses_s(state: RunState) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +88,7 @@ def write(store: Store, key: RunKey, frozen: Frozen) -> None:
     prefix = key.prefix
     if frozen.archive is not None and store.size(f"{prefix}/{frozen.archive_name}") is None:
         store.put_file(f"{prefix}/{frozen.archive_name}", frozen.archive)
-    made = {"schema": SCHEMA, "key": key.to_dict(), "at": time.time()}
+    made = {"schema": SCHEMA, "key": key.to_dict(), "at": store.now()}
     store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
     store.write(f"{prefix}/{spec_name(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
 

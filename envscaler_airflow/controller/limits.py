@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 
 GRACE_S = 30.0
@@ -15,6 +17,13 @@ GRACE_FACTOR = 2.0
 LEAVE_STEPS = 13.0
 """Grace by the measured seconds of a step. Source: ranks on several nodes ask each other at every tenth
 (``agent.session.AGREE_EVERY``), and SIGTERM comes after four fifths of it (``agent.leaving.TERM_SHARE``)."""
+CHECKPOINT_S = 10.0
+"""Pause for a checkpoint before one was measured, seconds. Chosen: some gigabytes to a local disk."""
+DRAIN_S = 30.0
+"""From the last step of a drained attempt to the end of its machines, seconds. Chosen: a worker slot for the
+owner, the last uploads, and Kubernetes' terminationGracePeriodSeconds for what hangs."""
+BUDGET_EVERY_S = 30.0
+"""Between two looks at the money spent, seconds. Chosen: at $100/h a look costs $0.83."""
 MACHINE_MARGIN_S = 3600.0
 """Longer than its money lasts a machine may live when owner, watcher and courier are all gone, seconds.
 Chosen: queueing, image pulls and the upgrade of a triggerer fit, so that the owner's own stop comes first."""
@@ -29,13 +38,44 @@ def grace_s(state: RunState, said: Status | None = None) -> float:
         state: Fold of the run's events; the last attempt that told of a checkpoint counts.
         said: What node 0 of the live attempt last said; None when unknown.
     """
+    measured = measured_s(state, said)
+    step_s = None if said is None else said.progress.step_time_s
+    needed = GRACE_FACTOR * (measured or 0.0) + LEAVE_STEPS * (step_s or 0.0)
+    return min(MOST_GRACE_S, max(GRACE_S, needed))
+
+
+def measured_s(state: RunState, said: Status | None = None) -> float | None:
+    """Seconds of the last checkpoint that an attempt of this generation told of; None when none did."""
     measured = None if said is None else said.checkpoint_s
     for attempt in reversed(state.attempts_of(state.generation)):
         if measured is None:
             measured = checkpoint_s_of(attempt.ended.get("checkpoint_s"))
-    step_s = None if said is None else said.progress.step_time_s
-    needed = GRACE_FACTOR * (measured or 0.0) + LEAVE_STEPS * (step_s or 0.0)
-    return min(MOST_GRACE_S, max(GRACE_S, needed))
+    return measured
+
+
+def reserve_usd(
+    allocation: Allocation, *, check_s: float, checkpoint_s: float | None, said: Status | None = None
+) -> float | None:
+    """What an attempt still costs once it is seen to be near its budget; None when its price is unknown.
+
+    Price x (check interval + measured checkpoint + drain + billing minimum): the drain has to begin when
+    what is spent and this reach the budget.
+
+    Args:
+        allocation: What it is on.
+        check_s: Seconds between two looks at the money.
+        checkpoint_s: Of earlier attempts; None when none was measured.
+        said: What node 0 last said, whose own checkpoint and steps count; None when unknown.
+    """
+    price = allocation.usd_per_hour
+    if price is None:
+        return None
+    own = None if said is None else said.checkpoint_s
+    measured = next((value for value in (own, checkpoint_s) if value is not None), CHECKPOINT_S)
+    step_s = 0.0 if said is None else said.progress.step_time_s or 0.0
+    billed = [BILLING[one.offer.cloud] for one in allocation.parts if one.offer.cloud in BILLING]
+    least_s = max((max(one.minimum_s, one.unit_s) for one in billed), default=0.0)
+    return price * (check_s + measured + LEAVE_STEPS * step_s + DRAIN_S + least_s) / 3600.0
 
 
 def checkpoint_s_of(value: object) -> float | None:

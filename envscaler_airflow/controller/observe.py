@@ -13,6 +13,7 @@ from envscaler_airflow.catalog.library import gpu_facts
 from envscaler_airflow.controller import deadline_table, facts, foretold, losses
 from envscaler_airflow.controller.foretold import Foretold
 from envscaler_airflow.controller.freeze import thaw_spec
+from envscaler_airflow.controller.limits import CHECKPOINT_S
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.lifecycle import AttemptState, RunState, fold
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
@@ -55,8 +56,6 @@ STATUS_S = 15.0
 LONG_CHECK_S = 120.0
 """Most time between two checks for which rules that count checks keep what they need, seconds. Chosen: four
 times the sensor's own default; a longer pause is a restart, and what was before it is another story."""
-CHECKPOINT_S = 10.0
-"""Pause for a checkpoint before one was measured, seconds. Chosen: some gigabytes to a local disk."""
 MAX_POINTS = 240
 """Progress points kept for a speed. Chosen: an hour of statuses."""
 
@@ -104,7 +103,7 @@ class Observer:
         candidates: tuple[Allocation, ...] = (),
         ask: Ask | None = None,
         monotonic: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Go on from the decisions that are recorded in the run.
 
@@ -115,7 +114,7 @@ class Observer:
             candidates: What the stage may move to; empty: those of ``plan.json``.
             ask: Answers the queries of rules; None: those that the last check recorded stand.
             monotonic: For ages.
-            clock: For bills, which are by the provider's timestamps.
+            clock: The run's; the store's when None.
         """
         self._store = store
         self._prefix = prefix
@@ -123,7 +122,7 @@ class Observer:
         self._candidates = candidates
         self._ask = ask
         self._monotonic = monotonic
-        self._clock = clock
+        self._clock = clock or store.now
         self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
         self._state = RunState()
         checks = [check for check, _ in read_decisions(store, prefix)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,17 +31,20 @@ class Owner:
         backend: Backend,
         actor: Actor,
         stage: Stage,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* asks."""
+        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* asks.
+
+        *clock* is the run's; the store's when None.
+        """
         self._stage = stage
         self._store = store
         self._key = key
         self._prefix = key.prefix
         self._backend = backend
         self._actor = actor
-        self._clock = clock
-        self._log = EventLog(store, self._prefix, clock=clock)
+        self._clock = clock or store.now
+        self._log = EventLog(store, self._prefix, clock=self._clock)
         self._thawed: tuple[str, EnvSpec] | None = None
 
     def _spec(self, state: RunState) -> EnvSpec:

@@ -64,6 +64,35 @@ def begun_at(intervals: Iterable[UsageInterval | Held], handle: Mapping[str, Any
     return first if made is None else min(made, first)
 
 
+def until_now(
+    intervals: Iterable[UsageInterval],
+    *,
+    started_at: float | None,
+    handle: Mapping[str, Any] | None,
+    now: float,
+) -> tuple[UsageInterval, ...]:
+    """*intervals*, those still open ended at the provider's own now: the same clock as their start.
+
+    Where the provider does not tell its time, as long after the attempt was made as the store's clock counted
+    since the start was recorded: two clocks are never subtracted.
+
+    Args:
+        intervals: By the provider's clock.
+        started_at: When the start was recorded, by the store's clock; None when it was not.
+        handle: Of the attempt.
+        now: The store's time.
+    """
+    known = tuple(intervals)
+    if not known:
+        return ()
+    counted = now if started_at is None else begun_at(known, handle) + max(0.0, now - started_at)
+    ends = (counted if one.now is None else one.now for one in known)
+    return tuple(
+        one if one.end is not None else replace(one, end=max(one.start, end))
+        for one, end in zip(known, ends, strict=True)
+    )
+
+
 def with_removed(intervals: Iterable[UsageInterval], attempt: AttemptState) -> tuple[UsageInterval, ...]:
     """*intervals*, and those of nodes that went when the attempt became smaller in place.
 
@@ -118,9 +147,22 @@ def _within(held: Held, start: float, end: float | None) -> Held | None:
 
 
 def cost_usd(
-    spans: Sequence[Span], intervals: Iterable[UsageInterval], *, now: float, began: float | None = None
+    spans: Sequence[Span], intervals: Iterable[UsageInterval], *, began: float | None = None
 ) -> float | None:
-    """Each node at the price of its offer, those still held up to *now*; None when a price is unknown."""
-    held = (Held(item.node, item.start, item.end) for item in intervals)
+    """Closed *intervals*, each node at the price of its offer; None when a price is unknown."""
+    held = [Held(item.node, item.start, item.end) for item in intervals]
     uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans, began=began)]
-    return spent_usd(uses, now=now)
+    return spent_usd(uses, now=max((one.end for one in held if one.end is not None), default=0.0))
+
+
+def billed_usd(
+    spans: Sequence[Span],
+    intervals: Iterable[UsageInterval],
+    *,
+    started_at: float | None,
+    handle: Mapping[str, Any] | None,
+    now: float,
+) -> float | None:
+    """Cost so far of what was held in *intervals*, see :func:`until_now`; None when a price is unknown."""
+    closed = until_now(intervals, started_at=started_at, handle=handle, now=now)
+    return cost_usd(spans, closed, began=begun_at(closed, handle) if closed else None)

@@ -70,12 +70,14 @@ class Wake:
         detail: For the log.
         seen: Details of all that the owner might be needed for then; where it does nothing about them, the
             next watcher does not wake it for the same at once.
+        check_s: Seconds between two of the watcher's looks at the money; 0 when it did not look.
     """
 
     kind: WakeKind = "entry"
     silent_s: float = 0.0
     detail: str = ""
     seen: Sequence[str] = ()
+    check_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the payload of a trigger's event."""
@@ -92,7 +94,8 @@ class Wake:
         if kind not in get_args(WakeKind):
             raise ProtocolError(f"wake: kind {kind!r} is not known to this version")
         seen = tuple(str(item) for item in body.get("seen", ()))
-        return cls(kind, float(body.get("silent_s", 0.0)), str(body.get("detail", "")), seen)
+        silent_s, check_s = (float(body.get(name, 0.0)) for name in ("silent_s", "check_s"))
+        return cls(kind, silent_s, str(body.get("detail", "")), seen, check_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +112,16 @@ class Watching:
         age: Name in the lease under which watchers count how long it was asked to go, or is being changed.
         overdue_after_s: So many of these seconds, and it is overdue; None when it was not asked.
         usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
+        checkpoint_s: Seconds of a checkpoint, as earlier attempts measured it; None when none did.
         changing: ``resize`` or ``rescale`` while it is changed in place; then *handle* and *nodes* are those
             that it will have.
         spans: What it is on since when, with the prices; empty when only a wait is to be sat out.
-        started_at: When the attempt was started, by the owner's clock; None when unknown.
+        started_at: When the attempt was started, by the run's clock; None when unknown.
         answered: What the owner was just woken for and could do nothing about: see :class:`Wake`.
+        orphan_after_s: Seconds without an owner after which the sidecar saves and ends the attempt.
+        faults: Executions in a row that had no answer of the store or the backend.
+        faulty_s: Seconds that they have lasted, as the watchers between them counted.
+        pause_s: Seconds from now before the owner is woken for anything but a newer owner.
     """
 
     number: int
@@ -126,10 +134,15 @@ class Watching:
     age: str = ""
     overdue_after_s: float | None = None
     usd_left: float | None = None
+    checkpoint_s: float | None = None
     changing: str = ""
     spans: Sequence[Mapping[str, Any]] = ()
     started_at: float | None = None
     answered: Sequence[str] = ()
+    orphan_after_s: float = 1800.0
+    faults: int = 0
+    faulty_s: float = 0.0
+    pause_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, ResizesInPlace, UsageInterval
 from envscaler_airflow.controller.heard import believable
-from envscaler_airflow.controller.spans import Span, begun_at, cost_usd
+from envscaler_airflow.controller.limits import BUDGET_EVERY_S, reserve_usd
+from envscaler_airflow.controller.spans import Span, billed_usd
 from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
@@ -26,8 +26,6 @@ NEVER = frozenset(reason for reason, fate in PENDING.items() if fate != "wait")
 AGAIN_S = 60.0
 """Before a wake is repeated for what the owner could do nothing about, seconds. Chosen: a slice takes some
 seconds of a worker, and a kubelet has long answered."""
-BUDGET_EVERY_S = 30.0
-"""Between two looks at the money spent, seconds. Chosen: a dollar for a machine of $100/h."""
 
 
 def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: int) -> Status | None:
@@ -55,15 +53,21 @@ class Watch:
         backend: Backend,
         watching: Watching,
         monotonic: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        poll_s: float = 0.0,
     ) -> None:
-        """Begin at *watching*; ages count from now, by *monotonic*, and open bills run to *clock*."""
+        """Begin at *watching*; ages count from now, by *monotonic*.
+
+        *clock* is the run's, to which a bill runs whose provider does not tell its own time; the store's when
+        None. *poll_s* is the time between two looks.
+        """
         self._store = store
         self._prefix = prefix
         self._backend = backend
         self._watching = watching
         self._monotonic = monotonic
-        self._clock = clock
+        self._clock = clock or store.now
+        self._check_s = max(BUDGET_EVERY_S, poll_s)
         self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
         self._began = monotonic()
         self._number = watching.number
@@ -72,6 +76,7 @@ class Watch:
         self._heard = self._began
         self._read_at, self._blind_s, self._gap_s = self._began, 0.0, 0.0
         self._is_heard = self._has_read = self._is_blind = False
+        self._request: Wake | None = None
         self._ages: Mapping[str, float] | None = None
         self._billed = self._began
         self.statuses: dict[int, Status] = {}
@@ -105,18 +110,27 @@ class Watch:
     def _needed(self) -> Wake | None:
         if self._ages is None:
             self._ages = ages_of(self._store, self._prefix)
-        wake = self._new_events()
-        if wake is not None:
-            return wake
         elapsed = self._monotonic() - self._began
+        is_paused = elapsed < self._watching.pause_s
+        self._request = self._new_events() or self._request
+        if self._request is not None and (self._request.kind == "superseded" or not is_paused):
+            return self._request
         if self._watching.backoff_s is not None:
-            return Wake("backoff") if elapsed >= self._watching.backoff_s else None
+            return Wake("backoff") if elapsed >= self._watching.backoff_s and not is_paused else None
         if self._watching.handle is None:
-            return Wake("status", detail="nothing to watch")
-        wakes = self._attempt(Handle.from_dict(self._watching.handle))
+            return None if is_paused else Wake("status", detail="nothing to watch")
+        return self._of_attempt(Handle.from_dict(self._watching.handle), elapsed, is_paused=is_paused)
+
+    def _of_attempt(self, handle: Handle, elapsed: float, *, is_paused: bool) -> Wake | None:
+        """The attempt is looked at in a pause too, so that its ages go on from what was seen."""
+        wakes = self._attempt(handle)
+        if is_paused:
+            return None
         quiet = self._watching.answered if elapsed < AGAIN_S else ()
         first = next((one for one in wakes if one.detail not in quiet), None)
         seen, silent = tuple(one.detail for one in wakes), max((one.silent_s for one in wakes), default=0.0)
+        if first is None and self._watching.pause_s:
+            first = Wake("status", detail="tried again, since there was no answer")
         return None if first is None else replace(first, seen=seen, silent_s=silent)
 
     def ages(self) -> dict[str, float]:
@@ -231,34 +245,20 @@ class Watch:
         if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
             return []
         self._billed = now
+        watching, at = self._watching, self._clock()
         try:
             intervals = self._backend.usage(handle)
         except BackendError:
-            at = self._clock()
-            nodes = range(self._watching.nodes)
+            nodes = range(watching.nodes)
             intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
-        began = self._watching.started_at
-        ours = by_owner(intervals, started_at=began, handle=self._watching.handle)
-        usd = cost_usd(self._spans, ours, now=self._clock(), began=began)
-        return [Wake("status", detail="the budget is spent")] if usd is not None and usd >= left else []
-
-
-def by_owner(
-    intervals: Iterable[UsageInterval], *, started_at: float | None, handle: Mapping[str, Any] | None = None
-) -> tuple[UsageInterval, ...]:
-    """*intervals* moved so that what *handle* names was made when the owner recorded the start.
-
-    Where that does not say when it was made, so that the first begins then.
-
-    All are as far apart, and the closed ones as long, as the provider says. Those still open end at the
-    owner's now, and by the provider's own times they would be the difference of two machines' clocks, one of
-    which may be an hour off.
-    """
-    known = tuple(intervals)
-    if started_at is None or not known:
-        return known
-    off_s = started_at - begun_at(known, handle)
-    return tuple(
-        replace(item, start=item.start + off_s, end=None if item.end is None else item.end + off_s)
-        for item in known
-    )
+        usd = billed_usd(
+            self._spans, intervals, started_at=watching.started_at, handle=watching.handle, now=at
+        )
+        more = reserve_usd(
+            self._spans[-1].allocation,
+            check_s=self._check_s,
+            checkpoint_s=watching.checkpoint_s,
+            said=self.statuses.get(0),
+        )
+        is_spent = usd is not None and more is not None and usd + more >= left
+        return [Wake("status", detail="the budget is spent", check_s=self._check_s)] if is_spent else []

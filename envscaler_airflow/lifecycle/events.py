@@ -95,7 +95,8 @@ class Event:
         type: One of :data:`EVENT_TYPES`; others are kept and change nothing.
         body: JSON.
         writer: uuid of the writing process, by which it knows its own events again.
-        at: Writer's clock, seconds since the epoch. For people; never compared.
+        at: When, by the store's clock, seconds since the epoch: its date as the writer knew it, and never
+            later than what the store gave the file. A copied store gives its files new times. Never an order.
         actor: On whose behalf; None for requests by people and sensors.
     """
 

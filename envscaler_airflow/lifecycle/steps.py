@@ -121,6 +121,7 @@ class Facts:
         observed: The live attempt; None when none is live or nothing could be learned.
         spent_usd: Metered cost of this generation; None when a price is unknown.
         budget_usd: Most that this generation may cost; None for no bound.
+        reserve_usd: What the live attempt still costs until it is gone, if it is asked to go now.
         backoff_is_over: True when this call comes after the wait that the last one asked for.
         is_overdue: True when an attempt that was asked to go did not within its time.
         memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.
@@ -132,6 +133,7 @@ class Facts:
     observed: Observed | None = None
     spent_usd: float | None = None
     budget_usd: float | None = None
+    reserve_usd: float = 0.0
     backoff_is_over: bool = False
     is_overdue: bool = False
     memory_limit_bytes: int | None = None
@@ -310,13 +312,20 @@ def _reason(stop: Request) -> str:
 
 
 def _is_over_budget(facts: Facts) -> bool:
-    return (
-        facts.budget_usd is not None and facts.spent_usd is not None and facts.spent_usd >= facts.budget_usd
-    )
+    if facts.budget_usd is None or facts.spent_usd is None:
+        return False
+    return facts.spent_usd + facts.reserve_usd >= facts.budget_usd
 
 
 def _budget_words(facts: Facts) -> str:
-    return f"${facts.spent_usd:.2f} of the budget of ${facts.budget_usd:.2f} are spent"
+    words = f"{_usd(facts.spent_usd)} of the budget of {_usd(facts.budget_usd)} are spent"
+    return f"{words}, saving and ending costs up to {_usd(facts.reserve_usd)}" if facts.reserve_usd else words
+
+
+def _usd(amount: float | None) -> str:
+    """``$1.67``, and of less than a dollar two digits that count: ``$0.0042``."""
+    known = amount or 0.0
+    return f"${known:.2f}" if known >= 1 or known == 0 else f"${known:.2g}"
 
 
 def _first(pending: Iterable[Request], kind: str) -> Request | None:

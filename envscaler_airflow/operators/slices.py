@@ -15,15 +15,18 @@ from airflow.sdk.execution_time.context import NEVER_EXPIRE
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.again import is_passing, watched_now
+from envscaler_airflow.controller.again import postponed as again
 from envscaler_airflow.controller.request import accept_delivery
-from envscaler_airflow.controller.stage import Delivered, Stage, SupersededError, Waiting, Wake
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.controller.stage import Delivered, Stage, SupersededError, Waiting, Wake, Watching
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.hooks.states import task_state
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.operators.transcript import Transcript
 from envscaler_airflow.store import EventLog, RunKey, Store, check_store
+from envscaler_airflow.triggers.stage import settle_s
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -75,6 +78,13 @@ class Slice:
     def begun(self) -> Mapping[str, Any]:
         """What the generation was begun with. Raises StoreError."""
         return EventLog(self.store, self.prefix).load().begun
+
+    def state(self) -> RunState | None:
+        """Fold of the run's events; None when the store does not answer."""
+        try:
+            return EventLog(self.store, self.prefix, snapshots=False).load()
+        except (StoreError, ProtocolError):
+            return None
 
     def advance(self, stage: Stage, event: Mapping[str, Any] | None) -> Waiting | Delivered:
         """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
@@ -143,6 +153,37 @@ def _keeps_lives() -> bool:
     backend = conf.get("state_store", "backend", fallback=_METASTORE) or _METASTORE
     is_custom = backend != _METASTORE or bool(conf.get("workers", "state_store_backend", fallback=""))
     return not is_custom and not conf.getboolean("state_store", "clear_on_success", fallback=False)
+
+
+def postponed(
+    err: EnvScalerError,
+    part: Slice | None,
+    event: Mapping[str, Any] | None,
+    watched: Mapping[str, Any] | None,
+) -> tuple[str, Watching] | None:
+    """The run and what to watch until *err* has passed; None where it is Airflow's to retry.
+
+    Args:
+        err: What ended the slice.
+        part: The slice; None where not even the store could be opened.
+        event: What it was for; None for ``execute``.
+        watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None where none did.
+    """
+    if not is_passing(err):
+        return None
+    if watched is not None:
+        known, prefix = Watching.from_dict(watched["watching"]), str(watched["prefix"])
+    elif part is not None and (state := part.state()) is not None:
+        found = watched_now(state, part.actor)
+        if found is None:
+            return None
+        known, prefix = found, part.prefix
+    else:
+        return None  # not begun, as far as anyone can tell: an ordinary retry
+    wake = Wake() if event is None else Wake.from_dict(event)
+    watched_s = float((watched or {}).get("watched_s", 0.0))
+    after = again(known, wake, watched_s=watched_s, least_s=settle_s())
+    return None if after is None else (prefix, after)
 
 
 def pause_s(name: str, value: object) -> float:

@@ -140,7 +140,8 @@ class EnvStageOperator(_OnCluster):
         """Go on after what the trigger saw, where it looked: a DAG file edited meanwhile moves no run."""
         told = dict(event or {"kind": "status"})
         self._stay(told.pop("place", None) or {})
-        return self._advance(context, told)
+        watched = told.pop("watched", None)
+        return self._advance(context, told, watched)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Go on after a deferral; a timeout asks the stage to save and go, a failed trigger is replaced."""
@@ -162,12 +163,15 @@ class EnvStageOperator(_OnCluster):
         kill leaves is ended by the lease.
         """
 
-    def _advance(self, context: Context, event: dict[str, Any] | None) -> Any:
+    def _advance(
+        self, context: Context, event: dict[str, Any] | None, watched: Mapping[str, Any] | None = None
+    ) -> Any:
         from envscaler_airflow.controller.stage import (  # noqa: PLC0415  (DAG files do without)
             SupersededError,
             Waiting,
         )
 
+        part = None
         try:
             part = self._open(context)
             stage = self._stage(context, part, is_entry=event is None)
@@ -183,10 +187,35 @@ class EnvStageOperator(_OnCluster):
         except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
+            self._postpone(context, err, part, event, watched)
             self._raise(err)
         if isinstance(result, Waiting):
             self._defer(context, part, result)
         return self._deliver(context, part, result)
+
+    def _postpone(
+        self,
+        context: Context,
+        err: EnvScalerError,
+        part: Slice | None,
+        event: Mapping[str, Any] | None,
+        watched: Mapping[str, Any] | None,
+    ) -> None:
+        """Defer again where *err* may pass and an attempt may run: that uses up no retry."""
+        from envscaler_airflow.operators.slices import postponed  # noqa: PLC0415  (DAG files do without)
+
+        found = postponed(err, part, event, watched)
+        if found is None:
+            return
+        prefix, watching = found
+        self.log.warning(
+            "run=%s no answer, %d in a row: %s; uses up no retry, and is tried again in %.0f s",
+            prefix,
+            watching.faults,
+            err,
+            watching.pause_s,
+        )
+        self._watch(context, prefix, watching.to_dict())
 
     @staticmethod
     def _raise(err: EnvScalerError) -> NoReturn:
@@ -211,13 +240,16 @@ class EnvStageOperator(_OnCluster):
         return stage_of(self, context, begun=None if is_entry else part.begun, backend=part.backend)
 
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
+        self.log.info("deferred: %s", waiting.reason)
+        self._watch(context, part.prefix, waiting.watching.to_dict())
+
+    def _watch(self, context: Context, prefix: str, watching: Mapping[str, Any]) -> NoReturn:
         from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
 
-        self.log.info("deferred: %s", waiting.reason)
         trigger = StageTrigger(
-            prefix=part.prefix,
-            watching=waiting.watching.to_dict(),
-            ti_id=part.actor.ti_id,
+            prefix=prefix,
+            watching=watching,
+            ti_id=str(context["ti"].id),
             compute=self.compute_place,
             store_url=self.store_url,
             store_conn_id=self.store_conn_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -71,11 +70,12 @@ def _page(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[str, 
         return message_page("There is no run store to read", str(err)), _unavailable()
     if isinstance(found, str):
         return message_page("No training has begun here", found, again=True), HTTPStatus.NOT_FOUND
-    return run_page(found, now=time.time()), HTTPStatus.OK
+    facts, now = found
+    return run_page(facts, now=now), HTTPStatus.OK
 
 
-def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> RunFacts | str:
-    """The run of a task instance, or where none was found, in words."""
+def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[RunFacts, float] | str:
+    """The run of a task instance and its store's time, or where none was found, in words."""
     place = _place(dag_id, run_id, task_id, map_index)
     store = place.open()
     where = f"Neither events nor checkpoints of it lie in {store.url}. Only stages (EnvStageOperator) train."
@@ -87,7 +87,7 @@ def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> RunFacts | 
         key = RunKey(deployment, dag_id, run_id, task_id, map_index, team)
         facts = read_facts(store, key.prefix)
         if facts is not None:
-            return facts
+            return facts, store.now()
     return where
 
 

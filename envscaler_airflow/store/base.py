@@ -53,6 +53,19 @@ class Store(Protocol):
             ProtocolError: Larger than *max_bytes*.
         """
 
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """Bytes of *name* and when it was written by the store's clock, seconds since the epoch.
+
+        None when it is absent; the date alone is None where the store does not tell it. Raises as
+        :meth:`read`.
+        """
+
+    def now(self) -> float:
+        """The store's time, seconds since the epoch: the date of its last answer, and what has passed since.
+
+        Asks the store where no answer told a date yet. Where it tells none at all, this machine's time.
+        """
+
     def write(self, name: str, data: bytes) -> None:
         """Put *data* at *name*, atomically, over what was there."""
 
@@ -128,6 +141,14 @@ class StoreView:
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """See :meth:`Store.read`."""
         return self._store.read(self._name(name), max_bytes=max_bytes)
+
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """See :meth:`Store.read_dated`."""
+        return self._store.read_dated(self._name(name), max_bytes=max_bytes)
+
+    def now(self) -> float:
+        """See :meth:`Store.now`."""
+        return self._store.now()
 
     def write(self, name: str, data: bytes) -> None:
         """See :meth:`Store.write`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError, StoreError
@@ -42,7 +42,7 @@ class EventLog:
         store: Store,
         prefix: str = "",
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         writer: str | None = None,
         snapshots: bool = True,
     ) -> None:
@@ -51,13 +51,13 @@ class EventLog:
         Args:
             store: The run store, or a view of the run's folder.
             prefix: The run's folder; ``""`` for a view of it.
-            clock: Seconds since the epoch, for people.
+            clock: The run's clock, seconds since the epoch; the store's when None.
             writer: uuid of this writer; a new one when None. Never share one between writers.
             snapshots: False for a reader that must write nothing.
         """
         self._store = store
         self._prefix = check_prefix(prefix)
-        self._clock = clock
+        self._clock = clock or store.now
         self._snapshots = snapshots
         self._state = RunState()
         self._known = 0
@@ -126,17 +126,23 @@ class EventLog:
 
     def _following(self, after: int) -> Iterator[tuple[Event, bytes]]:
         number = after + 1
-        while (text := self._text(number)) is not None:
-            where = self._where(number)
+        while (found := self._dated(number)) is not None:
+            (text, date), where = found, self._where(number)
             event = Event.from_json(text, where=where)
+            if date is not None and date < event.at:  # no writer's clock goes before the store's
+                event = replace(event, at=date)
             if event.number != number:
                 raise ProtocolError(f"{where}: says that it is event {event.number}")
             self._known = max(self._known, number)
             yield event, text
             number += 1
 
+    def _dated(self, number: int) -> tuple[bytes, float | None] | None:
+        return self._store.read_dated(self._name(event_name(number)), max_bytes=MAX_EVENT_BYTES)
+
     def _text(self, number: int) -> bytes | None:
-        return self._store.read(self._name(event_name(number)), max_bytes=MAX_EVENT_BYTES)
+        found = self._dated(number)
+        return None if found is None else found[0]
 
     def _last(self) -> int:
         """Highest number that exists, found in few looks: numbers have no gaps."""

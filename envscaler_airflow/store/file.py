@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.store.dates import StoreDates
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,
@@ -33,6 +35,9 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp\Z")
 _TRIES = 16
 """How often a write meets a folder that a delete is just removing. Chosen: each try needs another delete."""
+_NAMELESS = getattr(os, "O_TMPFILE", 0)
+_ASK_EVERY_S = 3600.0
+"""How old the last date may be, seconds. Chosen: a monotonic clock stands still while a machine sleeps."""
 _COPY_BYTES = 1 << 20  # chosen: few calls, little memory
 _LASTING = frozenset(
     {
@@ -75,22 +80,49 @@ class FileStore:
         self.url = f"file://{self.root}"
         self._must_exist = must_exist
         self._inode: int | None = None
+        self._dates = StoreDates()
 
     at_once = AT_ONCE
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent."""
+        found = self.read_dated(name, max_bytes=max_bytes)
+        return None if found is None else found[0]
+
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """Bytes of *name* and its mtime; None when it is absent."""
         with self._told(name):
             file = self._open(name)
             if file is None:
                 return None
             with file:
-                size = os.fstat(file.fileno()).st_size
+                facts = os.fstat(file.fileno())
+                size = facts.st_size
                 data = file.read(max_bytes + 1) if size <= max_bytes else b""
         size = max(size, len(data))
         if size > max_bytes:
             raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
-        return data
+        return data, facts.st_mtime
+
+    def now(self) -> float:
+        """The time of the filesystem, which on NFS is the server's: by what this process last wrote there.
+
+        A process that wrote nothing yet asks by a file without a name, or one that it removes at once; one
+        that may not write at all takes this machine's time.
+        """
+        known = self._dates.now(max_age_s=_ASK_EVERY_S)
+        if known is None:
+            with suppress(StoreError, OSError):
+                self._ask_date()
+            known = self._dates.now()
+        return time.time() if known is None else known
+
+    def _ask_date(self) -> None:
+        folder = self._open_root(make=False)
+        try:
+            self._dates.seen(_date_in(folder))
+        finally:
+            os.close(folder)
 
     def write(self, name: str, data: bytes) -> None:
         """Put *data* at *name*, atomically, over what was there."""
@@ -183,7 +215,9 @@ class FileStore:
                 # A delete may remove the empty folder between our making it and our first file in it.
                 with suppress(FileNotFoundError), self._folder(folders, make=True) as folder:
                     assert folder is not None
-                    return _place(folder, last, fill, exclusive=exclusive)
+                    placed, date = _place(folder, last, fill, exclusive=exclusive)
+                    self._dates.seen(date)
+                    return placed
             raise FileNotFoundError(errno.ENOENT, "its folder is removed again and again")
 
     def _open(self, name: str) -> BinaryIO | None:
@@ -290,20 +324,45 @@ def _refuse_link(part: str, folder: int) -> None:
             raise ProtocolError(f"{part!r} is a symbolic link: the run store holds none; remove it")
 
 
-def _place(folder: int, last: str, fill: Callable[[BinaryIO], object], *, exclusive: bool) -> bool:
+def _date_in(folder: int) -> float:
+    """What a file gets as its time that is written in *folder* now."""
+    if _NAMELESS:
+        with suppress(OSError):  # NFS and some others have no files without a name
+            return _written(os.open(f"/proc/self/fd/{folder}", os.O_WRONLY | _NAMELESS | os.O_CLOEXEC, 0o600))
+    temporary = f".{uuid.uuid4().hex}.tmp"
+    try:
+        return _written(os.open(temporary, _NEW, 0o600, dir_fd=folder))
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+
+
+def _written(descriptor: int) -> float:
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(b"1")
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _place(
+    folder: int, last: str, fill: Callable[[BinaryIO], object], *, exclusive: bool
+) -> tuple[bool, float]:
+    """Whether it is there by this call, and when it was written by the filesystem's clock."""
     temporary = f".{uuid.uuid4().hex}.tmp"
     try:
         with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
+            date = os.fstat(file.fileno()).st_mtime
         if exclusive:
             placed = _link(temporary, last, folder)
         else:
             os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
             placed = True
         os.fsync(folder)
-        return placed
+        return placed, date
     finally:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)

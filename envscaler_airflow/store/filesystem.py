@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsspec.core import url_to_fs
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.store.dates import StoreDates, written_at
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,
@@ -32,6 +35,9 @@ Source: gcsfs 2026.10 (``ifGenerationMatch=0``), adlfs 2026.8 (``overwrite=False
 ``If-None-Match: *``), fsspec 2026.9 (memory, one process). Older versions that take the mode and ignore
 it are found by :func:`~envscaler_airflow.store.base.check_store`.
 """
+
+_ASK_EVERY_S = 3600.0
+"""How old the last date may be, seconds. Chosen: three requests an hour, and clocks drift by milliseconds."""
 
 
 class FilesystemStore:
@@ -67,6 +73,7 @@ class FilesystemStore:
         except OSError as err:
             raise StoreError(f"store {url}: {type(err).__name__}: {err}", transient=True) from err
         self._root: str = root.rstrip("/")
+        self._dates = StoreDates()
         self.url = url.rstrip("/") if not url.endswith("://") else url
         protocol = self._fs.protocol
         # Clients made for many calls at a time are so marked; of others, such as SFTP's, nothing is known.
@@ -77,11 +84,39 @@ class FilesystemStore:
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent."""
+        found = self.read_dated(name, max_bytes=max_bytes)
+        return None if found is None else found[0]
+
+    def now(self) -> float:
+        """By what an object got as its time that was written there within the hour.
+
+        fsspec hands out no dates of answers: one is written and removed. A filesystem that tells no times,
+        or does not answer, leaves this machine's.
+        """
+        known = self._dates.now(max_age_s=_ASK_EVERY_S)
+        if known is None:
+            with suppress(StoreError):
+                self._ask_date()
+            known = self._dates.now()
+        return time.time() if known is None else known
+
+    def _ask_date(self) -> None:
+        name = f".date-{uuid.uuid4().hex}"
+        try:
+            self.write(name, b"1")
+            with self._told(name):
+                self._dates.seen(written_at(self._info(self._path(name)) or {}))
+        finally:
+            self.delete(name)
+
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """Bytes of *name* and when the filesystem says that it was written; None when it is absent."""
         path = self._path(name)
         with self._told(name):
-            size = self._size(path)
-            if size is None:
+            facts = self._info(path)
+            if facts is None:
                 return None
+            size = int(facts["size"])
             try:
                 data = self._fs.cat_file(path) if size <= max_bytes else b""
             except FileNotFoundError:
@@ -89,7 +124,7 @@ class FilesystemStore:
         size = max(size, len(data))
         if size > max_bytes:
             raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
-        return bytes(data)
+        return bytes(data), written_at(facts)
 
     def write(self, name: str, data: bytes) -> None:
         """Put *data* at *name* over what was there."""
@@ -213,12 +248,17 @@ class FilesystemStore:
             self._fs.pipe_file(path, data, **mode)
 
     def _size(self, path: str) -> int | None:
+        facts = self._info(path)
+        return None if facts is None else int(facts["size"])
+
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        """What the filesystem tells of the file *path*; None when there is none."""
         self._fs.invalidate_cache()
         try:
-            facts = self._fs.info(path)
+            facts: Mapping[str, Any] = self._fs.info(path)
         except FileNotFoundError:
             return None
-        return int(facts["size"]) if facts["type"] == "file" else None
+        return facts if facts["type"] == "file" else None
 
     def _create_weakly(self, path: str, data: bytes) -> bool:
         if self._size(path) is not None:

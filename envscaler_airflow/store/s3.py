@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,6 +18,7 @@ from botocore.config import Config
 from s3transfer import exceptions as transfers
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.store.dates import StoreDates, date_of
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,
@@ -101,11 +103,26 @@ class S3Store:
         self._extra: dict[str, Any] = dict(given.get("extra_args") or {})
         self._client = _client(given)
         self.url = f"s3://{join(bucket, self._prefix)}"
+        self._dates = StoreDates()
+        self._client.meta.events.register("after-call.s3", _tells(self._dates))
 
     at_once = AT_ONCE
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent."""
+        found = self.read_dated(name, max_bytes=max_bytes)
+        return None if found is None else found[0]
+
+    def now(self) -> float:
+        """The date of the last answer of S3, and what has passed since."""
+        if self._dates.now() is None:
+            with suppress(StoreError), self._told(""):
+                self._client.head_bucket(Bucket=self._bucket)
+        known = self._dates.now()
+        return time.time() if known is None else known
+
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """Bytes of *name* and its LastModified; None when it is absent."""
         with self._told(name):
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
@@ -117,7 +134,7 @@ class S3Store:
                 data = body.read() if size <= max_bytes else b""
         if size > max_bytes:
             raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
-        return data
+        return data, date_of(answer.get("LastModified"))
 
     def write(self, name: str, data: bytes) -> None:
         """Put *data* at *name*, atomically, over what was there."""
@@ -282,6 +299,16 @@ class S3Store:
             status=status,
             transient=status is None or status >= 500 or status == 429 or code in _TRANSIENT,
         )
+
+
+def _tells(dates: StoreDates) -> Callable[..., None]:
+    """Takes the date of every answer of a client, refusals too."""
+
+    def take(http_response: Any = None, **_more: object) -> None:
+        headers = getattr(http_response, "headers", None) or {}
+        dates.seen(date_of(headers.get("date")))
+
+    return take
 
 
 def _batches(keys: list[str]) -> Iterator[list[str]]:

@@ -189,7 +189,8 @@ class ScriptedBackend:
         """From submit to the end, by the test's clock."""
         self._enter("usage", handle.name)
         life = self._life(handle)
-        return tuple(UsageInterval(n.node, life.started, life.ended.get(n.node)) for n in life.nodes)
+        now = self.clock.time()
+        return tuple(UsageInterval(n.node, life.started, life.ended.get(n.node), now) for n in life.nodes)
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """What the test let the nodes print."""

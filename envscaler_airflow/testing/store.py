@@ -90,6 +90,14 @@ class FaultyStore:
         """See :meth:`Store.read`."""
         return self._pass("read", name, lambda: self._store.read(name, max_bytes=max_bytes))
 
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """See :meth:`Store.read_dated`; to faults it is a ``read``."""
+        return self._pass("read", name, lambda: self._store.read_dated(name, max_bytes=max_bytes))
+
+    def now(self) -> float:
+        """See :meth:`Store.now`; never fails."""
+        return self._store.now()
+
     def write(self, name: str, data: bytes) -> None:
         """See :meth:`Store.write`."""
         self._pass("write", name, lambda: self._store.write(name, data))

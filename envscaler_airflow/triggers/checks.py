@@ -45,7 +45,8 @@ class Checks:
         map_index: Only that one; None for all that there are.
         writer: Name of this observer in ``decisions/``.
         ask: Answers the queries of rules.
-        monotonic, clock: Time.
+        monotonic: For ages.
+        clock: The run's; the store's when None.
     """
 
     store: Store
@@ -55,7 +56,7 @@ class Checks:
     writer: str
     ask: Ask | None = None
     monotonic: Callable[[], float] = time.monotonic
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] | None = None
     _runs: dict[str, _Run] = field(default_factory=dict)
 
     @classmethod
@@ -104,6 +105,10 @@ class Checks:
                 lines.append(words if name == "-1" else f"[{name}] {words}")
         return lines
 
+    def now(self) -> float:
+        """The run's time, seconds since the epoch."""
+        return self.store.now() if self.clock is None else self.clock()
+
     def close(self) -> None:
         """Write what is not yet written."""
         for run in self._runs.values():
@@ -150,7 +155,7 @@ class Checks:
         """The sensor's default timeout: an hour after the last deadline; none when a run has none."""
         limits = [_deadline(run.sight.state) for run in self._runs.values() if run.sight]
         known = [limit for limit in limits if limit is not None]
-        if not known or len(known) < len(limits) or self.clock() < max(known) + DEADLINE_MARGIN_S:
+        if not known or len(known) < len(limits) or self.now() < max(known) + DEADLINE_MARGIN_S:
             return None
         return {"kind": "timeout", "reason": "the stage's deadline is over by an hour"}
 

@@ -40,8 +40,9 @@ class Look:
         compute: str,
         holder: str,
         monotonic: Callable[[], float] = time.monotonic,
+        poll_s: float = 0.0,
     ) -> None:
-        """Begin at *watching*.
+        """Begin at *watching*, and look every *poll_s* seconds.
 
         Raises:
             SpecError: This store does not hold the run: it is another one than the operator's.
@@ -58,7 +59,12 @@ class Look:
         self._told = frozenset({self._waits} - {""})
         backend = _shared(compute)
         self._watch = Watch(
-            store=store, prefix=prefix, backend=backend, watching=watching, monotonic=monotonic
+            store=store,
+            prefix=prefix,
+            backend=backend,
+            watching=watching,
+            monotonic=monotonic,
+            poll_s=poll_s,
         )
         self._tail = Tail(
             store,
@@ -82,10 +88,12 @@ class Look:
         holder: str,
         store_url: str | None,
         store_conn_id: str | None,
+        poll_s: float = 0.0,
     ) -> Look:
         """Look at a run through settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
-        return cls(store, prefix, Watching.from_dict(watching), compute=compute, holder=holder)
+        told = Watching.from_dict(watching)
+        return cls(store, prefix, told, compute=compute, holder=holder, poll_s=poll_s)
 
     def once(self, say: Callable[[str], object]) -> dict[str, Any] | None:
         """Say new lines of the training's log; the :class:`Wake` that the owner is needed for, if any.

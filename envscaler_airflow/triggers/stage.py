@@ -40,7 +40,9 @@ def settle_s() -> float:
 
 
 class StageTrigger(BaseTrigger):
-    """Watches one run; fires exactly one event, a ``Wake`` and where it looked; starts and stops nothing.
+    """Watches one run; fires exactly one event, a ``Wake``, where it looked and what it watched.
+
+    Starts and stops nothing.
 
     Args:
         prefix: The run's folder in the store.
@@ -101,7 +103,12 @@ class StageTrigger(BaseTrigger):
         await asyncio.sleep(max(0.0, began + hold - time.monotonic()))
         self._fired = True
         place = {name: getattr(self, name) for name in ("compute", "store_url", "store_conn_id")}
-        yield TriggerEvent({**wake, "place": place})  # type: ignore[no-untyped-call]  # Airflow's has no types
+        watched = {
+            "prefix": self.prefix,
+            "watching": self.watching,
+            "watched_s": time.monotonic() - began,
+        }
+        yield TriggerEvent({**wake, "place": place, "watched": watched})  # type: ignore[no-untyped-call]  # Airflow's has no types
 
     async def on_kill(self) -> None:
         """The user ended the task: ask the attempt to save and go; wait for nothing.
@@ -165,6 +172,7 @@ class StageTrigger(BaseTrigger):
             holder=f"trigger of {self.ti_id}",
             store_url=self.store_url,
             store_conn_id=self.store_conn_id,
+            poll_s=self.poll_s,
         )
 
     def _look(self, look: Look) -> dict[str, Any] | None:

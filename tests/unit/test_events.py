@@ -38,12 +38,13 @@ class Recorded:
     def __getattr__(self, name):
         """Record, perhaps fail, pass on."""
         real = getattr(self._store, name)
-        if name not in ("read", "write", "create", "size", "names", "children", "delete"):
+        kind = "read" if name == "read_dated" else name
+        if kind not in ("read", "write", "create", "size", "names", "children", "delete"):
             return real
 
         def call(*args, **kwargs):
-            self.calls.append((name, args[0]))
-            failure = self.fail.get(name)
+            self.calls.append((kind, args[0]))
+            failure = self.fail.get(kind)
             if failure is not None:
                 return failure(*args, real=real, **kwargs)
             return real(*args, **kwargs)
@@ -292,6 +293,14 @@ class Memory:
     def read(self, name, *, max_bytes):
         """What is there."""
         return self.files.get(name)
+
+    def read_dated(self, name, *, max_bytes):
+        """What is there, without a date."""
+        return (self.files[name], None) if name in self.files else None
+
+    def now(self):
+        """A clock that stands still."""
+        return 0.0
 
     def size(self, name):
         """Its size."""

@@ -30,6 +30,19 @@ def test_what_is_read_is_what_was_written(message):
     assert type(message).from_json(message.to_json(), where="x") == message
 
 
+def test_the_types_of_fields_are_resolved_once(monkeypatch):
+    """300 statuses with progress and an end: three classes, each resolved once (A9)."""
+    asked, resolve = [], protocol.get_type_hints
+    monkeypatch.setattr(protocol, "get_type_hints", lambda cls: asked.append(cls) or resolve(cls))
+    protocol._hints.cache_clear()
+    said = Status(progress=Progress(step=5), ended=Ended(exit_code=1)).to_json()
+
+    for _ in range(300):
+        Status.from_json(said, where="x")
+
+    assert sorted(cls.__name__ for cls in asked) == ["Ended", "Progress", "Status"]
+
+
 def test_half_a_character_is_read_as_what_can_be_said():
     """A file name that is no UTF-8, in a message: whoever prints a status ends in no traceback."""
     said = Status(message="shard-\udcff of größe", ended=Ended(last_lines=("\udcff",)))

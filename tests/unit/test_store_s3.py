@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 from botocore.exceptions import (
@@ -42,6 +43,13 @@ class Client:
         """Answer with *answers*, in order."""
         self.answers = list(answers)
         self.calls = []
+        self.meta = SimpleNamespace(events=self)
+        self.tell = None
+
+    def register(self, event, handler):
+        """As botocore's events do: *handler* is told of every answer."""
+        assert event == "after-call.s3"
+        self.tell = handler
 
     def __getattr__(self, name):
         """Any method of the service."""

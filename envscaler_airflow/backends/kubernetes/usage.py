@@ -26,7 +26,11 @@ makes its pods within seconds, and waits 10 s and more before it makes one again
 
 def usage_of(found: Sequence[tuple[Part, Seen]]) -> tuple[UsageInterval, ...]:
     """Of all Jobs of an attempt. One that is gone, and its times with it, was held as long as the others."""
-    held = [(seen.job is None, one) for part, seen in found for one in intervals(seen, part)]
+    held = [
+        (seen.job is None, replace(one, now=seen.server_time))
+        for part, seen in found
+        for one in intervals(seen, part)
+    ]
     ends = [one.end for is_gone, one in held if not is_gone]
     if not ends:
         return tuple(one for _, one in held)

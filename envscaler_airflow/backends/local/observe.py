@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,8 @@ class NodeView:
             return UsageInterval(
                 self.node, started, max(started, _modified(self.folder / files.LOCK, started))
             )
-        return UsageInterval(self.node, started, None)
+        now = time.time() if self.is_here else None  # its own clock is this machine's
+        return UsageInterval(self.node, started, None, now)
 
 
 def was_started(folder: Path) -> bool:

@@ -10,9 +10,8 @@ import pytest
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.controller import facts
 from envscaler_airflow.controller.report import run_report
-from envscaler_airflow.controller.spans import with_removed
+from envscaler_airflow.controller.spans import until_now, with_removed
 from envscaler_airflow.controller.stage import Wake
-from envscaler_airflow.controller.watch import by_owner
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.lifecycle.state import Before
 from envscaler_airflow.planning.offers import Allocation
@@ -80,7 +79,7 @@ def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
 
 def test_a_closed_interval_is_as_long_as_the_provider_says():
     """Whatever the owner's clock shows."""
-    found = by_owner([UsageInterval(0, 5.0, 65.0)], started_at=1e6)
+    found = until_now([UsageInterval(0, 5.0, 65.0)], started_at=1e6, handle=None, now=2e6)
 
     assert [item.end - item.start for item in found] == [60.0]
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from envscaler_airflow.backends.base import UsageInterval
-from envscaler_airflow.controller import facts
+from envscaler_airflow.controller import facts, limits
 from envscaler_airflow.controller.stage import Wake, Watching
+from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, BudgetError, RunFailedError
+from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import Progress, Status
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -23,15 +29,15 @@ checkpoint: {every: 10m}
 """
 
 
-def test_a_long_attempt_is_stopped_when_the_budget_is_spent(world):
-    """$0.05 an hour against $0.05: nothing happens for an hour, and the watch says so within 30 s."""
+def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
+    """$0.05 an hour against $0.05: a look of 30 s, a save of 20 s and a drain of 30 s fit in (A6)."""
     owner = world.controller(budget_usd=0.05)
     watch = world.watch(owner.enter())
-    world.say()
+    world.say(checkpoint_s=20.0)
     before = [watch.poll()]
-    world.clock.advance(3570)
+    world.clock.advance(3510)
     before.append(watch.poll())
-    world.clock.advance(30)
+    world.clock.advance(31)
 
     wake = watch.poll()
     owner.resume(wake)
@@ -51,9 +57,9 @@ def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
     owner.resume(Wake("status"))
     watch = world.watch(owner.resume(Wake("backoff")))
     world.say()
-    world.clock.advance(1770)
+    world.clock.advance(1700)
     early = watch.poll()
-    world.clock.advance(30)
+    world.clock.advance(31)
 
     assert early is None
     assert watch.poll().detail == "the budget is spent"
@@ -78,7 +84,7 @@ def test_a_bill_that_cannot_be_read_still_ends(world):
     watch = world.watch(world.controller(budget_usd=0.05).enter())
     for _ in range(2):
         world.backend.fail_next("usage", BackendError("down", transient=True))
-    world.clock.advance(3599)
+    world.clock.advance(3529)
     early = watch.poll()
     world.clock.advance(30)
 
@@ -160,6 +166,84 @@ def test_many_looks_at_a_running_attempt_add_no_event(world):
         owner.resume(Wake("status"))
 
     assert world.state.number == before
+
+
+@pytest.mark.parametrize(
+    ("offer", "seconds"),
+    [
+        (cpu_offer(1, usd_per_hour=36.0), 30 + 10 + 30),
+        (replace(cpu_offer(1, usd_per_hour=36.0), cloud="gcp"), 30 + 10 + 30 + 60),
+        (replace(cpu_offer(1, usd_per_hour=36.0), cloud="lambda"), 30 + 10 + 30 + 60),
+    ],
+)
+def test_the_drain_begins_when_the_rest_of_the_budget_is_just_enough_for_it(offer, seconds):
+    """A cent a second: a look, a save, a drain, and what the cloud bills at least (A6)."""
+    reserve = limits.reserve_usd(Allocation(offer), check_s=30.0, checkpoint_s=None)
+
+    assert reserve == pytest.approx(0.01 * seconds)
+
+
+def test_what_an_attempt_measured_of_itself_counts_for_its_drain():
+    """A save of 100 s where the last one took 5, and 13 steps of 2 s until it begins (A6)."""
+    said = Status(checkpoint_s=100.0, progress=Progress(step_time_s=2.0))
+    place = Allocation(cpu_offer(1, usd_per_hour=36.0), 2)
+
+    reserve = limits.reserve_usd(place, check_s=60.0, checkpoint_s=5.0, said=said)
+
+    assert reserve == pytest.approx(0.02 * (60 + 100 + 26 + 30))
+
+
+def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
+    """Looks of five minutes: the wake says so, and the owner acts on it (A6)."""
+    owner = world.controller(budget_usd=0.05)
+    waiting = owner.enter()
+    watch = Watch(
+        store=world.store, prefix=world.prefix, backend=world.backend, watching=waiting.watching,
+        monotonic=world.clock.monotonic, clock=world.clock.time, poll_s=300.0,
+    )  # fmt: skip
+    world.say()
+    world.clock.advance(3600 - 340)
+
+    wake = watch.poll()
+    owner.resume(Wake.from_dict(wake.to_dict()))
+
+    assert (wake.detail, wake.check_s) == ("the budget is spent", 300.0)
+    assert world.state.live.stop_why == "budget"
+    assert "saving and ending costs up to $0.0047" in world.state.live.stop["reason"]
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_an_owner_whose_own_clock_is_an_hour_off_stops_nothing_and_everything_in_time(
+    new_world, monkeypatch, off_s
+):
+    """Half the budget is left; then it is gone: by the store's time, whatever this machine's clock (A6)."""
+    true, machines = time.time, ManualClock(time=time.time())
+    monkeypatch.setattr(time, "time", lambda: true() + off_s)
+    world = new_world()
+    world.clock = SimpleNamespace(time=None, monotonic=time.monotonic)
+    world.backend.clock = machines
+    owner = world.controller(budget_usd=0.05)
+    owner.enter()
+    world.say()
+    machines.advance(1800)
+    owner.resume(Wake("status"))
+    half = world.state.live.phase
+    machines.advance(1800)
+    owner.resume(Wake("status"))
+
+    assert half == "started"
+    assert world.state.live.stop_why == "budget"
+    assert world.state.begun_at == pytest.approx(true(), abs=60)
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_a_provider_that_tells_its_own_time_is_billed_by_it_alone(off_s):
+    """The store counted 50 minutes, the provider an hour: the provider bills (A6)."""
+    attempt = AttemptState(1, 1, Allocation(cpu_offer(1, usd_per_hour=1.0)), phase="started", started_at=1e6)
+    at = 1e6 + off_s
+    held = [UsageInterval(0, at, None, now=at + 3600)]
+
+    assert facts.usd_of(attempt, held, now=1e6 + 3000) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])
