@@ -10,7 +10,6 @@ Runs on Python 3.8 with the standard library alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -157,10 +156,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@functools.lru_cache(maxsize=None)
-def _hints(cls: Any) -> Dict[str, Any]:
-    """Types of the fields of *cls*: to resolve them takes longer than to read a whole status."""
-    return get_type_hints(cls)
+_HINTS: Dict[Any, Dict[str, Any]] = {}
+"""Types of the fields of each message: to resolve them takes longer than to read a whole status."""
+
+
+def _hints(cls: Type[Any]) -> Dict[str, Any]:
+    found = _HINTS.get(cls)
+    if found is None:
+        found = _HINTS[cls] = get_type_hints(cls)
+    return found
 
 
 def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:

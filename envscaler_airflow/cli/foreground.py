@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -238,7 +237,7 @@ class Foreground:
         if waits and waits != self._waits:
             self.voice.say(f"waits: {printable(waits)}")
         self._waits = waits
-        line = progress_line(self._story.status, self._story.state, now=time.time())
+        line = progress_line(self._story.status, self._story.state, now=self.store.now())
         if line:
             self.voice.progress(line)
 
@@ -281,14 +280,14 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
         state = load_state(owner.store, owner.prefix)
         code = exit_code(state)
         if as_json:
-            click.echo(json.dumps(_answer(owner.prefix, state, {}, code)))
+            click.echo(json.dumps(_answer(owner.store, owner.prefix, state, {}, code)))
         click.echo(f"Error: {err}", err=True)
         if not as_json:
-            print_report(run_report(state, now=time.time()))
+            print_report(run_report(state, now=owner.store.now()))
         click.get_current_context().exit(code)
     if as_json:
         state = load_state(owner.store, owner.prefix)
-        click.echo(json.dumps(_answer(owner.prefix, state, result.outputs, 0)))
+        click.echo(json.dumps(_answer(owner.store, owner.prefix, state, result.outputs, 0)))
         return
     for output, uri in result.outputs.items():
         click.echo(f"output {output}: {uri}")
@@ -308,8 +307,10 @@ def exit_code(state: RunState) -> int:
     return code if isinstance(code, int) and 0 < code < 256 else FAILED
 
 
-def _answer(prefix: str, state: RunState, outputs: Mapping[str, str], code: int) -> dict[str, Any]:
-    report = run_report(state, now=time.time())
+def _answer(
+    store: Store, prefix: str, state: RunState, outputs: Mapping[str, str], code: int
+) -> dict[str, Any]:
+    report = run_report(state, now=store.now())
     return {
         "run": prefix,
         "status": state.status,

@@ -112,9 +112,12 @@ class Watch:
             self._ages = ages_of(self._store, self._prefix)
         elapsed = self._monotonic() - self._began
         is_paused = elapsed < self._watching.pause_s
-        self._request = self._new_events() or self._request
-        if self._request is not None and (self._request.kind == "superseded" or not is_paused):
-            return self._request
+        wake = self._new_events() or self._request
+        if wake is not None and is_paused and wake.kind != "superseded":
+            self._request, wake = wake, None  # told once the pause is over
+        if wake is not None:
+            self._request = None
+            return wake
         if self._watching.backoff_s is not None:
             return Wake("backoff") if elapsed >= self._watching.backoff_s and not is_paused else None
         if self._watching.handle is None:

@@ -323,9 +323,9 @@ def _budget_words(facts: Facts) -> str:
 
 
 def _usd(amount: float | None) -> str:
-    """``$1.67``, and of less than a dollar two digits that count: ``$0.0042``."""
+    """``$1.67``, and of less than ten cents two digits that count: ``$0.0042``."""
     known = amount or 0.0
-    return f"${known:.2f}" if known >= 1 or known == 0 else f"${known:.2g}"
+    return f"${known:.2f}" if known >= 0.1 or known == 0 else f"${known:.2g}"
 
 
 def _first(pending: Iterable[Request], kind: str) -> Request | None:

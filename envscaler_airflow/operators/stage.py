@@ -209,8 +209,7 @@ class EnvStageOperator(_OnCluster):
             return
         prefix, watching = found
         self.log.warning(
-            "run=%s no answer, %d in a row: %s; uses up no retry, and is tried again in %.0f s",
-            prefix,
+            "no answer, %d in a row: %s; uses up no retry, and is tried again in %.0f s",
             watching.faults,
             err,
             watching.pause_s,

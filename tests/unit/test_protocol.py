@@ -34,7 +34,7 @@ def test_the_types_of_fields_are_resolved_once(monkeypatch):
     """300 statuses with progress and an end: three classes, each resolved once (A9)."""
     asked, resolve = [], protocol.get_type_hints
     monkeypatch.setattr(protocol, "get_type_hints", lambda cls: asked.append(cls) or resolve(cls))
-    protocol._hints.cache_clear()
+    protocol._HINTS.clear()
     said = Status(progress=Progress(step=5), ended=Ended(exit_code=1)).to_json()
 
     for _ in range(300):

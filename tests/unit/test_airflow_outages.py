@@ -1,0 +1,215 @@
+"""A store or machines that do not answer for a while: the stage waits, and keeps its retries."""
+
+from __future__ import annotations
+
+import pytest
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from fakes.operator_world import PREFIX, Ti, operator_world
+
+from envscaler_airflow.controller.again import is_passing, postponed
+from envscaler_airflow.controller.stage import Wake, Watching
+from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.errors import BackendError, StoreError
+from envscaler_airflow.operators import slices
+from envscaler_airflow.testing import FaultyStore, ManualClock
+from envscaler_airflow.triggers.stage import settle_s
+
+AWAY = BackendError("the API server does not answer", status=503, transient=True)
+REFUSED = BackendError("pods is forbidden", status=403)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A stage's operator with its store and machines."""
+    with operator_world(tmp_path, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def faulty(world, monkeypatch):
+    """The same store, as the operator opens it from now on; takes faults."""
+    store = FaultyStore(world.store)
+    place = type("Place", (), {"open": lambda _: store, "deployment": lambda *_: "unit", "options": {}})
+    monkeypatch.setattr(slices, "store_place", lambda *_: place())
+    return store
+
+
+def seen(deferral, *, kind="status", watched_s=30.0):
+    """The event of the trigger that *deferral* made."""
+    _, arguments = deferral.trigger.serialize()
+    watched = {"prefix": arguments["prefix"], "watching": arguments["watching"], "watched_s": watched_s}
+    return {"kind": kind, "watched": watched}
+
+
+def resume(world, operator, event):
+    """A later execution; returns its deferral."""
+    return world.deferral(lambda: operator.resume(world.context(operator, Ti()), event))
+
+
+def watching_of(deferral):
+    """What the trigger of *deferral* watches."""
+    return Watching.from_dict(deferral.trigger.serialize()[1]["watching"])
+
+
+def test_a_store_that_does_not_answer_postpones_the_execution(world, faulty, capsys):
+    """Ten times in a row: deferred and said each time, after 15 s at first and 10 min at last (A7)."""
+    operator = world.operator()
+    deferral, pauses = world.execute(operator), []
+    faulty.add("refuse", "read", "*/events/*", times=None)
+
+    for _ in range(10):
+        deferral = resume(world, operator, seen(deferral))
+        pauses.append(watching_of(deferral).pause_s)
+
+    assert pauses == [15, 30, 60, 120, 240, 480, 600, 600, 600, 600]
+    told = [line for line in capsys.readouterr().out.splitlines() if "no answer" in line]
+    assert len(told) == 10
+    assert "10 in a row" in told[-1]
+    assert "uses up no retry, and is tried again in 600 s" in told[-1]
+
+
+def test_machines_that_do_not_answer_postpone_it_too(world):
+    """The kill of an attempt that did not go in time is lost on the way; it is asked for again (A7)."""
+    operator = world.operator()
+    deferral = world.execute(operator)
+    world.backend.fail_next("submit", AWAY)
+    world.backend.lose(world.handle)
+    deferral = resume(world, operator, seen(deferral))
+
+    deferral = resume(world, operator, seen(deferral, kind="backoff"))
+    postponed_once = watching_of(deferral)
+    again = resume(world, operator, seen(deferral, kind="backoff"))
+
+    assert (postponed_once.faults, postponed_once.backoff_s) == (1, 0.0)
+    assert (watching_of(again).faults, watching_of(again).attempt) == (0, 2)
+
+
+def test_the_first_execution_is_postponed_once_its_attempt_was_begun(world):
+    """The machines were asked for, and whether they came is not known (A7)."""
+    world.backend.fail_next("submit", AWAY, after=True)
+
+    deferral = world.execute(world.operator())
+
+    assert (watching_of(deferral).attempt, watching_of(deferral).handle) == (1, None)
+    assert world.log.load().live.phase == "intended"
+    later = resume(world, world.operator(), seen(deferral))
+    assert watching_of(later).handle is not None
+    assert len(world.backend.live) == 1
+
+
+def test_an_execute_that_cannot_read_its_store_is_retried_by_airflow(world, faulty):
+    """Nobody knows whether an attempt was begun (A7)."""
+    faulty.add("refuse", "read", "*/events/*", times=None)
+    operator = world.operator()
+
+    with pytest.raises(AirflowException, match="scripted fault") as caught:
+        operator.execute(world.context(operator, Ti()))
+
+    assert not isinstance(caught.value, AirflowFailException)
+
+
+def test_what_the_machines_refuse_for_good_is_not_postponed(world):
+    """A right that was taken away does not come back by waiting (A7)."""
+    operator = world.operator()
+    deferral = world.execute(operator)
+    world.backend.lose(world.handle)
+    deferral = resume(world, operator, seen(deferral))
+    world.backend.fail_next("offers", REFUSED)
+    world.backend.fail_next("submit", REFUSED)
+    world.backend.fail_next("find", REFUSED)
+
+    with pytest.raises(AirflowException, match="forbidden"):
+        operator.resume(world.context(operator, Ti()), seen(deferral, kind="backoff"))
+
+
+def test_after_half_an_hour_beyond_the_lease_airflow_retries(world, faulty):
+    """By then the sidecar has saved and ended (A7)."""
+    operator = world.operator()
+    deferral = world.execute(operator)
+    faulty.add("refuse", "read", "*/events/*", times=None)
+    deferral = resume(world, operator, seen(deferral, watched_s=7 * 86400.0))  # watched for a week: no fault
+    deferral = resume(world, operator, seen(deferral, watched_s=3000.0))
+    deferral = resume(world, operator, seen(deferral, watched_s=599.0))
+
+    with pytest.raises(AirflowException, match="scripted fault"):
+        operator.resume(world.context(operator, Ti()), seen(deferral, watched_s=1.0))
+
+
+def test_no_pause_is_shorter_than_airflow_stands(world, faulty, monkeypatch):
+    """A deployment whose workers say every minute that they live (A7)."""
+    monkeypatch.setattr(slices, "settle_s", lambda: 62.0)
+    operator = world.operator()
+    deferral = world.execute(operator)
+    faulty.add("refuse", "read", "*/events/*", times=None)
+
+    assert watching_of(resume(world, operator, seen(deferral))).pause_s == 62.0
+    assert settle_s() >= 2.0
+
+
+def test_an_answer_ends_the_count(world, faulty):
+    """The next fault is a first one (A7)."""
+    operator = world.operator()
+    deferral = world.execute(operator)
+    faulty.add("refuse", "read", "*/events/*", times=1)
+    deferral = resume(world, operator, seen(deferral))
+    deferral = resume(world, operator, seen(deferral))
+
+    assert (watching_of(deferral).faults, watching_of(deferral).pause_s) == (0, 0.0)
+
+
+def watch_of(world, watching, clock):
+    """What a trigger watches with."""
+    return Watch(
+        store=world.store,
+        prefix=PREFIX,
+        backend=world.backend,
+        watching=watching,
+        monotonic=clock.monotonic,
+    )
+
+
+def test_a_postponed_execution_is_woken_after_its_pause_and_hears_a_newer_owner_before(world):
+    """The attempt ended long ago: said after 15 s. Another try takes over: said at once (A7)."""
+    operator, clock = world.operator(), ManualClock()
+    known = watching_of(world.execute(operator))
+    watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    world.backend.end(world.handle)
+    early = watch.poll()
+    clock.advance(15)
+    late = watch.poll()
+    other = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    world.execute(operator, Ti(2))
+
+    assert early is None
+    assert (late.kind, late.detail) == ("status", "the attempt ended")
+    assert other.poll().kind == "superseded"
+
+
+def test_a_request_that_came_in_a_pause_is_not_lost(world):
+    """It is told once the pause is over (A7)."""
+    clock = ManualClock()
+    known = watching_of(world.execute(world.operator()))
+    watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    world.log.append_request("stop-requested", {"reason": "enough"})
+    early = [watch.poll(), watch.poll()]
+    clock.advance(15)
+
+    assert early == [None, None]
+    assert watch.poll().kind == "request"
+
+
+def test_a_pause_that_ends_without_news_wakes_the_owner_all_the_same(world):
+    """What it was woken for may have passed, and what it did was cut off (A7)."""
+    clock = ManualClock()
+    known = watching_of(world.execute(world.operator()))
+    watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    clock.advance(15)
+
+    assert watch.poll().detail == "tried again, since there was no answer"
+
+
+def test_a_store_that_refuses_may_let_in_again_and_machines_that_refuse_do_not():
+    """Credentials expire over a weekend; a right that was taken is somebody's decision (A7)."""
+    assert is_passing(StoreError("AccessDenied", status=403))
+    assert is_passing(AWAY)
+    assert not is_passing(REFUSED)
