@@ -89,6 +89,21 @@ def is_safe_relative_path(path: str) -> bool:
     return all(part not in ("", ".", "..") for part in path.split("/"))
 
 
+def is_safe_link(path: str, target: str) -> bool:
+    """True when a link at *path* to *target*, relative to its own folder, stays in the tree."""
+    if not target or len(target) > 1024 or "\0" in target or target.startswith("/"):
+        return False
+    depth = path.count("/")
+    for part in target.split("/"):
+        if part == "..":
+            depth -= 1
+        elif part not in ("", "."):
+            depth += 1
+        if depth < 0:
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Message:
     """A JSON object with ``schema``; subclasses are what is on the wire."""
@@ -467,6 +482,7 @@ class Manifest(Message):
         step, epoch, samples, world_size, global_batch: State of the training, for checkpoints.
         generation, attempt: Who wrote it.
         cooperative: True when the training saved it through ``Session``; False for a snapshot.
+        links: Path of each symbolic link to its target, relative to its own folder and inside the tree.
     """
 
     MAX_BYTES = MAX_MANIFEST_BYTES
@@ -481,6 +497,7 @@ class Manifest(Message):
     generation: int = 0
     attempt: int = 0
     cooperative: bool = True
+    links: Dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse unknown kinds and a path named twice."""
@@ -488,6 +505,17 @@ class Manifest(Message):
         paths = [item.path for item in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("files: a path is named twice")
+        for path, target in self.links.items():
+            if not is_safe_relative_path(path) or not is_safe_link(path, target):
+                raise ValueError(f"links: {path!r:.200} to {target!r:.200} leaves the folder")
+        below = [path for path in (*paths, *self.links) if _is_below_a_link(path, self.links)]
+        if below or set(paths) & set(self.links):
+            raise ValueError("links: a path is named twice, or lies below a link")
+
+
+def _is_below_a_link(path: str, links: Mapping[str, str]) -> bool:
+    parts = path.split("/")
+    return any("/".join(parts[:count]) in links for count in range(1, len(parts)))
 
 
 def is_safe_name(name: str) -> bool:

@@ -57,6 +57,7 @@ class Exchange:
         self.control = self.root / "control.json"
         self.request = self.root / "request.json"
         self.snapshot = self.root / "snapshot.done"
+        self.notice = self.root / "notice.json"
         self.wrapper = self.root / "wrapper.json"
         self.progress = self.root / "progress" / "rank-0.json"
         self.logs = self.root / "logs"
@@ -194,6 +195,16 @@ class SetupFailedError(ProtocolError):
         """Say why, and what the end is called."""
         super().__init__(message)
         self.reason = reason
+
+
+def parse_notice(data: bytes) -> str:
+    """Read ``notice.json``: one line that the courier adds to the training's log.
+
+    Raises:
+        ProtocolError: It is not what the protocol says.
+    """
+    text = read_object(data, where="notice.json").get("text")
+    return text if isinstance(text, str) else ""
 
 
 def parse_start(data: bytes) -> Start:

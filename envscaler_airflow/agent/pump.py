@@ -32,10 +32,23 @@ class Pump:
         self._out_is_open = True
         self._pending = bytearray()
         self._lines = Lines()
+        self._is_at_start = True
 
     def take(self, data: bytes) -> bool:
         """Take up what the command printed; True when a pattern found a value."""
         return self._pass(self._masker.feed(data))
+
+    def say(self, text: str) -> None:
+        """Add a line of our own to the output, on a line of its own; no pattern reads it."""
+        if not text:
+            return
+        begin = b"" if self._is_at_start else b"\n"
+        data = begin + b"[envscaler] " + " ".join(text.split()).encode() + b"\n"
+        if self._out_is_open:
+            self._pending += data
+        if self._chunks is not None:
+            self._chunks.write(data)
+        self._is_at_start = True
 
     def finish(self) -> bool:
         """Pass on what is held back and close the chunk: the command has ended.
@@ -93,6 +106,7 @@ class Pump:
     def _pass(self, data: bytes) -> bool:
         if not data:
             return False
+        self._is_at_start = data.endswith(b"\n")
         if self._out_is_open:
             self._pending += data
         if self._chunks is not None:

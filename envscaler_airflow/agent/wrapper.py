@@ -108,6 +108,7 @@ class Wrapper:
         self._selector = selectors.PollSelector()
         self._sampler: Optional[SamplerChild] = None
         self._watched = [ex.Watched(exchange.control), ex.Watched(exchange.progress)] if exchange else []
+        self._notice = ex.Watched(exchange.notice) if exchange else None
 
     def run(self) -> int:
         """Run the command to its end and return the exit code for the wrapper's own caller."""
@@ -297,6 +298,7 @@ class Wrapper:
         self._look_at_session(now, tracker)
         self._take_signals(now, command)
         self._press(now, command)
+        self._pass_notice(tracker.pump)
         tracker.found = tracker.pump.tick() or tracker.found
         if self._sampler is not None:
             self._sampler.tick(now)
@@ -333,6 +335,13 @@ class Wrapper:
                 self._saving_since = None
         elif self._term_at is None and self._ask is not None and self._ask.sequence >= 0:
             self._ask = None  # taken back in time
+
+    def _pass_notice(self, pump: Pump) -> None:
+        """Add what the courier has to say to the log."""
+        data = self._notice.changed() if self._notice is not None else None
+        if data is not None:
+            with contextlib.suppress(ProtocolError):
+                pump.say(ex.parse_notice(data)[: 2 * MAX_MESSAGE_CHARS])
 
     def _look_at_session(self, now: float, tracker: "_Tracker") -> None:
         data = self._watched[1].changed() if self._watched else None

@@ -6,6 +6,7 @@ side wrote is data: bounded, checked, and never followed out of the folder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -234,6 +235,20 @@ class Exchange:
         if not isinstance(found, dict):
             raise ProtocolError(f"{path.name}: got {type(found).__name__}, expected an object")
         return found
+
+    def notice(self, line: str | None) -> None:
+        """Have the wrapper add *line* to the training's log, once; None takes back what it has not seen.
+
+        The log is a courtesy: a full disk changes nothing else.
+        """
+        path = self.root / "notice.json"
+        if line is None and not path.exists():
+            return
+        with contextlib.suppress(OSError, ProtocolError):
+            if line is None:
+                path.unlink()
+            elif (self.read_json(path) or {}).get("text") != line:
+                self.write_json(path, {"text": line})
 
     def wrapper_status(self) -> Status | None:
         """What the wrapper last said, None before it said anything.

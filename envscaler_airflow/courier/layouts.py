@@ -1,122 +1,257 @@
-"""Checkpoints of code that knows nothing of us: a copy of its folder that is known to be whole.
+"""Which parts of a training's folder are whole, by the layout that its saver writes.
 
-What is copied (:func:`select`) depends on what lies in the folder:
+Completeness is judged per unit: a file, or a folder whose content marks it as one saver's.
 
-- Hugging Face ``checkpoint-N/``: the newest one with a readable ``trainer_state.json``, and the best
-  one that it names; the step is N.
-- torch distributed checkpoints: the newest folder with ``.metadata`` not older than its shards, and
-  the loose files at the top; the step is the last number in the folder's name.
+- Hugging Face Trainer ``checkpoint-N/``: whole with a readable ``trainer_state.json``, which is written
+  last. The newest whole one counts, and the best one that it names; the step is N.
+- Accelerate and diffusers ``checkpoint-N/`` and ``checkpoint_N/`` (``save_state``): no such mark; quiet, and
+  with every file that the one before has. The newest whole one counts; the step is N.
+- torch distributed checkpoints: ``.metadata`` not older than its shards. The newest numbered folder counts,
+  and every one without a number (``best/``).
 - DeepSpeed: the folder that the file ``latest`` beside it names, which rank 0 writes after all ranks' files
-  (engine.py of 0.19.8, ``save_checkpoint``), and the loose files beside it; the step is as above.
-- Lightning ``*step=N*.ckpt``: the newest whole one, and ``last.ckpt``; the step is N.
-- anything else: the whole tree.
+  (engine.py of 0.19.8, ``save_checkpoint``).
+- Any other folder that is named like a save (``step_100``, ``epoch-3``, ``5``): quiet, and with every file
+  that the one before has.
+- Any other file, so Lightning's best and ``last.ckpt``: by itself.
 
-Files whose format says where they end (zip, so ``torch.save`` and ``.npz``; safetensors) must be
-whole. The copy counts only if what was selected (name, size, mtime, inode) is the same before and after.
+A unit that a symbolic link names (``latest``) counts whatever its number.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import shutil
-import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
-from pathlib import Path
+from pathlib import PurePosixPath
 
+from envscaler_airflow.courier import trees
+from envscaler_airflow.courier.trees import Tree
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.store.folders import ChangedError, TreeFile, walk
-from envscaler_airflow.store.root import COPY_BYTES, Root
+from envscaler_airflow.store.folders import TreeFile
 
 _MAX_STATE_BYTES = 64 << 20  # trainer_state.json grows with the log history
-_MAX_HEADER_BYTES = 100 << 20  # source: safetensors, MAX_HEADER_SIZE
+_MAX_TAG_BYTES = 4096  # a file name and its end of line
 
-_HUGGING_FACE = re.compile(r"((?:.*/)?checkpoint-(\d+))/(.+)\Z")
-_LIGHTNING = re.compile(r"(?:.*/)?[^/]*step=(\d+)[^/]*\.ckpt\Z")
-_LIGHTNING_LAST = re.compile(r"(?:.*/)?last(?:-v\d+)?\.ckpt\Z")
+_CHECKPOINT = re.compile(r"((?:.*/)?checkpoint[-_](\d+))/(.+)\Z")
+_OF_THE_TRAINER = re.compile(r"(?:training_args\.bin|trainer_state\.json|rng_state(?:_\d+)?\.pth)\Z")
+_RANDOM_STATES = re.compile(r"(?:.*/)?random_states_\d+\.pkl\Z")
 _SHARD = re.compile(r"((?:.*/)?)(?:[^/]*\.distcp|\.metadata)\Z")
 _DEEPSPEED = re.compile(r"((?:.*/)?)([^/]+)/[^/]*_(?:model|optim)_states\.pt\Z")
-_MAX_TAG_BYTES = 4096  # a file name and its end of line
+_SAVE_FOLDER = re.compile(
+    r"((?:.*/)?(?:(?:global[-_]?)?(?:step|iter|iteration|epoch|ckpt|checkpoint|snapshot|save)[-_=]?\d+|\d+))/.+\Z",
+    re.IGNORECASE,
+)
+_FOLDER_STEP = re.compile(r"(?:epoch[-_=]?\d+|.*?(\d+)\D*)\Z", re.IGNORECASE)
+_FILE_STEP = re.compile(
+    r"[^/]*(?<![A-Za-z])(?:step|iter|iteration)s?[-_=]?0*(\d+)(?!\d)[^/]*\Z", re.IGNORECASE
+)
 _NUMBER = re.compile(r"(\d+)\D*\Z")
+_TEMPORARY = re.compile(
+    r"tmp[-_.]|\.tmp|.*(?:\.tmp|\.temp|\.part|\.partial|\.incomplete|_tmp|-tmp|orbax-checkpoint-tmp.*)(?:[-_.]?\w{1,40})?\Z"
+)
+"""Names that a later rename replaces. Source: transformers, orbax, Lightning, huggingface_hub."""
+_LOG = re.compile(
+    r"(?:.*/)?(?:events\.out\.tfevents.*|[^/]*\.(?:log|out|err|jsonl|csv|tsv|lock|pid|wandb)|[^/]*log[^/]*\.txt)\Z",
+    re.IGNORECASE,
+)
+"""Files that are written all the time by the names that loggers give them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What a snapshot would hold.
+class Unit:
+    """What is whole, or not, by itself.
 
     Attributes:
-        files: By path, relative to the checkpoint folder.
-        step: Taken from a known layout; None when the layout does not say.
+        name: Path of the file or folder.
+        files: Of it.
+        kind: ``trainer``, ``accelerate``, ``distributed``, ``deepspeed``, ``folder`` or ``file``.
+        mark: True when the saver's mark says that it is whole, False when it says that it is not; None where
+            the saver makes no mark.
+        end_mark: True where a mark is there that files may follow: it counts once the writer is gone.
+        step: That the name or the mark says; None when neither does.
+        keeps: Names of units that this one says must be kept (the best).
     """
 
+    name: str
     files: tuple[TreeFile, ...]
+    kind: str = "file"
+    mark: bool | None = None
+    end_mark: bool = False
     step: int | None = None
+    keeps: frozenset[str] = frozenset()
 
     @property
-    def fingerprint(self) -> str:
-        """Changes when any name, size, modification time or inode does."""
-        facts = [(item.path, item.size, item.mtime_ns, item.inode) for item in self.files]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    def newest(self) -> TreeFile:
+        """The file that was changed last."""
+        return max(self.files, key=lambda item: item.mtime_ns)
 
     @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(item.size for item in self.files)
+    def facts(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Name, size, modification time and inode of each file: any change makes others."""
+        return tuple((item.path, item.size, item.mtime_ns, item.inode) for item in self.files)
 
     @property
-    def newest_mtime_ns(self) -> int:
-        """When the last file was changed, by the file system's clock."""
-        return max((item.mtime_ns for item in self.files), default=0)
+    def shape(self) -> frozenset[str]:
+        """Names of its files without numbers, to be compared with the one before."""
+        return frozenset(re.sub(r"\d+", "#", item.path.removeprefix(self.name)) for item in self.files)
 
 
-def select(folder: Path, *, parent: Path | None = None) -> Selection | None:
-    """What of *folder* a snapshot would hold now; None when nothing in it is complete.
+def is_temporary(path: str) -> bool:
+    """True for what a later rename replaces: ``tmp-checkpoint-8/``, ``model.pt.tmp``."""
+    return any(_TEMPORARY.match(part) for part in path.split("/"))
 
-    *parent*: where the folder above really is, when that is known from before the training ran.
 
-    Raises:
-        CheckpointError: A link leads outside, or a name cannot be kept.
+def is_log(path: str) -> bool:
+    """True for a file that loggers write all the time, by its name."""
+    return _LOG.match(path) is not None
+
+
+def is_event_file(path: str) -> bool:
+    """True for TensorBoard's: the next attempt writes its own."""
+    return path.rpartition("/")[2].startswith("events.out.tfevents")
+
+
+def units(tree: Tree) -> tuple[Unit, ...]:
+    """All units of *tree*, by name; what has a temporary name belongs to none."""
+    rest = [item for item in tree.files if not is_temporary(item.path)]
+    found: list[Unit] = []
+    for take in (_checkpoint_folders, _distributed, _deepspeed, _save_folders):
+        made = list(take(rest))
+        taken = {item.path for unit in made for item in unit.files}
+        rest = [item for item in rest if item.path not in taken]
+        found += made
+    found += [Unit(item.path, (item,), step=_file_step(item.path)) for item in rest]
+    return tuple(sorted(found, key=lambda unit: unit.name))
+
+
+def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mapping[str, str]) -> list[Unit]:
+    """Those of *known* that a snapshot holds: whole, and of some families the newest alone."""
+    whole = [unit for unit in known if is_whole(unit)]
+    pointed = {trees.resolved(path, links) for path in links}
+    newest: dict[tuple[str, str], Unit] = {}
+    for unit in whole:
+        key = (unit.kind, str(PurePosixPath(unit.name).parent))
+        if _is_of_a_family(unit) and (key not in newest or _order(unit) > _order(newest[key])):
+            newest[key] = unit
+    chosen = set(newest.values())
+    best = {name for unit in chosen for name in unit.keeps}
+    return [
+        unit for unit in whole if not _is_of_a_family(unit) or unit in chosen or unit.name in best | pointed
+    ]
+
+
+def lacks(unit: Unit, known: Sequence[Unit]) -> frozenset[str]:
+    """Files of the folder before *unit*, without numbers, that it has not (yet)."""
+    if unit.kind not in ("accelerate", "folder"):
+        return frozenset()
+    family = _family(unit)
+    before = [
+        other
+        for other in known
+        if other.kind == unit.kind and _family(other) == family and _order(other) < _order(unit)
+    ]
+    return frozenset() if not before else max(before, key=_order).shape - unit.shape
+
+
+def step_of(chosen: Sequence[Unit]) -> tuple[Unit | None, int | None]:
+    """The unit with the newest content, and its step where its name or mark says so.
+
+    A small text file that names another unit (``latest``) points to it.
     """
-    try:
-        files = tuple(item for item in walk(folder, parent=parent) if not _is_temporary(item.path))
-    except FileNotFoundError:
+    by_age = sorted(
+        (unit for unit in chosen if not (unit.kind == "file" and is_log(unit.name))),
+        key=lambda unit: (unit.newest.mtime_ns, unit.step is not None),
+        reverse=True,
+    )
+    if not by_age:
+        return None, None
+    newest = by_age[0]
+    if newest.step is None and newest.kind == "file":
+        named = _named_by(newest.files[0], by_age[1:])
+        if named is not None:
+            return named, named.step
+    return newest, newest.step
+
+
+def _named_by(mark: TreeFile, others: Iterable[Unit]) -> Unit | None:
+    text = _tag(mark, is_name=False)
+    if not text:
         return None
-    if any(_HUGGING_FACE.match(item.path) for item in files):
-        return _hugging_face(files)
-    if any(_SHARD.match(item.path) for item in files):
-        return _distributed(files)
-    if any(_DEEPSPEED.match(item.path) for item in files):
-        return _deepspeed(files)
-    if any(_LIGHTNING.match(item.path) for item in files):
-        return _lightning(files)
-    return Selection(files) if files else None
+    words = set(re.split(r"[\s\"':,/]+", text))
+    found = [unit for unit in others if PurePosixPath(unit.name).name in words]
+    return found[0] if found else None
 
 
-def _is_temporary(path: str) -> bool:
-    """Names that a later rename replaces: ``tmp-checkpoint-8/``, ``model.pt.tmp``, ``.model.pt.x.tmp``."""
-    return any(part.startswith("tmp-checkpoint-") or part.endswith(".tmp") for part in path.split("/"))
+def _is_of_a_family(unit: Unit) -> bool:
+    return unit.kind in ("trainer", "accelerate") or (unit.kind == "distributed" and unit.step is not None)
 
 
-def _hugging_face(files: Iterable[TreeFile]) -> Selection | None:
+def _order(unit: Unit) -> tuple[int, int]:
+    number = _number(unit.name)
+    return (-1 if number is None else number, unit.newest.mtime_ns)
+
+
+def _family(unit: Unit) -> str:
+    return re.sub(r"\d+", "#", unit.name)
+
+
+def _file_step(path: str) -> int | None:
+    match = _FILE_STEP.match(path.rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
+def _number(name: str) -> int | None:
+    match = _NUMBER.search(name.rstrip("/").rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
+def _grouped(files: Iterable[TreeFile], pattern: re.Pattern[str]) -> dict[str, list[TreeFile]]:
     groups: dict[str, list[TreeFile]] = {}
-    steps: dict[str, int] = {}
     for item in files:
-        match = _HUGGING_FACE.match(item.path)
+        match = pattern.match(item.path)
         if match:
             groups.setdefault(match[1], []).append(item)
-            steps[match[1]] = int(match[2])
-    for folder in sorted(groups, key=lambda name: steps[name], reverse=True):
-        state = _trainer_state(groups[folder], folder)
-        if state is not None:
-            best = str(state.get("best_model_checkpoint") or "").rstrip("/").rpartition("/")[2]
-            kept = {folder} | {name for name in groups if name.rpartition("/")[2] == best}
-            chosen = (item for name in sorted(kept) for item in groups[name])
-            return Selection(tuple(chosen), steps[folder])
-    return None
+    return groups
+
+
+def _checkpoint_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    groups = _grouped(files, _CHECKPOINT)
+    parents = {folder: str(PurePosixPath(folder).parent) for folder in groups}
+    of_trainer = {
+        parents[folder]
+        for folder, items in groups.items()
+        if any(_OF_THE_TRAINER.match(item.path.removeprefix(f"{folder}/")) for item in items)
+    }
+    for folder, items in groups.items():
+        step = _number(folder)
+        if parents[folder] in of_trainer:
+            yield _of_trainer(folder, tuple(items), step)
+        elif _is_of_accelerate(folder, items):
+            inner = list(
+                _distributed([item for item in items if item.path.count("/") > folder.count("/") + 1])
+            )
+            is_torn = any(unit.mark is False for unit in inner)
+            has_all = any(_RANDOM_STATES.match(item.path) and item.size for item in items)
+            mark = False if is_torn else None
+            yield Unit(folder, tuple(items), "accelerate", mark=mark, end_mark=has_all, step=step)
+
+
+def _is_of_accelerate(folder: str, items: Iterable[TreeFile]) -> bool:
+    names = {item.path.removeprefix(f"{folder}/") for item in items}
+    return any(_RANDOM_STATES.match(name) for name in names) or bool(
+        names & {"optimizer.bin", "scheduler.bin", "sampler.bin"}
+    )
+
+
+def _of_trainer(folder: str, items: tuple[TreeFile, ...], step: int | None) -> Unit:
+    state = _trainer_state(items, folder)
+    if state is None:
+        return Unit(folder, items, "trainer", mark=False, step=step)
+    best = str(state.get("best_model_checkpoint") or "").rstrip("/").rpartition("/")[2]
+    parent = str(PurePosixPath(folder).parent)
+    keeps = {best if parent == "." else f"{parent}/{best}"} if best else set()
+    return Unit(folder, items, "trainer", mark=True, step=step, keeps=frozenset(keeps))
 
 
 def _trainer_state(files: Iterable[TreeFile], folder: str) -> dict[str, object] | None:
@@ -131,46 +266,18 @@ def _trainer_state(files: Iterable[TreeFile], folder: str) -> dict[str, object] 
     return None
 
 
-def _distributed(files: tuple[TreeFile, ...]) -> Selection | None:
-    groups: dict[str, list[TreeFile]] = {}
-    for item in files:
-        match = _SHARD.match(item.path)
-        if match:
-            groups.setdefault(match[1], []).append(item)
-    for prefix in sorted(groups, key=lambda name: _age(name, groups[name]), reverse=True):
-        marks = [item for item in groups[prefix] if item.path == f"{prefix}.metadata"]
+def _distributed(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    groups = _grouped(files, _SHARD)
+    for prefix, shards in groups.items():
+        marks = [item for item in shards if item.path == f"{prefix}.metadata"]
         # The coordinator writes .metadata last; one that is older than a shard is of the save before.
-        if marks and all(item.mtime_ns <= marks[0].mtime_ns for item in groups[prefix]):
-            chosen = [item for item in files if item.path.startswith(prefix) and _is_in(item, prefix, groups)]
-            loose = [item for item in files if "/" not in item.path] if prefix else []
-            return Selection((*loose, *chosen), _number(prefix))
-    return None
-
-
-def _deepspeed(files: tuple[TreeFile, ...]) -> Selection | None:
-    prefix = next(match[1] for item in files if (match := _DEEPSPEED.match(item.path)))
-    mark = next((item for item in files if item.path == f"{prefix}latest"), None)
-    tag = _tag(mark) if mark is not None else None
-    if mark is None or tag is None:
-        return None
-    chosen = [item for item in files if item.path.startswith(f"{prefix}{tag}/")]
-    # A tag that is saved again in place is whole when its mark is written again.
-    if not chosen or any(item.mtime_ns > mark.mtime_ns for item in chosen):
-        return None
-    loose = [item for item in files if item.path.rpartition("/")[0] == prefix.rstrip("/")]
-    return Selection((*loose, *chosen), _number(tag))
-
-
-def _tag(mark: TreeFile) -> str | None:
-    """The folder that ``latest`` names; None when it names none, or is being written."""
-    if mark.size > _MAX_TAG_BYTES:
-        return None
-    try:
-        with mark.open(shares_names=True) as stream:
-            name = stream.read(_MAX_TAG_BYTES + 1).decode().strip()
-    except (CheckpointError, OSError, UnicodeDecodeError):
-        return None
-    return name if name and "/" not in name else None
+        is_whole = bool(marks) and all(item.mtime_ns <= marks[0].mtime_ns for item in shards)
+        inner = [item for item in files if item.path.startswith(prefix) and _is_in(item, prefix, groups)]
+        if not prefix:  # the tree itself is the checkpoint: what lies beside the shards is a unit of its own
+            inner = shards
+        yield Unit(
+            prefix.rstrip("/") or ".", tuple(inner), "distributed", mark=is_whole, step=_number(prefix)
+        )
 
 
 def _is_in(item: TreeFile, prefix: str, groups: Iterable[str]) -> bool:
@@ -178,110 +285,45 @@ def _is_in(item: TreeFile, prefix: str, groups: Iterable[str]) -> bool:
     return not any(len(other) > len(prefix) and item.path.startswith(other) for other in groups)
 
 
-def _age(prefix: str, files: Iterable[TreeFile]) -> tuple[int, int]:
-    number = _number(prefix)
-    return (-1 if number is None else number, max(item.mtime_ns for item in files))
+def _deepspeed(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    tags = {(match[1], match[2]) for item in files if (match := _DEEPSPEED.match(item.path))}
+    for prefix, tag in sorted(tags):
+        mark = next((item for item in files if item.path == f"{prefix}latest"), None)
+        named = _tag(mark) if mark is not None else None
+        inner = tuple(item for item in files if item.path.startswith(f"{prefix}{tag}/"))
+        # A tag that is saved again in place is whole when its mark is written again.
+        is_older = mark is not None and all(item.mtime_ns <= mark.mtime_ns for item in inner)
+        is_kept = named == tag or (named is not None and _number(tag) is None)
+        yield Unit(f"{prefix}{tag}", inner, "deepspeed", mark=is_older and is_kept, step=_number(tag))
 
 
-def _number(prefix: str) -> int | None:
-    match = _NUMBER.search(prefix.rstrip("/").rpartition("/")[2])
-    return int(match[1]) if match else None
+def _tag(mark: TreeFile, *, is_name: bool = True) -> str | None:
+    """The folder that ``latest`` names; None when it names none, or is being written."""
+    if mark.size > _MAX_TAG_BYTES:
+        return None
+    try:
+        with mark.open(shares_names=True) as stream:
+            name = stream.read(_MAX_TAG_BYTES).decode().strip()
+    except (CheckpointError, OSError, UnicodeDecodeError):
+        return None
+    return name if name and not (is_name and "/" in name) else None
 
 
-def _lightning(files: Iterable[TreeFile]) -> Selection | None:
-    stepped = [(item, match) for item in files if (match := _LIGHTNING.match(item.path))]
-    last = [item for item in files if _LIGHTNING_LAST.match(item.path) and torn(item) is None]
-    newest_first = sorted(stepped, key=lambda pair: (int(pair[1][1]), pair[0].mtime_ns), reverse=True)
-    for item, match in newest_first:
-        if torn(item) is None:
-            chosen = sorted({item, *last}, key=lambda file: file.path)
-            return Selection(tuple(chosen), int(match[1]))
+def _save_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    groups: dict[str, list[TreeFile]] = {}
+    for item in files:
+        folder = _outermost_save(item.path)
+        if folder is not None:
+            groups.setdefault(folder, []).append(item)
+    for folder, items in groups.items():
+        match = _FOLDER_STEP.match(folder.rpartition("/")[2])
+        step = int(match[1]) if match and match[1] else None
+        yield Unit(folder, tuple(items), "folder", step=step)
+
+
+def _outermost_save(path: str) -> str | None:
+    parts = path.split("/")
+    for count in range(1, len(parts)):
+        if _SAVE_FOLDER.match("/".join(parts[:count]) + "/x") and not is_temporary("/".join(parts[:count])):
+            return "/".join(parts[:count])
     return None
-
-
-def torn(item: TreeFile) -> str | None:
-    """Why the file cannot be whole, None when its format does not say so.
-
-    Source: zip's end-of-central-directory record is written last (APPNOTE 4.3.16); a safetensors file is
-    8 bytes of header length, the header, and the data up to the largest offset (format specification).
-    """
-    try:
-        with item.open(shares_names=True) as stream:
-            head = stream.read(8)
-            if head[:4] == b"PK\x03\x04":
-                return None if zipfile.is_zipfile(stream) else f"{item.path}: zip without its end"
-            if item.path.endswith(".safetensors"):
-                return _torn_safetensors(item, head, stream.read)
-    except (FileNotFoundError, ChangedError):
-        return f"{item.path}: vanished"
-    return None
-
-
-def _torn_safetensors(item: TreeFile, head: bytes, read: Callable[[int], bytes]) -> str | None:
-    length = int.from_bytes(head, "little")
-    if len(head) < 8 or length > min(item.size, _MAX_HEADER_BYTES):
-        return f"{item.path}: shorter than its header says"
-    try:
-        header = json.loads(read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return f"{item.path}: its header is torn"
-    expected = 8 + length + max(ends, default=0)
-    return None if item.size == expected else f"{item.path}: {item.size} bytes, its header says {expected}"
-
-
-def copy(
-    folder: Path,
-    selection: Selection,
-    target: Root,
-    *,
-    parent: Path | None = None,
-    between: Callable[[], None],
-    nobody_writes: bool = False,
-) -> None:
-    """Copy *selection* of *folder* to the new folder *target*; *between* runs before each file.
-
-    When *nobody_writes* any more, files are linked where the file system can: that takes neither time
-    nor room.
-
-    Raises:
-        CheckpointError: A file is torn, the tree changed meanwhile, or there is too little room.
-        OSError: The disk is full after all.
-    """
-    for item in selection.files:
-        reason = torn(item)
-        if reason is not None:
-            raise CheckpointError(f"incomplete: {reason}")
-    if not nobody_writes:
-        _check_room(selection.size, target.path)
-    try:
-        for item in selection.files:
-            between()
-            with item.open() as stream:
-                if not (nobody_writes and _link(stream, target, item.path)):
-                    with target.landing(item.path) as new:
-                        shutil.copyfileobj(stream, new, COPY_BYTES)
-    except FileNotFoundError as err:
-        raise CheckpointError(f"{folder} changed while it was copied: {err}") from err
-    after = select(folder, parent=parent)
-    if after is None or after.fingerprint != selection.fingerprint:
-        raise CheckpointError(f"{folder} changed while it was copied")
-
-
-def _link(stream: BufferedReader, target: Root, path: str) -> bool:
-    try:
-        target.link(path, stream)
-    except OSError:  # another file system, or one without links
-        return False
-    return True
-
-
-def _check_room(size: int, folder: Path) -> None:
-    """Leave the training room to write: 5 % of the disk or 1 GiB, whichever is less. Chosen."""
-    room = os.statvfs(folder)
-    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    spare = min(total // 20, 1 << 30)
-    if free < size + spare:
-        raise CheckpointError(
-            f"disk full: a snapshot takes {size} bytes, {free} are free and {spare} are left to the training"
-        )

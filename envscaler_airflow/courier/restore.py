@@ -11,12 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from envscaler_airflow.courier.layouts import select
+from envscaler_airflow.courier import trees
+from envscaler_airflow.courier.settling import Settling
 from envscaler_airflow.courier.site import SetupCancelledError, Site
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
 from envscaler_airflow.protocol import (
     Control,
     Manifest,
+    Progress,
     Status,
     is_safe_name,
     parse_checkpoint_name,
@@ -202,11 +204,18 @@ def _lay_back(site: Site, found: Restored) -> Restored:
     root.empty()
     for item in found.manifest.files:
         root.take(item.path, fetched)
+    folders.lay_links(found.manifest, root)
     with suppress(OSError):
         site.exchange.remove(found.path)
-    selection = select(target, parent=site.place(target))
-    site.memory.update(snapshot=selection.fingerprint if selection else None)
+    site.memory.update(snapshot=_fingerprint(site, target))
     return Restored(found.source, target, found.manifest)
+
+
+def _fingerprint(site: Site, target: Path) -> str:
+    """Of what was laid back, so that it is not taken for something new."""
+    settling = Settling(site.monotonic)
+    settling.look(trees.look(target, parent=site.place(target)), Progress())
+    return settling.select(is_over=True).fingerprint
 
 
 def empty(folder: Path) -> None:

@@ -1,53 +1,34 @@
 """When code that knows nothing of us is checkpointed: a copy of its folder becomes a local save.
 
 A copy is taken when ``checkpoint.every`` is due and something changed, when the owner asks, and once
-more after the command ended. Before it, the tree must have been quiet for :data:`QUIET_S`.
+more after the command ended. What of the folder counts is :mod:`.settling`'s answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from envscaler_airflow.courier import layouts
+from envscaler_airflow.courier import trees
+from envscaler_airflow.courier.copying import copy
 from envscaler_airflow.courier.exchange import Exchange
 from envscaler_airflow.courier.frozen import SNAPSHOT_EVERY
-from envscaler_airflow.courier.layouts import Selection
+from envscaler_airflow.courier.settling import QUIET_S, Selection, Settling
+from envscaler_airflow.courier.silence import Silence
 from envscaler_airflow.courier.site import Site
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import Control, Ended, Progress, Status, checkpoint_name
 
-QUIET_S = 5.0
-"""Seconds without a change before a tree is copied. Chosen: writers flush more often while they write."""
 SCAN_S = 1.0
 """Between two looks at the tree. Chosen: a fifth of the quiet time."""
+HURRY_S = 2 * QUIET_S
+"""How long a snapshot that is due waits for quiet; then it takes what is whole at an instant. Chosen."""
 ASK_SHARE = 0.8
 """Part of the grace after which an ask is answered all the same. Chosen: the wrapper waits for the whole."""
 UNREADABLE_S = 60.0
 """Longest wait at the end for a folder that cannot be read. Chosen: a mount that comes back takes seconds."""
 _PART = "snapshot"
-
-
-class QuietWatch:
-    """For how long a tree has been the same, by the watcher's own clock, and the progress then."""
-
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        """Begin without knowing anything."""
-        self._monotonic = monotonic
-        self._fingerprint: str | None = None
-        self._since = 0.0
-        self._progress = Progress()
-
-    def look(self, fingerprint: str, progress: Progress) -> tuple[float, Progress]:
-        """Seconds since *fingerprint* was first seen, without another in between, and the progress then.
-
-        What the training wrote, it wrote before it was seen: a later step would claim too much.
-        """
-        now = self._monotonic()
-        if fingerprint != self._fingerprint:
-            self._fingerprint, self._since, self._progress = fingerprint, now, progress
-        return now - self._since, self._progress
 
 
 class Snapshots:
@@ -60,14 +41,16 @@ class Snapshots:
         """Take one *every* so often (None: the default), and when asked."""
         self._site = site
         self._every = every or SNAPSHOT_EVERY
-        self._quiet = QuietWatch(site.monotonic)
+        self._settling = Settling(site.monotonic)
+        self._silence = Silence(site, every)
         self._last_at = site.monotonic()
+        self._due_since: float | None = None
         self._next_scan = -float("inf")
-        self._found: Selection | None = None
+        self._is_read = False
         self._unreadable_since: float | None = None
-        self._quiet_s = 0.0
-        self._progress = Progress()
         self._ask: tuple[int, float, str | None] | None = None  # sequence, seen at, fingerprint then
+        with suppress(OSError):  # hard links of a copy that was cut short would be foreign names of its files
+            site.exchange.remove(site.exchange.checkpoints / ".snapshot")
 
     def step(self) -> None:
         """Answer what is asked, take what is due. Never raises for a tree that is not ready."""
@@ -76,8 +59,11 @@ class Snapshots:
             return
         status = self._status()
         ended = status.ended if status else None
+        progress = status.progress if status else Progress()
         asked = self._asked()
         if self._folder() is None or state.failed is not None:
+            if ended is None and state.failed is None:
+                self._silence.step(None, progress)
             if asked is not None:
                 self._answer(asked, None)
             if ended is not None or state.failed is not None:
@@ -86,7 +72,6 @@ class Snapshots:
         now = self._site.monotonic()
         if ended is None and now < self._next_scan:
             return
-        progress = status.progress if status else Progress()
         self._scan(progress)
         # A large tree is looked at less often, so that looking takes a twentieth of the time at most.
         self._next_scan = now + max(SCAN_S, 20 * (self._site.monotonic() - now))
@@ -95,8 +80,8 @@ class Snapshots:
                 self._last(ended)
         elif asked is not None:
             self._for_ask(asked)
-        elif self._is_due(progress):
-            self._periodic()
+        else:
+            self._periodic(progress)
 
     # -- what is known
 
@@ -119,30 +104,30 @@ class Snapshots:
         return control if control.sequence > self._site.memory.state.answered else None
 
     def _scan(self, progress: Progress) -> None:
-        """Look at the tree: what is in no snapshot yet, and for how long it has been quiet."""
+        """Look at the tree."""
         folder = self._folder()
-        self._found = None
+        self._is_read = False
+        if folder is None:
+            return
         try:
-            if folder is not None:
-                self._site.check_place(folder)
-            selection = layouts.select(folder, parent=self._site.place(folder)) if folder else None
+            self._site.check_place(folder)
+            self._settling.look(trees.look(folder, parent=self._site.place(folder)), progress)
         except CheckpointError as err:
             self._site.messages.say(_PART, f"no snapshot: {err}")
-            return
         except OSError as err:  # no folder any more, or not ours to read: no end may wait for it for ever
             if self._unreadable_since is None:
                 self._unreadable_since = self._site.monotonic()
             self._site.messages.say(_PART, f"no snapshot: {err}")
-            return
-        self._unreadable_since = None
-        if selection is not None:
-            self._quiet_s, self._progress = self._quiet.look(selection.fingerprint, progress)
-            if selection.fingerprint != self._site.memory.state.snapshot:
-                self._found = selection
+        else:
+            self._unreadable_since = None
+            self._is_read = True
 
-    @property
-    def _is_quiet(self) -> bool:
-        return self._found is not None and self._quiet_s >= QUIET_S
+    def _selected(self, *, hurry: bool = False) -> Selection:
+        """What is whole now; empty when the folder could not be read."""
+        return self._settling.select(hurry=hurry) if self._is_read else Selection()
+
+    def _is_new(self, selection: Selection) -> bool:
+        return not selection.is_empty and selection.fingerprint != self._site.memory.state.snapshot
 
     def _is_due(self, progress: Progress) -> bool:
         if self._site.exchange.saved(self._site.who):
@@ -157,38 +142,60 @@ class Snapshots:
 
     # -- the three occasions
 
-    def _periodic(self) -> None:
-        if self._found is not None and self._is_quiet:
-            self._take(self._found)
+    def _periodic(self, progress: Progress) -> None:
+        if not self._is_due(progress):
+            self._due_since = None
+            return
+        now = self._site.monotonic()
+        if self._due_since is None:
+            self._due_since = now
+        selection = self._selected()
+        if not self._is_ready(selection) and now - self._due_since >= HURRY_S:
+            selection = self._selected(hurry=True)
+        name = self._take(selection) if self._is_ready(selection) else None
+        if name is None and self._is_read:
+            self._silence.step(selection, progress)
+
+    def _is_ready(self, selection: Selection) -> bool:
+        return self._is_new(selection) and not selection.waits_for
 
     def _for_ask(self, control: Control) -> None:
         """Copy what is new; with ``align: epoch`` wait for the next save, such code's own boundary."""
-        found, now = self._found, self._site.monotonic()
-        fingerprint = found.fingerprint if found else None
+        now = self._site.monotonic()
+        selection = self._selected()
         if self._ask is None or self._ask[0] != control.sequence:
-            self._ask = (control.sequence, now, fingerprint)
+            self._ask = (control.sequence, now, self._settling.fingerprint)
         _, since, first = self._ask
         waits = control.align == "epoch"
         is_late = now - since >= (control.align_timeout_s if waits else ASK_SHARE * control.grace_s)
-        if waits and fingerprint == first and not is_late:
+        if waits and not is_late and self._settling.fingerprint == first:
             return
-        if found is None:
-            self._answer(control, None)
-        elif self._is_quiet:
-            name = self._take(found)
+        if not self._is_ready(selection) and (is_late or now - since >= HURRY_S):
+            selection = self._selected(hurry=True)
+        if self._is_ready(selection):
+            name = self._take(selection)
             if name is not None or is_late:
                 self._answer(control, name)
-        elif is_late:
-            self._site.messages.say(_PART, f"no snapshot: the tree was not quiet for {QUIET_S:g} s")
+        elif is_late or not self._may_come(selection):
+            if selection.waits_for or selection.left_out:
+                self._site.messages.say(_PART, f"no snapshot: {waiting_words(selection)}")
             self._answer(control, None)
 
+    def _may_come(self, selection: Selection) -> bool:
+        """True when something is being written that a snapshot could hold soon."""
+        return bool(selection.waits_for) or any(
+            reason.startswith(("changed less", "its saver", "lacks"))
+            for reason in selection.left_out.values()
+        )
+
     def _last(self, ended: Ended) -> None:
-        if self._found is not None:
-            if self._may_be_torn(ended, self._found):
-                reason = f"it was written less than {QUIET_S:g} s before the command died"
-                self._site.messages.say(_PART, f"no last snapshot: {reason}")
-            else:
-                self._take(self._found, nobody_writes=True)
+        if self._is_read:
+            died_ns = None if ended.exit_code == 0 else self._site.exchange.wrapper.stat().st_mtime_ns
+            selection = self._settling.select(is_over=True, died_ns=died_ns)
+            if self._is_new(selection):
+                self._take(selection, nobody_writes=True)
+            elif selection.is_empty and selection.left_out:
+                self._site.messages.say(_PART, f"no last snapshot: {waiting_words(selection)}")
         asked = self._asked()
         if asked is not None:
             self._answer(asked, None)
@@ -196,24 +203,17 @@ class Snapshots:
 
     # -- how
 
-    def _may_be_torn(self, ended: Ended, selection: Selection) -> bool:
-        """One that was killed or failed may have been writing; known layouts say when they are whole."""
-        if ended.exit_code == 0 or selection.step is not None:
-            return False
-        died_ns = self._site.exchange.wrapper.stat().st_mtime_ns
-        return selection.newest_mtime_ns > died_ns - QUIET_S * 1e9
-
     def _take(self, selection: Selection, *, nobody_writes: bool = False) -> str | None:
         """Copy; None, and a message, when it did not count."""
         folder = self._folder()
         if folder is None:
             return None
-        progress = self._progress
+        progress = selection.progress
         exchange, site = self._site.exchange, self._site
         part = exchange.checkpoints / ".snapshot"
         began = site.monotonic()
         try:
-            layouts.copy(
+            copy(
                 folder,
                 selection,
                 exchange.new_folder(part),
@@ -230,8 +230,9 @@ class Snapshots:
         finally:
             with suppress(OSError):
                 exchange.remove(part)
-        site.messages.say(_PART, None)
-        self._last_at = site.monotonic()
+        site.messages.say(_PART, left_out_words(selection))
+        self._silence.saved()
+        self._last_at, self._due_since = site.monotonic(), None
         site.memory.update(
             snapshot=selection.fingerprint,
             snapshot_step=progress.step,
@@ -254,12 +255,39 @@ class Snapshots:
             "samples": progress.samples if is_same_step else None,
             "save_s": save_s,
         }
+        if selection.links:
+            facts["links"] = dict(selection.links)
         return checkpoint_name(who.generation, number, who.attempt), facts
 
     def _answer(self, control: Control, name: str | None) -> None:
         body = {"sequence": control.sequence, "taken": name is not None, "name": name}
         self._site.exchange.write_json(self._site.exchange.snapshot_done, body)
         self._site.memory.update(answered=control.sequence)
+
+
+MOST_NAMED = 5
+"""Files named in a message. Chosen: a line that a person reads."""
+
+
+def waiting_words(selection: Selection) -> str:
+    """``model.pt: zip without its end, log.txt: written all the time``: what stands in the way, and why."""
+    first = [*selection.waits_for, *(path for path in selection.left_out if path not in selection.waits_for)]
+    words = [f"{path}: {selection.left_out.get(path, 'is being written')}" for path in first[:MOST_NAMED]]
+    more = len(first) - MOST_NAMED
+    return ", ".join(words) + (f", and {more} more" if more > 0 else "")
+
+
+def left_out_words(selection: Selection) -> str | None:
+    """What a snapshot that was taken does not hold; None when that is nothing a person need know."""
+    odd = {
+        path: reason
+        for path, reason in selection.left_out.items()
+        if reason.startswith(("a link", "its name"))
+    }
+    odd |= {path: reason for path, reason in selection.left_out.items() if reason == "written all the time"}
+    if not odd:
+        return None
+    return f"left out of the snapshot: {waiting_words(Selection(left_out=odd))}"
 
 
 def snapshot_facts(exchange: Exchange, name: str) -> Path:

@@ -245,18 +245,22 @@ class Checkpoints:
         facts, cooperative = self._facts(name)
         key = parse_checkpoint_name(name)
         step = _whole(facts, "step")
-        return Manifest(
-            kind="checkpoint",
-            files=files,
-            step=step if step is not None or not cooperative or key is None else key[1],
-            epoch=_whole(facts, "epoch"),
-            samples=_whole(facts, "samples"),
-            world_size=_whole(facts, "world_size"),
-            global_batch=_whole(facts, "global_batch"),
-            generation=self._site.who.generation,
-            attempt=self._site.who.attempt,
-            cooperative=cooperative,
-        )
+        try:
+            return Manifest(
+                kind="checkpoint",
+                files=files,
+                step=step if step is not None or not cooperative or key is None else key[1],
+                epoch=_whole(facts, "epoch"),
+                samples=_whole(facts, "samples"),
+                world_size=_whole(facts, "world_size"),
+                global_batch=_whole(facts, "global_batch"),
+                generation=self._site.who.generation,
+                attempt=self._site.who.attempt,
+                cooperative=cooperative,
+                links=_links(facts),
+            )
+        except ValueError as err:
+            raise CheckpointError(f"{name}: {err}") from err
 
     def _facts(self, name: str) -> tuple[Mapping[str, Any], bool]:
         exchange = self._site.exchange
@@ -339,6 +343,11 @@ def _merge(name: str, lists: list[tuple[ManifestFile, ...]]) -> tuple[ManifestFi
                 "put the rank into the name"
             )
     return tuple(merged[path] for path in sorted(merged))
+
+
+def _links(facts: Mapping[str, Any]) -> dict[str, str]:
+    found = facts.get("links")
+    return {str(path): str(target) for path, target in found.items()} if isinstance(found, Mapping) else {}
 
 
 def _whole(facts: Mapping[str, Any], name: str) -> int | None:

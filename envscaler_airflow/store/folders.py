@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
@@ -368,6 +369,22 @@ def fetch(
             raise CheckpointError(f"{store.uri(prefix)}: {item.path} cannot be laid out: {err}") from err
 
     side_by_side(get, manifest.files, store.at_once, size=lambda item: item.size, between=between)
+    try:
+        lay_links(manifest, root)
+    except OSError as err:
+        raise CheckpointError(f"{store.uri(prefix)}: a link cannot be laid out: {err}") from err
+
+
+def lay_links(manifest: Manifest, root: Root) -> None:
+    """Make the symbolic links of *manifest* below *root*, after its files: none is written through one.
+
+    Raises:
+        OSError: The disk does not take one.
+    """
+    for path, target in sorted(manifest.links.items()):
+        with suppress(OSError):
+            root.remove(path)
+        root.symlink(path, target)
 
 
 def _fetch_one(store: Store, prefix: str, item: ManifestFile, root: Root, path: str | None = None) -> None:

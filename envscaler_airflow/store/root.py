@@ -135,6 +135,11 @@ class Root:
         os.close(found.descriptor)
         return found.real
 
+    def read_link(self, path: str) -> str:
+        """Where the link *path* points, as it stands there. Raises OSError: absent, or no link."""
+        with self._parent(path) as (folder, last):
+            return os.readlink(last, dir_fd=folder)
+
     def stat(self, path: str) -> os.stat_result:
         """Facts of *path* itself, not of what it links to; ``""`` is the root."""
         if not path:

@@ -132,3 +132,25 @@ def test_names_of_checkpoints_sort_by_step_and_read_back():
 def test_other_names_are_no_checkpoints(name):
     """They come from a listing that others can write to."""
     assert protocol.parse_checkpoint_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"latest": "/etc"},
+        {"latest": "../x"},
+        {"a/latest": "../../x"},
+        {"a/latest": "b/../../../x"},
+        {"../latest": "x"},
+        {"latest": ""},
+        {"w": "a"},
+        {"a": "b", "a/c": "d"},
+        {"sub": "other"},
+    ],
+)
+def test_links_of_a_manifest_stay_in_the_folder(links):
+    """Neither out of it, nor over a file, nor with anything below them (C)."""
+    files = tuple(ManifestFile(path=path, size=0, sha256="0" * 64) for path in ("w", "sub/x"))
+
+    with pytest.raises(ValueError, match="links: "):
+        Manifest(files=files, links=links)

@@ -1,22 +1,55 @@
 """What of a checkpoint folder is copied, by the layout that its code writes, and only when it is whole."""
 
+import io
+import json
 import os
+import pickle
 import shutil
 import struct
+import zipfile
 
 import pytest
 from fakes.checkpoint_files import STATE, ZIP, put, safetensors
 
-from envscaler_airflow.courier import layouts
-from envscaler_airflow.courier.layouts import select
+from envscaler_airflow.courier import contents, copying, trees
+from envscaler_airflow.courier.settling import Settling, is_open_for_writing
 from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import Progress
 from envscaler_airflow.store.root import Root
+
+
+class Watcher:
+    """Looks at a folder by a clock of its own."""
+
+    def __init__(self, folder):
+        """Look for the first time at 0."""
+        self.folder, self.now = folder, 0.0
+        self.settling = Settling(lambda: self.now)
+
+    def look(self, *, after=0.0, **progress):
+        """Look again *after* so many seconds, when the training has reported *progress*."""
+        self.now += after
+        self.settling.look(trees.look(self.folder), Progress(**progress))
+        return self
+
+
+def zipped(**state):
+    """A zip with a state in it."""
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as file:
+        file.writestr("state.json", json.dumps(state))
+    return raw.getvalue()
+
+
+def select(folder):
+    """What would be copied of a folder in which nothing changed for ten seconds."""
+    return Watcher(folder).look().look(after=10).settling.select()
 
 
 def chosen(folder):
     """Paths and step of what would be copied; None when nothing is complete."""
     selection = select(folder)
-    return selection and ([item.path for item in selection.files], selection.step)
+    return None if selection.is_empty else ([item.path for item in selection.files], selection.step)
 
 
 def test_an_unknown_layout_is_copied_as_a_whole(tmp_path):
@@ -29,7 +62,8 @@ def test_an_unknown_layout_is_copied_as_a_whole(tmp_path):
 def test_nothing_there_is_nothing_to_copy(tmp_path):
     """Neither an empty folder nor none."""
     assert chosen(tmp_path) is None
-    assert chosen(tmp_path / "none") is None
+    with pytest.raises(FileNotFoundError):
+        chosen(tmp_path / "none")
 
 
 def test_hugging_face_takes_the_newest_complete_one_and_the_best(tmp_path):
@@ -39,10 +73,10 @@ def test_hugging_face_takes_the_newest_complete_one_and_the_best(tmp_path):
         {
             "checkpoint-5/trainer_state.json": STATE,
             "checkpoint-8/trainer_state.json": STATE,
-            "checkpoint-10/model.safetensors": b"w",
+            "checkpoint-10/model.safetensors": safetensors(1),
             "checkpoint-10/trainer_state.json": STATE,
-            "checkpoint-12/model.safetensors": b"w",
-            "runs/events": b"log",
+            "checkpoint-12/model.safetensors": safetensors(1),
+            "runs/events.out.tfevents.1.host": b"log",
         },
     )
 
@@ -62,27 +96,253 @@ def test_hugging_face_with_a_torn_mark_is_not_complete(tmp_path, state):
     assert chosen(tmp_path) == (["checkpoint-5/trainer_state.json"], 5)
 
 
-def test_hugging_face_without_any_mark_is_nothing(tmp_path):
-    """Known layouts count only with their mark, however quiet they are."""
-    put(tmp_path, {"checkpoint-5/model.bin": b"x"})
+@pytest.mark.parametrize("name", ["training_args.bin", "rng_state.pth", "rng_state_0.pth"])
+def test_hugging_face_without_any_mark_is_nothing(tmp_path, name):
+    """What the Trainer saves counts only with its mark, however quiet it is."""
+    put(tmp_path, {"checkpoint-5/model.bin": b"x", f"checkpoint-5/{name}": b"x"})
 
     assert chosen(tmp_path) is None
 
 
-def test_lightning_takes_the_newest_whole_one_and_the_last(tmp_path):
-    """The zip of step 30 has no end yet."""
+ACCELERATE = ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")
+DIFFUSERS = ("unet/config.json", "unet/diffusion_pytorch_model.safetensors", *ACCELERATE[1:])
+
+
+def folder_of(name, files):
+    """A folder with *files* as a saver would write them."""
+    return {f"{name}/{file}": safetensors(1) if file.endswith("safetensors") else b"\x80." for file in files}
+
+
+@pytest.mark.parametrize("files", [ACCELERATE, DIFFUSERS])
+@pytest.mark.parametrize("name", ["checkpoint-{}", "checkpoints/checkpoint_{}"])
+def test_accelerate_and_diffusers_take_the_newest_that_is_quiet(tmp_path, files, name):
+    """Folders ``checkpoint-N`` without trainer_state.json; step 30 lacks what the others have (C1)."""
+    put(tmp_path, folder_of(name.format(10), files) | folder_of(name.format(20), files))
+    put(tmp_path, folder_of(name.format(30), files[:-2]))
+
+    got, step = chosen(tmp_path)
+
+    assert (sorted(got), step) == (sorted(folder_of(name.format(20), files)), 20)
+    assert select(tmp_path).left_out[name.format(30)].startswith("lacks ")
+
+
+def test_accelerate_s_own_order_is_waited_for(tmp_path):
+    """Between two of its files nothing is taken of it, and the one before stays (C1)."""
+    put(tmp_path, folder_of("checkpoint-10", ACCELERATE))
+    watcher = Watcher(tmp_path).look().look(after=10)
+    put(tmp_path, folder_of("checkpoint-20", ACCELERATE))
+
+    assert watcher.look(after=1).settling.select().step == 10
+    assert watcher.look(after=5).settling.select().step == 20
+
+
+def test_a_folder_of_any_saver_is_waited_for_until_it_has_what_the_one_before_has(tmp_path):
+    """``step_20`` has its weights and not yet its optimizer; it is quiet for long in between (C1)."""
+    put(tmp_path, {"step_10/w.bin": b"1", "step_10/optimizer.bin": b"1", "step_20/w.bin": b"2"})
+
+    assert chosen(tmp_path) == (["step_10/optimizer.bin", "step_10/w.bin"], 10)
+
+
+def test_a_folder_that_is_renamed_into_place_and_its_temporary_one(tmp_path):
+    """As orbax saves: ``4`` is whole, ``5`` is still put together (C)."""
+    put(tmp_path, {"4/d/0": b"x", "4/_METADATA": b"{}", "5.orbax-checkpoint-tmp-17/d/0": b"x"})
+
+    assert chosen(tmp_path) == (["4/_METADATA", "4/d/0"], 4)
+    assert select(tmp_path).left_out == {"5.orbax-checkpoint-tmp-17/d/0": "a temporary name"}
+
+
+def test_lightning_keeps_every_whole_one_and_the_last(tmp_path):
+    """The zip of step 30 has no end yet; the best may be any other (C3)."""
     put(
         tmp_path,
         {
             "v0/epoch=0-step=10.ckpt": ZIP,
             "v0/epoch=1-step=20.ckpt": ZIP,
-            "v0/epoch=2-step=30.ckpt": ZIP[:-10],
             "v0/last.ckpt": ZIP,
+            "v0/epoch=2-step=30.ckpt": ZIP[:-10],
             "v0/hparams.yaml": b"x",
         },
     )
 
-    assert chosen(tmp_path) == (["v0/epoch=1-step=20.ckpt", "v0/last.ckpt"], 20)
+    assert chosen(tmp_path)[0] == [
+        "v0/epoch=0-step=10.ckpt",
+        "v0/epoch=1-step=20.ckpt",
+        "v0/hparams.yaml",
+        "v0/last.ckpt",
+    ]
+
+
+def test_the_step_is_of_the_newest_content_and_not_in_the_best_one_s_name(tmp_path):
+    """``last.ckpt`` of step 70 beside the best of step 20; the training has just reported 71 (C4)."""
+    watcher = Watcher(tmp_path).look()
+    put(tmp_path, {"epoch=1-step=20.ckpt": zipped(step=20), "last.ckpt": zipped(step=70)})
+
+    selection = watcher.look(after=1, step=71).look(after=6, step=77).settling.select()
+
+    assert (len(selection.files), selection.step, selection.progress.step) == (2, 70, 71)
+
+
+@pytest.mark.parametrize(
+    ("found", "reported", "expected"),
+    [
+        ({"step": 5}, 70, None),
+        ({"global_step": 69, "epoch": 3}, 70, 69),
+        ({"step": 70}, None, 70),
+        ({}, 70, None),
+    ],
+)
+def test_a_number_in_a_file_is_its_step_only_near_what_is_reported(tmp_path, found, reported, expected):
+    """A step within the epoch is not the step of the training (C4)."""
+    watcher = Watcher(tmp_path).look()
+    put(tmp_path, {"last.json": json.dumps(found).encode()})
+
+    assert watcher.look(after=1, step=reported).look(after=6).settling.select().step == expected
+
+
+class Bomb:
+    """What must never be run."""
+
+    def __reduce__(self):
+        """Fail the test."""
+        return (pytest.fail, ("the pickle was run",))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_tells_its_step_without_being_run(tmp_path, protocol):
+    """As ``torch.save`` puts a dict into its zip, and as ``pickle.dump`` writes one (C4)."""
+    data = pickle.dumps({"model": Bomb(), "global_step": 700, "epoch": 3, "lr": 5}, protocol=protocol)
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as file:
+        file.writestr("archive/data.pkl", data)
+    put(tmp_path, {"a.pkl": data, "b.pt": raw.getvalue()})
+
+    assert [contents.steps_in(item) for item in trees.look(tmp_path).files] == [{700, 3}, {700, 3}]
+
+
+def test_a_log_in_the_folder_holds_up_nothing(tmp_path):
+    """By its name, or since it was written before the save began; it is left out and named (C2)."""
+    watcher = Watcher(tmp_path)
+    for count in range(20):
+        put(tmp_path, {"log.txt": b"x" * (count + 1), "history": b"x" * (count + 1)})
+        if count == 8:
+            put(tmp_path, {"ckpt.json": b"{}"})
+        watcher.look(after=1)
+
+    selection = watcher.settling.select()
+
+    assert [item.path for item in selection.files] == ["ckpt.json"]
+    assert selection.left_out == {
+        "history": "written all the time",
+        "log.txt": "changed less than 5 s ago",
+    }
+    assert selection.waits_for == ()
+
+
+def test_a_file_of_the_same_save_is_waited_for(tmp_path):
+    """The optimizer is still being written when the weights are quiet (C2)."""
+    watcher = Watcher(tmp_path).look()
+    put(tmp_path, {"w.bin": b"1"})
+    for count in range(10):
+        put(tmp_path, {"optimizer.bin": b"x" * (count + 1)})
+        watcher.look(after=1)
+
+    selection = watcher.settling.select()
+
+    assert [item.path for item in selection.files] == ["w.bin"]
+    assert selection.waits_for == ("optimizer.bin",)
+
+
+def replace_with(folder, files):
+    """Write each file under another name and rename it."""
+    for path, data in files.items():
+        (folder / f"{path}.tmp").write_bytes(data)
+        (folder / f"{path}.tmp").replace(folder / path)
+
+
+def test_what_is_renamed_into_place_every_two_seconds_counts_once_it_is_overdue(tmp_path):
+    """Two backup files; neither is ever quiet (C21)."""
+    watcher = Watcher(tmp_path)
+    for count in range(6):
+        replace_with(tmp_path, {"latest.weights.h5": b"x" * (count + 1), "meta.json": b"%d" % count})
+        watcher.look(after=1).look(after=1)
+
+    assert watcher.settling.select().is_empty
+    selection = watcher.settling.select(hurry=True)
+
+    assert [item.path for item in selection.files] == ["latest.weights.h5", "meta.json"]
+    assert selection.waits_for == ()
+
+
+def test_what_is_written_in_place_all_the_time_never_counts(tmp_path):
+    """Nothing says that it is whole at any moment (C21)."""
+    watcher = Watcher(tmp_path)
+    for count in range(20):
+        put(tmp_path, {"state.bin": b"x" * (count + 1)})
+        watcher.look(after=1)
+
+    selection = watcher.settling.select(hurry=True)
+
+    assert selection.is_empty
+    assert selection.left_out == {"state.bin": "changed less than 5 s ago"}
+
+
+def test_a_file_that_is_open_for_writing_is_seen(tmp_path):
+    """By a lease that the system refuses (C2)."""
+    path = tmp_path / "a"
+    with path.open("wb"), path.open("rb") as reading:
+        assert is_open_for_writing(reading.fileno()) in (True, None)
+    with path.open("rb") as reading:
+        assert is_open_for_writing(reading.fileno()) in (False, None)
+
+
+# -- links
+
+
+def test_links_stay_links_and_what_leads_outside_is_left_out(tmp_path):
+    """``latest`` by a relative and by an absolute name, and one to the machine's own files (C)."""
+    folder = tmp_path / "ck"
+    put(folder, {"step_10/w.bin": b"1", "step_20/w.bin": b"2"})
+    (folder / "latest").symlink_to("step_20")
+    (folder / "best").symlink_to(folder / "step_10")
+    (folder / "passwd").symlink_to("/etc/passwd")
+    (folder / "up").symlink_to("../..")
+
+    selection = select(folder)
+
+    assert dict(selection.links) == {"latest": "step_20", "best": "step_10"}
+    assert [item.path for item in selection.files] == ["step_10/w.bin", "step_20/w.bin"]
+    assert selection.left_out == {
+        "passwd": "a link that leads outside",
+        "up": "a link that leads outside",
+    }
+
+
+def test_what_a_link_names_is_kept_whatever_its_number(tmp_path):
+    """``best`` points to the first of three Accelerate folders (C)."""
+    put(
+        tmp_path,
+        {path: data for n in (10, 20, 30) for path, data in folder_of(f"checkpoint-{n}", ACCELERATE).items()},
+    )
+    (tmp_path / "best").symlink_to("checkpoint-10")
+
+    selection = select(tmp_path)
+
+    assert {item.path.split("/")[0] for item in selection.files} == {"checkpoint-10", "checkpoint-30"}
+    assert dict(selection.links) == {"best": "checkpoint-10"}
+
+
+def test_a_link_to_a_folder_that_is_being_written_is_waited_for(tmp_path):
+    """The link was moved first (C)."""
+    watcher = Watcher(tmp_path)
+    put(tmp_path, {"step_10/w.bin": b"1"})
+    (tmp_path / "latest").symlink_to("step_10")
+    watcher.look().look(after=10)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step_20")
+    put(tmp_path, {"step_20/w.bin": b"1"})
+
+    assert watcher.look(after=1).settling.select().waits_for == ("step_20",)
+    assert watcher.look(after=6).settling.select().waits_for == ()
 
 
 def test_distributed_takes_the_newest_with_its_metadata(tmp_path):
@@ -125,11 +385,11 @@ def test_deepspeed_takes_what_latest_names_with_every_rank_s_file(tmp_path):
 
     assert chosen(tmp_path) == (
         [
-            "run/latest",
-            "run/zero_to_fp32.py",
             "run/global_step2/mp_rank_00_model_states.pt",
             "run/global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt",
             "run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "run/latest",
+            "run/zero_to_fp32.py",
         ],
         2,
     )
@@ -151,7 +411,7 @@ def test_deepspeed_saved_again_under_one_name_waits_for_its_mark(tmp_path):
     assert chosen(tmp_path) is None
 
     put(tmp_path, {"best/mp_rank_00_model_states.pt": ZIP, "latest": b"best"})
-    assert chosen(tmp_path) == (["latest", "best/mp_rank_00_model_states.pt"], None)
+    assert chosen(tmp_path) == (["best/mp_rank_00_model_states.pt", "latest"], None)
 
 
 def test_deepspeed_files_as_old_as_their_mark_are_whole(tmp_path):
@@ -160,7 +420,7 @@ def test_deepspeed_files_as_old_as_their_mark_are_whole(tmp_path):
     for name in ("latest", "best/mp_rank_00_model_states.pt"):
         os.utime(tmp_path / name, (1_700_000_000,) * 2)
 
-    assert chosen(tmp_path) == (["latest", "best/mp_rank_00_model_states.pt"], None)
+    assert chosen(tmp_path) == (["best/mp_rank_00_model_states.pt", "latest"], None)
 
 
 def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
@@ -190,7 +450,7 @@ def test_files_that_say_where_they_end_must_be_whole(tmp_path, name, data, why):
     """A writer that was killed or is slow leaves such a file short."""
     put(tmp_path, {name: data})
 
-    found = layouts.torn(select(tmp_path).files[0])
+    found = contents.torn(trees.look(tmp_path).files[0])
 
     assert (found is None) if why is None else (why in found)
 
@@ -226,4 +486,62 @@ def test_a_copy_of_a_tree_that_changes_meanwhile_does_not_count(tmp_path):
             file.write(b"+")
 
     with pytest.raises(CheckpointError, match="changed while it was copied"):
-        layouts.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=append)
+        copying.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=append)
+
+
+def test_a_file_that_became_a_link_is_not_read(tmp_path):
+    """The training swaps in a link to a file of the machine after the look (C)."""
+    put(tmp_path / "ck", {"a": b"1", "sub/b": b"2"})
+    (tmp_path / "secret").write_bytes(b"2")
+    selection = select(tmp_path / "ck")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "ck/sub/b").unlink()
+    (tmp_path / "ck/sub/b").symlink_to(tmp_path / "secret")
+
+    with pytest.raises(CheckpointError, match="changed while it was copied"):
+        copying.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=lambda: None)
+
+
+def test_a_copy_is_of_one_instant_whatever_replaces_the_files_meanwhile(tmp_path):
+    """Both files are saved anew, by a rename, while the first is copied (C21)."""
+    put(tmp_path / "ck", {"a": b"1", "b": b"1"})
+    (tmp_path / "copy").mkdir()
+
+    def save():
+        replace_with(tmp_path / "ck", {"a": b"2", "b": b"2"})
+
+    copying.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=save)
+
+    assert [(tmp_path / "copy" / name).read_bytes() for name in "ab"] == [b"1", b"1"]
+
+
+def test_a_hard_link_to_a_file_outside_is_left_out(tmp_path):
+    """Two names within the tree are the training's own (C)."""
+    put(tmp_path, {"ck/a": b"1", "ck/c": b"2", "secret": b"3"})
+    (tmp_path / "ck/b").hardlink_to(tmp_path / "ck/a")
+    (tmp_path / "ck/d").hardlink_to(tmp_path / "secret")
+
+    selection = select(tmp_path / "ck")
+
+    assert [item.path for item in selection.files] == ["a", "b", "c"]
+    assert selection.left_out == {"d": "a hard link to a file outside"}
+
+
+@pytest.mark.parametrize("most_open", [1, 256])
+def test_a_copy_of_more_files_than_may_be_open_is_checked_afterwards(tmp_path, monkeypatch, most_open):
+    """Of two files with one descriptor a change in between is seen; with two it changes nothing (C21)."""
+    monkeypatch.setattr(copying, "MOST_OPEN", most_open)
+    put(tmp_path / "ck", {"a": b"1", "b": b"1"})
+    (tmp_path / "copy").mkdir()
+    selection, calls = select(tmp_path / "ck"), []
+
+    def save():
+        calls.append(1)
+        if len(calls) == 2:
+            replace_with(tmp_path / "ck", {"a": b"2"})
+
+    if most_open == 256:
+        copying.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=save)
+        return
+    with pytest.raises(CheckpointError, match="changed while it was copied: a"):
+        copying.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=save)

@@ -154,6 +154,19 @@ def test_a_snapshot_is_laid_back_where_the_code_looks_for_it(make_bench, tmp_pat
     assert not list(bench.exchange.restored.iterdir())
 
 
+def test_links_of_a_snapshot_are_links_again(make_bench, tmp_path):
+    """``latest`` is no copied folder, so that the training can move it at its next save (C)."""
+    ours = tmp_path / "ck"
+    bench = make_bench(layout={"checkpoint_path": str(ours)})
+    links = {"latest": "step_200", "best/model.bin": "../step_200/w.bin"}
+    bench.in_store(NEW, {"step_200/w.bin": b"1"}, cooperative=False, links=links)
+
+    restore(bench.site, Control(candidates=(NEW,)))
+
+    assert {path: str((ours / path).readlink()) for path in links} == links
+    assert (ours / "best/model.bin").read_bytes() == b"1"
+
+
 def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path):
     """Cooperating code gets a path of ours."""
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})

@@ -7,25 +7,9 @@ import os
 import pytest
 from fakes.checkpoint_files import STATE, ZIP, put, safetensors
 
-from envscaler_airflow.courier import layouts
-from envscaler_airflow.courier.snapshots import QuietWatch, Snapshots
-from envscaler_airflow.protocol import Progress
+from envscaler_airflow.courier import copying
+from envscaler_airflow.courier.snapshots import Snapshots
 from envscaler_airflow.store.root import Root
-
-
-def test_quiet_is_measured_since_the_last_change():
-    """By the watcher's own clock, whatever the files say."""
-    now = [0.0]
-    watch = QuietWatch(lambda: now[0])
-
-    seen = []
-    for at, fingerprint in [(0, "a"), (3, "a"), (4, "b"), (10, "b"), (11, "a")]:
-        now[0] = at
-        quiet_s, progress = watch.look(fingerprint, Progress(step=at))
-        seen.append((quiet_s, progress.step))
-
-    assert seen == [(0, 0), (3, 0), (0, 4), (6, 4), (0, 11)]
-
 
 # -- when
 
@@ -156,7 +140,9 @@ def test_a_zip_that_stopped_growing_is_not_a_checkpoint(trained):
 
     run(bench, 60)
     assert saved(bench) == []
-    assert bench.site.messages.text() == "no snapshot: incomplete: model.pt: zip without its end"
+    assert bench.site.messages.text() == (
+        f"no checkpoint after its interval of 1 s: {bench.ck}: waits for model.pt (zip without its end)"
+    )
 
     put(bench.ck, {"model.pt": ZIP})
     run(bench, 7)
@@ -277,7 +263,7 @@ def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
         run(bench, 1)
 
     assert answer(bench)["taken"] is False
-    assert "was not quiet for 5 s" in bench.site.messages.text()
+    assert "no snapshot: log: changed less than 5 s ago" in bench.site.messages.text()
 
 
 def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
@@ -374,7 +360,7 @@ def test_the_last_snapshot_takes_no_room(trained, monkeypatch):
     """Nobody writes any more: the files are linked, however full the disk is."""
     bench = trained()
     put(bench.ck, {"model.bin": b"1"})
-    monkeypatch.setattr("shutil.copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr("shutil.copyfileobj", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
 
     end(bench, age_s=0, exit_code=0, reason="succeeded")
 
@@ -492,7 +478,7 @@ def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch)
     class Room:
         f_frsize, f_blocks, f_bavail = 1, 2000, 199
 
-    monkeypatch.setattr(layouts.os, "statvfs", lambda _: Room)
+    monkeypatch.setattr(copying.os, "statvfs", lambda _: Room)
     run(bench, 8)
 
     assert saved(bench) == []
@@ -500,3 +486,150 @@ def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch)
         "no snapshot: disk full: a snapshot takes 100 bytes, 199 are free and 100 are left to the training"
     )
     assert bench.site.messages.text() == expected
+
+
+# -- saved all the time, logs, links, silence
+
+
+def notice(bench):
+    """What the training's log is to say; None when nothing."""
+    body = bench.exchange.read_json(bench.exchange.root / "notice.json")
+    return body and body["text"]
+
+
+def replace_with(bench, **files):
+    """Save each file under another name and rename it."""
+    for name, data in files.items():
+        (bench.ck / f"{name}.tmp").write_bytes(data)
+        (bench.ck / f"{name}.tmp").replace(bench.ck / name)
+
+
+def test_saves_that_are_renamed_every_two_seconds_are_kept(trained):
+    """Never quiet for five: ten seconds after it was due one instant is taken (C21)."""
+    bench = trained(every={"seconds": 5})
+    for count in range(10):
+        replace_with(bench, weights=b"w%d" % count, meta=b"m%d" % count)
+        run(bench, 2)
+
+    folder = bench.exchange.checkpoints / saved(bench)[0]
+    assert (folder / "weights").read_bytes()[1:] == (folder / "meta").read_bytes()[1:]
+
+
+def test_a_log_in_the_folder_holds_up_no_snapshot(trained):
+    """It is left out, and the next snapshot is not taken for its sake alone (C2)."""
+    bench = trained(every={"seconds": 5})
+    for count in range(30):
+        (bench.ck / "progress").write_bytes(b"x" * (count + 1))
+        if count == 8:
+            replace_with(bench, ckpt=b"saved")
+        run(bench, 1)
+
+    names = saved(bench)
+    assert len(names) == 1
+    assert [path.name for path in (bench.exchange.checkpoints / names[0]).iterdir()] == ["ckpt"]
+    assert bench.site.messages.text() == "left out of the snapshot: progress: written all the time"
+
+
+def test_a_command_killed_while_it_logs_leaves_its_last_save(trained):
+    """The log was written to the end, the checkpoint was not (C2)."""
+    bench = trained()
+    replace_with(bench, ckpt=b"saved")
+    for count in range(10):
+        (bench.ck / "log.txt").write_bytes(b"x" * (count + 1))
+        run(bench, 1)
+    os.utime(bench.ck / "ckpt", (0, 0))
+
+    end(bench, age_s=0, signal=9, reason="killed")
+
+    assert [path.name for path in (bench.exchange.checkpoints / saved(bench)[0]).iterdir()] == ["ckpt"]
+
+
+def test_links_go_into_the_facts_and_not_into_the_copy(trained):
+    """The manifest has them; the store has none (C)."""
+    bench = trained(every={"seconds": 1})
+    put(bench.ck, {"step_20/w.bin": b"1"})
+    (bench.ck / "latest").symlink_to("step_20")
+
+    run(bench, 8)
+
+    name = saved(bench)[0]
+    assert facts(bench, name)["links"] == {"latest": "step_20"}
+    assert [path.name for path in (bench.exchange.checkpoints / name).iterdir()] == ["step_20"]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "holds no files; does the training save there?"),
+        ({"model.pt": ZIP[:-9]}, "waits for model.pt (zip without its end)"),
+        ({"model.pt.tmp": b"x"}, "waits for model.pt.tmp (a temporary name)"),
+        (
+            {"checkpoint-5/training_args.bin": b"x"},
+            "waits for checkpoint-5 (its saver has not finished it)",
+        ),
+    ],
+)
+def test_a_stage_that_saves_nothing_says_so(trained, files, reason):
+    """After its interval and half of it: in the status and for the log, with the files and why (C)."""
+    bench = trained(every={"seconds": 60})
+    put(bench.ck, files)
+
+    run(bench, 89)
+    assert (bench.site.messages.text(), notice(bench)) == ("", None)
+    run(bench, 2)
+
+    expected = f"no checkpoint after its interval of 60 s: {bench.ck}: {reason}"
+    assert (bench.site.messages.text(), notice(bench)) == (expected, expected)
+
+
+def test_what_is_saved_after_all_takes_the_words_back(trained):
+    """And a training that saves nothing more says so again (C)."""
+    bench = trained(every={"seconds": 60})
+    run(bench, 100)
+    put(bench.ck, {"model.bin": b"1"})
+    run(bench, 7)
+    assert (bench.site.messages.text(), notice(bench)) == ("", None)
+
+    bench.exchange.done(saved(bench)[0]).touch()
+    run(bench, 100)
+
+    assert notice(bench).endswith(f"{bench.ck}: nothing new since the last one (model.bin)")
+
+
+def test_steps_that_nobody_reports_are_named(trained):
+    """``100 steps`` cannot be counted (C)."""
+    bench = trained(every={"steps": 100})
+    bench.wrapper_says()
+
+    run(bench, 902)
+
+    assert notice(bench).startswith("no checkpoint after its interval (100 steps, and no step is reported): ")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_code_that_saves_by_itself_or_not_at_all_says_so_too(make_bench, saves):
+    """No folder to look at (C)."""
+    bench = make_bench()
+    bench.site.memory.update(is_laid_out=True, start_step=0)
+    bench.wrapper_says(progress={"step": 0})
+    if saves:
+        (bench.exchange.root / "progress").mkdir()
+        (bench.exchange.root / "progress/rank-0.json").write_text('{"schema":"1.0","saves":true}')
+    bench.snapshots = Snapshots(bench.site, {"seconds": 60})
+
+    run(bench, 100)
+
+    assert notice(bench).startswith("no checkpoint after its interval of 60 s: the training")
+    assert ("the training's Session has saved nothing" in notice(bench)) is saves
+
+
+def test_a_stage_without_checkpoints_is_not_reproached(make_bench):
+    """Neither an interval nor a path (C)."""
+    bench = make_bench()
+    bench.site.memory.update(is_laid_out=True, start_step=0)
+    bench.wrapper_says()
+    bench.snapshots = Snapshots(bench.site, None)
+
+    run(bench, 2000)
+
+    assert (bench.site.messages.text(), notice(bench)) == ("", None)

@@ -577,3 +577,19 @@ def test_where_nodes_come_and_go_those_that_saved_it_are_awaited(make_bench, pro
 
     expected = "" if waits is None else f"checkpoint {NAME} waits for the files of nodes {waits}"
     assert (is_done, bench.site.messages.text()) == (waits is None, expected)
+
+
+def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
+    """Those that lead out of the folder lose it: the training can change its facts (C)."""
+    for step, links in ((1, {"latest": "step_1"}), (2, {"latest": "../../etc"})):
+        name = f"g1-step-0000000{step}-a2"
+        folder = bench.session_saves(name, {"step_1/w": b"1"})
+        (folder / "agent.json").unlink()
+        bench.exchange.write_json(snapshot_facts(bench.exchange, name), {"step": step, "links": links})
+
+    Checkpoints(bench.site, 3).step()
+
+    manifest = read_checkpoint(store, "g1-step-00000001-a2")
+    assert (manifest.links, manifest.cooperative) == ({"latest": "step_1"}, False)
+    assert complete_checkpoints(store, 1) == ("g1-step-00000001-a2",)
+    assert "leaves the folder" in bench.site.messages.text()

@@ -1,0 +1,303 @@
+"""What of a training's folder is whole now, and what a snapshot of it waits for.
+
+A unit with its saver's mark counts at once. Any other counts when its files have been the same for
+:data:`QUIET_S`. Files that are saved more often than that count, once a snapshot is overdue, when they are
+renamed into place or their format says that they are whole: then all of them are copied as they are at one
+instant, as a kill would leave them. What else is written all the time is a log, and is left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from json import dumps
+from pathlib import PurePosixPath
+
+from envscaler_airflow.courier import contents, layouts, trees
+from envscaler_airflow.courier.layouts import Unit
+from envscaler_airflow.courier.trees import Tree
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.protocol import Progress
+from envscaler_airflow.store.folders import TreeFile
+
+QUIET_S = 5.0
+"""Seconds without a change before a file without a mark counts. Chosen: writers flush more often while they
+write."""
+SAVE_S = 60.0
+"""Longest that a file counts as a save that goes on; what is written for longer is a log. Chosen: in that
+time a slow disk takes some gigabytes, and what is larger has a format that says where it ends."""
+LAG_S = 5.0
+"""Age that a reported step may have when a save is seen. Chosen: the wrapper's and our own looks, on a busy
+machine."""
+_F_SETSIG = getattr(fcntl, "F_SETSIG", 10)
+_Facts = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One file as it was last seen.
+
+    Attributes:
+        facts: Size, modification time, inode.
+        since: When these facts were first seen, by the watcher's own clock.
+        streak: When the changes began of which this is the last, with less than :data:`QUIET_S` between two.
+        is_replaced: True when another file was put in its place, as by a rename.
+        progress: What the training had reported by then.
+        torn: Why it cannot be whole; None when its format does not say so.
+    """
+
+    facts: _Facts
+    since: float
+    streak: float
+    progress: Progress
+    is_replaced: bool = False
+    torn: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a snapshot would hold now.
+
+    Attributes:
+        units: Whole ones.
+        links: Kept with them.
+        step: Of the newest content; None when unknown.
+        progress: What the training had reported when the newest content was first seen.
+        left_out: Path to the reason, of all that is there and not in it.
+        waits_for: Of these, what a snapshot waits for; empty when it can be taken.
+        is_hurried: True when files count that were saved less than :data:`QUIET_S` ago.
+    """
+
+    units: tuple[Unit, ...] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
+    step: int | None = None
+    progress: Progress = field(default_factory=Progress)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    waits_for: tuple[str, ...] = ()
+    is_hurried: bool = False
+
+    @property
+    def files(self) -> tuple[TreeFile, ...]:
+        """By path."""
+        return tuple(sorted((item for unit in self.units for item in unit.files), key=lambda item: item.path))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any name, size, modification time, inode or link does; logs do not count."""
+        facts = [
+            (item.path, item.size, item.mtime_ns, item.inode)
+            for item in self.files
+            if not layouts.is_log(item.path)
+        ]
+        return sha256(dumps([facts, sorted(self.links.items())]).encode()).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(item.size for item in self.files)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing of a training in it."""
+        return all(unit.kind == "file" and layouts.is_log(unit.name) for unit in self.units)
+
+
+class Settling:
+    """Follows a folder from look to look."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        """Begin without knowing anything; ages are by *monotonic*."""
+        self._monotonic = monotonic
+        self._seen: dict[str, Seen] = {}
+        self._links: dict[str, tuple[str, float]] = {}
+        self._tree: Tree | None = None
+        self._now = monotonic()
+
+    def look(self, tree: Tree, progress: Progress) -> None:
+        """Take up *tree* as it is now; what was saved before it was seen is of *progress* or earlier."""
+        self._now = now = self._monotonic()
+        self._tree = tree
+        self._seen = {item.path: self._see(item, progress, now) for item in tree.files}
+        self._links = {
+            path: (target, self._links[path][1] if self._links.get(path, ("", 0))[0] == target else now)
+            for path, target in tree.links.items()
+        }
+
+    def _see(self, item: TreeFile, progress: Progress, now: float) -> Seen:
+        facts = (item.size, item.mtime_ns, item.inode)
+        last = self._seen.get(item.path)
+        if last is not None and last.facts == facts:
+            return last
+        seen = Seen(facts, now, now, progress, torn=contents.torn(item))
+        if last is None:
+            return seen
+        is_going_on = now - last.since < QUIET_S
+        is_replaced = item.inode != last.facts[2] or (last.is_replaced and is_going_on)
+        return replace(seen, streak=last.streak if is_going_on else now, is_replaced=is_replaced)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of every file but logs and temporary ones, whole or not: changes with each save."""
+        tree = self._tree
+        files = [] if tree is None else [item for item in tree.files if not layouts.is_temporary(item.path)]
+        return Selection(tuple(Unit(item.path, (item,)) for item in files)).fingerprint
+
+    def quiet_s(self, item: TreeFile) -> float:
+        """Seconds since the file was first seen as it is."""
+        return self._now - self._seen[item.path].since
+
+    def select(self, *, hurry: bool = False, died_ns: int | None = None, is_over: bool = False) -> Selection:
+        """What a snapshot would hold.
+
+        Args:
+            hurry: A snapshot is overdue: what is closed counts though it is saved all the time.
+            is_over: The command has ended, so that nobody writes any more.
+            died_ns: When it was killed or failed, and may have been writing; None when it ended well.
+        """
+        tree = self._tree
+        if tree is None:
+            return Selection()
+        known = layouts.units(tree)
+        why = {
+            unit.name: self._fault(unit, known, hurry=hurry, is_over=is_over, died_ns=died_ns)
+            for unit in known
+        }
+        chosen = layouts.wanted(known, lambda unit: why[unit.name] is None, tree.links)
+        waits = self._waits(known, chosen, why, tree)
+        marked = [unit for unit in known if unit.mark is not None]
+        if marked and not any(why[unit.name] is None for unit in marked):
+            chosen = [unit for unit in chosen if unit.kind != "file"]
+        if is_over and waits:  # what waits will not come: what lies beside it may belong to it
+            chosen = [unit for unit in chosen if unit.kind != "file"]
+        newest, step = layouts.step_of(chosen)
+        progress = Progress() if newest is None else self._seen[newest.newest.path].progress
+        if newest is not None and step is None:
+            step = _refined(newest.newest, progress)
+        left_out = {name: reason for name, reason in why.items() if reason is not None} | dict(tree.left_out)
+        held = {item.path for unit in chosen for item in unit.files}
+        links = {path: target for path, target in tree.links.items() if _is_held(path, tree.links, held)}
+        left_out |= {path: "a link to what is not whole" for path in tree.links if path not in links}
+        left_out |= {item.path: "a temporary name" for item in tree.files if layouts.is_temporary(item.path)}
+        return Selection(tuple(chosen), links, step, progress, left_out, tuple(waits), hurry)
+
+    def _fault(
+        self, unit: Unit, known: Sequence[Unit], *, hurry: bool, is_over: bool, died_ns: int | None
+    ) -> str | None:
+        """Why *unit* is not whole; None when it is."""
+        torn = next((found for item in unit.files if (found := self._seen[item.path].torn)), None)
+        if torn is not None:
+            return torn.removeprefix(f"{unit.name}: ")
+        if unit.mark is False:
+            return "its saver has not finished it"
+        if layouts.is_event_file(unit.name):
+            return "a log"
+        if unit.mark:
+            return None
+        quiet = min(self.quiet_s(item) for item in unit.files)
+        missing = layouts.lacks(unit, known)
+        if missing and (is_over or quiet < SAVE_S):
+            return f"lacks {', '.join(sorted(missing)[:3])}, which the one before has"
+        if is_over:
+            return self._fault_at_the_end(unit, died_ns)
+        if quiet >= QUIET_S:
+            return None
+        if hurry and unit.kind == "file" and self._is_settled(unit.files[0]):
+            return None
+        return f"changed less than {QUIET_S:g} s ago"
+
+    def _fault_at_the_end(self, unit: Unit, died_ns: int | None) -> str | None:
+        if died_ns is None or unit.end_mark or unit.newest.mtime_ns <= died_ns - QUIET_S * 1e9:
+            return None
+        item = unit.files[0]
+        if unit.kind == "file" and (self._seen[item.path].is_replaced or contents.is_zip(item)):
+            return None
+        return f"it was written less than {QUIET_S:g} s before the command died"
+
+    def _is_settled(self, item: TreeFile) -> bool:
+        """True for a file that is saved all the time and whole at this moment, by its format or a rename."""
+        if layouts.is_log(item.path):
+            return False
+        if self._seen[item.path].is_replaced:
+            return self.quiet_s(item) > 0 or not self._is_open(item)
+        return contents.is_zip(item) and not self._is_open(item)
+
+    def _is_open(self, item: TreeFile) -> bool | None:
+        """True when a process has it open for writing; None when the system does not say."""
+        try:
+            with item.open(shares_names=True) as stream:
+                return is_open_for_writing(stream.fileno())
+        except (OSError, CheckpointError):
+            return None
+
+    def _waits(
+        self, known: Sequence[Unit], chosen: Sequence[Unit], why: dict[str, str | None], tree: Tree
+    ) -> list[str]:
+        """Names of units that what is *chosen* may belong together with, and that are being written."""
+        whole = {unit.name for unit in chosen}
+        since: dict[str, float] = {}
+        for unit in chosen:
+            if unit.kind == "file" and not layouts.is_log(unit.name):
+                folder = str(PurePosixPath(unit.name).parent)
+                since[folder] = max(since.get(folder, -float("inf")), self._seen[unit.name].streak)
+        found = []
+        for unit in known:
+            if unit.kind != "file" or unit.name in whole or layouts.is_log(unit.name):
+                continue
+            newest = since.get(str(PurePosixPath(unit.name).parent))
+            if newest is not None:
+                if self._is_a_log(unit.files[0], newest):
+                    why[unit.name] = "written all the time"
+                else:
+                    found.append(unit.name)
+        by_path = {item.path: unit for unit in known for item in unit.files}
+        for path, (_, at) in self._links.items():
+            target = trees.resolved(path, tree.links)
+            named = next((one for one in known if one.name == target), by_path.get(target))
+            if named is not None and why[named.name] is not None and self._now - at < SAVE_S:
+                found.append(named.name)
+        return sorted(set(found))
+
+    def _is_a_log(self, item: TreeFile, newest: float) -> bool:
+        """True for what is kept open and written, and is no part of a save that began at *newest*."""
+        seen = self._seen[item.path]
+        if seen.torn is not None:
+            return self.quiet_s(item) >= SAVE_S
+        if seen.is_replaced or contents.is_zip(item):
+            return False
+        return self._now - seen.streak >= SAVE_S or seen.streak < newest - QUIET_S
+
+
+def _is_held(path: str, links: Mapping[str, str], held: Iterable[str]) -> bool:
+    target = trees.resolved(path, links)
+    return target == "." or any(name == target or name.startswith(f"{target}/") for name in held)
+
+
+def _refined(item: TreeFile, progress: Progress) -> int | None:
+    """The step that the file keeps, where it is what the training reported or a moment before; else None."""
+    found = contents.steps_in(item)
+    if not found:
+        return None
+    if progress.step is None:
+        return next(iter(found)) if len(found) == 1 else None
+    slack = 2 + LAG_S * (progress.steps_per_s or 0.0)
+    near = [step for step in found if abs(step - progress.step) <= slack]
+    return max(near, default=None)
+
+
+def is_open_for_writing(file: int) -> bool | None:
+    """True when any process has the open *file* open for writing; None when the system does not say.
+
+    Source: fcntl(2), F_SETLEASE: a read lease is refused with EAGAIN while the file is open for writing.
+    It is given back at once; a writer that comes in between waits for that long.
+    """
+    try:
+        fcntl.fcntl(file, _F_SETSIG, signal.SIGURG)  # by default SIGIO, which ends a process
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as err:
+        return True if err.errno == errno.EAGAIN else None
+    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
