@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,6 +93,18 @@ class BaseFacts:
 def _is_within(version: str, wider: str) -> bool:
     """3.10.12 is within 3.10 and 3."""
     return f"{version}.".startswith(f"{wider}.")
+
+
+_HAS_FETCHERS = re.compile(r"(?:^|/)(?:python|buildpack-deps):(?!.*(?:slim|alpine|curl))")
+"""Images with git, mercurial, subversion and ssh. Source: docker-library/buildpack-deps, scm variant."""
+
+
+def fetching_packages(programs: Collection[str], known: BaseFacts) -> tuple[str, ...]:
+    """System packages for *programs* that fetch requirements, on a base that may lack them."""
+    if not programs or _HAS_FETCHERS.search(known.image):
+        return ()
+    names = {"openssh-client": "openssh-clients"} if known.family == "dnf" else {}
+    return ("ca-certificates", *(names.get(name, name) for name in sorted(programs)))
 
 
 NOT_PACKAGES = ("python", "cuda", "cudnn", "driver")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import unquote
+
+from packaging.requirements import Requirement
 
 from envscaler_airflow.build.bases import facts
 from envscaler_airflow.build.requirements import Requirements
+from envscaler_airflow.build.venv import python_version
 from envscaler_airflow.spec.gpus import MEMORY_GB
 from envscaler_airflow.spec.models import EnvSpec
 
@@ -71,29 +75,37 @@ class Chain:
 def software(spec: EnvSpec, requirements: Requirements, versions: Mapping[str, str] | None = None) -> Chain:
     """PyTorch and CUDA of the stage: from resolved *versions*, else what is pinned, else the base's."""
     known = facts(spec.base)
-    lines = "\n".join(
-        [*requirements.files.values(), *(requirements.runtime.packages if requirements.runtime else ())]
-    )
-    pinned = re.search(r"^\s*torch\s*==\s*([0-9][^\s;,#\\]*)", lines, re.MULTILINE)
-    torch = (versions or {}).get("torch") or (pinned[1] if pinned else None) or known.provides.get("torch")
+    pinned = requirements.pinned("torch", python_version(spec))
+    torch = (versions or {}).get("torch") or _version_of(pinned) or known.provides.get("torch")
     if torch is None:
         return Chain(cuda=known.cuda)
     if torch == known.provides.get("torch"):
         return Chain(torch=torch, cuda=known.cuda)
-    return Chain(torch=torch, cuda=_wheel_cuda(torch, requirements))
+    address = pinned.url if pinned is not None and pinned.url is not None and not versions else None
+    return Chain(torch=torch, cuda=_wheel_cuda(torch, [address] if address else requirements.index_urls))
 
 
-def _wheel_cuda(torch: str, requirements: Requirements) -> str | None:
-    """From the local version (``+cu118``), else the index that is named, else the ordinary index's."""
-    urls = " ".join(requirements.runtime.extra_index_urls) if requirements.runtime is not None else ""
-    index = (requirements.runtime.index_url or "") if requirements.runtime is not None else ""
-    text = "\n".join([urls, index, *requirements.files.values()])
-    match = re.search(r"\+cu([0-9]{2})([0-9]+)", torch) or re.search(
-        r"/cu([0-9]{2})([0-9]+)/?(?=\s|\Z)", text
-    )
-    if match:
+def _version_of(pinned: Requirement | None) -> str | None:
+    """The version that a pin names, or the name of the wheel at its address."""
+    if pinned is None:
+        return None
+    if pinned.url is not None:
+        wheel = re.search(r"/torch-([0-9][^-/]*)-[^/]*\.whl", unquote(pinned.url))
+        return wheel[1] if wheel else None
+    return next(item.version for item in pinned.specifier if item.operator in ("==", "==="))
+
+
+def _wheel_cuda(torch: str, urls: Sequence[str]) -> str | None:
+    """From the local version (``+cu118``), else the newest of the indexes *urls*, else the ordinary one's."""
+    if match := re.search(r"\+cu([0-9]{2})([0-9]+)", torch):
         return f"{match[1]}.{match[2]}"
-    if "+cpu" in torch or re.search(r"/cpu/?(?=\s|\Z)", text):
+    found = [match for url in urls if (match := re.search(r"/cu([0-9]{2})([0-9]+)(?=/|\Z)", url))]
+    if found:
+        major, minor = max((int(match[1]), int(match[2])) for match in found)
+        return f"{major}.{minor}"
+    if re.search(r"\+(cpu|rocm|xpu)", torch) or any(
+        re.search(r"/(cpu|rocm[0-9.]*|xpu)(?=/|\Z)", url) for url in urls
+    ):
         return None
     wheels = WHEELS.get(_minor(torch))
     return wheels[0] if wheels else None

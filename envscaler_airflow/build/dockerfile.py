@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envscaler_airflow.build.artefacts import Artefact, comment, dockerfile_value, json_words
-from envscaler_airflow.build.bases import BaseFacts, facts
+from envscaler_airflow.build.bases import BaseFacts, facts, fetching_packages
 from envscaler_airflow.build.conda import render_conda
 from envscaler_airflow.build.requirements import FOLDER, MAIN, Requirements
 from envscaler_airflow.build.venv import install_command, python_version
@@ -96,7 +96,7 @@ def render_dockerfile(
         ),
         python.stages(),
         (comment([known.image]) if options.base else "") + f"FROM {options.base or known.image}\n",
-        _system_packages(spec, known, has_ca=options.has_ca),
+        _system_packages(_packages(spec, known, requirements), known, has_ca=options.has_ca),
         _user(),
         python.install(spec, requirements, has_ca=options.has_ca),
         _agent() if options.has_agent else "",
@@ -148,10 +148,17 @@ def _run(mounts: str, command: str, *, has_ca: bool = False, has_credentials: bo
     return f"{head}{''.join(exports)}{command}\n"
 
 
-def _system_packages(spec: EnvSpec, known: BaseFacts, *, has_ca: bool) -> str:
-    if not spec.system_packages:
+def _packages(spec: EnvSpec, known: BaseFacts, requirements: Requirements) -> tuple[str, ...]:
+    """System packages of the spec, and those by which requirements are fetched that the base may lack."""
+    written = {text.partition("=")[0] for text in spec.system_packages}
+    added = [name for name in fetching_packages(requirements.programs, known) if name not in written]
+    return (*spec.system_packages, *added)
+
+
+def _system_packages(packages: tuple[str, ...], known: BaseFacts, *, has_ca: bool) -> str:
+    if not packages:
         return ""
-    command = install_command(known.family, spec.system_packages)
+    command = install_command(known.family, packages)
     if known.family == "apt":
         # Debian's images delete what they downloaded; the cache is a mount, which no layer holds.
         ca = f" -o Acquire::https::CaInfo=/run/secrets/{CA}" if has_ca else ""

@@ -81,6 +81,11 @@ def has_uv() -> bool:
     return True
 
 
+def has_program(name: str) -> bool:
+    """True when a program of that name is on the path."""
+    return find_program(name) is not None
+
+
 def python_of(version: str) -> str | None:
     """Path of a Python of that version, ``3.11``, this process's own first; None without one."""
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
@@ -105,6 +110,7 @@ class Here:
         installed_versions: Tells versions of the system packages that are there; None when nobody can.
         has_docker: Tells whether a docker daemon answers.
         has_uv: Tells whether uv is installed.
+        has_program: Tells whether a program is on the path.
         python_of: Path of a Python of a version that is installed; None without one.
     """
 
@@ -119,6 +125,7 @@ class Here:
     installed_versions: Callable[[Sequence[str]], dict[str, str] | None] = field(default=installed_versions)
     has_docker: Callable[[], bool] = field(default=has_docker)
     has_uv: Callable[[], bool] = field(default=has_uv)
+    has_program: Callable[[str], bool] = field(default=has_program)
     python_of: Callable[[str], str | None] = field(default=python_of)
 
     def absent_packages(self, wanted: Sequence[str]) -> list[str] | None:

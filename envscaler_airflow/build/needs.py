@@ -12,6 +12,8 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec.models import EnvSpec
 from envscaler_airflow.store.base import open_store
 
+_PROGRAMS = {"openssh-client": "ssh", "mercurial": "hg", "subversion": "svn", "breezy": "bzr"}
+"""Program of each system package that fetches requirements, where it has another name."""
 INSTALL_UV = "run `pip install 'envscaler-airflow[build]'`, or install uv"
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "oss", "hdfs")
@@ -56,6 +58,9 @@ def lacking_tools(spec: EnvSpec, requirements: Requirements, machine: Here) -> l
         return []
     if requirements.runtime.package_manager == "conda":
         return ["runtimes: package_manager: conda is for images; write pip or uv under targets.local"]
+    absent = [name for name in requirements.programs if not machine.has_program(_PROGRAMS.get(name, name))]
+    if absent:
+        return [f"runtimes: requirements are fetched by {', '.join(absent)}, not installed here; install it"]
     if machine.has_uv():
         return []
     if requirements.needs_installer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +14,18 @@ from packaging.utils import canonicalize_name
 
 from envscaler_airflow.build.artefacts import Artefact
 from envscaler_airflow.build.plain import read_plain, real_path
+from envscaler_airflow.build.requirement_lines import (
+    applies,
+    foreign_format,
+    index_urls,
+    joined,
+    line_fault,
+    plain_lines,
+    programs_of,
+    requirement_of,
+    without_comment,
+    without_editable,
+)
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.spec.models import EnvSpec, Runtime
@@ -31,7 +43,8 @@ _INCLUDE = re.compile(r"\s*(-r|--requirement|-c|--constraint)[ =]?\s*(?P<path>\S
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._+-]+\Z")
 """Names that a requirements file can hold without quotes, which installers read in different ways."""
 _INDEX = re.compile(r"\s*(--(extra-)?index-url|--find-links|-f|-i|--no-index|--trusted-host)([ =]|\s*$)")
-_LOCAL = re.compile(r"\s*(-e\b|--editable|\.{1,2}/|/|file:)|.*@\s*file:")
+_LOCAL = re.compile(r"\s*(-e\b|--editable|\.{1,2}/|\.(\[|\s*\Z)|/|file:)")
+_OF_CONDA = re.compile(r"\s*([A-Za-z0-9._-]+)\s*@\s*file:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +89,41 @@ class Requirements:
         """
         runtime = self.runtime
         texts = [] if runtime is None or self.has_conda_packages else list(runtime.packages)
-        texts += [line for _, line in _joined(self.files.get(self.main or "", ""))]
-        found = [_requirement(re.split(r"\s(?:#|--)", text)[0]) for text in texts]
+        texts += [line for _, line in joined(self.files.get(self.main or "", ""))]
+        found = [requirement_of(without_comment(text)) for text in texts]
         plain = (item for item in found if item is not None and item.url is None and item.marker is None)
         return tuple(dict.fromkeys(canonicalize_name(item.name) for item in plain))
+
+    @property
+    def lines(self) -> list[str]:
+        """What the files and ``packages`` of pip say, less comments; a lock in their place."""
+        if self.locked is not None:
+            return list(plain_lines(self.locked))
+        of_runtime = [] if self.runtime is None or self.has_conda_packages else list(self.runtime.packages)
+        return [line for text in self.files.values() for line in plain_lines(text)] + of_runtime
+
+    @property
+    def index_urls(self) -> list[str]:
+        """Every place beside PyPI that packages come from."""
+        runtime = self.runtime
+        own = [runtime.index_url or "", *runtime.extra_index_urls] if runtime is not None else []
+        lines = [line for text in self.files.values() for line in plain_lines(text)]
+        return [url for url in (*own, *(url for line in lines for url in index_urls(line))) if url]
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """System packages that fetch what is named by an address: git, and ssh where it goes by that."""
+        return tuple(sorted({name for line in self.lines for name in programs_of(line)}))
+
+    def pinned(self, name: str, python: str) -> Requirement | None:
+        """How *name* is pinned on Linux for *python*: by ``==`` or an address; None when it is not."""
+        for line in self.lines:
+            found = requirement_of(line)
+            if found is None or canonicalize_name(found.name) != name or not applies(found, python):
+                continue
+            if found.url is not None or any(item.operator in ("==", "===") for item in found.specifier):
+                return found
+        return None
 
     def artefacts(self) -> list[Artefact]:
         """``requirements.txt`` and the files that it names; [] when nothing is to be installed."""
@@ -108,13 +152,6 @@ class Requirements:
         lines += [f"-r {FOLDER}/{self.main}"] if self.main else []
         lines += check_packages(runtime)
         return "".join(f"{line}\n" for line in lines)
-
-
-def _requirement(text: str) -> Requirement | None:
-    try:
-        return Requirement(text)
-    except InvalidRequirement:
-        return None
 
 
 def check_packages(runtime: Runtime) -> list[str]:
@@ -157,8 +194,23 @@ def read_requirements(spec: EnvSpec) -> Requirements:
             )
         files: dict[str, str] = {}
         _read(path.parent, path.name, files, by="runtimes: requirements")
-        return Requirements(runtime, files, path.name)
+        found = Requirements(runtime, files, path.name)
+        _check_lines(found)
+        return found
     return Requirements()
+
+
+def _check_lines(found: Requirements) -> None:
+    """Raise SpecError with every line that no installer can take."""
+    has_index = bool(found.index_urls)
+    faults = [
+        f"{name}:{number}: {fault}"
+        for name, text in found.files.items()
+        for number, line in joined(text)
+        if (kept := without_comment(line)) and (fault := line_fault(kept, has_index=has_index))
+    ]
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
 
 
 def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
@@ -166,13 +218,20 @@ def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
         return
     if len(files) >= MAX_FILES:
         raise SpecError(f"{by}: more than {MAX_FILES} requirements files; write fewer")
-    text = files[name] = _text(folder, name, by)
-    for number, line in _joined(text):
+    text = files[name] = without_editable(_text(folder, name, by))
+    if foreign := foreign_format(name, text):
+        raise SpecError(f"{by}: {name} {foreign}")
+    for number, line in joined(text):
         where = f"{name}:{number}"
         if has_userinfo(line) or has_secret_shape(line):
             raise SpecError(
                 f"{where}: holds a user or password; leave it out and write credentials: env:NAME "
                 "in the runtime"
+            )
+        if built := _OF_CONDA.match(line):
+            raise SpecError(
+                f"{where}: {built[1]} is a file of this machine, as pip freeze writes it in conda's "
+                f"environments; write {built[1]}==VERSION, as `pip list --format=freeze` does"
             )
         if _LOCAL.match(line):
             raise SpecError(
@@ -184,20 +243,6 @@ def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
             if "://" not in nested:
                 place = posixpath.normpath(posixpath.join(posixpath.dirname(name), nested))
                 _read(folder, place, files, by=where)
-
-
-def _joined(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; one that ends with a backslash goes on in the next, as pip reads them."""
-    begun, parts = 1, list[str]()
-    for number, line in enumerate(text.splitlines(), start=1):
-        begun = begun if parts else number
-        if line.endswith("\\") and not line.lstrip().startswith("#"):
-            parts.append(line.rstrip("\\"))
-            continue
-        yield begun, "".join([*parts, line])
-        parts = []
-    if parts:
-        yield begun, "".join(parts)
 
 
 def _included(text: str, where: str) -> str:

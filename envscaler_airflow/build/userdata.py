@@ -46,7 +46,9 @@ def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = Non
         files["run.sh"] = _machine_script(spec)
     document: dict[str, Any] = {
         "package_update": True,
-        "packages": ["docker.io"] if is_container else ["python3-venv", *spec.system_packages],
+        "packages": ["docker.io"]
+        if is_container
+        else ["python3-venv", *spec.system_packages, *requirements.programs],
         "write_files": [_file(name, text) for name, text in files.items()],
         "mounts": _mounts(spec),
         "runcmd": [["mkdir", "-p", path] for path in _folders(spec)]

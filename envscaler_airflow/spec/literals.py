@@ -203,4 +203,4 @@ def _mask_userinfo(match: re.Match[str]) -> str:
 
 def _is_plain_user(scheme: str, userinfo: str) -> bool:
     scheme = scheme.lower()
-    return scheme in _NO_SECRET_SCHEMES or (userinfo == "git" and "ssh" in scheme)
+    return scheme in _NO_SECRET_SCHEMES or (userinfo == "git" and ("ssh" in scheme or "git" in scheme))
