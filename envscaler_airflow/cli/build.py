@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +28,8 @@ from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import find_conflicts, resolve
 from envscaler_airflow.build.scan import SEVERITIES, find_scanner, scan_image
 from envscaler_airflow.build.stage_image import image_name
-from envscaler_airflow.cli.common import default_store_url, not_empty
+from envscaler_airflow.cli.bars import bar
+from envscaler_airflow.cli.common import default_store_url, not_empty, output_option
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.specs import environment_secret, pairs, spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
@@ -63,12 +65,15 @@ from envscaler_airflow.store.base import open_store
 @click.option("--locked", callback=not_empty, help="A run, or a lock.json: build exactly that.")
 @click.option("--no-resolve", is_flag=True, help="Do not look for conflicts first.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@output_option
 def build(
     path: str,
     parameters: dict[str, str],
     inputs: dict[str, str] | None,
     command: tuple[str, ...],
     target: str,
+    *,
+    as_json: bool,
     **given: Any,
 ) -> None:
     """Build the image of a spec; unchanged input builds nothing.
@@ -94,17 +99,22 @@ def build(
             check_environment(spec, requirements, env=env)
         if given["lock_path"] and requirements.locked is None and not requirements.is_empty:
             requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
-    made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=environment_secret)
-    _try(builder, made, command)
+    with bar("building") as shown:
+        made = build_image(
+            spec, requirements, builder, options, say=shown.say, resolve_secret=environment_secret
+        )
+    _try(builder, made, command, is_quiet=as_json)
     if given["scan"]:
         click.echo(scan_image(builder, made.name, severity=given["scan_severity"]), err=True)
     if given["push"]:
         _say(f"pushing {made.name}")
-        made = push_image(builder, made, options)
+        with bar("pushing"):
+            made = push_image(builder, made, options)
     if given["lock_path"]:
         text = lock_of(spec, requirements, builder, made).to_text()
         given["lock_path"].write_text(text, encoding="utf-8")
-    click.echo(made.name if made.digest is None else f"{made.name}@{made.digest}")
+    name = made.name if made.digest is None else f"{made.name}@{made.digest}"
+    click.echo(json.dumps({"image": made.name, "digest": made.digest, "name": name}) if as_json else name)
 
 
 def _check_file(path: Path | None) -> None:
@@ -152,10 +162,10 @@ def check_environment(
         raise SpecError("\n".join(faults), faults=faults)
 
 
-def _try(builder: Builder, made: Built, command: tuple[str, ...]) -> None:
+def _try(builder: Builder, made: Built, command: tuple[str, ...], *, is_quiet: bool) -> None:
     """Run *command* in the image; what fails there is not pushed."""
     if not command:
         return
-    code = builder.run(made.name, command, Container(), click.echo)
+    code = builder.run(made.name, command, Container(), lambda line: click.echo(line, err=is_quiet))
     if code != 0:
         raise SpecError(f"{' '.join(command)}: ended with exit code {code} in {made.name}")

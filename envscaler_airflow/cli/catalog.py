@@ -33,27 +33,50 @@ def catalog() -> None:
 @click.option("--region", "regions", multiple=True, help="All that the catalog knows when not given.")
 @click.option("--endpoint-url", help="Of a stand-in for the cloud's API.")
 @click.option("--accept-leaps", is_flag=True, help="Take prices that are in quarantine for having leapt.")
+@output_option
 def refresh(
-    clouds: tuple[str, ...], regions: tuple[str, ...], *, endpoint_url: str | None, accept_leaps: bool
+    clouds: tuple[str, ...],
+    regions: tuple[str, ...],
+    *,
+    endpoint_url: str | None,
+    accept_leaps: bool,
+    as_json: bool,
 ) -> None:
     """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
     shelf = Shelf(cache_dir())
     failed: list[str] = []
-    for cloud, its_regions in _asked(clouds, regions).items():
+    asked = _asked(clouds, regions)
+    for cloud, its_regions in asked.items():
         try:
             failed += _refresh(
-                shelf, cloud, its_regions, endpoint_url=endpoint_url, accept_leaps=accept_leaps
+                shelf,
+                cloud,
+                its_regions,
+                endpoint_url=endpoint_url,
+                accept_leaps=accept_leaps,
+                is_quiet=as_json,
             )
         except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
             failed.append(str(err))
     table = shelf.compile()
-    click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {shelf.folder}")
+    if as_json:
+        books = [book.to_dict() for book in shelf.books()]
+        sizes = {"rows": len(table), "types": len(table.kinds), "folder": str(shelf.folder)}
+        click.echo(json.dumps({**sizes, "failed": failed, "books": books}))
+    else:
+        click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {shelf.folder}")
     if failed:
         raise BackendError("; ".join(failed))
 
 
 def _refresh(
-    shelf: Shelf, cloud: str, regions: Sequence[str], *, endpoint_url: str | None, accept_leaps: bool
+    shelf: Shelf,
+    cloud: str,
+    regions: Sequence[str],
+    *,
+    endpoint_url: str | None,
+    accept_leaps: bool,
+    is_quiet: bool,
 ) -> list[str]:
     """Refresh a cloud's books, and say how; returns what failed."""
     failed = []
@@ -61,9 +84,9 @@ def _refresh(
     for region in regions:
         book = shelf.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
         shelf.compile()  # what is known counts, should the next region never come
-        click.echo(f"{book.words(time.time())}: {len(book.prices)} prices")
+        click.echo(f"{book.words(time.time())}: {len(book.prices)} prices", err=is_quiet)
         for note in book.notes:
-            click.echo(f"  {note}")
+            click.echo(f"  {note}", err=is_quiet)
         if book.error is not None:
             failed.append(f"{cloud} {region}: {book.error}")
     return failed

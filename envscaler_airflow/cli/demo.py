@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.text import Text
 
 import envscaler_airflow
 from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.story import StageStory, moves
@@ -31,6 +32,7 @@ from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.report import run_report
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.keys import RunKey
@@ -38,8 +40,9 @@ from envscaler_airflow.testing.airflow_services import AirflowServices
 
 DAG_ID = "retrain_text_classifier"
 STAGES = ("prepare", "train", "score")
-LONGEST_S = 900.0
-"""After so many seconds the demo gives up. Chosen: three times what it takes on two cores."""
+STUCK_S = 600.0
+"""After so many seconds without any progress the demo gives up. Chosen: the longest that nothing is seen to
+move on a loaded machine, an Airflow's start of a task, takes two minutes."""
 LOOK_S = 0.5
 ASK_S = 2.0
 """Between two questions to the API server, which shares the cores with the training."""
@@ -68,6 +71,7 @@ PIPED_COLUMNS = 120
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of the example DAG; the default is that of the clone which this command runs from.",
 )
+@output_option
 @click.pass_context
 def demo(
     context: click.Context,
@@ -77,6 +81,7 @@ def demo(
     serve: bool,
     keep: bool,
     dags: Path | None,
+    as_json: bool,
 ) -> None:
     """Retrain a text classifier on a real Airflow: moved when that pays, and its machine lost once.
 
@@ -95,7 +100,9 @@ def demo(
     code = 1
     try:
         with _interruptible():
-            code = Demo(home, folder, _console(), place, conf).run(serve=serve)
+            code = Demo(home, folder, _console(to_stderr=as_json), place, conf).run(
+                serve=serve, on_end=_print_json if as_json else None
+            )
     except KeyboardInterrupt:
         click.echo("interrupted: everything that was started is stopped", err=True)
         code = 130  # 128 + SIGINT, as shells say it
@@ -132,23 +139,47 @@ class Demo:
         self._lost: str | None = None
         self._plain_at = 0.0
 
-    def run(self, *, serve: bool) -> int:
-        """Exit code: 0 when the pipeline succeeded."""
+    def run(self, *, serve: bool, on_end: Callable[[dict[str, Any]], None] | None = None) -> int:
+        """Exit code: 0 when the pipeline succeeded. *on_end* gets what happened, as JSON."""
         self._say("demo", f"starting a real Airflow in {self._home}")
         for note in self._place.notes:
             self._say("demo", note)
         with AirflowServices(self._home, self._dags, config=self._place.config()) as airflow:
             self._say("demo", f"Airflow answers at {airflow.url}")
+            code = self._pipeline(airflow, on_end, is_kept=serve)
+            if serve:
+                self._serve(airflow.url)
+        self._say("demo", "everything that was started is stopped")
+        return code
+
+    def _pipeline(
+        self, airflow: AirflowServices, on_end: Callable[[dict[str, Any]], None] | None, *, is_kept: bool
+    ) -> int:
+        """One run of the DAG; with *is_kept* a failure is said and ends nothing, so that the UI shows it."""
+        try:
             run_id = airflow.trigger_dag(DAG_ID, conf=self._conf)
             self._say("demo", f"triggered {DAG_ID} ({run_id})")
             self._open_stories(run_id)
             with self._view():
                 state = self._follow(airflow, run_id)
             code = self._conclude(airflow, run_id, state)
-            if serve:
-                self._serve(airflow.url)
-        self._say("demo", "everything that was started is stopped")
+            if on_end is not None:
+                on_end(self._summary(state))
+        except (RuntimeError, TimeoutError, httpx.HTTPError) as err:
+            if not is_kept:
+                raise
+            self._say("demo", f"the demo failed: {err}")
+            return 1
         return code
+
+    def _summary(self, state: str) -> dict[str, Any]:
+        reports = {
+            stage: run_report(story.state, now=time.time())
+            for stage, story in self._stories.items()
+            if story.state.attempts
+        }
+        told = conclusions(self._stories, self._lost)
+        return {"state": state, "tasks": self._tasks, "conclusions": told, "reports": reports}
 
     # -- while it runs -------------------------------------------------------------------------
 
@@ -160,10 +191,10 @@ class Demo:
     def _follow(self, airflow: AirflowServices, run_id: str) -> str:
         """Final state of the DAG run, told as it comes."""
         asked_at, state = 0.0, "running"
+        patience = Patience(time.monotonic())
         while state not in ("success", "failed"):
-            if time.monotonic() - self._begun > LONGEST_S:
-                raise TimeoutError(f"the pipeline is not over after {LONGEST_S:.0f} s: {self._tasks}")
             self._look()
+            patience.look(self._marks(), time.monotonic())
             self._lose_machine()
             if time.monotonic() - asked_at > ASK_S:
                 state = airflow.run_state(DAG_ID, run_id)
@@ -173,6 +204,11 @@ class Demo:
             time.sleep(LOOK_S)
         self._look()
         return state
+
+    def _marks(self) -> tuple[object, ...]:
+        """What changes when anything goes on: events, phases, steps, checkpoints, output, states of tasks."""
+        stories = (story.marks() for story in self._stories.values())
+        return (*stories, tuple(self._tasks.items()))
 
     def _look(self) -> None:
         for stage, story in self._stories.items():
@@ -273,6 +309,26 @@ class Demo:
                 time.sleep(1)
         except KeyboardInterrupt:
             self._say("demo", "stopping")
+
+
+class Patience:
+    """Gives up when nothing has moved for :data:`STUCK_S`; as long as something does, it waits."""
+
+    def __init__(self, now: float) -> None:
+        """Begin at *now*, seconds of a monotonic clock."""
+        self._moved = now
+        self._last: tuple[object, ...] | None = None
+
+    def look(self, marks: tuple[object, ...], now: float) -> None:
+        """Compare *marks* with those of the last look.
+
+        Raises:
+            TimeoutError: They have not changed for so long.
+        """
+        if marks != self._last:
+            self._last, self._moved = marks, now
+        elif now - self._moved > STUCK_S:
+            raise TimeoutError(f"nothing has moved for {duration_text(now - self._moved)}: {marks[-1]}")
 
 
 def reason_to_lose(story: StageStory) -> str | None:
@@ -376,9 +432,14 @@ def progress_words(status: Status) -> str:
     return ", ".join(parts) if parts else status.phase
 
 
-def _console() -> Console:
+def _print_json(body: dict[str, Any]) -> None:
+    click.echo(json.dumps(body))
+
+
+def _console(*, to_stderr: bool = False) -> Console:
     """The terminal as it is; wide enough for the report's tables where the output is piped."""
-    return Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
+    is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
+    return Console(stderr=to_stderr) if is_terminal else Console(stderr=to_stderr, width=PIPED_COLUMNS)
 
 
 def _done(status: Status | None) -> tuple[int, int]:

@@ -165,9 +165,10 @@ def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | 
     type=click.IntRange(min=1),
     help="Attempt of the current generation; the default is all of them.",
 )
+@output_option
 @store_option
-def logs(run: str, *, follow: bool, attempt: int | None, store: Store) -> None:
-    """Print what the training of RUN printed."""
+def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: Store) -> None:
+    """Print what the training of RUN printed; as JSON, an object for each line."""
     prefix, state = followed(store, run)
     begun = len(state.attempts_of(state.generation))
     if attempt is not None and attempt > begun and not follow:
@@ -177,7 +178,7 @@ def logs(run: str, *, follow: bool, attempt: int | None, store: Store) -> None:
         is_over = state.status in ("succeeded", "failed", "stopped")
         for item in state.attempts_of(state.generation):
             if attempt is None or item.number == attempt:
-                _print_logs(store, prefix, item, printed)
+                _print_logs(store, prefix, item, printed, as_json=as_json)
         if not follow or is_over:
             return
         time.sleep(POLL_S)
@@ -185,7 +186,12 @@ def logs(run: str, *, follow: bool, attempt: int | None, store: Store) -> None:
 
 
 def _print_logs(
-    store: Store, prefix: str, attempt: AttemptState, printed: dict[tuple[int, int, int], tuple[int, int]]
+    store: Store,
+    prefix: str,
+    attempt: AttemptState,
+    printed: dict[tuple[int, int, int], tuple[int, int]],
+    *,
+    as_json: bool,
 ) -> None:
     for node in range(attempt.allocation.nodes):
         key = (attempt.generation, attempt.number, node)
@@ -195,6 +201,12 @@ def _print_logs(
             if not data:
                 break
             text = data.decode("utf-8", errors="replace")
+            if as_json:
+                where = {"attempt": attempt.number, "node": node}
+                for line in text.splitlines():
+                    click.echo(json.dumps({**where, "line": line}))
+                cursor = after
+                continue
             mark = f"[{node}] " if attempt.allocation.nodes > 1 else ""
             click.echo("".join(mark + line for line in text.splitlines(keepends=True)), nl=False)
             cursor = after

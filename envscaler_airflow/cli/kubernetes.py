@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 import yaml
 
 from envscaler_airflow.backends.kubernetes import rbac as rights
+from envscaler_airflow.cli.common import output_option
 
 
 @click.group()
@@ -17,7 +20,11 @@ def kubernetes() -> None:
 @click.option("-n", "--namespace", default="default", show_default=True, help="Where stages run.")
 @click.option("--account", default="envscaler", show_default=True, help="Name of the service account.")
 @click.option("--nodes/--no-nodes", default=True, show_default=True, help="With the right to read nodes.")
-def rbac(*, namespace: str, account: str, nodes: bool) -> None:
+@output_option
+def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool) -> None:
     """Print the smallest rights that work, for kubectl apply -f -."""
     documents = rights.rbac(namespace, account=account, nodes=nodes)
+    if as_json:
+        click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
+        return
     click.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
+from envscaler_airflow.cli.bars import bar
 from envscaler_airflow.cli.catalog import FEEDS
 from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
 from envscaler_airflow.cli.market import (
@@ -136,7 +137,8 @@ def plan_command(
     if _told_missing(spec, target, as_json=options["as_json"]):
         return
     needs = _needs(spec, options)
-    made = _search(spec, needs, table, scope=scope, options=options)
+    with bar("comparing offers"):
+        made = _search(spec, needs, table, scope=scope, options=options)
     has_none = options["strategy"] == "deadline" and options["deadline"] is None
     notes = [
         *(["no --deadline was told: --strategy deadline is cost here"] if has_none else []),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.cli.cluster import cluster_options
-from envscaler_airflow.cli.common import NOT_NEGATIVE, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, output_option, store_option
 from envscaler_airflow.controller.reap import reap as reap_jobs
 from envscaler_airflow.store.base import Store
 
@@ -22,14 +24,19 @@ from envscaler_airflow.store.base import Store
     help="Seconds that a pod may take.",
 )
 @cluster_options
+@output_option
 @store_option
-def reap(*, store: Store, backend: KubernetesBackend, dry_run: bool, grace_s: float) -> None:
+def reap(*, store: Store, backend: KubernetesBackend, dry_run: bool, grace_s: float, as_json: bool) -> None:
     """End and remove Jobs of a namespace that no live run of the store owns.
 
     A Job is left alone for its first 15 minutes, and when it belongs to another store.
     """
-    count = 0
+    found = []
     for orphan in reap_jobs(store, backend, grace_s=grace_s, dry_run=dry_run):
-        count += 1
-        click.echo(f"{orphan.handle.name}: {orphan.reason}")
-    click.echo(f"{count} {'would go' if dry_run else 'gone'}")
+        found.append({"name": orphan.handle.name, "reason": orphan.reason})
+        if not as_json:
+            click.echo(f"{orphan.handle.name}: {orphan.reason}")
+    if as_json:
+        click.echo(json.dumps({"dry_run": dry_run, "orphans": found}))
+        return
+    click.echo(f"{len(found)} {'would go' if dry_run else 'gone'}")

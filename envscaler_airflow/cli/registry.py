@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ import click
 from envscaler_airflow.build.publish import check_document
 from envscaler_airflow.build.registry import SpecRegistry, split_reference
 from envscaler_airflow.build.templating import template_names, write_template
-from envscaler_airflow.cli.common import Group, default_store_url
+from envscaler_airflow.cli.common import Group, default_store_url, output_option
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.base import open_store
@@ -35,32 +36,49 @@ def registry(context: click.Context, store_url: str) -> None:
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A required parameter, for the check."
 )
+@output_option
 @click.pass_obj
-def publish(found: SpecRegistry, path: Path, reference: str, settings: tuple[str, ...]) -> None:
+def publish(
+    found: SpecRegistry, path: Path, reference: str, settings: tuple[str, ...], *, as_json: bool
+) -> None:
     """Publish a spec or module under a semantic version."""
     name, version = split_reference(reference)
     if version is None:
         raise SpecError(f"{reference}: has no version; write {name}@1.0.0")
     text = check_document(path, parameters=pairs(settings, "--set"), registry=found)
     entry = found.publish(name, version, text)
-    click.echo(f"registry://{entry.name}@{entry.version} (sha256 {entry.sha256[:12]})")
+    name = f"registry://{entry.name}@{entry.version}"
+    body = {"reference": name, "sha256": entry.sha256}
+    click.echo(json.dumps(body) if as_json else f"{name} (sha256 {entry.sha256[:12]})")
 
 
 @registry.command("list")
 @click.argument("name", required=False)
+@output_option
 @click.pass_obj
-def list_(found: SpecRegistry, name: str | None) -> None:
+def list_(found: SpecRegistry, name: str | None, *, as_json: bool) -> None:
     """List names with their versions, oldest first."""
-    for item in [split_reference(name)[0]] if name else found.names():
-        click.echo(f"{item}: {', '.join(str(version) for version in found.versions(item)) or 'none'}")
+    names = [split_reference(name)[0]] if name else found.names()
+    versions = {item: [str(version) for version in found.versions(item)] for item in names}
+    if as_json:
+        click.echo(json.dumps(versions))
+        return
+    for item, its_own in versions.items():
+        click.echo(f"{item}: {', '.join(its_own) or 'none'}")
 
 
 @registry.command()
 @click.argument("reference")
+@output_option
 @click.pass_obj
-def show(found: SpecRegistry, reference: str) -> None:
+def show(found: SpecRegistry, reference: str, *, as_json: bool) -> None:
     """Print the document that a reference names, and who published it."""
     entry = found.find(reference)
+    if as_json:
+        name = f"registry://{entry.name}@{entry.version}"
+        by = {"by": entry.by, "sha256": entry.sha256}
+        click.echo(json.dumps({"reference": name, **by, "text": entry.text}))
+        return
     click.echo(f"# {entry.name}@{entry.version} by {entry.by}{entry.published}, sha256 {entry.sha256}")
     click.echo(entry.text, nl=False)
 
@@ -68,23 +86,29 @@ def show(found: SpecRegistry, reference: str) -> None:
 @registry.command()
 @click.argument("reference")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="File to write; else the cached copy is named."
+    "--to", "file", type=click.Path(path_type=Path), help="File to write; else the cached copy is named."
 )
+@output_option
 @click.pass_obj
-def pull(found: SpecRegistry, reference: str, output: Path | None) -> None:
+def pull(found: SpecRegistry, reference: str, file: Path | None, *, as_json: bool) -> None:
     """Bring a document into the local cache, so that it works offline."""
     path = found.pull(reference)
-    if output is not None:
-        output.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    click.echo(str(output or path))
+    if file is not None:
+        file.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    click.echo(json.dumps({"file": str(file or path)}) if as_json else str(file or path))
 
 
 @click.command()
 @click.option("--template", "name", default="python", type=click.Choice(template_names()), show_default=True)
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 @click.argument("folder", default=".", type=click.Path(path_type=Path))
-def init(name: str, folder: Path, *, force: bool) -> None:
+@output_option
+def init(name: str, folder: Path, *, force: bool, as_json: bool) -> None:
     """Write a first spec with its code into FOLDER."""
-    for path in write_template(name, folder, overwrite=force):
-        click.echo(str(path))
+    paths = [str(path) for path in write_template(name, folder, overwrite=force)]
+    if as_json:
+        click.echo(json.dumps({"files": paths}))
+        return
+    for path in paths:
+        click.echo(path)
     click.echo("next: envscaler validate, then envscaler run")

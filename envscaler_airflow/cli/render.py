@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,6 +15,7 @@ from envscaler_airflow.build.render import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.build.render import render as render_target
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.resolve import resolve
+from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry, write_artefact
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import EnvSpec
@@ -28,8 +31,9 @@ from envscaler_airflow.spec.loading import load_with_sources
 @click.option("--image", help="Name of the stage's image, for kubernetes and vm.")
 @click.option("--lock", "is_locked", is_flag=True, help="Exact versions with hashes: venv, dockerfile.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Folder to write to; else standard output."
+    "--to", "folder", type=click.Path(path_type=Path), help="Folder to write to; else standard output."
 )
+@output_option
 def render(
     path: str,
     parameters: dict[str, str],
@@ -37,9 +41,9 @@ def render(
     target: str,
     variant: str | None,
     image: str | None,
-    output: Path | None,
     *,
     is_locked: bool,
+    **given: Any,
 ) -> None:
     """Show what a spec becomes: the composed spec, an environment, a Dockerfile, a Job, user-data."""
     kind = {"docker": "dockerfile", "local": "venv"}.get(target, target)
@@ -55,7 +59,7 @@ def render(
             requirements = _locked(kind, loaded.spec, requirements)
         options = ImageOptions(has_workdir=loaded.spec.workdir is not None)
         found = render_target(kind, loaded.spec, requirements, image=image, options=options)
-    _give(found, output)
+    _give(found, given["folder"], as_json=given["as_json"])
 
 
 def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirements:
@@ -68,11 +72,18 @@ def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirement
     return requirements.with_lock(found.text)
 
 
-def _give(found: list[Artefact], output: Path | None) -> None:
+def _give(found: list[Artefact], folder: Path | None, *, as_json: bool) -> None:
+    if folder is not None:
+        paths = [
+            str(write_artefact(folder, item.name, item.text, is_executable=item.is_executable))
+            for item in found
+        ]
+        click.echo(json.dumps({"files": paths}) if as_json else "\n".join(paths))
+        return
+    if as_json:
+        click.echo(json.dumps([{"name": item.name, "text": item.text} for item in found]))
+        return
     for item in found:
-        if output is not None:
-            click.echo(str(write_artefact(output, item.name, item.text, is_executable=item.is_executable)))
-            continue
         if len(found) > 1:
             click.echo(f"# ---- {item.name}")
         click.echo(item.text, nl=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from envscaler_airflow.cli.bars import Bar, bar
 from envscaler_airflow.cli.common import find_run, output_option, store_option
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.base import Store
@@ -83,8 +84,10 @@ def spot(  # noqa: PLR0913  # one argument for each option
         "price_changes": traces.read_price_changes(price_changes) if price_changes else None,
     }
     more = {"zones": _zones(zones, traces_file, seen.zones), "with_optimum": optimum, **given}
-    with _needs_numpy():
-        jobs = [job for cell in cells for job in reports.spot_jobs(seen, windows, cell, made, **more)]
+    jobs: list[dict[str, Any]] = []
+    with _needs_numpy(), bar(f"simulating {policy}") as shown:
+        for cell in cells:
+            jobs += reports.spot_jobs(seen, windows, cell, made, on_job=_counted(shown, len(cells)), **more)
     if plot is not None:
         from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
 
@@ -144,19 +147,26 @@ def elastic(  # noqa: PLR0913  # one argument for each option
     multiples = _multiples(work)
     if idle := sorted(multiples.keys() - set(known)):
         raise SpecError(f"--work: {', '.join(idle)} is not simulated; --models has {', '.join(names)}")
-    jobs = reports.elastic_jobs(
-        [known[name] for name in names],
-        world.gpu_prices(prices_file, gpus),
-        reports.Track(track == "type", length == "long", multiples),
-        made,
-        seeds=seeds,
-        values_of_hour=value_of_hour,
-    )
+    with bar(f"simulating {policy}") as shown:
+        jobs = reports.elastic_jobs(
+            [known[name] for name in names],
+            world.gpu_prices(prices_file, gpus),
+            reports.Track(track == "type", length == "long", multiples),
+            made,
+            seeds=seeds,
+            values_of_hour=value_of_hour,
+            on_job=_counted(shown, 1),
+        )
     if plot is not None:
         from envscaler_airflow.simulate.plots import plot_elastic  # noqa: PLC0415  # an extra
 
         plot_elastic(plot, jobs[0])
     _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
+
+
+def _counted(shown: Bar, times: int) -> Callable[[int], None]:
+    """Moves *shown* on by a job; there are as many as told, so many times."""
+    return lambda many: shown.to(shown.done + 1, many * times)
 
 
 @contextlib.contextmanager

@@ -72,6 +72,12 @@ class StageStory:
             pass
         return lines
 
+    def marks(self) -> tuple[object, ...]:
+        """What changes whenever the run goes on: its events, phase, step, checkpoint, and what it printed."""
+        status = self.status
+        said = () if status is None else (status.phase, status.progress.step, status.last_checkpoint_step)
+        return (self.state.number, *said, *sorted(self._cursors.items()))
+
     def attempt(self) -> AttemptState | None:
         """The current attempt, while it runs and nobody has asked it to go."""
         live = self.state.live

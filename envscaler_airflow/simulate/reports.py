@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,11 @@ def _ticks(deadline_h: float, gap_s: float) -> int:
     return ticks
 
 
-def spot_jobs(
+def _quiet(_many: int) -> None:
+    pass
+
+
+def spot_jobs(  # noqa: PLR0913  # what a job is made of
     traces: Traces,
     windows: Iterable[Window],
     cell: SpotCell,
@@ -98,14 +102,19 @@ def spot_jobs(
     earlier: Traces | None = None,
     price_changes: Mapping[str, Sequence[tuple[int, float]]] | None = None,
     with_optimum: bool = False,
+    on_job: Callable[[int], None] = _quiet,
 ) -> list[dict[str, Any]]:
     """One job for each window whose zone the traces hold; with *zones*, one over all of them for each start.
+
+    *on_job* is called after each with the number of all.
 
     Raises:
         SpecError: No window fits the traces.
     """
     jobs = []
-    for names, by_tick in _starts(traces, windows, zones).items():
+    starts = _starts(traces, windows, zones)
+    many = sum(len(by_tick) for by_tick in starts.values())
+    for names, by_tick in starts.items():
         for start, window in sorted(by_tick.items()):
             job = cell.job(window.gap_s)
             met = excerpt(traces, names, start, job.ticks, earlier=earlier, price_changes=price_changes)
@@ -114,6 +123,7 @@ def spot_jobs(
             if with_optimum:
                 row["optimum_usd"] = round(spot_optimum(job, met.zones, met.prices), 6)
             jobs.append(row)
+            on_job(many)
     return jobs
 
 
@@ -214,8 +224,9 @@ def elastic_jobs(
     *,
     seeds: int,
     values_of_hour: Sequence[float] = (),
+    on_job: Callable[[int], None] = _quiet,
 ) -> list[dict[str, Any]]:
-    """Every model at every value of an hour and seed."""
+    """Every model at every value of an hour and seed; *on_job* is called after each with how many."""
     jobs = []
     values: list[tuple[float | None, float]] = [(value, 0.0) for value in values_of_hour]
     for model in models:
@@ -239,6 +250,7 @@ def elastic_jobs(
                         "path": [[round(at_s / 3600, 3), name] for at_s, name in run.path],
                     }
                 )
+                on_job(len(models) * len(values or VALUES) * seeds)
     return jobs
 
 

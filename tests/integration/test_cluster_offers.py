@@ -23,7 +23,7 @@ def test_nodes_of_a_cluster_are_offers(tmp_path, monkeypatch):
     )
 
     assert got.exit_code == 0, got.output
-    offers = json.loads(got.output)["offers"]
+    offers = json.loads(got.stdout)["offers"]
     assert offers
     assert {item["cloud"] for item in offers} == {"kubernetes"}
     assert {item["usd_per_node_hour"] for item in offers} == {0.5}

@@ -447,16 +447,16 @@ def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
     assert good.exit_code == 0, good.output
     assert bad.exit_code == 2
     assert "AccessDenied" in bad.output
-    first = json.loads(offers.output)["offers"][0]
+    first = json.loads(offers.stdout)["offers"][0]
     assert (first["zone"], first["usd_per_node_hour"]) == ("us-east-1a", 0.35)
-    offer = json.loads(listed.output)["offers"][0]
+    offer = json.loads(listed.stdout)["offers"][0]
     assert (offer["usd_per_node_hour"], offer["committed_usd_per_node_hour"]) == (1.006, {"1y": 0.503})
     assert (offer["local_disk_gb"], offer["billing_minimum_s"]) == (250.0, 60.0)
     assert (
         "a commitment of a year to g5.xlarge costs $0.5030 every hour: "
         "less than on demand if it is used for over 50% of that time"
     ) in plan.output
-    assert "refresh failed 0.0 h ago" in json.loads(offers.output)["label"]
+    assert "refresh failed 0.0 h ago" in json.loads(offers.stdout)["label"]
     assert "aws us-east-1 0.0 h old (refresh failed" in shown.output
     assert Shelf(tmp_path).book("aws", "us-east-1").prices
     assert packaged().label in shown.output

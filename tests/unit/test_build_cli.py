@@ -95,7 +95,7 @@ def test_a_requirements_file_is_checked_too(call, tmp_path, line, fault):
 
 def test_renders_to_a_folder_with_scripts_that_run(call, tmp_path):
     """Names of the files are printed; the script may be executed."""
-    got = call("render", "--target", "venv", "-o", "out", "--set", "epochs=4")
+    got = call("render", "--target", "venv", "--to", "out", "--set", "epochs=4")
 
     assert got.exit_code == 0
     assert (tmp_path / "out" / "venv.sh").stat().st_mode & 0o111
@@ -145,7 +145,7 @@ def test_a_place_that_cannot_be_written_is_one_message(call, tmp_path, output, r
     (tmp_path / "a-file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
 
-    got = call("render", "--target", "venv", "-o", output)
+    got = call("render", "--target", "venv", "--to", output)
 
     assert got.exit_code == 2
     assert got.stderr.startswith(f"Error: {output}: {reason}; name another path")

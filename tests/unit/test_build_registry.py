@@ -208,7 +208,7 @@ def test_the_shell_publishes_lists_shows_and_pulls(tmp_path, monkeypatch):
     assert "team/base: 1.2.0\n" in call("registry", "list").output
     assert call("registry", "show", "team/base@1").output.endswith(MODULE)
     assert call("validate").exit_code == 0
-    call("registry", "pull", "team/base@1", "-o", "copy.yaml")
+    call("registry", "pull", "team/base@1", "--to", "copy.yaml")
     assert (tmp_path / "copy.yaml").read_text() == MODULE
 
 

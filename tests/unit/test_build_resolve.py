@@ -197,7 +197,7 @@ def test_a_rendering_is_locked_when_asked_to(tmp_path, index, monkeypatch):
     runtime = "{type: python, version: '3.11', requirements: requirements.txt}"
     (tmp_path / "envscaler.yaml").write_text(f"version: v1\nname: s\nruntimes: [{runtime}]\n")
 
-    got = CliRunner().invoke(main, ["render", "--target", "venv", "--lock", "-o", "out"])
+    got = CliRunner().invoke(main, ["render", "--target", "venv", "--lock", "--to", "out"])
     refused = CliRunner().invoke(main, ["render", "--target", "conda", "--lock"])
 
     assert got.exit_code == 0, got.output

@@ -250,7 +250,7 @@ def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
 
     got = CliRunner().invoke(main, words, input=json.dumps({"items": [EKS, large]}))
 
-    body = json.loads(got.output)
+    body = json.loads(got.stdout)
     assert [item["instance_type"] for item in body["candidates"]] == ["g5.2xlarge"]
     assert body["rejected"][0]["reason"] == "has 14.4461 GiB, 16 asked"
 

@@ -9,7 +9,17 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import demo_places, main
-from envscaler_airflow.cli.demo import _interruptible, _share, conclusions, progress_words, reason_to_lose
+from envscaler_airflow.cli.demo import (
+    STUCK_S,
+    Demo,
+    Patience,
+    _console,
+    _interruptible,
+    _share,
+    conclusions,
+    progress_words,
+    reason_to_lose,
+)
 from envscaler_airflow.cli.story import StageStory
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -317,3 +327,77 @@ def test_the_demos_cluster_goes_by_the_environment(monkeypatch, tmp_path):
     prices = [one["usd_per_hour"] for one in plain["cluster_prices"]]
     assert [one["name"] for one in plain["cluster_prices"]] == ["cpu-1", "cpu-2"]
     assert prices[1] == pytest.approx(2 * prices[0], rel=1e-4)
+
+
+class TestPatience:
+    """The demo waits as long as anything moves (F3)."""
+
+    def test_steps_that_move_are_waited_for_without_end(self, run):
+        """A day of a slow machine: a step each five minutes."""
+        run.begin(1, 1, "first")
+        patience = Patience(0.0)
+
+        for step in range(288):
+            run.say(1, step=step)
+            run.story.look()
+            patience.look(run.story.marks(), step * 300.0)
+
+    def test_output_that_moves_is_waited_for(self, run):
+        """``read 1200 of 45311 files`` of a stage that makes no steps."""
+        run.begin(1, 1, "first")
+        patience = Patience(0.0)
+
+        for number in range(1, 10):
+            run.store.write(f"{PREFIX}/{log_name(1, 1, 0, number)}", b"read 1 of 2 files\n")
+            run.story.look()
+            patience.look(run.story.marks(), number * STUCK_S)
+
+    def test_what_does_not_move_is_given_up(self, run):
+        """A heartbeat alone is no progress."""
+        run.begin(1, 1, "first")
+        run.say(1, step=3)
+        run.story.look()
+        patience = Patience(0.0)
+        patience.look(run.story.marks(), 0.0)
+        patience.look(run.story.marks(), STUCK_S)
+
+        with pytest.raises(TimeoutError, match="nothing has moved for 10 min 1 s"):
+            patience.look(run.story.marks(), STUCK_S + 1)
+
+
+class Broken:
+    """An Airflow whose API server refuses the DAG."""
+
+    url = "http://localhost:1"
+
+    def __init__(self, *_args, **_kwargs):
+        """As AirflowServices is made."""
+
+    def __enter__(self):
+        """It has started."""
+        return self
+
+    def __exit__(self, *_args):
+        """It is stopped."""
+
+    def trigger_dag(self, *_args, **_kwargs):
+        """Nothing is triggered."""
+        raise RuntimeError("no such DAG")
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_a_failure_keeps_the_ui_up_where_that_was_asked_for(tmp_path, monkeypatch, capsys, serve):
+    """With SERVE=1 a person looks at what failed; without it the failure ends the demo (F3)."""
+    served = []
+    monkeypatch.setattr("envscaler_airflow.cli.demo.AirflowServices", Broken)
+    monkeypatch.setattr(Demo, "_serve", lambda _self, url: served.append(url))
+    made = Demo(tmp_path, tmp_path, _console(), demo_places.ThisMachine(tmp_path), {})
+
+    if serve:
+        assert made.run(serve=True) == 1
+        assert "the demo failed: no such DAG" in capsys.readouterr().out
+    else:
+        with pytest.raises(RuntimeError):
+            made.run(serve=False)
+
+    assert served == ([Broken.url] if serve else [])

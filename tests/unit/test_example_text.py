@@ -183,3 +183,20 @@ def test_says_how_many_are_missing_when_there_is_too_little_text(stage, monkeypa
 
     assert code == 1
     assert "at least 10000 documents of 2 distributions" in capsys.readouterr().err
+
+
+def test_says_how_many_files_were_read_of_how_many(stage, capsys):
+    """A line every five seconds; files that a full label leaves unread count as read (F3)."""
+    prepare, now = stage("prepare"), [0.0]
+    reading = prepare.Reading(10, lambda: now[0])
+
+    def source(files):
+        for _ in range(files):
+            now[0] += 3.0
+            reading.one()
+            yield None
+
+    next(iter(reading.follow(source(6), 6)))  # of six files one is read
+    list(reading.follow(source(4), 4))
+
+    assert capsys.readouterr().out.splitlines() == ["read 7 of 10 files", "read 9 of 10 files"]

@@ -224,7 +224,7 @@ def test_the_shell_plans_by_the_volumes_of_the_spec(spec_of, tmp_path):
     )
 
     assert got.exit_code == 0, got.output
-    body = json.loads(got.output)
+    body = json.loads(got.stdout)
     assert [item["region"] for item in body["candidates"]] == ["us-east-1"]
     assert any("exclude aws/us-west-2/us-west-2a/g5.xlarge/on-demand" in note for note in body["notes"])
 

@@ -32,7 +32,7 @@ def test_spot_prints_jobs_and_a_summary():
     """Every start of the set, with the fields that are promised."""
     got = run("spot", *TRACES, "--policy", "uniform-progress", "--json")
 
-    report = json.loads(got.output)
+    report = json.loads(got.stdout)
     assert got.exit_code == 0
     assert len(report["jobs"]) == 72
     assert set(report["jobs"][0]) >= FIELDS
@@ -45,7 +45,7 @@ def test_several_zones_make_one_job_for_each_start():
     """Eight starts over three zones."""
     got = run("spot", *TRACES, "--zones", "us-central1-a,us-central1-b,us-east4-a", "--json")
 
-    report = json.loads(got.output)
+    report = json.loads(got.stdout)
     assert len(report["jobs"]) == 8
     assert report["jobs"][0]["zone"] == "us-central1-a+us-central1-b+us-east4-a"
 
@@ -56,7 +56,7 @@ def test_elastic_prints_jobs_with_regret():
     asked = ["--models", "cifar10", "--types", "T4", "--work", work, "--value-of-hour", "1"]
     got = run("elastic", "--profiles", str(ELASTIC), *asked, "--seeds", "2", "--json")
 
-    report = json.loads(got.output)
+    report = json.loads(got.stdout)
     job = report["jobs"][1]
     assert (job["model"], job["seed"], job["value_of_hour"]) == ("cifar10", 1, 1.0)
     assert job["regret"] == pytest.approx(job["objective"] / job["optimum"] - 1, abs=1e-4)
@@ -105,7 +105,7 @@ def test_a_run_is_replayed_though_its_policy_is_not_installed_here(tmp_path):
     assert got.exit_code == 2
     assert "was decided by theirs, which is not installed here" in got.output
     assert other.exit_code == 0, other.output
-    assert json.loads(other.output)["summary"]["checks"] == 1
+    assert json.loads(other.stdout)["summary"]["checks"] == 1
 
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -92,7 +92,7 @@ def test_what_can_be_read_is(tmp_path, traces):
     got = spot(tmp_path, traces)
 
     assert got.exit_code == 0, got.output
-    assert json.loads(got.output)["summary"]["late"] == 0
+    assert json.loads(got.stdout)["summary"]["late"] == 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_no_work_has_no_ratio_to_its_optimum(tmp_path):
     got = spot(tmp_path, UP, "t,a,0,312,600\n", "--work-h", "0", "--optimum")
 
     assert got.exit_code == 0, got.output
-    summary = json.loads(got.output)["summary"]
+    summary = json.loads(got.stdout)["summary"]
     assert (summary["mean_cost_usd"], summary["mean_optimum_usd"]) == (0.0, 0.0)
     assert "over_optimum" not in summary
 
@@ -158,7 +158,7 @@ def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
         tmp_path, UP, "t,a,0,312,600\n", "--price-changes", prices, "--plot", tmp_path / "job.png", "--json"
     )
 
-    cost = json.loads(got.output)["jobs"][0]["cost_usd"]
+    cost = json.loads(got.stdout)["jobs"][0]["cost_usd"]
     assert [words.split(";")[1].split(",")[0] for words in drawn] == [f" ${cost:.2f}"]
 
 
@@ -254,4 +254,4 @@ def test_odd_trainings_are_run(tmp_path, change, more):
     got = elastic(tmp_path, change, *more)
 
     assert got.exit_code == 0, got.output
-    assert json.loads(got.output)["summary"]["worst_regret"] < 1.0
+    assert json.loads(got.stdout)["summary"]["worst_regret"] < 1.0

@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,15 +44,27 @@ def installed() -> dict[str, importlib.metadata.Distribution]:
     return dict(sorted(found.items()))
 
 
-def documents(name: str, distribution: importlib.metadata.Distribution) -> Iterator[Document]:
-    """Docstrings of modules, classes and functions, files in an order that depends on their names alone.
+def python_files(distribution: importlib.metadata.Distribution) -> list[importlib.metadata.PackagePath]:
+    """Its modules, in an order that depends on their names alone.
 
     The order is that of a hash, so that the first thousand are a fair sample
     of a large distribution and the same on every machine.
     """
     files = [file for file in distribution.files or () if file.suffix == ".py"]
     files = [file for file in files if not SKIPPED_FOLDERS.intersection(file.parts)]
-    for file in sorted(files, key=lambda file: hashlib.sha256(str(file).encode()).digest()):
+    return sorted(files, key=lambda file: hashlib.sha256(str(file).encode()).digest())
+
+
+def documents(
+    name: str,
+    distribution: importlib.metadata.Distribution,
+    files: Iterable[importlib.metadata.PackagePath] | None = None,
+    *,
+    on_file: Callable[[], None] = lambda: None,
+) -> Iterator[Document]:
+    """Docstrings of modules, classes and functions of *files*, or all; *on_file* is called for each file."""
+    for file in python_files(distribution) if files is None else files:
+        on_file()
         path = Path(str(distribution.locate_file(file)))
         for line, text in _docstrings_of(path):
             yield Document(name, f"{file}:{line}", text)

@@ -14,18 +14,21 @@ import argparse
 import hashlib
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from docstrings import Document, documents, installed, names_of
+from docstrings import Document, documents, installed, names_of, python_files
 from model import save_rows
 from text import Hasher, near_groups, normalise
 
 MIN_WORDS = 8
 """Shortest document, words. Chosen: shorter ones ("Return the name.") say nothing of their project."""
+SAY_EVERY_S = 5.0
+"""Between two lines of progress, seconds. Chosen: a person who waits sees that it moves."""
 SPLITS = ("train", "validation", "heldout")
 
 
@@ -62,6 +65,28 @@ class Corpus:
     def labels(self) -> list[str]:
         """Names of the labels, sorted."""
         return sorted({document.label for document in self.documents})
+
+
+class Reading:
+    """Says how many files were read, of how many: ``read 1200 of 45311 files``."""
+
+    def __init__(self, total: int, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """Begin with none of *total*."""
+        self.total, self.done = total, 0
+        self._reached, self._monotonic, self._said = 0, monotonic, monotonic()
+
+    def follow(self, source: Iterable[Document], files: int) -> Iterator[Document]:
+        """The documents of *source*, which has so many files; those that it leaves unread count as read."""
+        self.done = self._reached
+        self._reached += files
+        yield from source
+
+    def one(self) -> None:
+        """Count a file, and say it when some seconds have passed."""
+        self.done += 1
+        if self._monotonic() - self._said >= SAY_EVERY_S:
+            self._said = self._monotonic()
+            print(f"read {self.done} of {self.total} files", flush=True)
 
 
 def collect(sources: Mapping[str, Iterable[Document]], limits: Limits) -> Corpus:
@@ -148,7 +173,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the stage; the exit code is 1 when this environment has too little text."""
     options = parse(arguments)
     found = installed()
-    sources = {name: documents(name, distribution) for name, distribution in found.items()}
+    files = {name: python_files(distribution) for name, distribution in found.items()}
+    reading = Reading(sum(map(len, files.values())))
+    sources = {
+        name: reading.follow(documents(name, its_own, files[name], on_file=reading.one), len(files[name]))
+        for name, its_own in found.items()
+    }
     corpus = collect(sources, Limits(options.per_label, options.least_per_label))
     count, labels = len(corpus.documents), corpus.labels
     print(f"{count} documents of {len(labels)} distributions; {len(found)} are installed")

@@ -1,0 +1,105 @@
+"""``--output json`` on every verb, and progress where no person looks."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.cli import bars, main
+from envscaler_airflow.cli.bars import Bar, bar
+from envscaler_airflow.store.base import check_store, open_store
+
+
+def leaves(command, path=()):
+    """Every verb with its words."""
+    if not isinstance(command, click.Group):
+        return [(path, command)]
+    context = click.Context(command)
+    found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+    return [leaf for name, one in found.items() for leaf in leaves(one, (*path, name))]
+
+
+VERBS = leaves(main)
+
+
+@pytest.mark.parametrize(("words", "verb"), VERBS, ids=[" ".join(words) for words, _ in VERBS])
+def test_every_verb_has_json_output(words, verb):
+    """By the same option everywhere (F6)."""
+    options = {item.name: item for item in verb.params}
+
+    assert options["output_form"].opts == ["--output"]
+    assert list(options["output_form"].type.choices) == ["text", "json"]
+    assert options["is_json"].opts == ["--json"]
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """What a verb prints as JSON, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
+    check_store(open_store(f"file://{tmp_path}/store"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def invoke(*words):
+        got = CliRunner().invoke(main, [*words, "--output", "json"])
+        assert got.exit_code == 0, got.output
+        return json.loads(got.stdout)
+
+    return invoke
+
+
+def test_json_holds_what_the_text_says(call):
+    """Nothing else is on standard output, so that a tool can read it (F6)."""
+    assert call("init") == {"files": ["envscaler.yaml", "main.py", "requirements.txt"]}
+    assert call("registry", "list", "envscaler/python") == {"envscaler/python": ["1.0.0"]}
+    assert call("registry", "show", "envscaler/python@1")["text"].startswith("# Plain Python")
+    assert call("registry", "pull", "envscaler/python@1", "--to", "copy.yaml") == {"file": "copy.yaml"}
+    assert call("render", "--target", "venv")[0]["name"] == "venv.sh"
+    assert call("render", "--target", "venv", "--to", "out")["files"][0] == "out/venv.sh"
+    assert call("schema")["title"]
+    assert call("schema", "--markdown")["markdown"].startswith("#")
+    assert call("kubernetes", "rbac")["kind"] == "List"
+    assert call("status") == []
+    assert call("catalog", "show") == []
+
+
+class TestBars:
+    """Progress where no person looks is a line with a percentage now and then (F6)."""
+
+    def test_a_line_every_few_seconds(self, capsys):
+        """Work that is over before the first prints none."""
+        now = [0.0]
+        shown = Bar("simulating deadline", 200, monotonic=lambda: now[0])
+
+        for _ in range(200):
+            now[0] += 0.06
+            shown.advance()
+
+        assert capsys.readouterr().err.splitlines() == [
+            "-- simulating deadline: 42 %",
+            "-- simulating deadline: 84 %",
+        ]
+
+    def test_steps_of_a_builder_have_a_percentage(self, capsys):
+        """Of three steps the second begins at 33 %."""
+        with bar("building") as shown:
+            shown.say("[2/3] RUN apt-get install git")
+            shown.say("unchanged, nothing to build")
+
+        assert capsys.readouterr().err.splitlines() == [
+            "[2/3] 33 % RUN apt-get install git",
+            "unchanged, nothing to build",
+        ]
+
+    def test_on_a_terminal_it_is_a_bar(self, monkeypatch):
+        """Rich draws it, and steps move it."""
+        monkeypatch.setattr(bars.sys.stderr, "isatty", lambda: True, raising=False)
+
+        with bar("building") as shown:
+            shown.say("[3/4] RUN make")
+            task = shown._progress.tasks[0]
+
+        assert (task.completed, task.total, task.description) == (2, 4, "RUN make")
