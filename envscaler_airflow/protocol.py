@@ -56,19 +56,24 @@ def control_name(generation: int, attempt: int) -> str:
     return f"control/g{generation}-a{attempt}.json"
 
 
-def status_name(generation: int, attempt: int, node: int) -> str:
-    """Store name of what a node last said."""
-    return f"status/g{generation}-a{attempt}-n{node}.json"
+def claim_name(generation: int, attempt: int, node: int, number: int) -> str:
+    """Store name of a claim: which pod, or node process, speaks for a node. The highest number is valid."""
+    return f"claims/g{generation}-a{attempt}-n{node}-{number:06d}.json"
 
 
-def metrics_name(generation: int, attempt: int, node: int, chunk: int) -> str:
+def status_name(generation: int, attempt: int, node: int, claim: int = 1) -> str:
+    """Store name of what a node last reported under *claim*, which is 1 until it is replaced."""
+    return f"status/g{generation}-a{attempt}-n{node}-c{claim}.json"
+
+
+def metrics_name(generation: int, attempt: int, node: int, chunk: int, claim: int = 1) -> str:
     """Store name of a closed chunk of metrics (JSON lines)."""
-    return f"metrics/g{generation}-a{attempt}-n{node}-{chunk:06d}.jsonl"
+    return f"metrics/g{generation}-a{attempt}-n{node}-c{claim}-{chunk:06d}.jsonl"
 
 
-def log_name(generation: int, attempt: int, node: int, chunk: int) -> str:
+def log_name(generation: int, attempt: int, node: int, chunk: int, claim: int = 1) -> str:
     """Store name of a closed chunk of stdout and stderr."""
-    return f"logs/g{generation}-a{attempt}-n{node}-{chunk:06d}.log"
+    return f"logs/g{generation}-a{attempt}-n{node}-c{claim}-{chunk:06d}.log"
 
 
 def checkpoint_name(generation: int, step: int, attempt: int) -> str:
@@ -387,10 +392,11 @@ END_REASONS = (
 
 @dataclass(frozen=True)
 class Status(Message):
-    """What a node last said (``status/g1-a3-n0.json``, every 15 s and on change).
+    """What a node last said (``status/g1-a3-n0-c2.json``, every 15 s and on change).
 
     Attributes:
         generation, attempt, node: Whose status this is.
+        claim: Under which claim to the node it is reported; 0 for a wrapper's, which knows none.
         sequence: Grows with every write. A reader tells the age with its own clock, from the
             moment it saw the number change.
         phase: One of :data:`PHASES`.
@@ -418,6 +424,7 @@ class Status(Message):
     generation: int = 0
     attempt: int = 0
     node: int = 0
+    claim: int = 0
     sequence: int = 0
     phase: str = "setup"
     health: str = "ok"

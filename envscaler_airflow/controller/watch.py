@@ -16,9 +16,11 @@ from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import Event
 from envscaler_airflow.lifecycle.ends import LOST_AFTER_S, PENDING
 from envscaler_airflow.protocol import Status
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import ages_of
+from envscaler_airflow.store.names import join
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
 NEVER = frozenset(reason for reason, fate in PENDING.items() if fate != "wait")
@@ -31,10 +33,14 @@ seconds of a worker, and a kubelet has long answered."""
 def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: int) -> Status | None:
     """What a node last said, as far as it is believable; None when it has not, or not by the protocol.
 
+    Only the pod that claimed the node last speaks for it.
+
     Raises:
         StoreError: The store cannot be read.
     """
-    name = f"{prefix}/{protocol.status_name(*attempt, node)}"
+    generation, number = attempt
+    claim = newest_claim(for_run(store, prefix), generation=generation, attempt=number, node=node, known=1)
+    name = join(prefix, protocol.status_name(*attempt, node, claim))
     try:
         text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
         return believable(Status.from_json(text, where=name)) if text is not None else None

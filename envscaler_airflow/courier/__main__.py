@@ -29,6 +29,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--layout", type=Path, required=True, help="layout.json of this node")
+    parser.add_argument("--uid", default="", help="of the pod or node process, by which it claims the node")
+    parser.add_argument("--address", help="host:port at which the other nodes reach this one")
     return parser.parse_args(arguments)
 
 
@@ -58,9 +60,16 @@ def _site(options: argparse.Namespace) -> Site:
     layout = Layout.read(options.layout)
     exchange = Exchange(options.exchange)
     store = for_run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
-    who = Who(options.generation, options.attempt, options.node, options.nodes)
-    memory = Memory(exchange, own=layout.own_folder)
-    return Site(exchange=exchange, store=store, who=who, layout=layout, memory=memory)
+    who = Who(options.generation, options.attempt, options.node, options.nodes, claim=0)
+    return Site(
+        exchange=exchange,
+        store=store,
+        who=who,
+        layout=layout,
+        memory=Memory(exchange, own=layout.own_folder),
+        uid=options.uid,
+        address=options.address,
+    )
 
 
 if __name__ == "__main__":

@@ -33,12 +33,13 @@ _CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """Which node of which attempt this courier serves."""
+    """Which node of which attempt this courier serves; *claim* is 0 before the node is claimed."""
 
     generation: int
     attempt: int
     node: int
     nodes: int
+    claim: int = 1
 
 
 class Mount(BaseModel):
@@ -104,6 +105,7 @@ class State:
 
     Attributes:
         pid: Of the courier.
+        uid, claim: Of the pod or node process, and the number of its claim to the node; 0 before it has one.
         phase: ``setup``, ``running``, ``draining``, ``done``.
         sequence: Of the last status written.
         is_laid_out: True once ``start.json`` is there, whatever it says.
@@ -124,6 +126,8 @@ class State:
     """
 
     pid: int = 0
+    uid: str = ""
+    claim: int = 0
     phase: str = "setup"
     sequence: int = 0
     is_laid_out: bool = False

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from envscaler_airflow.courier import setup
+from envscaler_airflow.courier import setup, standing
 from envscaler_airflow.courier.exchange import State
 from envscaler_airflow.courier.frozen import Frozen
 from envscaler_airflow.courier.site import Backoff, Site, WorkInterruptedError
@@ -53,6 +53,8 @@ class Heavy:
         site = self._site
         if not site.memory.state.is_laid_out:
             setup.lay_out(site)
+        if not site.who.claim:
+            standing.take(site)  # the set-up could not, or this sidecar was restarted after it
         if site.memory.state.is_drained:
             return
         if site.memory.state.failed is not None:
@@ -88,7 +90,7 @@ class Speaker:
     @property
     def _name(self) -> str:
         who = self._site.who
-        return status_name(who.generation, who.attempt, who.node)
+        return status_name(who.generation, who.attempt, who.node, who.claim)
 
     def step(self, status: Status) -> bool:
         """Write *status* when it is time; True when the store holds what matters of it."""
@@ -148,6 +150,8 @@ def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
         generation=who.generation,
         attempt=who.attempt,
         node=who.node,
+        claim=who.claim,
+        address=site.address or base.address,
         phase=phase,
         ended=ended,
         start_step=state.start_step,
@@ -243,8 +247,10 @@ class Courier:
         self._snapshots.step()
 
     def step(self) -> bool:
-        """One quick round; True when all is done and said."""
+        """One quick round; True when all is done and said. Nothing is written before the node is claimed."""
         site = self._site
+        if not site.who.claim:
+            return False
         said = self._hear()
         has_ended = said is not None and said.ended is not None
         if not has_ended:

@@ -17,6 +17,7 @@ from envscaler_airflow.courier.site import SetupCancelledError, Site
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
 from envscaler_airflow.protocol import (
     Control,
+    Ended,
     Manifest,
     Progress,
     Status,
@@ -26,11 +27,16 @@ from envscaler_airflow.protocol import (
 )
 from envscaler_airflow.store import checkpoints, folders
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.outputs import open_folder
 from envscaler_airflow.store.root import Root
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
+_ADDRESS = re.compile(r"[0-9A-Za-z.\[\]:-]{3,64}\Z")
 _POLL_S = 1.0
+NODE_0_S = 900.0
+"""Longest wait for a pod that replaces node 0's, seconds. Chosen: as long as for a store that does not
+answer; what ends the attempt ends this node sooner."""
 _WENT = ("left", "stopped", "orphaned", "killed")
 """Ends of node 0 that the stage is not to blame for: no more is what follows from them on other nodes."""
 
@@ -125,7 +131,10 @@ def _order(site: Site, control: Control) -> tuple[str, ...]:
 
 
 def _follow(site: Site, control: Control) -> Restored | None:
-    chosen = _node_0_decided(site).restored_from
+    decided = _node_0_decided(site)
+    chosen = decided.restored_from
+    if decided.address is not None and _ADDRESS.match(decided.address):
+        site.rendezvous = decided.address
     if chosen is None:
         return None
     if chosen == control.restore_from:
@@ -138,22 +147,74 @@ def _follow(site: Site, control: Control) -> Restored | None:
     return _fetch(site, site.store, checkpoints.checkpoint_prefix(chosen), chosen)
 
 
-def _node_0_decided(site: Site) -> Status:
-    who = site.who
-    name = status_name(who.generation, who.attempt, 0)
-    while True:
+class _NodeZero:
+    """Node 0 as the other nodes see it: what the pod that claimed it last reports.
+
+    That pod may be gone, with its last status left behind, when this node's pod replaces an earlier one: both
+    may have been lost. Then only a status that changes while this node looks counts, and an end of node 0 is
+    not taken at its word before a replacement had time to come.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._until = site.monotonic() + NODE_0_S
+        self._first: tuple[int, int] | None = None
+        self._last: tuple[int, int] = (0, 0)
+
+    def decided(self) -> Status | None:
+        """Its status, once that holds its choice; None before.
+
+        Raises:
+            CheckpointError, SetupCancelledError: It has ended.
+            StoreError: The store did not answer in time.
+        """
+        status = self._read()
+        if status is None:
+            return None
+        if status.ended is not None:
+            self._heed_end(status.ended)
+            return None
+        is_decided = status.start_step is not None or status.restored_from is not None
+        return status if is_decided and self._is_alive else None
+
+    def _read(self) -> Status | None:
+        site, who = self._site, self._site.who
+        claim = site.patiently(
+            lambda: newest_claim(site.store, generation=who.generation, attempt=who.attempt, node=0, known=1),
+            what="claim of node 0",
+        )
+        name = status_name(who.generation, who.attempt, 0, claim)
         body = site.patiently(lambda: site.store.read(name), what="status of node 0")
         try:
             status = Status.from_json(body, where=name) if body is not None else None
         except ProtocolError as err:
             site.messages.say("restore", f"status of node 0: {err}")
-            status = None
-        if status is not None and status.ended is not None:
-            told = f"node 0 has ended: {status.ended.reason} {status.ended.detail}"
-            if status.ended.reason in _WENT:
-                raise SetupCancelledError(told)
-            raise CheckpointError(told)
-        if status is not None and (status.start_step is not None or status.restored_from is not None):
+            return None
+        self._last = (claim, status.sequence if status is not None else 0)
+        self._first = self._first or self._last
+        return status
+
+    @property
+    def _is_alive(self) -> bool:
+        """True when neither node was ever replaced, or when it reports while this node looks."""
+        return (self._site.who.claim == 1 and self._last[0] == 1) or self._last != self._first
+
+    def _heed_end(self, ended: Ended) -> None:
+        reported = f"node 0 has ended: {ended.reason} {ended.detail}"
+        has_failed = ended.reason not in _WENT and self._is_alive
+        if not has_failed and self._site.monotonic() < self._until:
+            self._site.messages.say("restore", f"{reported}; waits for the pod that replaces it")
+        elif ended.reason in _WENT:
+            raise SetupCancelledError(reported)
+        else:
+            raise CheckpointError(reported)
+
+
+def _node_0_decided(site: Site) -> Status:
+    node_0 = _NodeZero(site)
+    while True:
+        status = node_0.decided()
+        if status is not None:
             site.messages.say("restore", None)
             return status
         site.ending.wait(_POLL_S)

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from envscaler_airflow.agent.meeting import ADDRESS
+from envscaler_airflow.courier import standing
 from envscaler_airflow.courier.bring import bring
 from envscaler_airflow.courier.frozen import MAX_SPEC_BYTES, Frozen, read_frozen
 from envscaler_airflow.courier.restore import empty, restore
@@ -35,6 +37,7 @@ def lay_out(site: Site) -> None:
         return
     frozen: Frozen | None = None
     try:
+        site.patiently(lambda: standing.take(site), what="claim")
         frozen = read_spec(site)
         body = _lay_out(site, frozen)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:
@@ -78,9 +81,11 @@ def _lay_out(site: Site, frozen: Frozen) -> dict[str, Any]:
     site.wanted()
     restored = restore(site, control)
     site.wanted()
+    address = site.address if site.who.node == 0 else site.rendezvous
+    env = {} if address is None else {ADDRESS: address}
     return {
         "cwd": cwd,
-        "env": {"ENVSCALER_RESTORE": str(restored.path)} if restored else {},
+        "env": env | ({"ENVSCALER_RESTORE": str(restored.path)} if restored else {}),
         "restore": restored.to_start() if restored else None,
         "session": _session(site, frozen),
     }

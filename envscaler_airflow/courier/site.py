@@ -65,6 +65,9 @@ class Site:
         monotonic: Clock for ages; never the wall clock.
         ending: Set when the courier must end.
         messages: What people are told in the status.
+        uid: Of the pod or node process; "" where the backend gives none, then one is made for the folder.
+        address: ``host:port`` at which the other nodes reach this one; None where they do not ask it.
+        rendezvous: Node 0's, as its status gave it together with its choice of the checkpoint.
         patience_s: Longest time that the set-up waits for a store that does not answer. Chosen: a
             failover of a region's object store takes minutes; a longer one costs more than a restart.
     """
@@ -77,6 +80,9 @@ class Site:
     monotonic: Callable[[], float] = time.monotonic
     ending: threading.Event = field(default_factory=threading.Event)
     messages: Messages = field(default_factory=Messages)
+    uid: str = ""
+    address: str | None = None
+    rendezvous: str | None = None
     patience_s: float = 900.0
 
     def ended(self) -> Ended | None:

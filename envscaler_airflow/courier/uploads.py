@@ -11,6 +11,7 @@ from typing import Any
 
 from envscaler_airflow.courier.site import Backoff, Site
 from envscaler_airflow.courier.snapshots import snapshot_facts
+from envscaler_airflow.courier.standing import WHY, standing_of
 from envscaler_airflow.courier.writeback import WriteBack
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
 from envscaler_airflow.protocol import (
@@ -25,6 +26,7 @@ from envscaler_airflow.protocol import (
     status_name,
 )
 from envscaler_airflow.store import checkpoints, folders, outputs
+from envscaler_airflow.store.claims import newest_claim
 
 OTHERS_S = 600.0
 """Longest wait for the other nodes' part of a checkpoint. Chosen: a tenth of an hour's work of all nodes."""
@@ -32,11 +34,6 @@ OTHERS_AT_END_S = 120.0
 """The same once this node's command has ended and no other says that it uploads: the others end soon after,
 or never speak again. Chosen."""
 _AGENT = "agent.json"
-FENCED = {
-    "held": "the owner prepares a later attempt",
-    "over": "a later attempt has begun; what this one writes is void",
-}
-"""Why nothing more of this attempt counts."""
 
 
 class Chunks:
@@ -77,7 +74,7 @@ class Chunks:
     def _name(self, folder: str, number: int) -> str:
         who = self._site.who
         name = log_name if folder == "logs" else metrics_name
-        return name(who.generation, who.attempt, who.node, number)
+        return name(who.generation, who.attempt, who.node, number, who.claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +187,14 @@ class Checkpoints:
         """False, and a message, while the owner prepares a later attempt.
 
         Raises:
-            CheckpointError: A later attempt has begun.
+            CheckpointError: A later attempt has begun, or another pod has claimed the node.
         """
-        who = self._site.who
-        fence = checkpoints.fence_of(self._site.store, who.generation, who.attempt)
-        if fence == "open":
+        standing = standing_of(self._site)
+        if standing == "open":
             return True
-        if fence == "over":
-            raise CheckpointError(FENCED[fence])
-        self._site.messages.say("checkpoint", f"checkpoint {name} is not published: {FENCED[fence]}")
+        if standing != "held":
+            raise CheckpointError(WHY[standing])
+        self._site.messages.say("checkpoint", f"checkpoint {name} is not published: {WHY[standing]}")
         return False
 
     def _check_patience(self, name: str, mine: _Uploaded, what: str, nodes: list[int]) -> None:
@@ -211,7 +207,10 @@ class Checkpoints:
     def _are_uploading(self, nodes: list[int]) -> bool:
         who = self._site.who
         for node in nodes:
-            where = status_name(who.generation, who.attempt, node)
+            claim = newest_claim(
+                self._site.store, generation=who.generation, attempt=who.attempt, node=node, known=1
+            )
+            where = status_name(who.generation, who.attempt, node, claim)
             body = self._site.store.read(where, max_bytes=MAX_JSON_BYTES)
             try:
                 phase = Status.from_json(body, where=where).phase if body is not None else None
@@ -315,6 +314,7 @@ class Checkpoints:
                 site.store,
                 generation=who.generation,
                 attempt=who.attempt,
+                claim=who.claim,
                 candidates=control.candidates or (),
                 keep=self._keep,
                 rejected=[line.partition(":")[0] for line in site.memory.state.rejected],
@@ -397,11 +397,11 @@ class Outputs:
     def _put(self, name: str, path: Path) -> None:
         site = self._site
         who = site.who
-        fence = checkpoints.fence_of(site.store, who.generation, who.attempt)
-        if fence == "over":
-            raise CheckpointError(f"output {name!r}: {FENCED[fence]}")
-        if fence == "held":
-            raise StoreError(FENCED[fence], transient=True)
+        standing = standing_of(site)
+        if standing == "held":
+            raise StoreError(WHY[standing], transient=True)
+        if standing != "open":
+            raise CheckpointError(f"output {name!r}: {WHY[standing]}")
         site.check_place(path)
         uri = outputs.put_output(
             site.store,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from envscaler_airflow.courier.site import Site, UnheededError
+from envscaler_airflow.courier.standing import WHY, standing_of
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, control_name
-from envscaler_airflow.store.checkpoints import fence_of
 from envscaler_airflow.store.lease import LeaseWatch, read_lease
 
 CONTROL_S = 2.0
@@ -91,10 +91,10 @@ class OwnerWatch:
             self._leave(control, f"orphaned: the lease stood still for {self._lease.unchanged_s:.0f} s")
 
     def _look_for_later(self) -> None:
-        who = self._site.who
-        if fence_of(self._site.store, who.generation, who.attempt) == "over":
-            control = self._control()
-            self._leave(control, "orphaned: a later attempt has begun; what this one writes is void")
+        """End what is void at once: nothing that it would still save counts."""
+        standing = standing_of(self._site)
+        if standing in ("over", "replaced"):
+            self._ask(_stop(self._control(), f"orphaned: {WHY[standing]}"))
 
     def _control(self) -> Control:
         return self._owners or self._site.exchange.current_control() or Control()
@@ -141,18 +141,19 @@ class OwnerWatch:
         self._try(self._write_down)
         waited = self._site.monotonic() - self._asked_at
         if asked.action == "leave" and waited >= asked.align_timeout_s + asked.grace_s:
-            self._ask(_harder(asked))
+            self._ask(_stop(asked, asked.reason))
         elif asked.action == "stop" and waited >= 2 * asked.grace_s:
             raise UnheededError(f"told to stop {waited:.0f} s ago and still here: {asked.reason}")
 
 
-def _harder(asked: Control) -> Control:
+def _stop(asked: Control, reason: str) -> Control:
+    """The control after *asked*, which ends the training within the grace."""
     return Control(
         sequence=asked.sequence + 1,
         action="stop",
         align="now",
         grace_s=asked.grace_s,
-        reason=asked.reason,
+        reason=reason,
         candidates=asked.candidates,
         orphan_after_s=asked.orphan_after_s,
     )

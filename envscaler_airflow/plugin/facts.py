@@ -44,7 +44,7 @@ ANSWERS = {
     "stop-requested": "asked to stop",
 }
 """What was asked of a run and answered: events by type, with the words for it."""
-_CHUNK = re.compile(r"g(\d{1,9})-a(\d{1,9})-n0-(\d{1,12})\.jsonl\Z")
+_CHUNK = re.compile(r"g(\d{1,9})-a(\d{1,9})-n0-c(\d{1,9})-(\d{1,12})\.jsonl\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, str]]
     for name in store.children(f"{prefix}/metrics"):
         match = _CHUNK.match(name)
         if match and int(match[1]) == generation:
-            found.append((int(match[2]), int(match[3]), name))
+            found.append((int(match[2]), int(match[3]), int(match[4]), name))
     found.sort()
     if len(found) > MOST_CHUNKS:
         step = (len(found) - 1) / (MOST_CHUNKS - 1)
         found = [found[round(place * step)] for place in range(MOST_CHUNKS)]
-    return [(attempt, name) for attempt, _, name in found]
+    return [(attempt, name) for attempt, _, _, name in found]
 
 
 Line = tuple[float, float | None, float | None]

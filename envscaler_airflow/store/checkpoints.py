@@ -17,6 +17,7 @@ from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, Manifest, parse_checkpoint_name
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.names import MANIFEST
 
 FOLDER = "checkpoints"
@@ -152,6 +153,7 @@ def prune(
     *,
     generation: int,
     attempt: int,
+    claim: int,
     candidates: Collection[str],
     keep: int,
     rejected: Collection[str] = (),
@@ -162,13 +164,13 @@ def prune(
     Good: manifest readable, every file there with its size, and not among *rejected*. Counted are
     this attempt's own and the owner's candidates. Never deleted: the :data:`NEVER_DELETED` newest good ones,
     whatever *keep* says; *spare*; one without a manifest of this attempt (it is being written); anything
-    when a later attempt is prepared or has begun, or when no good one is found. One of an older attempt that
+    when a later attempt is prepared or has begun, when another pod than that of *claim* speaks for node 0, or
+    when no good one is found. One of an older attempt that
     is no candidate goes when it is older than all that are kept and these are as many as are wanted, or it is
     not complete.
 
-    The controls are read after the list is made and before anything is deleted: what the owner lists once a
-    later control is in the store, no earlier list of this attempt holds to be deletable but that of one
-    deletion on its way, which spares the newest.
+    Controls and claims are read after the list is made and before anything is deleted. So once a later
+    control is in the store no deletion begins, and one that was on its way spares the newest.
 
     Raises:
         StoreError: The store does not answer; nothing more is deleted.
@@ -184,6 +186,8 @@ def prune(
     old = [*beyond, *(name for name in void if len(kept) >= keep or name not in complete)]
     gone = [name for name in old if name != spare]
     if not gone or fence_of(store, generation, attempt) != "open":
+        return ()
+    if newest_claim(store, generation=generation, attempt=attempt, node=0, known=claim) > claim:
         return ()
     for name in gone:
         # The manifest goes first: from then on no reader takes the rest for a checkpoint.

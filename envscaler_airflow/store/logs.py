@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from envscaler_airflow import protocol
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.names import join
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""
+CLAIM_CHUNKS = 10**9
+"""Positions that a cursor keeps for the chunks of one claim. Chosen: one each 10 s for 300 years."""
 
 
 def read_logs(
@@ -22,31 +25,46 @@ def read_logs(
 ) -> tuple[bytes, tuple[int, int]]:
     """What *node* printed from *cursor* on, at most *budget* bytes, and the cursor after it.
 
-    A chunk that is not there yet ends the reading: chunks are numbered without gaps from 1.
+    A chunk that is not there yet ends the reading: chunks are numbered without gaps from 1. Where another pod
+    has claimed the node since, its chunks follow.
 
     Args:
         store: Run store.
         prefix: The run's folder.
         attempt: ``(generation, attempt)``.
         node: Index.
-        cursor: ``(chunk, byte offset in it)`` of the first byte wanted.
+        cursor: ``(position, byte offset in it)`` of the first byte wanted. Positions are the chunks of the
+            first claim, from 1; those of claim 2 begin at :data:`CLAIM_CHUNKS` + 1.
         budget: Most bytes returned, > 0.
     """
-    chunk, offset = cursor
+    position, offset = cursor
     parts: list[bytes] = []
     while budget > 0:
-        name = join(prefix, protocol.log_name(*attempt, node, chunk))
+        before, chunk = divmod(position, CLAIM_CHUNKS)
+        name = join(prefix, protocol.log_name(*attempt, node, chunk, before + 1))
         try:
             data = store.read(name, max_bytes=MAX_CHUNK_BYTES)
         except ProtocolError as err:  # the training's side wrote it: whatever it is, the rest is shown
             data = f"[chunk {chunk} of the log is left out: {err}]\n".encode()
         if data is None:
-            break
+            if not _is_replaced(store, prefix, attempt, node, before + 1):
+                break
+            position, offset = (before + 1) * CLAIM_CHUNKS + 1, 0
+            continue
         part = data[offset : offset + budget]
         parts.append(part)
         budget -= len(part)
         offset += len(part)
         if offset < len(data):
             break
-        chunk, offset = chunk + 1, 0
-    return b"".join(parts), (chunk, offset)
+        position, offset = position + 1, 0
+    return b"".join(parts), (position, offset)
+
+
+def _is_replaced(store: Store, prefix: str, attempt: tuple[int, int], node: int, claim: int) -> bool:
+    """True when another pod has claimed the node since."""
+    generation, number = attempt
+    known = newest_claim(
+        for_run(store, prefix), generation=generation, attempt=number, node=node, known=claim
+    )
+    return known > claim

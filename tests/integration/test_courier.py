@@ -202,7 +202,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     assert first.process.wait(30) == 0
     assert first.state()["phase"] == "done"
     assert first.status().ended.reason == "killed"
-    assert store.read("logs/g1-a1-n0-000001.log") == b"killed soon\n"
+    assert store.read("logs/g1-a1-n0-c1-000001.log") == b"killed soon\n"
     store.write(f"checkpoints/{torn}/model.bin", b"twentY")
 
     owned(url, options, attempt=2, spec={"workdir_archive": archive.name}, candidates=(torn, good))

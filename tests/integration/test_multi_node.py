@@ -76,7 +76,7 @@ def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
     prefix = str(folder.relative_to(tmp_path / "store"))
     assert EventLog(store, prefix, snapshots=False).load().status == "succeeded"
     printed = {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
-    assert printed == {"g1-a1-n0-000001.log": "met 64 32 1\n", "g1-a1-n1-000001.log": "met 64 32 1\n"}
+    assert printed == {"g1-a1-n0-c1-000001.log": "met 64 32 1\n", "g1-a1-n1-c1-000001.log": "met 64 32 1\n"}
     statuses = [json.loads(path.read_text()) for path in sorted((folder / "status").iterdir())]
     assert statuses[0]["address"].startswith("127.0.0.1:")
     assert "address" not in statuses[1]

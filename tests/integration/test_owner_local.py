@@ -115,7 +115,7 @@ class Shell:
         """Until the attempt said that it made *step*."""
         for _ in range(600):
             prefix = self.prefix(name)
-            text = self.store.read(f"{prefix}/status/g1-a{attempt}-n0.json") if prefix else None
+            text = self.store.read(f"{prefix}/status/g1-a{attempt}-n0-c1.json") if prefix else None
             if text and (json.loads(text)["progress"].get("step") or 0) >= step:
                 return
             time.sleep(0.1)
@@ -389,7 +389,7 @@ def test_a_trigger_in_another_pid_namespace_tells_no_loss(shell):
     os.killpg(owner.pid, signal.SIGKILL)  # so that nobody records the end
     owner.communicate()
     for _ in range(600):
-        if json.loads(shell.store.read(f"{shell.prefix()}/status/g1-a1-n0.json"))["phase"] == "ended":
+        if json.loads(shell.store.read(f"{shell.prefix()}/status/g1-a1-n0-c1.json"))["phase"] == "ended":
             break
         time.sleep(0.1)
     after_its_end = look()

@@ -167,7 +167,7 @@ def test_a_store_that_does_not_answer_rejects_nothing(store, save, monkeypatch):
 
 def pruned(store, **changes):
     """Prune as attempt 1 that keeps two."""
-    options = {"generation": 1, "attempt": 1, "candidates": (), "keep": 2} | changes
+    options = {"generation": 1, "attempt": 1, "claim": 1, "candidates": (), "keep": 2} | changes
     return prune(store, **options)
 
 

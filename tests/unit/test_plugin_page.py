@@ -297,7 +297,7 @@ def test_a_metric_that_is_none_is_left_out(store, line):
     """The training's side wrote it: whatever it is, the rest is shown."""
     begin(store)
     good = b'{"t": 1, "step": 10}\n{"t": 3, "step": 30}\n'
-    store.write("run/metrics/g1-a1-n0-000001.jsonl", line + b"\n" + good)
+    store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", line + b"\n" + good)
     store.write("run/metrics/what-is-this", b"?")
 
     facts = read_facts(store, "run")
@@ -312,7 +312,7 @@ def test_a_speed_that_no_chart_holds_is_left_out(t, step, store):
     """Counts and times of the training's side, each a number, whose quotient is none."""
     begin(store)
     lines = f'{{"t": 0, "step": 0}}\n{{"t": {t}, "step": {step}}}\n'
-    store.write("run/metrics/g1-a1-n0-000001.jsonl", lines.encode())
+    store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", lines.encode())
 
     assert "Training: active" in run_page(read_facts(store, "run"), now=1060)
 
@@ -341,7 +341,7 @@ def test_a_long_run_is_read_in_part(store):
         t = number * 300
         lines = [{"t": t, "step": t}, {"t": t + 100, "step": t + 100}]
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        store.write(f"run/metrics/g1-a1-n0-{number:06d}.jsonl", text.encode())
+        store.write(f"run/metrics/g1-a1-n0-c1-{number:06d}.jsonl", text.encode())
     read = []
     original = store.read
 
@@ -369,7 +369,7 @@ def test_a_long_run_is_read_in_part(store):
 def test_a_large_chunk_and_a_large_cluster_are_cut(store):
     """A chunk beyond what the agent writes is not read; 16 of 500 nodes are asked."""
     begin(store, allocation=Allocation(CPU.offer, nodes=500))
-    store.write("run/metrics/g1-a1-n0-000001.jsonl", b'{"t": 1, "step": 1}\n' * 100_000)
+    store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", b'{"t": 1, "step": 1}\n' * 100_000)
 
     facts = read_facts(store, "run")
 

@@ -86,9 +86,9 @@ def test_a_courier_never_makes_the_store(tmp_path):
 
 def test_a_chunk_that_is_no_chunk_hides_nothing_of_the_log(store):
     """Too large, or not a file: said, and the next one follows."""
-    store.write("run/logs/g1-a1-n0-000001.log", b"one\n")
-    store.write("run/logs/g1-a1-n0-000002.log", b"x" * (MAX_CHUNK_BYTES + 1))
-    store.write("run/logs/g1-a1-n0-000003.log", b"three\n")
+    store.write("run/logs/g1-a1-n0-c1-000001.log", b"one\n")
+    store.write("run/logs/g1-a1-n0-c1-000002.log", b"x" * (MAX_CHUNK_BYTES + 1))
+    store.write("run/logs/g1-a1-n0-c1-000003.log", b"three\n")
 
     text, cursor = read_logs(store, "run", attempt=(1, 1), node=0)
 

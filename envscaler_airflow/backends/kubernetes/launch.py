@@ -41,9 +41,7 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     os.environ["ENVSCALER_NODE"] = str(index + int(options.get("--first-node", "0")))
     command = argv[split + 1 :]
     signal.signal(signal.SIGTERM, _stopped)  # as PID 1 it would be ignored
-    address = await_node(exchange / "node.json", sleep=sleep).get("address")
-    if address:
-        os.environ["ENVSCALER_RENDEZVOUS"] = str(address)  # the wrapper puts it into the command
+    await_node(exchange / "node.json", sleep=sleep)
     sys.path.insert(0, here)
     from envscaler_airflow.agent.__main__ import main as wrapper  # noqa: PLC0415  # found by the line above
 

@@ -305,7 +305,8 @@ class _Attempt:
         container = self._agent(COURIER, command, mounts.courier)
         container["restartPolicy"] = "Always"
         address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-        container["env"] = [*container["env"], address]
+        uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+        container["env"] = [*container["env"], address, uid]
         if self.settings.store_secret:
             container["envFrom"] = [{"secretRef": {"name": self.settings.store_secret}}]
         return container

@@ -3,9 +3,9 @@
     python -m envscaler_airflow.backends.kubernetes.sidecar --exchange E --store URL --prefix P
         --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--most-nodes N]
 
-A pod that replaces a lost one begins with an empty disk, but what the lost one uploaded counts: chunks of
-logs and metrics go on after the highest number in the store. Node 0 publishes its address there, and the
-others take it from there: no DNS is needed.
+The courier claims the node by the pod's uid: what a lost pod still writes is void once another replaces it.
+Node 0 publishes its address in its status, with its choice of the checkpoint. The others take both from
+there; no DNS is needed.
 
 The kubelet sends SIGTERM when the training's container has ended, in whatever way. Then the courier is
 told the end if the wrapper could not, and everything that it still has is uploaded.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,12 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.protocol import SCHEMA, Ended, Status, log_name, metrics_name
-from envscaler_airflow.store.base import Store, for_run, open_store
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import SCHEMA, Ended, Status
 
-PATIENCE_S = 900.0
-"""Longest wait for a store that does not answer, and for node 0. Chosen: as the courier's own."""
 BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Waits before the courier is started again, seconds. Chosen: quick once, quiet in a crash loop."""
 SETUP_TRIES = 5
@@ -41,8 +37,6 @@ SETUP_TRIES = 5
 TURN_S = 0.5
 RENDEZVOUS_PORT = 29400
 """Source: torchrun's default for c10d."""
-_POLL_S = 2.0
-_CHUNK = re.compile(r"-(\d{6,12})\.(?:log|jsonl)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +55,6 @@ class Node:
         """True when no other node will ever look for it."""
         return max(self.nodes, self.most) == 1
 
-    @property
-    def rendezvous(self) -> str:
-        """Store name of node 0's address."""
-        return f"rendezvous/g{self.generation}-a{self.attempt}.json"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve one pod; 0 when all is uploaded."""
@@ -83,10 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     node.exchange.mkdir(parents=True, exist_ok=True)
-    layout = json.loads(options.layout.read_bytes())
-    store = for_run(open_store(options.store, layout.get("store_options") or {}), options.prefix)
-    prepare(store, node, address=os.environ.get("POD_IP"), ending=ending)
-    command = [sys.executable, "-m", "envscaler_airflow.courier", *_courier_options(options, node.node)]
+    prepare(node)
+    command = [sys.executable, "-m", "envscaler_airflow.courier", *_courier_options(options, node)]
     return Keeper(node, lambda: subprocess.Popen(command, start_new_session=True), ending=ending).run()
 
 
@@ -104,77 +91,31 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _courier_options(options: argparse.Namespace, node: int) -> list[str]:
-    values = {**vars(options), "node": node}
+def _courier_options(options: argparse.Namespace, node: Node) -> list[str]:
+    values = {**vars(options), "node": node.node}
     del values["first_node"], values["most_nodes"]
+    known = {"uid": os.environ.get("POD_UID"), "address": address_of(node, os.environ.get("POD_IP"))}
+    values |= {name: value for name, value in known.items() if value}
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 # -- before the courier
 
 
-def prepare(
-    store: Store,
-    node: Node,
-    *,
-    address: str | None,
-    ending: threading.Event,
-    monotonic: Callable[[], float] = time.monotonic,
-) -> None:
-    """Seed the chunk numbers, tell or learn the address of node 0, and say so in ``node.json``.
-
-    A store that does not answer in time changes nothing: the courier says so in its own way.
-    """
-    until = monotonic() + PATIENCE_S
-    found: str | None = None
-    while monotonic() < until and not ending.is_set():
-        try:
-            seed_chunks(store, node)
-            found = _rendezvous(store, node, address)
-        except (StoreError, OSError) as err:
-            sys.stderr.write(f"sidecar: {err}\n")
-        else:
-            if node.is_alone or found is not None:
-                break
-        ending.wait(_POLL_S)
-    _write(node.exchange / "node.json", {"node": node.node, "address": found})
-
-
-def seed_chunks(store: Store, node: Node) -> None:
-    """Let chunks begin after the highest number that an earlier pod of this node uploaded."""
-    for folder, name_of in (("logs", log_name), ("metrics", metrics_name)):
+def prepare(node: Node) -> None:
+    """Let the training, which may run as another user, write its chunks; ``node.json`` lets it start."""
+    for folder in ("logs", "metrics"):
         here = node.exchange / folder
         here.mkdir(parents=True, exist_ok=True)
         here.chmod(0o777)
-        if any(here.iterdir()):
-            continue  # this pod's own, after a restart of this container
-        whole = name_of(node.generation, node.attempt, node.node, 1)
-        stem = whole.rpartition("/")[2].rpartition("-")[0]
-        numbers = [
-            int(match[1])
-            for name in store.children(folder)
-            if name.startswith(stem + "-") and (match := _CHUNK.search(name))
-        ]
-        if numbers:
-            (here / f"{max(numbers) + 1:06d}.open").touch()
+    _write(node.exchange / "node.json", {"node": node.node})
 
 
-def _rendezvous(store: Store, node: Node, address: str | None) -> str | None:
-    if node.is_alone:
+def address_of(node: Node, pod_ip: str | None) -> str | None:
+    """Where the processes of all nodes find node 0; None where no other node will ever ask."""
+    if node.is_alone or node.node != 0 or not pod_ip:
         return None
-    if node.node == 0:
-        if not address:
-            return None
-        here = f"[{address}]" if ":" in address else address
-        body = {"schema": SCHEMA, "address": f"{here}:{RENDEZVOUS_PORT}"}
-        store.write(node.rendezvous, json.dumps(body).encode())
-        return str(body["address"])
-    text = store.read(node.rendezvous, max_bytes=1 << 12)
-    try:
-        told = json.loads(text)["address"] if text else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return told if isinstance(told, str) and re.fullmatch(r"[0-9A-Za-z.\[\]:-]{3,64}", told) else None
+    return f"{f'[{pod_ip}]' if ':' in pod_ip else pod_ip}:{RENDEZVOUS_PORT}"
 
 
 # -- the courier

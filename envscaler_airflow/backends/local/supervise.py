@@ -193,7 +193,7 @@ class NodeMain:
 
     def _start_courier(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            self._request["courier"],
+            [*self._request["courier"], "--uid", self._request["id"]],
             cwd=self._folder,
             env=courier_env(os.environ),
             stdin=subprocess.DEVNULL,

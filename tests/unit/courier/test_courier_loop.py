@@ -106,7 +106,7 @@ def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp
 
     store._store.put_file = real
     assert rounds(bench, courier, 130)
-    assert store.children("logs") == ["g1-a2-n0-000001.log"]
+    assert store.children("logs") == ["g1-a2-n0-c1-000001.log"]
 
 
 def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
@@ -305,7 +305,7 @@ def test_an_outage_of_the_store_stops_nothing(ready, store):
     bench.clock.now += 60
     rounds(bench, courier, 2)
 
-    assert store.children("logs") == ["g1-a2-n0-000001.log", "g1-a2-n0-000002.log"]
+    assert store.children("logs") == ["g1-a2-n0-c1-000001.log", "g1-a2-n0-c1-000002.log"]
     assert bench.status().last_checkpoint == "g1-step-00000010-a2"
     assert bench.status().message == ""
 

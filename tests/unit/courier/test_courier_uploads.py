@@ -39,9 +39,9 @@ def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
 
     assert Chunks(bench.site).step(has_ended=False)
 
-    expected = [f"logs/g1-a2-n0-{number:06d}.log" for number in (1, 2, 3)]
-    assert store.puts == [*expected, "metrics/g1-a2-n0-000001.jsonl"]
-    assert store.read("logs/g1-a2-n0-000002.log") == b"line 2"
+    expected = [f"logs/g1-a2-n0-c1-{number:06d}.log" for number in (1, 2, 3)]
+    assert store.puts == [*expected, "metrics/g1-a2-n0-c1-000001.jsonl"]
+    assert store.read("logs/g1-a2-n0-c1-000002.log") == b"line 2"
     assert left(bench, "logs") == ["000004.open"]
 
 
@@ -63,7 +63,7 @@ def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
     bench.clock.now += 0.1
     assert chunks.step(has_ended=False)
 
-    assert store.puts == ["logs/g1-a2-n0-000001.log", "logs/g1-a2-n0-000002.log"]
+    assert store.puts == ["logs/g1-a2-n0-c1-000001.log", "logs/g1-a2-n0-c1-000002.log"]
     assert bench.site.messages.text() == ""
 
 
@@ -80,8 +80,8 @@ def test_a_courier_killed_after_an_upload_repeats_it_under_the_same_number(bench
 
     Chunks(bench.restarted()).step(has_ended=False)
 
-    assert store.puts == ["logs/g1-a2-n0-000007.log"] * 2
-    assert store.children("logs") == ["g1-a2-n0-000007.log"]
+    assert store.puts == ["logs/g1-a2-n0-c1-000007.log"] * 2
+    assert store.children("logs") == ["g1-a2-n0-c1-000007.log"]
 
 
 def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
@@ -91,7 +91,7 @@ def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
 
     Chunks(bench.site).step(has_ended=True)
 
-    assert store.read("logs/g1-a2-n0-000002.log") == b"MemoryError"
+    assert store.read("logs/g1-a2-n0-c1-000002.log") == b"MemoryError"
     assert store.children("metrics") == []
 
 

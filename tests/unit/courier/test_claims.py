@@ -1,0 +1,282 @@
+"""Who speaks for a node: the pod that claimed it last, and no other."""
+
+import threading
+
+import pytest
+
+from envscaler_airflow.agent.meeting import ADDRESS
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.courier import standing
+from envscaler_airflow.courier.exchange import Memory, Who
+from envscaler_airflow.courier.loop import Courier, Speaker, compose
+from envscaler_airflow.courier.restore import restore
+from envscaler_airflow.courier.setup import lay_out
+from envscaler_airflow.courier.site import SetupCancelledError
+from envscaler_airflow.courier.uploads import Checkpoints, Outputs
+from envscaler_airflow.courier.watch import OwnerWatch
+from envscaler_airflow.errors import StoreError
+from envscaler_airflow.protocol import Control, Ended, Status, claim_name, status_name
+from envscaler_airflow.store.checkpoints import complete_checkpoints
+from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
+from envscaler_airflow.store.logs import CLAIM_CHUNKS, read_logs
+from envscaler_airflow.testing.store import FaultyStore
+
+NODE = {"generation": 1, "attempt": 2, "node": 0}
+NAME = "g1-step-00000300-a2"
+DECIDED = {"generation": 1, "attempt": 2, "phase": "running", "start_step": 0}
+
+
+def claim(store, uid, **where):
+    """Claim node 0 of attempt 2, or another."""
+    return take_claim(store, Claim(uid, "boot"), **(NODE | where))
+
+
+def test_each_pod_has_its_own_number_and_keeps_it(store):
+    """Three pods one after another, and the second asks again after a restart (D1)."""
+    assert [claim(store, uid) for uid in ("a", "b", "c", "b", "a")] == [1, 2, 3, 2, 1]
+    assert newest_claim(store, **NODE) == 3
+    assert newest_claim(store, generation=1, attempt=2, node=1) == 0
+    assert Claim.from_json(store.read(claim_name(1, 2, 0, 2)), where="t") == Claim("b", "boot")
+
+
+@pytest.mark.parametrize("method", ["create", "read"])
+def test_a_lost_answer_claims_no_second_number(store, method):
+    """The claim was written, the answer did not come: the repeated call finds it (D1)."""
+    faulty = FaultyStore(store)
+    faulty.add("lose-answer", method)
+    with pytest.raises(StoreError):
+        claim(faulty, "a")
+
+    assert claim(faulty, "a") == 1
+    assert newest_claim(store, **NODE) == 1
+
+
+def test_two_pods_that_claim_at_once_get_two_numbers(store):
+    """Another pod is quicker between the look and the claim (D1)."""
+    create = store._store.create
+
+    def late(name, data):
+        store._store.create = create
+        claim(store, "other")
+        return create(name, data)
+
+    store._store.create = late
+
+    assert claim(store, "late") == 2
+
+
+def test_a_claim_that_cannot_be_read_is_another_pods(store):
+    """Torn, or of a later version (D1)."""
+    store.write(claim_name(1, 2, 0, 1), b"{torn")
+
+    assert claim(store, "a") == 2
+
+
+def unclaimed(bench, uid):
+    """The bench's sidecar, before it claimed."""
+    bench.who = Who(1, 2, bench.who.node, bench.who.nodes, claim=0)
+    site = bench.restarted()
+    site.uid = uid
+    return site
+
+
+def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
+    """No status and no log of a pod that has no claim; afterwards all of it carries the claim (D1)."""
+    claim(store, "lost pod")
+    bench.owner_asks()
+    store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
+    site = unclaimed(bench, "new pod")
+    (bench.exchange.root / "logs/000001.log").write_text("hello\n")
+    sidecar = Courier(site)
+    store.puts.clear()
+    sidecar.step()
+    assert store.puts == []
+
+    lay_out(site)
+    sidecar.step()
+
+    assert site.who.claim == 2
+    assert store.puts == ["logs/g1-a2-n0-c2-000001.log", "status/g1-a2-n0-c2.json"]
+
+
+def test_a_restarted_sidecar_needs_no_store_to_know_its_claim(bench, store):
+    """It is in courier.json, by the uid of its pod (D1)."""
+    standing.take(unclaimed(bench, "pod"))
+    store.down = True
+    site = unclaimed(bench, "pod")
+
+    standing.take(site)
+
+    assert (site.who.claim, Memory(bench.exchange).state.uid) == (1, "pod")
+
+
+def test_only_the_pod_that_claimed_last_is_heard(bench, store):
+    """The lost pod lives on and reports; the owner reads the new one, or nothing yet (D1)."""
+    old = bench.site
+    claim(store, "old")
+    Speaker(old).step(compose(old, Status(phase="running"), is_over=False))
+    assert read_status(store, "", attempt=(1, 2), node=0).claim == 1
+
+    claim(store, "new")
+    Speaker(old).step(compose(old, Status(phase="checkpointing"), is_over=False))
+
+    assert read_status(store, "", attempt=(1, 2), node=0) is None
+
+
+def test_a_pod_with_a_lower_claim_publishes_nothing_and_ends(bench, store, tmp_path):
+    """Its checkpoint and output are void, nothing is deleted, and its training is stopped (D1)."""
+    path = tmp_path / "model"
+    path.write_text("weights")
+    bench.layout = bench.layout.model_copy(update={"outputs": {"model": str(path)}})
+    bench.restarted()
+    bench.heard()
+    claim(store, "old")
+    claim(store, "new")
+    bench.session_saves(NAME, step=300)
+
+    assert Checkpoints(bench.site, 3).step()
+    assert Outputs(bench.site).step()
+    watch = OwnerWatch(bench.site)
+    watch.step()
+
+    assert complete_checkpoints(store, 1) == ()
+    assert store.children("outputs") == []
+    asked = bench.exchange.current_control()
+    assert (asked.action, asked.reason) == (
+        "stop",
+        "orphaned: another pod has claimed this node; what this one writes is void",
+    )
+
+
+def test_without_the_store_a_pod_trains_on(bench, store):
+    """It cannot know of another claim, and asks for nothing (D1)."""
+    bench.heard()
+    store.down = True
+
+    OwnerWatch(bench.site).step()
+
+    assert bench.exchange.current_control().action == "run"
+    bench.session_saves(NAME, step=300)
+    assert not Checkpoints(bench.site, 3).step()
+
+
+def test_the_log_of_a_replaced_node_goes_on_with_its_next_pod(store):
+    """Two chunks of the lost pod, then those of the new one; the cursor says where (D1)."""
+    claim(store, "old")
+    store.write("logs/g1-a2-n0-c1-000001.log", b"old 1\n")
+    text, cursor = read_logs(store, "", attempt=(1, 2), node=0)
+    assert (text, cursor) == (b"old 1\n", (2, 0))
+
+    claim(store, "new")
+    store.write("logs/g1-a2-n0-c2-000001.log", b"new 1\n")
+    text, cursor = read_logs(store, "", attempt=(1, 2), node=0, cursor=cursor)
+
+    assert (text, cursor) == (b"new 1\n", (CLAIM_CHUNKS + 2, 0))
+
+
+# -- node 0, as the other nodes see it
+
+
+def following(make_bench, on_wait, *, claims=1):
+    """Node 1 of two under its *claims*-th claim; *on_wait* is called with the number of each wait."""
+    bench = make_bench(node=1, nodes=2)
+    bench.who = Who(1, 2, 1, 2, claim=claims)
+    site = bench.restarted()
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        bench.clock.now += max(seconds, 20.0)
+        on_wait(len(waits))
+
+    site.ending = threading.Event()
+    site.ending.wait = wait
+    return site
+
+
+def report(store, number, sequence=1, **fields):
+    """What node 0's pod with claim *number* last said."""
+    status = Status(claim=number, sequence=sequence, **(DECIDED | fields))
+    store.write(status_name(1, 2, 0, number), status.to_json())
+
+
+def test_a_replaced_node_does_not_take_an_old_pods_end_for_node_0s(make_bench, store):
+    """Both pods were evicted: node 1's new pod waits for that of node 0, and follows it (D14)."""
+    claim(store, "old 0")
+    report(store, 1, ended=Ended(reason="stopped"), phase="ended")
+
+    def on_wait(count):
+        if count == 3:
+            claim(store, "new 0")
+            report(store, 2, phase="restoring", start_step=None)
+        if count == 5:
+            report(store, 2, sequence=2, address="10.0.0.9:29400")
+
+    site = following(make_bench, on_wait, claims=2)
+
+    assert restore(site, Control()) is None
+    assert site.rendezvous == "10.0.0.9:29400"
+
+
+def test_a_replaced_node_follows_no_choice_that_was_left_behind(make_bench, store):
+    """Node 0's pod vanished without an end: its choice and its address are an earlier pod's (D14)."""
+    claim(store, "old 0")
+    report(store, 1, address="10.0.0.1:29400")
+
+    def on_wait(count):
+        if count == 2:
+            claim(store, "new 0")
+            report(store, 2, address="10.0.0.2:29400")
+
+    site = following(make_bench, on_wait, claims=2)
+    restore(site, Control())
+
+    assert site.rendezvous == "10.0.0.2:29400"
+
+
+def test_a_replaced_node_follows_a_node_0_that_lives(make_bench, store):
+    """Node 0 was not replaced and reports again: the same choice and address (D14)."""
+    claim(store, "0")
+    report(store, 1, address="10.0.0.1:29400")
+    site = following(
+        make_bench, lambda count: report(store, 1, sequence=1 + count, address="10.0.0.1:29400"), claims=2
+    )
+
+    restore(site, Control())
+
+    assert site.rendezvous == "10.0.0.1:29400"
+
+
+def test_an_address_that_is_none_is_left_out(make_bench, store):
+    """What a status says is data (D14)."""
+    claim(store, "0")
+    report(store, 1, address="$(touch /tmp/x)")
+    site = following(make_bench, lambda _count: None)
+
+    restore(site, Control())
+
+    assert site.rendezvous is None
+
+
+def test_a_node_0_that_is_not_replaced_in_time_ends_the_others(make_bench, store):
+    """Nobody replaces it within a quarter of an hour: no fault of the stage (D14)."""
+    claim(store, "0")
+    report(store, 1, ended=Ended(reason="killed"), phase="ended")
+    waits = []
+    site = following(make_bench, waits.append, claims=2)
+
+    with pytest.raises(SetupCancelledError, match="node 0 has ended: killed"):
+        restore(site, Control())
+    assert len(waits) == 45  # of 20 s
+
+
+def test_the_command_learns_the_address_with_the_choice(bench, store):
+    """start.json has it, so address and checkpoint are of one pod (D14)."""
+    bench.owner_asks()
+    store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
+    bench.site.address = "10.0.0.1:29400"
+
+    lay_out(bench.site)
+
+    assert bench.start()["env"] == {ADDRESS: "10.0.0.1:29400"}
+    assert compose(bench.site, None, is_over=False).address == "10.0.0.1:29400"
