@@ -1,8 +1,9 @@
 """The user's code, shipped with a run: a deterministic, content-hashed ``tar.zst``.
 
 Packing leaves out what ``.gitignore`` files leave out (nested ones and those of the folders above,
-up to the repository's root), and always ``.git``, caches and virtual environments. Equal content
-gives an equal hash: names are sorted; times, owners and modes carry nothing but the executable bit.
+up to the repository's root) unless git's index holds it, and always ``.git``, caches and virtual
+environments. Equal content gives an equal hash: names are sorted; times, owners and modes carry
+nothing but the executable bit.
 
 Symbolic links are kept as links when they are relative and stay inside the folder. Links that are
 absolute or lead outside are refused when packing (the machine that unpacks has no such place) and
@@ -20,14 +21,21 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, cast
 
 import zstandard
-from pathspec import GitIgnoreSpec
 
 from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.store.gitignore import (
+    IgnoreFile,
+    info_exclude,
+    is_tracked,
+    read_ignore_file,
+    tracked_names,
+)
 from envscaler_airflow.store.root import COPY_BYTES, Root
 
 ALWAYS_LEFT_OUT = frozenset(
@@ -176,54 +184,76 @@ def _entries(root: Path) -> Iterator[_Entry]:
     yield from _below(root, "", _rules_above(root), root)
 
 
-Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What git leaves out and keeps in a folder.
+
+    Attributes:
+        files: Ignore files of the folder and those above, outermost first, each with its own folder.
+        repository: Root of the git repository; None outside of one.
+        tracked: Paths in its index, which git keeps whatever the files say.
+    """
+
+    files: tuple[tuple[Path, IgnoreFile], ...] = ()
+    repository: Path | None = None
+    tracked: frozenset[bytes] = frozenset()
+
+    def within(self, folder: Path) -> _Rules:
+        """The same with the folder's own file."""
+        found = read_ignore_file(folder / ".gitignore")
+        return self if found is None else replace(self, files=(*self.files, (folder, found)))
+
+    def leaves_out(self, path: Path, *, is_folder: bool) -> bool:
+        """The deepest file that says anything about *path* decides."""
+        for folder, file in reversed(self.files):
+            verdict = file.verdict(path.relative_to(folder).as_posix(), is_folder=is_folder)
+            if verdict is not None:
+                return verdict
+        return False
+
+    def keeps(self, path: Path, *, is_folder: bool) -> bool:
+        """True for what the index holds."""
+        if self.repository is None or not self.tracked:
+            return False
+        return is_tracked(self.tracked, path.relative_to(self.repository).as_posix(), is_folder=is_folder)
 
 
-def _rules_above(root: Path) -> Rules:
-    """Rules of the folders above *root*, outermost first, when it lies in a git repository."""
-    if (root / ".git").exists():
-        return ()
-    for count, parent in enumerate(root.parents, start=1):
-        if (parent / ".git").exists():
-            above = reversed(list(root.parents)[:count])
-            rules = tuple(rule for folder in above for rule in _rules_of(folder))
+def _rules_above(root: Path) -> _Rules:
+    """Rules of the folders above *root* when it lies in a git repository, and of the repository itself."""
+    chain = [root, *root.parents]
+    at = next((index for index, folder in enumerate(chain) if (folder / ".git").exists()), None)
+    if at is None:
+        return _Rules()
+    repository = chain[at]
+    rules = _Rules((), repository, tracked_names(repository))
+    exclude = read_ignore_file(info_exclude(repository))
+    if exclude is not None:
+        rules = replace(rules, files=((repository, exclude),))
+    for folder, below in pairwise(reversed(chain[: at + 1])):
+        rules = rules.within(folder)
+        if rules.leaves_out(below, is_folder=True):
             # A workdir that is itself ignored (build/experiment) is shipped all the same.
-            return () if _is_ignored(root, rules, is_folder=True) else rules
-    return ()
+            return _Rules()
+    return rules
 
 
-def _rules_of(folder: Path) -> Rules:
-    path = folder / ".gitignore"
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return ()
-    return ((folder, GitIgnoreSpec.from_lines(text.splitlines())),)
-
-
-def _is_ignored(path: Path, rules: Rules, *, is_folder: bool) -> bool:
-    """The deepest .gitignore that says anything about *path* decides."""
-    for folder, spec in reversed(rules):
-        name = path.relative_to(folder).as_posix() + ("/" if is_folder else "")
-        include = spec.check_file(name).include
-        if include is not None:
-            return include
-    return False
-
-
-def _below(here: Path, prefix: str, rules: Rules, root: Path) -> Iterator[_Entry]:
-    rules = (*rules, *_rules_of(here))
+def _below(
+    here: Path, prefix: str, rules: _Rules, root: Path, *, is_left_out: bool = False
+) -> Iterator[_Entry]:
+    """Files below *here*; of a folder that is left out those alone that the index holds."""
+    rules = rules.within(here)
     with os.scandir(here) as found:
         entries = list(found)
     for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
         path = Path(entry.path)
-        if entry.name in ALWAYS_LEFT_OUT or _is_ignored(path, rules, is_folder=is_folder):
+        is_out = is_left_out or rules.leaves_out(path, is_folder=is_folder)
+        if entry.name in ALWAYS_LEFT_OUT or (is_out and not rules.keeps(path, is_folder=is_folder)):
             continue
         name = prefix + entry.name
         _check_utf8(name)
         if is_folder:
-            yield from _below(path, name + "/", rules, root)
+            yield from _below(path, name + "/", rules, root, is_left_out=is_out)
         elif entry.is_symlink():
             yield _Entry(name, path, 0, executable=False, link=_link_inside(name, path))
         elif entry.is_file(follow_symlinks=False):

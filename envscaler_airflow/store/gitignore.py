@@ -1,0 +1,252 @@
+"""Which files git would keep: the rules of ``.gitignore``, one pattern at a time, and the names in the index.
+
+A pattern is matched against one path and never against what is below it, as git does: a folder that is
+left out is not entered, and ``!*/`` takes folders back without what is in them. (pathspec's matcher, which
+sees whole paths alone, answers otherwise for ``*``, ``!*/``, ``!*.py``.)
+
+Source: git 2.39, gitignore(5), wildmatch.c, and gitformat-index(5).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+MAX_RULES_BYTES = 1 << 20
+"""Largest .gitignore that is read. Chosen: a hundred times the largest usual template."""
+MAX_INDEX_BYTES = 256 << 20
+"""Largest index that is read. Chosen: a million files."""
+_BOM = b"\xef\xbb\xbf"
+_CLASSES = {
+    b"alnum": rb"0-9A-Za-z", b"alpha": rb"A-Za-z", b"blank": rb" \t", b"cntrl": rb"\x00-\x1f\x7f",
+    b"digit": rb"0-9", b"graph": rb"\x21-\x7e", b"lower": rb"a-z", b"print": rb"\x20-\x7e",
+    b"punct": rb"!-/:-@\[-`{-~", b"space": rb" \t\n\r\x0b\x0c", b"upper": rb"A-Z", b"xdigit": rb"0-9A-Fa-f",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    regex: re.Pattern[bytes]
+    takes_back: bool
+    is_for_folders: bool
+    is_of_name: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoreFile:
+    """The patterns of one file, in their order; paths are relative to its folder."""
+
+    patterns: tuple[_Pattern, ...]
+
+    def verdict(self, path: str, *, is_folder: bool) -> bool | None:
+        """True where *path* is left out, False where it is taken back, None where nothing is said of it."""
+        name = os.fsencode(path)
+        last = name.rpartition(b"/")[2]
+        for pattern in reversed(self.patterns):
+            if pattern.is_for_folders and not is_folder:
+                continue
+            if pattern.regex.fullmatch(last if pattern.is_of_name else name):
+                return not pattern.takes_back
+        return None
+
+
+def read_ignore_file(path: Path) -> IgnoreFile | None:
+    """The rules in *path*; None where there is no such plain file. A link is not followed, as by git.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    data = _read(path, MAX_RULES_BYTES)
+    return None if data is None else parse(data)
+
+
+def parse(data: bytes) -> IgnoreFile:
+    """The rules of a file's content; what git takes for no pattern is none here."""
+    lines = data.removeprefix(_BOM).split(b"\n")
+    found = (_pattern(line.removesuffix(b"\r")) for line in lines)
+    return IgnoreFile(tuple(pattern for pattern in found if pattern is not None))
+
+
+def _pattern(line: bytes) -> _Pattern | None:
+    if line[:1] == b"#":
+        return None
+    text = re.sub(rb"((?:\\.|[^\\])*?) *\Z", rb"\1", line, flags=re.DOTALL)
+    takes_back = text[:1] == b"!"
+    text = text[takes_back:]
+    is_for_folders = text[-1:] == b"/"
+    text = text.removesuffix(b"/")
+    is_of_name = b"/" not in text
+    try:
+        regex = re.compile(_translate(text.removeprefix(b"/"), is_of_name=is_of_name), re.DOTALL)
+    except (re.error, _NeverMatchesError):
+        return None
+    return _Pattern(regex, takes_back, is_for_folders, is_of_name) if text else None
+
+
+class _NeverMatchesError(Exception):
+    """A bracket that does not close, or a backslash before nothing."""
+
+
+def _translate(text: bytes, *, is_of_name: bool) -> bytes:
+    parts, at = list[bytes](), 0
+    while at < len(text):
+        char = text[at : at + 1]
+        if char == b"*":
+            stars = len(text) - at - len(text[at:].lstrip(b"*"))
+            part, used = _stars(text, at, stars, is_of_name=is_of_name)
+        elif char == b"?":
+            part, used = b"[^/]", 1
+        elif char == b"[":
+            part, used = _bracket(text, at)
+        elif char == b"\\":
+            if at + 1 == len(text):
+                raise _NeverMatchesError
+            part, used = re.escape(text[at + 1 : at + 2]), 2
+        else:
+            part, used = re.escape(char), 1
+        parts.append(part)
+        at += used
+    return b"".join(parts)
+
+
+def _stars(text: bytes, at: int, stars: int, *, is_of_name: bool) -> tuple[bytes, int]:
+    """``**`` between slashes crosses folders; any other stars stay within one."""
+    after = text[at + stars : at + stars + 1]
+    begins = at == 0 or text[at - 1 : at] == b"/"
+    if is_of_name or stars == 1 or not begins or after not in (b"", b"/"):
+        return b"[^/]*", stars
+    if after == b"/":
+        return b"(?:.*/)?", stars + 1
+    return b".*", stars
+
+
+def _bracket(text: bytes, at: int) -> tuple[bytes, int]:
+    """A set of characters, which a slash is never in."""
+    start, at = at, at + 1
+    is_negated = text[at : at + 1] in (b"!", b"^")
+    at += is_negated
+    parts, is_first = list[bytes](), True
+    while at < len(text) and (is_first or text[at : at + 1] != b"]"):
+        is_first = False
+        if named := re.match(rb"\[:([a-z]*):\]", text[at:]):
+            if named[1] not in _CLASSES:
+                raise _NeverMatchesError
+            parts.append(_CLASSES[named[1]])
+            at += len(named[0])
+            continue
+        low, at = _member(text, at)
+        if text[at : at + 1] == b"-" and text[at + 1 : at + 2] not in (b"]", b""):
+            high, at = _member(text, at + 1)
+            parts += [re.escape(low) + b"-" + re.escape(high)] if low <= high else []
+        else:
+            parts.append(re.escape(low))
+    if at >= len(text):
+        raise _NeverMatchesError
+    inner = b"".join(parts)
+    if is_negated:
+        return b"[^/" + inner + b"]", at + 1 - start
+    return (b"(?!/)[" + inner + b"]" if inner else b"(?!)"), at + 1 - start
+
+
+def _member(text: bytes, at: int) -> tuple[bytes, int]:
+    if text[at : at + 1] == b"\\":
+        at += 1
+        if at >= len(text):
+            raise _NeverMatchesError
+    return text[at : at + 1], at + 1
+
+
+def _read(path: Path, most: int) -> bytes | None:
+    """Bytes of the plain file *path*; None where there is none or it is larger than *most*."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as err:
+        if path.is_symlink():
+            return None
+        raise OSError(err.errno, err.strerror, str(path)) from err
+    with os.fdopen(handle, "rb") as stream:
+        seen = os.fstat(stream.fileno())
+        if not stat.S_ISREG(seen.st_mode) or seen.st_size > most:
+            return None
+        return stream.read(most)
+
+
+def tracked_names(repository: Path) -> frozenset[bytes]:
+    """Paths in the index of *repository*: files that git keeps although a pattern names them.
+
+    Empty where there is no index, or one that this cannot read (split, sparse, or of a newer version).
+    """
+    folder = _git_folder(repository)
+    try:
+        data = None if folder is None else _read(folder / "index", MAX_INDEX_BYTES)
+        return frozenset(_index_names(data)) if data is not None else frozenset()
+    except (OSError, ValueError, IndexError):
+        return frozenset()
+
+
+def info_exclude(repository: Path) -> Path:
+    """The rules of a repository that no commit holds: ``.git/info/exclude``."""
+    return (_git_folder(repository) or repository / ".git") / "info" / "exclude"
+
+
+def _git_folder(repository: Path) -> Path | None:
+    """``.git``, or where its text ``gitdir: PATH`` of a worktree or submodule points."""
+    path = repository / ".git"
+    if path.is_dir():
+        return path
+    try:
+        data = _read(path, 4096) or b""
+    except OSError:
+        return None
+    if not data.startswith(b"gitdir:"):
+        return None
+    return repository / os.fsdecode(data.removeprefix(b"gitdir:").strip())
+
+
+def _index_names(data: bytes) -> Iterator[bytes]:
+    version, count = int.from_bytes(data[4:8]), int.from_bytes(data[8:12])
+    if data[:4] != b"DIRC" or version not in (2, 3, 4):
+        return
+    at, name = 12, b""
+    for _ in range(count):
+        flags = int.from_bytes(data[at + 60 : at + 62])
+        begin = at + 62 + (2 if version > 2 and flags & 0x4000 else 0)
+        if version == 4:
+            less, begin = _varint(data, begin)
+            end = data.index(b"\0", begin)
+            name = name[: len(name) - less] + data[begin:end]
+            at = end + 1
+        else:
+            end = data.index(b"\0", begin)
+            name = data[begin:end]
+            at += (end - at + 8) & ~7  # entries are padded with 1 to 8 zeros to a multiple of 8 bytes
+        yield name
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """An offset-encoded number, of gitformat-pack(5)."""
+    value = data[at] & 0x7F
+    while data[at] & 0x80:
+        at += 1
+        value = ((value + 1) << 7) | (data[at] & 0x7F)
+    return value, at + 1
+
+
+@cache
+def _folders_of(names: frozenset[bytes]) -> frozenset[bytes]:
+    return frozenset(
+        name[:index] for name in names for index in range(1, len(name)) if name[index : index + 1] == b"/"
+    )
+
+
+def is_tracked(names: frozenset[bytes], path: str, *, is_folder: bool) -> bool:
+    """True when *path* is in the index, or a folder of a file that is."""
+    name = os.fsencode(path)
+    return name in (_folders_of(names) if is_folder else names)
