@@ -110,6 +110,13 @@ class NodeStatus:
     detail: str = ""
 
 
+SILENT = "silent"
+"""Reason of a ``lost`` node whose machine does not answer: it may live on, cut off from the backend alone."""
+QUIET_S = 180.0
+"""A node whose status in the store changed within so many seconds is not given up for silence. Chosen: twelve
+times the interval of statuses."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptStatus:
     """All nodes of an attempt, as the backend sees them now."""
@@ -213,8 +220,12 @@ class SharesWatch(Protocol):
 class MendsNodes(Protocol):
     """A backend that can have lost nodes of a live attempt made again."""
 
-    def mend(self, handle: Handle) -> tuple[str, ...]:
-        """Give up what is lost, so that it is made again; names of what was. For the owner alone."""
+    def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
+        """Give up what is lost, so that it is replaced; names of what was. For the owner alone.
+
+        *quiet_s* is how long each node's status in the store has not changed, by a watcher's clock. A node
+        that is silent to the backend alone, or of which nothing is known, is not given up.
+        """
 
 
 @runtime_checkable

@@ -206,11 +206,9 @@ class Controller(Asking):
         live, last = state.live, state.current
         observed = None
         if live is not None and live.handle is not None:
-            observed = facts.observe(self._store, self._prefix, self._backend, live, silent_s=wake.silent_s)
-            if observed is not None and self._mend(live, observed):
-                observed = facts.observe(
-                    self._store, self._prefix, self._backend, live, silent_s=wake.silent_s
-                )
+            observed = self._observed(live, wake)
+            if observed is not None and self._mend(live, observed, wake):
+                observed = self._observed(live, wake)
         spec = self._spec(state)
         is_full = live is None and last is not None and last.outcome == "out-of-memory"
         return Facts(
@@ -237,13 +235,17 @@ class Controller(Asking):
         )
         return usd or 0.0
 
-    def _mend(self, live: AttemptState, observed: Observed) -> bool:
+    def _observed(self, live: AttemptState, wake: Wake) -> Observed | None:
+        ages: dict[str, Any] = {"silent_s": wake.silent_s, "quiet_s": wake.quiet_s}
+        return facts.observe(self._store, self._prefix, self._backend, live, **ages)
+
+    def _mend(self, live: AttemptState, observed: Observed, wake: Wake) -> bool:
         """True when lost nodes of a live attempt are being made again; where nobody can, nothing is done."""
         is_lost = any(node.state == "lost" or node.reason == "unneeded" for node in observed.nodes)
         if not is_lost or live.handle is None or not isinstance(self._backend, MendsNodes):
             return False
         try:
-            mended = self._backend.mend(Handle.from_dict(live.handle))
+            mended = self._backend.mend(Handle.from_dict(live.handle), quiet_s=wake.quiet_s)
         except BackendError as err:
             log.warning("the backend cannot replace the lost nodes: %s", err)
             return False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
 from envscaler_airflow.controller.spans import billed_usd, cost_usd, spans_of, with_removed
-from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.controller.watch import read_status, unless_heard
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
 from envscaler_airflow.store.base import Store
@@ -17,13 +17,22 @@ SOON_S = 60.0
 
 
 def observe(
-    store: Store, prefix: str, backend: Backend, attempt: AttemptState, *, silent_s: float
+    store: Store,
+    prefix: str,
+    backend: Backend,
+    attempt: AttemptState,
+    *,
+    silent_s: float,
+    quiet_s: Mapping[int, float],
 ) -> Observed | None:
-    """The nodes of a started attempt, as backend and store know them; None when it has no handle."""
+    """The nodes of a started attempt, as backend and store know them; None when it has no handle.
+
+    A node that only the backend misses is not lost while its status changes: see :func:`unless_heard`.
+    """
     if attempt.handle is None:
         return None
     try:
-        seen: AttemptStatus | None = backend.observe(Handle.from_dict(attempt.handle))
+        seen: AttemptStatus | None = unless_heard(backend.observe(Handle.from_dict(attempt.handle)), quiet_s)
     except BackendError:
         seen = None
     key = (attempt.generation, attempt.number)

@@ -71,6 +71,8 @@ class Wake:
         seen: Details of all that the owner might be needed for then; where it does nothing about them, the
             next watcher does not wake it for the same at once.
         check_s: Seconds between two of the watcher's looks at the money; 0 when it did not look.
+        quiet_s: Seconds for which the status of each node has not changed, by the watchers' own clocks; nodes
+            that reported lately are left out.
     """
 
     kind: WakeKind = "entry"
@@ -78,10 +80,12 @@ class Wake:
     detail: str = ""
     seen: Sequence[str] = ()
     check_s: float = 0.0
+    quiet_s: Mapping[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the payload of a trigger's event."""
-        return {**asdict(self), "seen": list(self.seen)}
+        quiet = {str(node): seconds for node, seconds in self.quiet_s.items()}
+        return {**asdict(self), "seen": list(self.seen), "quiet_s": quiet}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Wake:
@@ -95,7 +99,8 @@ class Wake:
             raise ProtocolError(f"wake: kind {kind!r} is not known to this version")
         seen = tuple(str(item) for item in body.get("seen", ()))
         silent_s, check_s = (float(body.get(name, 0.0)) for name in ("silent_s", "check_s"))
-        return cls(kind, silent_s, str(body.get("detail", "")), seen, check_s)
+        quiet = {int(node): float(seconds) for node, seconds in (body.get("quiet_s") or {}).items()}
+        return cls(kind, silent_s, str(body.get("detail", "")), seen, check_s, quiet)
 
 
 @dataclass(frozen=True, slots=True)

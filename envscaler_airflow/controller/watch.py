@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, ResizesInPlace, UsageInterval
+from envscaler_airflow.backends.base import (
+    QUIET_S,
+    SILENT,
+    AttemptStatus,
+    Backend,
+    Handle,
+    NodeStatus,
+    ResizesInPlace,
+    UsageInterval,
+)
 from envscaler_airflow.controller.heard import believable
 from envscaler_airflow.controller.limits import BUDGET_EVERY_S, reserve_usd
 from envscaler_airflow.controller.spans import Span, billed_usd
@@ -48,6 +57,21 @@ def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: in
         return None
 
 
+def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> AttemptStatus:
+    """*observed*, where a node that is silent to the backend alone is unknown, and not lost. Pure.
+
+    A kubelet may be dead, or cut off, while the containers of its pods train on: their status in the store
+    changes, and whoever replaced the pod would have two of them train.
+    """
+
+    def heard(node: NodeStatus) -> NodeStatus:
+        is_quiet = quiet_s.get(node.node, 0.0) >= QUIET_S
+        is_silent = node.state == "lost" and node.reason == SILENT
+        return replace(node, state="unknown") if is_silent and not is_quiet else node
+
+    return AttemptStatus(tuple(heard(node) for node in observed.nodes))
+
+
 class Watch:
     """Watches one attempt, or sits out a wait, for StageTrigger and for a shell that waits."""
 
@@ -78,7 +102,8 @@ class Watch:
         self._began = monotonic()
         self._number = watching.number
         self._spans = tuple(Span.from_dict(item) for item in watching.spans)
-        self._sequences: dict[int, int] = {}
+        self._sequences: dict[int, tuple[int, int]] = {}
+        self._reported: dict[int, float] = {}
         self._heard = self._began
         self._read_at, self._blind_s, self._gap_s = self._began, 0.0, 0.0
         self._is_heard = self._has_read = self._is_blind = False
@@ -110,6 +135,7 @@ class Watch:
         if self._is_blind:
             more = now - self._read_at - self._gap_s
             self._heard += more
+            self._reported = {node: at + more for node, at in self._reported.items()}
             self._blind_s += more
             self._gap_s += more
 
@@ -140,7 +166,7 @@ class Watch:
         seen, silent = tuple(one.detail for one in wakes), max((one.silent_s for one in wakes), default=0.0)
         if first is None and self._watching.pause_s:
             first = Wake("status", detail="tried again, since there was no answer")
-        return None if first is None else replace(first, seen=seen, silent_s=silent)
+        return None if first is None else replace(first, seen=seen, silent_s=silent, quiet_s=self._quiet())
 
     def ages(self) -> dict[str, float]:
         """How long what is watched has lasted, over all watchers: what the next one is to go on from."""
@@ -149,7 +175,23 @@ class Watch:
             found[self._watching.age] = self._lasted_s()
         if self._silent_s() >= BUDGET_EVERY_S:
             found[self._silence] = self._silent_s()
+        return found | {self._quietness(node): seconds for node, seconds in self._quiet().items()}
+
+    def _quiet(self) -> dict[int, float]:
+        """Seconds since the status of each node changed, over all watchers; only those that are many."""
+        now, found = self._monotonic(), {}
+        for node in range(self._watching.nodes if self._watching.attempt else 0):
+            if node in self._reported:
+                seconds = now - self._reported[node]
+            else:
+                before = (self._ages or {}).get(self._quietness(node), 0.0)
+                seconds = before + now - self._began - self._blind_s
+            if seconds >= BUDGET_EVERY_S:
+                found[node] = seconds
         return found
+
+    def _quietness(self, node: int) -> str:
+        return f"quiet-g{self._watching.generation}-a{self._watching.attempt}-n{node}"
 
     @property
     def _silence(self) -> str:
@@ -185,7 +227,7 @@ class Watch:
         self._read_statuses()
         details = []
         try:
-            self.observed = observed = self._backend.observe(handle)
+            self.observed = observed = unless_heard(self._backend.observe(handle), self._quiet())
             is_known = all(node.state != "unknown" for node in observed.nodes)
             details = self._details(handle, observed)
         except BackendError:
@@ -226,10 +268,11 @@ class Watch:
             status = read_status(self._store, self._prefix, attempt=attempt, node=node)
             if status is None:
                 continue
-            last = self._sequences.get(node, None if self._has_read else status.sequence)
-            if last != status.sequence:  # what is there at the first look may be of long ago
-                self._hear()
-            self._sequences[node] = status.sequence
+            now = (status.claim, status.sequence)
+            if self._sequences.get(node, None if self._has_read else now) != now:
+                self._hear()  # what is there at the first look may be of long ago
+                self._reported[node] = self._monotonic()
+            self._sequences[node] = now
             self.statuses[node] = status
         self._has_read = True
 

@@ -415,7 +415,7 @@ def test_a_job_that_is_gone_is_lost():
         ("running", "", f"is being ended: {gone}"),
         ("lost", "lost", gone),
     ]
-    assert nodes_of(Seen(None, silent.pods, server_time=silent.server_time))[0][:2] == ("lost", "lost")
+    assert nodes_of(Seen(None, silent.pods, server_time=silent.server_time))[0][:2] == ("lost", "silent")
 
 
 def test_a_container_that_ended_runs_until_its_pod_has():
@@ -531,7 +531,7 @@ def overdue(seconds, *, ready=None):
 def test_a_pod_on_a_silent_node_is_lost_after_three_minutes():
     """By the clock that wrote the deletion; a node that answers is given ten minutes (D4)."""
     assert nodes_of(overdue(179))[0][0] == "running"
-    assert nodes_of(overdue(180))[0][:2] == ("lost", "lost")
+    assert nodes_of(overdue(180))[0][:2] == ("lost", "silent")
     assert nodes_of(overdue(600, ready="Unknown"))[0][0] == "lost"
     assert nodes_of(overdue(599, ready="True"))[0][0] == "running"
     assert nodes_of(overdue(600, ready="True"))[0] == ("lost", "lost", "node node0 cannot end it since 600 s")
@@ -581,4 +581,4 @@ def test_a_node_without_a_pod_has_ended_once_its_job_makes_none_any_more():
 
     got = nodes_of(Seen(job(target, nodes=2, stop={"grace_s": 0}), (held,), server_time=NOW + 600), 2)
 
-    assert [(state, reason) for state, reason, _ in got] == [("lost", "lost"), ("ended", "killed")]
+    assert [(state, reason) for state, reason, _ in got] == [("lost", "silent"), ("ended", "killed")]

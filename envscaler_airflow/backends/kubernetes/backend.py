@@ -399,8 +399,10 @@ class KubernetesBackend:
         ]
         return sorted(found, key=lambda one: one[0])
 
-    def mend(self, handle: Handle) -> tuple[str, ...]:
-        """Give up pods on nodes that do not answer, so that their Job makes them again; names of the pods.
+    def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
+        """Give up pods on nodes that do not answer, so that their Job replaces them; names of the pods.
+
+        Not one whose status in the store changed lately: the node may be cut off from the API server alone.
 
         Where one Job of a mixed attempt has failed, its others are ended, as a Job ends its own pods.
         For the owner alone. Where the Role does not allow it, nothing is done: the node counts as lost.
@@ -408,7 +410,11 @@ class KubernetesBackend:
         found = self._look(handle)
         for part, seen in unneeded(found):
             stop_part(self.cluster, part, seen, grace_s=LEAST_GRACE_S)
-        return tuple(name for _, seen in found for name in free_lost(self.cluster, seen))
+        return tuple(
+            name
+            for part, seen in found
+            for name in free_lost(self.cluster, seen, first=part.first, quiet_s=quiet_s)
+        )
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """Intervals of every node by the times in Jobs and pods. Raises BackendError."""

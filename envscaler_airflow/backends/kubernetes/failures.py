@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from envscaler_airflow.backends.base import AttemptStatus, NodeState, NodeStatus
+from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeState, NodeStatus
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.seen import (
     MAX_DETAIL_CHARACTERS,
@@ -257,7 +257,7 @@ def _silent_node(seen: Seen, node: int, pod: Json) -> NodeStatus | None:
         return None
     where = (pod.get("spec") or {}).get("nodeName")
     detail = f"node {where} does not answer; its pod is overdue by {silence:.0f} s"
-    return NodeStatus(node, "lost", reason="lost", detail=detail)
+    return NodeStatus(node, "lost", reason=SILENT, detail=detail)
 
 
 def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:

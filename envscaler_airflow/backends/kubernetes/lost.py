@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from envscaler_airflow.backends.base import AttemptStatus
+from envscaler_airflow.backends.base import QUIET_S, AttemptStatus
 from envscaler_airflow.backends.kubernetes import paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, RefusedError
 from envscaler_airflow.backends.kubernetes.failures import (
@@ -15,14 +15,16 @@ from envscaler_airflow.backends.kubernetes.failures import (
     silent_for,
 )
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.seen import Seen, condition, job_end, stop_asked
+from envscaler_airflow.backends.kubernetes.seen import Seen, condition, index_of, job_end, stop_asked
 
 _WENT = ("succeeded", "left", "stopped", "orphaned")
 _NOTE = "its node does not answer, and it is overdue; given up by envscaler"
 
 
-def free_lost(cluster: Cluster, seen: Seen) -> tuple[str, ...]:
+def free_lost(cluster: Cluster, seen: Seen, *, first: int, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
     """Set the phase of each overdue pod to Failed; names of those that were.
+
+    Its containers may live on though its kubelet is silent: while its status in the store changes it stays.
 
     With a podFailurePolicy such a pod stays Running for as long as its node is silent, and a forced
     delete does not free it: the finalizer of the Job holds it (recorded, scenario 08b).
@@ -31,6 +33,9 @@ def free_lost(cluster: Cluster, seen: Seen) -> tuple[str, ...]:
     for pod in seen.pods:
         silence = silent_for(pod, seen)
         if silence is None or silence < LOST_AFTER_S or not is_silent(pod, seen):
+            continue
+        index = index_of(pod)
+        if index is None or quiet_s.get(first + index, 0.0) < QUIET_S:
             continue
         metadata = pod["metadata"]
         body = {

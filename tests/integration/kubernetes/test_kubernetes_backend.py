@@ -428,7 +428,7 @@ def test_a_queue_admits_the_job(cluster, connect):
 
 
 def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, monkeypatch):
-    """Overdue for three minutes: lost, until the owner gives it up and the Job makes another."""
+    """Overdue for three minutes, and its status as old: the owner gives it up, the Job makes another (D1)."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
     backend = connect()
     handle = backend.submit(request_for())
@@ -438,11 +438,13 @@ def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, mo
 
     cluster.advance(50 + 60 + 30 + 170)
     assert backend.observe(handle).nodes[0].state == "running"
-    assert backend.mend(handle) == ()
+    assert backend.mend(handle, quiet_s={0: 400.0}) == ()
     cluster.advance(30)
 
     assert backend.observe(handle).nodes[0].state == "lost"
-    assert len(backend.mend(handle)) == 1
+    assert backend.mend(handle, quiet_s={}) == ()
+    assert backend.mend(handle, quiet_s={0: 179.0}) == ()
+    assert len(backend.mend(handle, quiet_s={0: 180.0})) == 1
     cluster.advance(60)
     running(backend, handle)
 

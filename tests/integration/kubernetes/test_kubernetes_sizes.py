@@ -138,7 +138,9 @@ def test_a_mixed_attempt_whose_second_job_somebody_deleted_is_found_whole(cluste
 
     assert found is not None
     assert (found.name, [one["first"] for one in found.details["parts"]]) == (handle.name, [0, 1])
-    status = eventually(lambda: backend.mend(found) or backend.observe(found), lambda status: status.is_over)
+    status = eventually(
+        lambda: backend.mend(found, quiet_s={}) or backend.observe(found), lambda status: status.is_over
+    )
     assert [node.node for node in status.nodes] == [0, 1, 2]
     assert [node.node for node in status.nodes if node.state == "lost"] == ([1, 2] if deleted else [0])
     billed = backend.usage(found)
@@ -153,14 +155,16 @@ def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster,
     running(backend, handle)
     cluster.pod(f"{handle.name}-0-").exit(85)
     eventually(lambda: backend.observe(handle).nodes[0].state, lambda state: state == "ended")
-    backend.mend(handle)
+    backend.mend(handle, quiet_s={})
     assert [node.state for node in backend.observe(handle).nodes] == ["ended", "running", "running"]
 
     other = backend.submit(request_for(allocation=MIXED, attempt=2))
     running(backend, other)
     cluster.pod(f"{other.name}-p1-1-").exit(1)
     eventually(lambda: backend.observe(other).nodes[0].reason, lambda reason: reason == "unneeded")
-    eventually(lambda: backend.mend(other) or backend.observe(other), lambda status: status.is_over)
+    eventually(
+        lambda: backend.mend(other, quiet_s={}) or backend.observe(other), lambda status: status.is_over
+    )
 
     reasons = [node.reason for node in backend.observe(other).nodes]
     assert (reasons[0], reasons[2]) == ("stopped", "failed")
@@ -331,7 +335,9 @@ def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
     eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
 
     assert {one.node: one.end for one in backend.usage(handle)} == {0: None, 1: None, 2: None}
-    eventually(lambda: backend.mend(handle) or backend.observe(handle), lambda status: status.is_over)
+    eventually(
+        lambda: backend.mend(handle, quiet_s={}) or backend.observe(handle), lambda status: status.is_over
+    )
     first, *others = backend.usage(handle)
     assert [(one.node, one.end) for one in others] == [(1, first.end), (2, first.end)]
     assert all(one.end - one.start > 3000 for one in (first, *others))

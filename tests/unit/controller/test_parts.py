@@ -11,8 +11,9 @@ class Mending(ScriptedBackend):
         super().__init__(*offers, **options)
         self.mended = []
 
-    def mend(self, handle):
+    def mend(self, handle, *, quiet_s):
         """Note it, and let its node be on its way."""
+        self.quiet_s = quiet_s
         self.mended.append(handle.name)
         self.set_state(handle, "running", detail="is being stopped")
         return ()

@@ -1,0 +1,113 @@
+"""A node that only the backend misses is given up once its status in the store is as old."""
+
+import pytest
+
+from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeStatus
+from envscaler_airflow.controller.hold import POLL_S
+from envscaler_airflow.controller.stage import Wake
+from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.testing import ScriptedBackend
+
+
+class Mending(ScriptedBackend):
+    """Lets lost nodes be replaced, and notes the ages that it was given."""
+
+    def __init__(self, *offers, **options):
+        """Nothing was."""
+        super().__init__(*offers, **options)
+        self.quiet = []
+
+    def mend(self, handle, *, quiet_s):
+        """Note it, and let another pod run."""
+        self.quiet.append(dict(quiet_s))
+        return ("pod",)
+
+    def observe(self, handle):
+        """Another pod runs once it was replaced."""
+        seen = super().observe(handle)
+        return AttemptStatus((NodeStatus(0, "running"),)) if self.quiet else seen
+
+
+@pytest.fixture
+def silent(new_world):
+    """A run whose node the cluster does not hear any more, and its owner."""
+    world = new_world(backend=Mending)
+    owner = world.controller()
+    waiting = owner.enter()
+    world.say()
+    world.backend.set_state(world.handle, "lost", reason=SILENT, detail="node-0 does not answer")
+    return world, owner, waiting
+
+
+def looked(world, watch, seconds, *, speaks):
+    """The first wake within *seconds*; None when nothing happened."""
+    for count in range(int(seconds / POLL_S)):
+        if speaks and count % 8 == 0:
+            world.say(step=10 + count)
+        wake = watch.poll()
+        if wake is not None:
+            return wake
+        world.clock.advance(POLL_S)
+    return None
+
+
+def test_a_node_that_reports_to_the_store_is_not_given_up(silent):
+    """Its kubelet is dead for ten minutes, its containers train on: one pod, not two (D1)."""
+    world, owner, waiting = silent
+
+    assert looked(world, world.watch(waiting), 600, speaks=True) is None
+
+    owner.resume(Wake("status"))
+    assert world.backend.quiet == []
+    assert world.state.live.phase == "started"
+
+
+def test_a_node_that_the_store_does_not_hear_either_is_replaced(silent):
+    """Three minutes without a new status: the owner gives the backend the ages (D1)."""
+    world, owner, waiting = silent
+
+    wake = looked(world, world.watch(waiting), 600, speaks=False)
+    owner.resume(Wake.from_dict(wake.to_dict()))
+
+    assert wake.detail == "the attempt ended"
+    [ages] = world.backend.quiet
+    assert 180 <= ages[0] < 190
+    assert world.state.live.phase == "started"
+
+
+def test_the_next_watcher_goes_on_from_the_age_in_the_lease(silent):
+    """Two minutes were seen by a triggerer that was restarted (D1)."""
+    world, _, waiting = silent
+    first = world.watch(waiting)
+    assert looked(world, first, 120, speaks=False) is None
+    renew_lease(world.store, world.prefix, holder="t", ages=first.ages())
+
+    second = world.watch(waiting)
+
+    assert looked(world, second, 55, speaks=False) is None
+    assert looked(world, second, 20, speaks=False).quiet_s[0] >= 180
+
+
+def test_time_without_the_store_is_no_age(silent, monkeypatch):
+    """The watcher was cut off for ten minutes, so nothing is known of the node (D1)."""
+    world, _, waiting = silent
+    watch = world.watch(waiting)
+    assert looked(world, watch, 30, speaks=True) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_store", None)
+        with pytest.raises(AttributeError):
+            watch.poll()
+        world.clock.advance(600)
+        with pytest.raises(AttributeError):
+            watch.poll()
+
+    assert watch.poll() is None
+
+
+def test_a_pod_that_is_gone_is_lost_at_once(world):
+    """Deleted by force, or evicted: the backend knows, and no age is asked (D1)."""
+    waiting = world.controller().enter()
+    world.say()
+    world.backend.set_state(world.handle, "lost", reason="lost")
+
+    assert world.watch(waiting).poll().detail == "the attempt ended"
