@@ -20,6 +20,7 @@ from envscaler_airflow.cli.foreground import Foreground, shell_actor
 from envscaler_airflow.cli.inspect import followed
 from envscaler_airflow.cli.owners import SILENT_S, Ownership, owner_of, write_owner
 from envscaler_airflow.cli.voice import Voice
+from envscaler_airflow.controller.freeze import key_of
 from envscaler_airflow.controller.request import kill_quietly, request_stop
 from envscaler_airflow.controller.stage import Stage, StoppedError
 from envscaler_airflow.errors import BackendError, ProtocolError, RunFailedError
@@ -27,7 +28,7 @@ from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import SHELL_DAG, RunKey
+from envscaler_airflow.store.keys import SHELL_DAG
 from envscaler_airflow.store.lease import read_lease
 
 POLL_S = 2.0
@@ -141,22 +142,6 @@ def _append(store: Store, prefix: str, kind: str, body: Mapping[str, Any], actor
         if log.append(state.number, kind, body, actor=actor):
             return log.load()
     return state
-
-
-def key_of(store: Store, prefix: str) -> RunKey:
-    """The key of the run at *prefix*.
-
-    Raises:
-        ProtocolError: It has none that can be read.
-    """
-    name = f"{prefix}/run.json"
-    try:
-        key = RunKey.from_dict(json.loads(store.read(name, max_bytes=1 << 16) or b"{}")["key"])
-    except (ValueError, KeyError, TypeError) as err:
-        raise ProtocolError(f"{store.uri(name)}: holds no key of a run: {err!r}") from err
-    if key.prefix != prefix:
-        raise ProtocolError(f"{store.uri(name)}: is the key of {key.prefix}")
-    return key
 
 
 def backend_of(state: RunState) -> Backend:

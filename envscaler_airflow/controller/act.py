@@ -193,7 +193,7 @@ class Controller(Asking):
             log.debug(
                 "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
             )
-            result = self._ACTIONS[action.kind](self, state, action)
+            result = self._act(state, action)
             if isinstance(result, Waiting | Delivered):
                 return result
             if action.kind in ("start", "end", "kill"):
@@ -201,6 +201,10 @@ class Controller(Asking):
             elif action.kind in ("stop", "change"):  # a time that was over was not that of the going
                 wake = replace(wake, kind="status")
             state = result
+
+    def _act(self, state: RunState, action: Action) -> _Result:
+        """State after *action*, or what ends this execution."""
+        return self._ACTIONS[action.kind](self, state, action)
 
     def _facts(self, state: RunState, wake: Wake) -> Facts:
         live, last = state.live, state.current

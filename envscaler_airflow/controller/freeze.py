@@ -26,6 +26,8 @@ MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
 """Where the processes of several nodes find each other. Only the nodes know; the wrapper puts it in."""
 NODE_RANK = "$ENVSCALER_NODE"
 """Number of a node, in the same way."""
+MAX_KEY_BYTES = 1 << 16
+"""Largest ``run.json`` read, bytes. Chosen: a key is below a kilobyte."""
 MAX_SPEC_BYTES = 1 << 22
 """Largest frozen spec read, bytes. Chosen: far above what the loader accepts."""
 
@@ -91,6 +93,22 @@ def write(store: Store, key: RunKey, frozen: Frozen) -> None:
     made = {"schema": SCHEMA, "key": key.to_dict(), "at": store.now()}
     store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
     store.write(f"{prefix}/{spec_name(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
+
+
+def key_of(store: Store, prefix: str) -> RunKey:
+    """The key of the run at *prefix*.
+
+    Raises:
+        ProtocolError: It has none that can be read.
+    """
+    name = f"{prefix}/run.json"
+    try:
+        key = RunKey.from_dict(json.loads(store.read(name, max_bytes=MAX_KEY_BYTES) or b"{}")["key"])
+    except (ValueError, KeyError, TypeError) as err:
+        raise ProtocolError(f"{store.uri(name)}: holds no key of a run: {err!r}") from err
+    if key.prefix != prefix:
+        raise ProtocolError(f"{store.uri(name)}: is the key of {key.prefix}")
+    return key
 
 
 def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:

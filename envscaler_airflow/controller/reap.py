@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable, Iterator
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, paths
 from envscaler_airflow.backends.kubernetes.reap import Orphan, orphans
+from envscaler_airflow.controller.closing import close
+from envscaler_airflow.controller.freeze import key_of
 from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.lifecycle import RunState
@@ -14,8 +16,7 @@ from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 
-MAX_KEY_BYTES = 1 << 16
-"""Largest ``run.json`` read, bytes. Chosen: a key is below a kilobyte."""
+log = logging.getLogger(__name__)
 
 
 def reap(
@@ -81,13 +82,11 @@ def _state(store: Store, prefix: str) -> RunState | None:
 
 
 def _key(store: Store, prefix: str) -> RunKey | None:
-    """Whose run it is; None when its folder does not say, or says that it is another's."""
-    text = store.read(f"{prefix}/run.json", max_bytes=MAX_KEY_BYTES)
+    """Whose run it is; None when its folder does not say, or names another's."""
     try:
-        key = RunKey.from_dict(json.loads(text or b"{}")["key"])
-    except (ValueError, KeyError, TypeError, ProtocolError):
+        return key_of(store, prefix)
+    except ProtocolError:
         return None
-    return key if key.prefix == prefix else None
 
 
 def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: float) -> None:
@@ -100,5 +99,19 @@ def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: floa
         return
     if orphan.runs:
         backend.stop(orphan.handle, grace_s=grace_s)
+    elif orphan.is_live:
+        _record(store, backend, orphan)
     uid = str(orphan.handle.details["uid"])
     backend.cluster.delete(paths.jobs(backend.namespace, orphan.handle.name), uid=uid)
+
+
+def _record(store: Store, backend: KubernetesBackend, orphan: Orphan) -> None:
+    """Write down how the attempt ended and what it cost, before its Job is removed."""
+    state = _state(store, orphan.prefix)
+    owner = state.owner if state is not None else None
+    if owner is None:
+        return
+    try:
+        close(store, orphan.prefix, backend, ti_id=owner.ti_id, waits=False)
+    except ProtocolError as err:
+        log.warning("run=%s its end is not recorded: %s", orphan.prefix, err)

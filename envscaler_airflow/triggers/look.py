@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envscaler_airflow.backends.base import Backend, SharesWatch
+from envscaler_airflow.controller.closing import close_behind
 from envscaler_airflow.controller.freeze import thaw_spec
 from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Wake, Watching
@@ -164,11 +165,12 @@ def _is_scaled(store: Store, prefix: str) -> bool:
 
 
 def kill(prefix: str, *, ti_id: str, compute: str, store_url: str | None, store_conn_id: str | None) -> bool:
-    """Ask the attempt to save and go while *ti_id* owns the run; returns whether it was asked."""
-    return kill_quietly(
-        store_place(store_url, store_conn_id).open(),
-        prefix,
-        open_backend(compute),
-        ti_id=ti_id,
-        reason="the task was marked or deleted while it was deferred",
-    )
+    """Ask the attempt to save and stop while *ti_id* owns the run; returns whether it was asked.
+
+    How it ends is recorded behind the caller's back: nothing else does it, since no execution follows.
+    """
+    store, backend = store_place(store_url, store_conn_id).open(), open_backend(compute)
+    reason = "the task was marked or deleted while it was deferred"
+    asked = kill_quietly(store, prefix, backend, ti_id=ti_id, reason=reason)
+    close_behind(store, prefix, backend, ti_id=ti_id)
+    return asked

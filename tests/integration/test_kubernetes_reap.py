@@ -22,6 +22,9 @@ from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 ALLOCATION = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0))
 
 
+SPEC = {"version": "v1", "name": "train", "entrypoint": ["train"]}
+
+
 class World:
     """A cluster, a store, and runs that each have a live attempt."""
 
@@ -38,6 +41,7 @@ class World:
     def run(self, key):
         """Start an attempt of the run *key*; the name of its Job."""
         log, owner = EventLog(self.store, key.prefix), Actor("ti-1", 1, 3)
+        self.store.write(f"{key.prefix}/spec-h.json", json.dumps(SPEC).encode())
         self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
         request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION, ("train",))
         handle = self.backend.submit(request)
@@ -62,7 +66,7 @@ class World:
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """Jobs are old from the start."""
-    monkeypatch.setattr(reap_module, "YOUNG_S", -60.0)
+    monkeypatch.setattr(reap_module, "YOUNG_S", -1e6)  # whatever the two clocks say
     with Cluster(nodes=1, speed=5) as cluster:
         cluster.script(Program(seconds=0), container="install")
         cluster.script(Program(term_code=0), container="courier")
@@ -75,7 +79,7 @@ OTHER = RunKey("staging", "dag", "gone", "train")
 
 
 def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
-    """It may still save; then its Job is removed. Others stay."""
+    """It may still save; then its end is recorded and its Job removed (D6). Others stay."""
     good, gone = world.run(GOOD), world.run(GONE)
 
     def over(key):
@@ -94,7 +98,9 @@ def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
     assert [(one.handle.name, one.reason) for one in first] == [(gone, "its task is failed in Airflow")]
     assert only_said == first
     assert [one["metadata"]["name"] for one in world.cluster.list(JOBS, "default")] == [good]
-    assert [one.type for one in EventLog(world.store, GONE.prefix).load().pending] == ["stop-requested"]
+    state = EventLog(world.store, GONE.prefix).load()
+    assert (state.status, [attempt.outcome for attempt in state.attempts]) == ("stopped", ["stopped"])
+    assert state.attempts[0].ended["usage"]
 
 
 def test_a_job_whose_run_has_ended_is_removed(world):

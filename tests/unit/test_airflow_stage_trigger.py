@@ -83,6 +83,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(look_module, "open_backend", lambda _name: made.backend)
     place = type("Place", (), {"open": lambda _self: made.store})()
     monkeypatch.setattr(look_module, "store_place", lambda *_: place)
+    monkeypatch.setattr(look_module, "close_behind", lambda *_, **__: None)  # a thread
     monkeypatch.setattr(StageTrigger, "_task_state", lambda _self: made.task_state)
     return made
 

@@ -124,7 +124,7 @@ class KubernetesBackend:
         try:
             nodes = self._nodes()
         except RefusedError as err:
-            if err.status != 403:
+            if err.status != 403 or err.transient:
                 raise
             raise NoOfferError(
                 f"{err}; grant it, or list what can be had as cluster_prices in the configuration"
@@ -149,7 +149,7 @@ class KubernetesBackend:
             pods = self.cluster.list(paths.all_pods()).body["items"]
             return free_nodes(offers, self._nodes(), pods, self.settings)
         except RefusedError as err:
-            if err.status != 403:
+            if err.status != 403 or err.transient:
                 raise
             return {}
 
@@ -167,7 +167,7 @@ class KubernetesBackend:
             try:
                 answer = self.cluster.find(paths.drivers(name))
             except RefusedError as err:
-                if err.status != 403:
+                if err.status != 403 or err.transient:
                     raise
                 continue
             modes = (answer.body.get("spec") or {}).get("volumeLifecycleModes") if answer else None
@@ -329,7 +329,7 @@ class KubernetesBackend:
         try:
             nodes = self._nodes()
         except RefusedError as err:
-            if err.status == 403:
+            if err.status == 403 and not err.transient:
                 return
             raise
         for part, rendered in zip(request.allocation.parts, parts, strict=True):
@@ -469,7 +469,7 @@ class KubernetesBackend:
         try:
             nodes = {node["metadata"]["name"]: node for node in self._nodes()}
         except RefusedError as err:
-            if err.status != 403:
+            if err.status != 403 or err.transient:
                 raise
             nodes = {}
         return frozenset(

@@ -48,13 +48,22 @@ class RefusedError(BackendError):
         retry_after_s: Seconds to wait as the server said, None when it did not.
     """
 
-    def __init__(self, message: str, *, status: int, reason: str, retry_after_s: float | None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        reason: str,
+        retry_after_s: float | None,
+        is_starting: bool = False,
+    ) -> None:
         """Busy, broken, unauthenticated, and a write that met another's may pass; all else stays as it is.
 
+        So may a 403 of a server that *is_starting*, and does not know its roles yet.
         Source: Kubernetes API concepts: a conflict of resource versions is tried again; of uids it is not.
         """
         transient = status in (401, 408, 410, 429) or status >= 500
-        transient = transient or (status == 409 and "has been modified" in message)
+        transient = transient or is_starting or (status == 409 and "has been modified" in message)
         super().__init__(message, status=status, transient=transient)
         self.reason = reason
         self.retry_after_s = retry_after_s
@@ -243,7 +252,7 @@ class Cluster:
         content: str,
         shape: Callable[[Json], Json] | None,
     ) -> Answer:
-        response = self._send(method, path, query, body, content)
+        response = self._granted(method, path, query, body, content)
         with closing(response):
             self._check(method, path, response)
             try:
@@ -254,6 +263,53 @@ class Cluster:
             except ValueError as err:
                 raise BackendError(f"{method} {path}: the answer is no JSON: {err}", transient=True) from err
             return Answer(found, _date(response.headers.get("Date")))
+
+    def _granted(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None,
+        content: str,
+    ) -> Any:
+        """The answer; a refusal by roles is final only if the server knows its roles.
+
+        Raises:
+            RefusedError: It has just started; try again.
+        """
+        response = self._send(method, path, query, body, content)
+        if int(response.status) != 403:
+            return response
+        with closing(response):
+            refusal = _refusal(method, path, response)
+        if "cannot" in str(refusal) and self._is_starting():
+            message = f"{refusal}; the API server has just started and does not know its roles yet"
+            raise RefusedError(message, status=403, reason="Forbidden", retry_after_s=None, is_starting=True)
+        if "cannot" not in str(refusal):
+            raise refusal
+        return self._send(method, path, query, body, content)  # it may have learned them since
+
+    def _is_starting(self) -> bool:
+        """True while the server has not read its roles: it is not ready, or refuses what everybody may ask.
+
+        Source: Kubernetes, API server health endpoints (``informer-sync``); default roles
+        ``system:public-info-viewer`` and ``system:basic-user``, of which hardened clusters lack the first.
+        """
+        ready = self._status_of("GET", "/readyz", None)
+        if ready not in (401, 403, 404):
+            return ready >= 500
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {"verb": "get", "resource": "pods"}},
+        }
+        asked = self._status_of("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+        return asked == 403 or asked >= 500
+
+    def _status_of(self, method: str, path: str, body: Mapping[str, Any] | None) -> int:
+        with closing(self._send(method, path, None, body, "json")) as response:
+            response.read(1 << 20)
+            return int(response.status)
 
     def _send(
         self,
@@ -303,25 +359,28 @@ class Cluster:
 
     @staticmethod
     def _check(method: str, path: str, response: Any) -> None:
-        """Raise unless the answer is good; the message names the verb that was refused."""
-        status = int(response.status)
-        if status < 300:
-            return
-        text = response.read(1 << 20)
-        try:
-            body = json.loads(text)
-            reason, message = str(body.get("reason") or ""), str(body.get("message") or "")
-        except (ValueError, AttributeError):
-            reason, message = "", text.decode("utf-8", errors="replace").strip()[:500]
-        if status == 403 and "cannot" in message:
-            message += f" (verb {_VERBS[method]}); `envscaler kubernetes rbac` prints the Role that is needed"
-        retry_after = response.headers.get("Retry-After", "")
-        raise RefusedError(
-            f"{method} {path}: {status} {message or reason}",
-            status=status,
-            reason=reason,
-            retry_after_s=float(retry_after) if retry_after.isdigit() else None,
-        )
+        """Raise unless the answer is good."""
+        if int(response.status) >= 300:
+            raise _refusal(method, path, response)
+
+
+def _refusal(method: str, path: str, response: Any) -> RefusedError:
+    """What the answer says; the message names the verb that was refused."""
+    status, text = int(response.status), response.read(1 << 20)
+    try:
+        body = json.loads(text)
+        reason, message = str(body.get("reason") or ""), str(body.get("message") or "")
+    except (ValueError, AttributeError):
+        reason, message = "", text.decode("utf-8", errors="replace").strip()[:500]
+    if status == 403 and "cannot" in message:
+        message += f" (verb {_VERBS[method]}); `envscaler kubernetes rbac` prints the Role that is needed"
+    retry_after = response.headers.get("Retry-After", "")
+    return RefusedError(
+        f"{method} {path}: {status} {message or reason}",
+        status=status,
+        reason=reason,
+        retry_after_s=float(retry_after) if retry_after.isdigit() else None,
+    )
 
 
 def _with_items(each: Callable[[Json], Any], body: Json) -> Json:

@@ -123,7 +123,7 @@ def with_history(cluster: Cluster, part: Part, seen: Seen) -> Seen:
     try:
         events = cluster.list(paths.events(part.namespace), query).body["items"]
     except RefusedError as err:
-        if err.status != 403:
+        if err.status != 403 or err.transient:
             raise
         return seen
     made: dict[int, frozenset[str]] = {}

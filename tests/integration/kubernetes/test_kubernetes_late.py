@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fakes.kubernetes import CLAIMS, JOBS, NAMESPACES, PODS, QUOTAS, Pace, Program
-from integration.kubernetes.rig import OFFER, eventually, over, request_for, running
+from fakes.kubernetes import CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, PODS, QUOTAS, Pace, Program
+from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
 
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import client
+from envscaler_airflow.controller import closing
 from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.controller.stage import Stage, Waiting, Wake
-from envscaler_airflow.errors import NoOfferError, RunFailedError, SpecError
+from envscaler_airflow.errors import BackendError, NoOfferError, RunFailedError, SpecError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.spec import EnvSpec
@@ -298,3 +300,96 @@ def test_no_offer_is_raised_for_a_volume_out_of_reach(cluster, connect):
 
     with pytest.raises(NoOfferError, match="PersistentVolume's node affinity"):
         connect().submit(request_for(allocation=Allocation(OFFER), spec={"volumes": [CLAIM]}))
+
+
+def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monkeypatch):
+    """What its trigger does: the pod saves and ends, and the run has its end, its cost and no pod (D6)."""
+    monkeypatch.setattr(closing.time, "sleep", lambda _s: cluster.advance(5))
+    run = stage()
+    run.owner.enter()
+    running(run.backend, run.handle)
+    cluster.advance(1800)
+
+    assert kill_quietly(run.store, KEY.prefix, run.backend, ti_id="ti", reason="marked failed")
+    state = closing.close(run.store, KEY.prefix, run.backend, ti_id="ti")
+
+    [attempt] = state.attempts
+    [job] = ours(cluster, JOBS)
+    [[_node, start, end]] = attempt.ended["usage"]
+    assert (state.status, attempt.outcome) == ("stopped", "stopped")
+    assert 1800 <= end - start < 2000
+    assert job["spec"]["ttlSecondsAfterFinished"] == 3600
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+    cluster.advance(3700)
+    eventually(lambda: [*ours(cluster, JOBS), *ours(cluster, CONFIG_MAPS)], lambda left: left == [])
+
+
+ROLE = [{"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}]
+
+
+@pytest.mark.parametrize("partly", [False, True], ids=["roles-unread", "bindings-unread"])
+def test_a_server_that_has_just_started_is_asked_again(cluster, connect, partly):
+    """It refuses everybody until it knows its roles: that is no answer, and ends nothing (D12)."""
+    backend = connect(token=cluster.user("owner", ROLE))
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.restart_server(unready_s=300, partly=partly)
+
+    for call in (
+        lambda: backend.observe(handle),
+        lambda: backend.usage(handle),
+        lambda: backend.stop(handle, grace_s=30),
+        lambda: backend.submit(request_for(attempt=2)),
+        backend.offers,
+    ):
+        with pytest.raises(BackendError, match="has just started") as caught:
+            call()
+        assert caught.value.transient
+    cluster.advance(300)
+
+    running(backend, handle)
+
+
+def test_a_role_that_is_missing_stays_an_error(cluster, connect):
+    """A server that knows its roles means it: no second thoughts, and the message names the verb (D12)."""
+    rules = [{"verbs": ["get", "list"], "apiGroups": ["*"], "resources": ["*"]}]
+    backend = connect(token=cluster.user("reader", rules))
+
+    with pytest.raises(BackendError, match=r"cannot create.*rbac") as caught:
+        backend.submit(request_for())
+
+    assert not caught.value.transient
+
+
+def test_a_release_that_failed_is_done_by_the_next(cluster, connect):
+    """Between the mark on the Job and its pods the server went away: a repeat removes them (D12)."""
+    backend = connect(keep="never")
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.pod(f"{handle.name}-0-").exit(3)
+    over(backend, handle)
+    cluster.next_error("delete", "pods", 403, times=1)
+    with pytest.raises(BackendError):
+        backend.release(handle)
+
+    backend.release(handle)
+
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+
+
+def test_a_success_is_no_missed_deadline_though_its_job_completes_late(cluster, connect):
+    """The owner releases before the Job controller has looked: the Job ends Complete (D5)."""
+    cluster.pace = Pace(job_sync_s=20)
+    backend = connect()
+    handle = backend.submit(request_for())
+    running(backend, handle)
+    cluster.advance(60)
+    cluster.pod(f"{handle.name}-0-").exit(0)
+    assert over(backend, handle) == [("ended", "succeeded")]
+
+    backend.release(handle)
+    cluster.advance(60)
+
+    [job] = ours(cluster, JOBS)
+    assert [one["type"] for one in job["status"]["conditions"]][-2:] == ["SuccessCriteriaMet", "Complete"]
+    eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])

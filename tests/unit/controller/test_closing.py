@@ -1,0 +1,106 @@
+"""A run whose task was marked or deleted gets its end, though no execution of its owner follows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envscaler_airflow.controller import closing
+from envscaler_airflow.controller.closing import close
+from envscaler_airflow.controller.request import kill_quietly
+from envscaler_airflow.controller.stage import Wake
+
+
+def killed(world):
+    """The task is marked failed while deferred, and its trigger asks the attempt to stop."""
+    world.controller().enter()
+    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
+
+
+@pytest.fixture
+def no_wait(monkeypatch):
+    """Waiting is an error unless the test says what happens meanwhile."""
+    steps = []
+
+    def sleep(_seconds):
+        steps.pop(0)()
+
+    monkeypatch.setattr(closing.time, "sleep", sleep)
+    return steps
+
+
+def test_a_killed_run_gets_its_end_its_cost_and_its_report(world, no_wait):
+    """The attempt saves and ends; the run is stopped, its Job released, and its bill is known (D6)."""
+    killed(world)
+    handle = world.handle
+
+    def ends():
+        world.clock.advance(1800)
+        world.leave()
+
+    no_wait.append(ends)
+
+    state = close(world.store, world.prefix, world.backend, ti_id="ti-01")
+
+    [attempt] = state.attempts
+    assert (state.status, attempt.outcome) == ("stopped", "left")
+    assert attempt.ended["usd"] > 0
+    assert ("release", handle.name) in world.backend.calls
+    result = json.loads(world.store.read(f"{world.prefix}/result.json"))
+    assert result["status"] == "stopped"
+    assert result["report"]["attempts"]
+
+
+def test_a_killed_run_that_waited_for_its_next_attempt_is_stopped(world):
+    """Nothing of it runs: there is nothing to ask, and it is over all the same (D6)."""
+    owner = world.controller()
+    owner.enter()
+    world.say(step=5)
+    world.backend.set_state(world.handle, "lost", reason="lost")
+    owner.resume(Wake("status"))
+    assert world.state.live is None
+
+    state = close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+
+    assert state.status == "stopped"
+    assert state.live is None
+
+
+def test_a_run_that_another_try_owns_is_left_alone(world):
+    """The task was cleared: its new try goes on (D6)."""
+    killed(world)
+    world.controller().enter()
+    before = world.state.number
+
+    close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+
+    assert world.state.number == before
+
+
+def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
+    """The one that closes stops at once, and records nothing more (D6)."""
+    killed(world)
+    handle = world.handle
+
+    def cleared():
+        world.controller(max_tries=4).enter()
+        world.backend.end(handle, exit_code=85, reason="left")
+
+    no_wait.append(cleared)
+
+    state = close(world.store, world.prefix, world.backend, ti_id="ti-01")
+
+    assert state.owner.ti_id == "ti-02"
+    assert state.status == "active"
+
+
+def test_a_success_that_came_first_is_kept_for_the_next_try(world):
+    """It is recorded, and handed over by no one: a clear delivers it (D6)."""
+    world.controller().enter()
+    world.succeed()
+    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
+
+    state = close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+
+    assert (state.status, state.delivered) == ("succeeded", ())
