@@ -9,7 +9,7 @@ from envscaler_airflow.planning.objective import (
     value_of_hour,
 )
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
-from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, measure, merged
+from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, matched, measure, merged
 from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, Work, feasible, plan
 from envscaler_airflow.planning.requirements import Misfit, Requirements, is_ordered, misfits, requirements_of
 
@@ -34,6 +34,7 @@ __all__ = [
     "feasible",
     "is_ordered",
     "known_speeds",
+    "matched",
     "measure",
     "merged",
     "misfits",

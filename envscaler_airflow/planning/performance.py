@@ -7,6 +7,8 @@ and the same throughout one decision.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +19,8 @@ from envscaler_airflow.planning.record import Record, check_finite
 SpeedSource = Literal["measured", "stated", "fitted", "datasheet", "user", "bound"]
 """``bound``: not believed, but surely not slower."""
 
+_CAPACITY = re.compile(r"/(?:spot|on-demand)(?= \+ |\Z)")
+"""The capacity type in an allocation's name, see ``Offer.name`` and ``Allocation.name``."""
 Z_80 = 1.2816
 """Half-width in standard deviations of a range that holds 80 %. Source: standard normal table."""
 
@@ -97,6 +101,29 @@ class Speedup(Record):
     def _scaled(self, base: Speed, ratio: float) -> Speed:
         mean = base.mean * ratio
         return Speed(mean, mean * math.hypot(base.relative_stdev, self.stdev / self.mean), "stated")
+
+
+def matched(stated: Iterable[Speedup], names: Iterable[str]) -> tuple[tuple[Speedup, ...], tuple[str, ...]]:
+    """Ratios between the allocations *names*, and the names in *stated* that match none of them.
+
+    A name without its capacity type (``kubernetes/big``) means the offer as spot and on demand alike, since
+    what a machine costs does not change its speed.
+    """
+    ways: dict[str, list[str]] = {}
+    for name in sorted(set(names)):
+        ways.setdefault(name, []).append(name)
+        if (bare := _CAPACITY.sub("", name)) != name:
+            ways.setdefault(bare, []).append(name)
+    ratios = tuple(stated)
+    used = Counter(name for item in ratios for name in (item.offer, item.relative_to))
+    found = tuple(
+        replace(item, offer=offer, relative_to=base)
+        for item in ratios
+        for offer in ways.get(item.offer, [item.offer])
+        for base in ways.get(item.relative_to, [item.relative_to])
+    )
+    # A name in several ratios may be a step on the way from one place to another.
+    return found, tuple(name for name, times in used.items() if times == 1 and name not in ways)
 
 
 def known_speeds(

@@ -81,13 +81,13 @@ def _rank(want: Want, left_s: float | None) -> tuple[bool, float, float, str]:
 def _why_none(view: Outlook, staying: Estimate, known: list[tuple[Allocation, Estimate]]) -> str:
     others = view.observation.others()
     if not others:
-        return "there is nothing else to move to"
+        return f"there is nothing else to move to{view.note}"
     if not known:
         names = ", ".join(item.name for item in others)
-        return f"no speed is known for {names}; state a speedup in the spec or measure one"
+        return f"no speed is known for {names}; state a speedup in the spec or measure one{view.note}"
     return (
         f"no move saves more than {view.policy.tolerance:.0%} of ${staying.objective or 0:.4g}, "
-        f"the move's {view.observation.overheads.start_s:.0f} s inside"
+        f"the move's {view.observation.overheads.start_s:.0f} s inside{view.note}"
     )
 
 

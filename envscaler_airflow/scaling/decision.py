@@ -118,6 +118,7 @@ class Policy(Record):
         match: ``any``: one rule is enough to scale out, as HPA has it; ``all``: every rule for that
             direction must ask for it.
         phases: Of the phase policy.
+        memory_cap_gib: Most memory that a node may have (``resources.limits.memory``); None: no limit.
     """
 
     name: str = "cost-to-finish"
@@ -136,6 +137,7 @@ class Policy(Record):
     rules: tuple[ThresholdRule, ...] = ()
     match: Literal["any", "all"] = "any"
     phases: tuple[PhaseNeed, ...] = ()
+    memory_cap_gib: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse NaN, an empty range of nodes and a tolerance that nothing can meet."""
@@ -146,6 +148,7 @@ class Policy(Record):
             min_epochs_between=self.min_epochs_between,
             warmup_s=self.warmup_s,
             max_moves=self.max_moves,
+            memory_cap_gib=self.memory_cap_gib,
         )
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ValueError(f"nodes must be 1 or more, min to max, got {self.min_nodes}..{self.max_nodes}")

@@ -20,6 +20,7 @@ def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
         value_of_hour: USD that an hour is worth, from the strategy; see ``planning.value_of_hour``.
     """
     bounds, block = spec.node_bounds, spec.scaling
+    cap = spec.resources.alternatives[0].limits.memory_bytes
     group = 1 if spec.distributed is None else spec.distributed.model_parallel
     if block is None:
         return Policy(
@@ -45,6 +46,7 @@ def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
             PhaseNeed(name, need.nodes, None if need.gpu is None else need.gpu.memory_gb)
             for name, need in sorted(block.phases.items())
         ),
+        memory_cap_gib=None if cap is None else cap / (1 << 30),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds
+from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds, matched
 from envscaler_airflow.planning.fleet import losses_per_hour
 from envscaler_airflow.scaling.decision import Policy
 from envscaler_airflow.scaling.learned import learned
@@ -19,6 +19,7 @@ class Outlook:
         observation, policy: As given.
         speeds: Measured long enough, stated relative to one that was, or learned from those.
         staying: None when it cannot be told; then *unknown* says why.
+        unmatched: Names in ``scaling.speedup`` that match neither a candidate nor where the stage has been.
     """
 
     observation: Observation
@@ -26,6 +27,16 @@ class Outlook:
     speeds: dict[str, Speed]
     staying: Estimate | None
     unknown: str = ""
+    unmatched: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """What the reason says of stated speeds that count for nothing; "" when all count."""
+        if not self.unmatched:
+            return ""
+        places = ", ".join(item.name for item in (self.observation.current, *self.observation.others()))
+        names = ", ".join(self.unmatched)
+        return f"; scaling.speedup names {names}, which matches no offer: write one of {places}"
 
     def moving(self, target: Allocation, *, speed: Speed | None = None) -> Estimate | None:
         """Estimate of moving to *target* at its known *speed*; None when speed or work is unknown."""
@@ -48,7 +59,10 @@ class Outlook:
 
 def outlook(observation: Observation, policy: Policy) -> Outlook:
     """What can be told of finishing, from the facts of one check."""
-    known = known_speeds(observation.speeds, observation.speedups, trusted_after_s=policy.warmup_s)
+    places = (observation.current, *observation.candidates)
+    names = (*(item.name for item in places), *observation.speeds)
+    stated, unmatched = matched(observation.speedups, names)
+    known = known_speeds(observation.speeds, stated, trusted_after_s=policy.warmup_s)
     speeds = {**learned(observation), **known}
     here = observation.current
     if observation.units_left is None:
@@ -59,7 +73,7 @@ def outlook(observation: Observation, policy: Policy) -> Outlook:
         reason = f"speed on {here.name} is measured for {seconds:.0f} s of {policy.warmup_s:.0f} s"
         return Outlook(observation, policy, speeds, None, reason)
     staying = _estimate(observation, policy, here, speeds[here.name], is_start=False)
-    return Outlook(observation, policy, speeds, staying)
+    return Outlook(observation, policy, speeds, staying, unmatched=unmatched)
 
 
 def _what(observation: Observation) -> str:

@@ -204,7 +204,7 @@ def window_s(policy: Policy, *, interval_s: float) -> float:
 def is_asked(name: str, policy: Policy) -> bool:
     """True when *policy* looks at the metric *name*: others need not be carried."""
     if policy.name == "vertical":
-        return name in ("memory_bytes", "cpu_percent")
+        return name in ("memory_bytes", "memory_limit_bytes", "cpu_percent")
     if policy.name == "phase":
         return _is_metric(name, "gpu_utilization")
     return any(rule.query is None and _is_metric(name, rule.metric) for rule in policy.rules)

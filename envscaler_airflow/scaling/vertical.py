@@ -19,6 +19,11 @@ HEADROOM = 1.3
 """What is asked for, over the peak. Chosen: activation checkpointing makes memory swing."""
 LEAD_S = 600.0
 """An out-of-memory forecast nearer than a move and this long is acted upon. Chosen: ten minutes."""
+LOOKS, FEWEST = 6, 3
+"""Points of a rise that are enough, and the fewest that count when it is too steep for more. Chosen: two are
+always on one line."""
+CAPPED = 0.95
+"""Part of the spec's limit from which a node's limit counts as that. Chosen: limits are rounded to MiB."""
 _GIB = float(1 << 30)
 
 Points = Sequence[tuple[float, float]]
@@ -36,31 +41,48 @@ def vertical(observation: Observation, policy: Policy) -> Proposal:
     busy = [(at_s, value / 100) for at_s, value in _peaks(observation, "cpu_percent")]
     if not memory and not busy:
         return Proposal(reason="memory_bytes and cpu_percent are missing")
-    limit = here.offer.memory_gib * _GIB
-    oom_s = time_to_limit(memory, limit)
+    limit, lead_s = _limit(observation), observation.overheads.start_s
+    oom_s = time_to_limit(memory, limit, soon_s=lead_s)
     used = {"memory_gib": _need(memory, limit), "vcpus": _need(busy, here.offer.vcpus)}
     numbers: dict[str, Any] = {"time_to_out_of_memory_s": oom_s, **used}
-    lead_s = observation.overheads.start_s + LEAD_S
-    if oom_s is not None and oom_s < lead_s:
-        grown = memory[-1][1] * HEADROOM * 1.25 / _GIB
+    if oom_s is not None and oom_s < lead_s + LEAD_S:
         why = f"memory will be full in {oom_s:.0f} s"
-        return _propose(
-            observation, policy, (max(grown, here.offer.memory_gib * 1.25), 0.0), why, numbers, is_urgent=True
-        )
-    sizes = tuple(_size(kind, used[kind], observation) for kind in ("memory_gib", "vcpus"))
+        cap = policy.memory_cap_gib
+        if cap is not None and limit >= CAPPED * cap * _GIB:
+            told = f"{why}, and resources.limits.memory allows {cap:.3g} GiB; raise it or leave it out"
+            return Proposal(reason=told, numbers=numbers)
+        grown = max(memory[-1][1] * HEADROOM * 1.25 / _GIB, here.offer.memory_gib * 1.25)
+        wanted = (grown if cap is None else min(grown, cap), 0.0)
+        return _propose(observation, policy, wanted, why, numbers, is_urgent=True)
+    sizes = (
+        _size(limit / _GIB, used["memory_gib"], is_memory=True),
+        _size(here.offer.vcpus, used["vcpus"], is_memory=False),
+    )
     if all(size is None for size in sizes):
         return Proposal(reason="CPU and memory are used as they should be", numbers=numbers)
     wanted = (sizes[0] or 0.0, sizes[1] or 0.0)
     return _propose(observation, policy, wanted, "what is used", numbers, is_urgent=False)
 
 
-def time_to_limit(points: Points, limit: float) -> float | None:
+def time_to_limit(points: Points, limit: float, *, soon_s: float = 0.0) -> float | None:
     """Seconds until a steady rise reaches *limit*; None without one.
 
-    Least squares over the window; steady when it explains nine tenths of the variance (chosen).
+    Least squares over the window; steady when it explains nine tenths of the variance (chosen). Fewer than
+    :data:`LOOKS` points count where as many, and then *soon_s* to act, would come too late.
     """
-    if len(points) < 6 or points[-1][1] >= limit:
-        return 0.0 if points and points[-1][1] >= limit else None
+    if points and points[-1][1] >= limit:
+        return 0.0
+    count = len(points)
+    if count < FEWEST:
+        return None
+    left_s = _left_s(points, limit)
+    step_s = (points[-1][0] - points[0][0]) / (count - 1)
+    if left_s is None or count >= LOOKS or left_s <= (LOOKS - count) * step_s + soon_s:
+        return left_s
+    return None
+
+
+def _left_s(points: Points, limit: float) -> float | None:
     count = len(points)
     mean_t = math.fsum(at_s for at_s, _ in points) / count
     mean_y = math.fsum(value for _, value in points) / count
@@ -70,6 +92,17 @@ def time_to_limit(points: Points, limit: float) -> float | None:
     if spread == 0 or total == 0 or across <= 0 or across**2 / (spread * total) < 0.9:
         return None
     return (limit - points[-1][1]) * spread / across
+
+
+def _limit(observation: Observation) -> float:
+    """Bytes at which a node is killed: of the machine, or the lower limit that a node reports last."""
+    whole = observation.current.offer.memory_gib * _GIB
+    latest = {
+        item.node: item.value
+        for item in sorted(observation.samples, key=lambda item: item.at_s)
+        if item.metric == "memory_limit_bytes" and item.value > 0
+    }
+    return min([whole, *latest.values()])
 
 
 def _peaks(observation: Observation, metric: str) -> Points:
@@ -99,11 +132,9 @@ def _need(points: Points, limit: float) -> dict[str, float | None]:
     }
 
 
-def _size(kind: str, used: dict[str, float | None], observation: Observation) -> float | None:
-    """What to ask for, in the unit of the offer; None: as it is."""
-    has = getattr(observation.current.offer, kind)
+def _size(has: float, used: dict[str, float | None], *, is_memory: bool) -> float | None:
+    """What to ask for, in the unit of *has*; None: as it is."""
     peak, least, long_peak = used["peak"], used["least"], used["long_peak"]
-    is_memory = kind == "memory_gib"
     if peak is not None and least is not None and (peak if is_memory else least) > HIGH:
         return float(has * peak / 100 * HEADROOM)
     if long_peak is not None and long_peak < LOW:

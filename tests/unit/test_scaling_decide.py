@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.planning import Allocation, Estimate, Offer, Overheads, Speed, Speedup
+from envscaler_airflow.planning import Allocation, Estimate, Offer, Overheads, Speed, Speedup, matched
 from envscaler_airflow.protocol import Progress
 from envscaler_airflow.scaling import (
     Check,
@@ -586,3 +586,52 @@ def test_what_may_not_be_had_is_not_wanted():
     got = decide(replace(SEEN, free_nodes={LARGE.offer.name: 0}), NOW)
 
     assert got.wanted == {}
+
+
+def node(kind: str, capacity: str, usd: float) -> Allocation:
+    """A node of a cluster, as spot or on demand."""
+    return Allocation(Offer("kubernetes", "", kind, capacity, 4, 16, usd_per_hour=usd))
+
+
+def test_a_speedup_without_capacity_type_is_of_both():
+    """``kubernetes/big`` is the spot node and the one on demand (D9)."""
+    here, spot, steady = (
+        node("small", "on-demand", 1.0),
+        node("big", "spot", 1.2),
+        node("big", "on-demand", 3),
+    )
+    stated = Speedup("kubernetes/big", "kubernetes/small", 2.0, 0.0)
+    seen = replace(
+        SEEN,
+        current=here,
+        candidates=(here, spot, steady),
+        speeds={here.name: ONE_A_SECOND},
+        speedups=(stated,),
+    )
+
+    got = decide(seen, NOW)
+
+    assert (got.action, got.target) == ("move", spot)
+    assert set(got.numbers["moving"]) == {spot.name, steady.name}
+
+
+def test_a_speedup_of_several_nodes_needs_no_capacity_type_either():
+    """As the name of an allocation is written (D9)."""
+    found, unmatched = matched(
+        [Speedup("2 x kubernetes/big", "x", 2.0, 0.0)], ["2 x kubernetes/big/spot", "x"]
+    )
+
+    assert [item.offer for item in found] == ["2 x kubernetes/big/spot"]
+    assert unmatched == ()
+
+
+def test_a_speedup_that_names_no_offer_is_said_in_the_reason():
+    """A misspelt name is not ignored for the whole stage in silence (D9)."""
+    seen = replace(SEEN, speedups=(Speedup("local/cpu2", SMALL.name, 2.0, 0.0),))
+
+    got = decide(seen, NOW)
+
+    assert got.action == "keep"
+    assert got.reason.endswith(
+        "; scaling.speedup names local/cpu2, which matches no offer: write one of local/cpu-1, local/cpu-2"
+    )

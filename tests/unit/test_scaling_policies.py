@@ -311,6 +311,57 @@ def test_a_steady_rise_is_met_before_out_of_memory_whatever_the_cool_down_says()
     assert "memory will be full in 720 s" in got.reason
 
 
+def rising(looks, *, limit_gib, current, per_look=0.18, first=0.02, **more):
+    """Memory that grows by *per_look* GiB every 30 s, under a node's own limit."""
+    samples = [
+        sample
+        for at in range(looks)
+        for sample in (
+            Sample(30.0 * at, 0, "memory_bytes", (first + per_look * at) * GIB),
+            Sample(30.0 * at, 0, "memory_limit_bytes", limit_gib * GIB),
+        )
+    ]
+    facts = {"elapsed_s": 30.0 * (looks - 1), "deadline_left_s": None, **more}
+    return seen(current, BIG, samples=tuple(samples), **facts)
+
+
+def test_a_rise_too_steep_for_more_looks_is_met_at_the_third():
+    """6 MiB/s towards 512 MiB is over after 85 s: three looks are all that there are (D8)."""
+    half = on(memory=0.5, usd=0.1, kind="half")
+    policy = replace(VERTICAL, warmup_s=0.0)
+
+    two, three = (decide(rising(looks, limit_gib=0.5, current=half), policy) for looks in (2, 3))
+
+    assert two.action == "keep"
+    assert (three.action, three.target) == ("move", BIG)
+    assert "memory will be full in 20 s" in three.reason
+
+
+def test_the_time_to_the_limit_goes_by_the_nodes_own_limit():
+    """The machine has 32 GiB, the node is killed at 4 (D8)."""
+    got = decide(rising(8, limit_gib=4.0, per_look=0.4, first=1.0, current=OD), VERTICAL)
+
+    assert got.numbers["time_to_out_of_memory_s"] == pytest.approx(15.0)
+
+
+def test_at_the_limit_of_the_spec_the_way_out_is_named():
+    """No other machine gives more than resources.limits.memory: nothing is moved, and it is said (D8)."""
+    policy = replace(VERTICAL, memory_cap_gib=4.0)
+
+    got = decide(rising(8, limit_gib=4.0, per_look=0.4, first=1.0, current=OD), policy)
+
+    assert got.action == "keep"
+    assert "memory will be full in 15 s, and resources.limits.memory allows 4 GiB; raise it" in got.reason
+
+
+def test_the_limit_of_the_spec_is_the_policys_cap():
+    """As the pod will have it (D8)."""
+    body = {"version": "v1", "name": "s", "entrypoint": ["x"], "resources": {"limits": {"memory": "512Mi"}}}
+    spec = EnvSpec.from_dict({**body, "scaling": {"policy": "vertical"}})
+
+    assert policy_of(spec).memory_cap_gib == 0.5
+
+
 def test_no_rise_no_forecast():
     """A sawtooth has no time to out-of-memory."""
     assert time_to_limit([(float(at), float(at % 4)) for at in range(40)], 100.0) is None
