@@ -36,6 +36,7 @@ class AttemptRequest:
         grace_s: Seconds between a graceful stop and the kill.
         python: Interpreter of the command's own environment on this machine, for the local backend; its
             folder is first on the command's PATH. None: that of this process. Never the courier's.
+        restore_from: URI of another run's checkpoint that the first attempt begins from.
     """
 
     store_url: str
@@ -53,6 +54,7 @@ class AttemptRequest:
     deadline_s: float | None = None
     grace_s: float = 30.0
     python: str | None = None
+    restore_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,15 @@ def kubernetes() -> None:
 @click.option("-n", "--namespace", default="default", show_default=True, help="Where stages run.")
 @click.option("--account", default="envscaler", show_default=True, help="Name of the service account.")
 @click.option("--nodes/--no-nodes", default=True, show_default=True, help="With the right to read nodes.")
+@click.option(
+    "--all-pods",
+    is_flag=True,
+    help="With the right to list all pods of the cluster: for wait_for_node_s: 0 alone.",
+)
 @output_option
-def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool) -> None:
+def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool, all_pods: bool) -> None:
     """Print the smallest rights that work, for kubectl apply -f -."""
-    documents = rights.rbac(namespace, account=account, nodes=nodes)
+    documents = rights.rbac(namespace, account=account, nodes=nodes, all_pods=all_pods)
     if as_json:
         click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
         return

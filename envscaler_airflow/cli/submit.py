@@ -78,6 +78,7 @@ def submit(
     )
     if not as_json:
         click.echo(f"run: {key.prefix}")
+    backend.share_watch()  # one watch instead of a question each second
     owner = Foreground(store, key, stage, backend, Voice(to_stderr=as_json), shell_actor(store, key.prefix))
     own_and_tell(owner, as_json=as_json)
 

@@ -315,6 +315,7 @@ class Controller(Asking):
             grace_s=limits.grace_s(state),
             deadline_s=self._machine_deadline_s(state, live),
         )
+        request = replace(request, restore_from=state.begun.get("restore_from"))
         self._check_still_owner(state)
         try:
             handle = self._backend.submit(request)

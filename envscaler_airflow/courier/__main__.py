@@ -12,6 +12,7 @@ from pathlib import Path
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
 from envscaler_airflow.courier.loop import Courier
 from envscaler_airflow.courier.site import Site, UnheededError
+from envscaler_airflow.courier.store_keys import load_store_keys
 from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.protocol import EXIT_ORPHANED
 from envscaler_airflow.store.base import for_run, open_store
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _site(options: argparse.Namespace) -> Site:
+    load_store_keys()
     layout = Layout.read(options.layout)
     exchange = Exchange(options.exchange)
     store = for_run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)

@@ -14,6 +14,7 @@ from fakes.kubernetes.processes import Processes
 from kubernetes_validate import validate
 from kubernetes_validate.utils import latest_version
 
+from envscaler_airflow.backends.kubernetes import watch
 from envscaler_airflow.cli import main
 
 SPEC = """
@@ -46,10 +47,18 @@ def shell(tmp_path, monkeypatch):
 
         run.cluster = cluster
         yield run
+        watch.close_views()
 
 
-def test_a_stage_is_submitted_shown_and_adopted(shell):
-    """The same name again goes on with what is there; others read it by name."""
+def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
+    """The same name again goes on with what is there; others read it by name.
+
+    One watch shows what a question each second would (D16), and of the volume with the store the pod has
+    the folder of its own run alone.
+    """
+    started = []
+    real = watch.View.start
+    monkeypatch.setattr(watch.View, "start", lambda view: (started.append(view), real(view)))
     words = (
         "submit",
         "-f",
@@ -70,6 +79,7 @@ def test_a_stage_is_submitted_shown_and_adopted(shell):
     assert "hello from the pod" in shell("logs", "first").output
     assert "succeeded" in shell("status", "first").output
     assert len(shell.cluster.list(JOBS, "default")) == 1
+    assert len(started) == 1
 
 
 def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):
@@ -88,7 +98,7 @@ def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):
         shell("cancel", "first")
         end = second.communicate(timeout=90)[1]
 
-        assert (first.returncode, second.returncode) == (2, 2)
+        assert (first.returncode, second.returncode) == (2, 87)
         assert "another process was started with this name" in said
         assert "stopped" in end
         assert [one["metadata"]["uid"] for one in shell.cluster.list(PODS, "default")] in (
@@ -193,3 +203,20 @@ def test_the_rights_are_printed_for_kubectl():
     subjects = [subject for one in documents for subject in one.get("subjects", ())]
     assert {(one["name"], one["namespace"]) for one in subjects} == {("runner", "ml")}
     assert "nodes" not in less
+
+
+def test_the_right_to_list_all_pods_is_printed_when_asked_for():
+    """A cluster that adds no nodes needs it, no other does (D16)."""
+    usual, more = (
+        list(yaml.safe_load_all(CliRunner().invoke(main, ["kubernetes", "rbac", *words]).output))
+        for words in ([], ["--all-pods"])
+    )
+
+    added = [one for one in more if one not in usual]
+    assert [(one["kind"], one["metadata"]["name"]) for one in added] == [
+        ("ClusterRole", "envscaler-all-pods"),
+        ("ClusterRoleBinding", "envscaler-all-pods-default"),
+    ]
+    assert added[0]["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
+    for document in added:
+        validate(document, latest_version(), strict=True)

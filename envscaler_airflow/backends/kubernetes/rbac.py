@@ -10,20 +10,21 @@ import yaml
 _CLUSTER_WIDE = ("ClusterRole", "ClusterRoleBinding")
 
 
-def rbac(namespace: str, *, account: str = "envscaler", nodes: bool = True) -> list[dict[str, Any]]:
+def rbac(
+    namespace: str, *, account: str = "envscaler", nodes: bool = True, all_pods: bool = False
+) -> list[dict[str, Any]]:
     """Objects that let *account* run stages in *namespace*.
 
     Args:
         namespace: Where stages run.
         account: Name of the service account.
-        nodes: False leaves out the right to read nodes: ``cluster_prices`` then says what can be had.
+        nodes: False leaves out the right to read nodes: ``cluster_prices`` then lists the available ones.
+        all_pods: True adds the right to list the pods of the whole cluster, for one that adds no nodes.
     """
-    text = resources.files(__package__).joinpath("rbac.yaml").read_text(encoding="utf-8")
+    shipped = [one for one in _documents("rbac.yaml") if nodes or one["kind"] not in _CLUSTER_WIDE]
     found = []
-    for document in yaml.safe_load_all(text):
+    for document in shipped + (_documents("rbac_all_pods.yaml") if all_pods else []):
         is_cluster_wide = document["kind"] in _CLUSTER_WIDE
-        if is_cluster_wide and not nodes:
-            continue
         if not is_cluster_wide:
             document["metadata"]["namespace"] = namespace
         if document["kind"] == "ServiceAccount":
@@ -34,3 +35,8 @@ def rbac(namespace: str, *, account: str = "envscaler", nodes: bool = True) -> l
             subject.update(name=account, namespace=namespace)
         found.append(document)
     return found
+
+
+def _documents(name: str) -> list[dict[str, Any]]:
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return list(yaml.safe_load_all(text))

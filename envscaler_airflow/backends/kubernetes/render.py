@@ -11,11 +11,12 @@ from typing import Any
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import mounts as at
-from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes import names, security
 from envscaler_airflow.backends.kubernetes.override import merge_pod
 from envscaler_airflow.backends.kubernetes.rescale import node_bound
 from envscaler_airflow.backends.kubernetes.scheduling import affinity, grace_s, placement, tolerations
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.courier import store_keys
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import AllocationPart, Offer
 from envscaler_airflow.protocol import (
@@ -231,7 +232,7 @@ class _Attempt:
         joint = ({"nodeAffinity": where} if where else {}) | stand.pop("affinity", {})
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
-            "automountServiceAccountToken": settings.service_account is not None,
+            "automountServiceAccountToken": False,  # the sidecar alone has a token, see security.py
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": self.grace_s,
             "tolerations": tolerations(self.offer, settings),
@@ -245,8 +246,9 @@ class _Attempt:
         spec |= {"serviceAccountName": settings.service_account} if settings.service_account else {}
         spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}
         spec |= {"imagePullSecrets": secrets} if (secrets := self._pull_secrets()) else {}
-        spec |= {"securityContext": _pod_security(settings.user)} if settings.user is not None else {}
-        marks = {"annotations": mounts.annotations} if mounts.annotations else {}
+        spec["securityContext"] = security.pod_security(settings.user)
+        identity = security.own_identity((MAIN, INSTALL)) if settings.service_account else {}
+        marks = {"annotations": marked} if (marked := {**identity, **mounts.annotations}) else {}
         pod = {"metadata": {"labels": dict(labels), **marks}, "spec": spec}
         return merge_pod(pod, settings.pod_override, keep_name=MAIN)
 
@@ -271,7 +273,7 @@ class _Attempt:
             "env": self._env(),
             "resources": self._resources(),
             "volumeMounts": mounts.training,
-            "securityContext": _main_security(settings.user),
+            "securityContext": security.main_security(settings.user),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
 
@@ -308,7 +310,7 @@ class _Attempt:
         uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
         container["env"] = [*container["env"], address, uid]
         if self.settings.store_secret:
-            container["envFrom"] = [{"secretRef": {"name": self.settings.store_secret}}]
+            container["env"].append({"name": store_keys.VARIABLE, "value": security.STORE_KEYS})
         return container
 
     def _agent(self, name: str, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -320,7 +322,7 @@ class _Attempt:
             "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108  # its root is read-only
             "resources": {"requests": {"cpu": f"{COURIER_CPUS * 1000:.0f}m", "memory": memory}},
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *mounts],  # noqa: S108  # same
-            "securityContext": _agent_security(self.settings.user),
+            "securityContext": security.agent_security(self.settings.user, reads_training=name == COURIER),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
 
@@ -426,7 +428,22 @@ class _Attempt:
         if source:
             where = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else source
             mounts.volumes.append({"name": "store", **where})
-            mounts.courier.append({"name": "store", "mountPath": self.settings.store_mount})
+            request = self.request
+            read = security.read_uris(request.spec, request.restore_from)
+            folders = security.StoreFolders(
+                self.settings.store_mount, request.store_url, request.run_prefix, read
+            )
+            mounts.courier += folders.mounts()
+        self._add_credentials(mounts)
+
+    def _add_credentials(self, mounts: at.Mounts) -> None:
+        """What opens the store, for the sidecar alone."""
+        if self.settings.service_account:
+            mounts.volumes.append(security.token_volume())
+            mounts.courier.append({"name": "token", "mountPath": security.TOKEN, "readOnly": True})
+        if self.settings.store_secret:
+            mounts.volumes.append(security.keys_volume(self.settings.store_secret))
+            mounts.courier.append({"name": "store-keys", "mountPath": security.STORE_KEYS, "readOnly": True})
 
 
 def gpu_resource(need: Mapping[str, Any], gpu_name: str | None) -> str:
@@ -470,36 +487,6 @@ def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _wrapper_grace(grace_s: float) -> float:
     """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""
     return max(grace_s - 5.0, grace_s / 2)
-
-
-def _pod_security(user: int) -> dict[str, Any]:
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": user,
-        "runAsGroup": user,
-        "fsGroup": user,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def _main_security(user: int | None) -> dict[str, Any]:
-    """Of the training: a user of the deployment's own needs no capability, whatever the image expects."""
-    dropped = {"capabilities": {"drop": ["ALL"]}} if user is not None else {}
-    return {"allowPrivilegeEscalation": False, **dropped}
-
-
-def _agent_security(user: int | None) -> dict[str, Any]:
-    """Without *user* the courier must read and remove what any user of the stage's image wrote."""
-    context: dict[str, Any] = {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    if user is None:
-        context["runAsUser"] = 0
-        context["capabilities"] = {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "FOWNER"]}
-    return context
 
 
 def _variable(kind: str, name: str) -> str:

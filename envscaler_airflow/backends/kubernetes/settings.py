@@ -68,7 +68,8 @@ class Settings(BaseModel):
         agent_image: Image with the courier and the wrapper.
         image: Image of every stage; None takes the spec's own, see ``build.stage_image``.
         image_repository: Where `envscaler build` puts images of specs that install packages.
-        service_account: Identity of the pods, by which the courier reaches the store.
+        service_account: Identity of the pods, by which the sidecar reaches the store; the training gets
+            neither its token nor its role.
         provider: Whose labels the nodes carry; None reads any.
         region: Of the cluster in offers, where its nodes do not say theirs.
         cluster_prices: Node classes; () derives offers from the nodes themselves.
@@ -82,15 +83,15 @@ class Settings(BaseModel):
         queue: Kueue queue; the Job is made suspended and Kueue admits it.
         priority_class: Of the pods.
         pod_override: Pod template (metadata and spec) that is laid over ours.
-        user: User and group of all containers; None leaves the stage's image as it is, and the courier
-            runs as root without privileges but those over files.
+        user: User and group of all containers; None leaves the stage's image as it is, without other
+            privileges than those over files and users, and the sidecar runs as root with those over files.
         pull_secrets: Names of image pull secrets.
         cache_path: Folder of every machine that keeps buckets that were copied in, for later pods there; None
             copies into the pod's own scratch space, since many clusters refuse ``hostPath`` volumes.
-        store_volume: Claim with the run store, or any volume source of a pod (``{"nfs": {...}}``), mounted
-            where ``store_mount`` says.
+        store_volume: Claim with the run store, or any volume source of a pod (``{"nfs": {...}}``). Of it each
+            pod gets its run's own folder, below ``store_mount``, and read-only what it reads of other runs.
         store_mount: Where; the store's URL is then ``file://`` below it.
-        store_secret: Secret whose keys become environment variables of the courier alone.
+        store_secret: Secret whose keys the sidecar alone reads, from files, as variables.
         keep: ``never``, ``on-failure``, or a time (``30m``, or seconds): how long a failed pod stays for
             people to look at. It holds no resources of its node any more, and costs nothing.
         ttl_s: Seconds that an ended Job nobody released stays.

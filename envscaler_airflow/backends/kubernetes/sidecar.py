@@ -107,7 +107,8 @@ def prepare(node: Node) -> None:
     for folder in ("logs", "metrics"):
         here = node.exchange / folder
         here.mkdir(parents=True, exist_ok=True)
-        here.chmod(0o777)
+        with suppress(PermissionError):  # made by the training's side, which may write there then
+            here.chmod(0o777)
     _write(node.exchange / "node.json", {"node": node.node})
 
 

@@ -1,0 +1,131 @@
+"""What the containers of a pod may do, and who holds which credentials. Pure.
+
+The training runs code of its authors' choice: it gets no token of the cluster, no key of the store and no
+identity of the cloud. The sidecar gets them alone.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STORE_KEYS = "/etc/envscaler-store-keys"
+"""Where the sidecar finds the keys of the run store, a file for each variable."""
+TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105  # a folder
+"""Where client libraries look for a pod's token. Source: Kubernetes, "Access the API from a pod"."""
+TOKEN_S = 3607
+"""Lifetime of the token, seconds. Source: Kubernetes gives it to tokens that it mounts by itself; the kubelet
+renews it at 80 % of that."""
+_FILES_OF_OTHERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
+"""What root in an image expects to do with files and users: unpack archives, install packages, write into
+volumes of other users. Chosen; all are among those of the "baseline" pod security standard."""
+
+
+def pod_security(user: int | None) -> dict[str, Any]:
+    """Of all containers, also of those that a pod override adds."""
+    seccomp: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if user is None:
+        return seccomp
+    return {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user, **seccomp}
+
+
+def main_security(user: int | None) -> dict[str, Any]:
+    """Of the training: no capability for a *user* of the deployment's own, else those over files."""
+    added = {} if user is not None else {"add": list(_FILES_OF_OTHERS)}
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **added}}
+
+
+def agent_security(user: int | None, *, reads_training: bool) -> dict[str, Any]:
+    """Of the sidecar and the installer.
+
+    Without *user* the training's files belong to the user of its image, whom a pod cannot tell in advance. So
+    the sidecar, which must read and remove them, is root with the right over files and no other.
+    """
+    context: dict[str, Any] = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if user is None:
+        context["runAsUser"] = 0
+        if reads_training:
+            context["capabilities"] = {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]}
+    return context
+
+
+def own_identity(skipped: Sequence[str]) -> dict[str, str]:
+    """Annotations by which the clouds' webhooks leave the containers *skipped* without the pod's identity.
+
+    Source: amazon-eks-pod-identity-webhook (IRSA and EKS Pod Identity), "skip-containers", by commas;
+    azure-workload-identity, "Service account labels and annotations", by semicolons. GKE has none: its
+    metadata server answers every container of a pod.
+    """
+    return {
+        "eks.amazonaws.com/skip-containers": ",".join(skipped),
+        "azure.workload.identity/skip-containers": ";".join(skipped),
+    }
+
+
+def token_volume() -> dict[str, Any]:
+    """The service account's token as Kubernetes itself would mount it, for the sidecar alone."""
+    sources: list[dict[str, Any]] = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_S}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+    ]
+    return {"name": "token", "projected": {"sources": sources}}
+
+
+def keys_volume(secret: str) -> dict[str, Any]:
+    """The Secret with the store's keys as files, which no link to ``/proc/self/environ`` shows."""
+    return {"name": "store-keys", "secret": {"secretName": secret, "defaultMode": 0o400}}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFolders:
+    """Folders of a run store in a volume that one pod needs.
+
+    Attributes:
+        mount: Where the volume would be mounted as a whole.
+        store_url: URL of the store.
+        prefix: The run's own folder.
+        read: URIs that the stage reads: outputs of earlier stages, a checkpoint of another run.
+    """
+
+    mount: str
+    store_url: str
+    prefix: str
+    read: Sequence[str] = ()
+
+    def mounts(self) -> list[dict[str, Any]]:
+        """The run's own folder, and read-only those of the runs that it reads; else the whole volume.
+
+        The whole one where the store does not lie in the volume, as far as its URL says.
+        """
+        own = self._below(f"{self.store_url.rstrip('/')}/{self.prefix}")
+        if own is None:
+            return [{"name": "store", "mountPath": self.mount}]
+        others = {below for uri in self.read if (below := self._below(uri)) is not None}
+        others -= {below for below in others if below == own or below.startswith(f"{own}/")}
+        return [
+            self._mount(own),
+            *({**self._mount(below), "readOnly": True} for below in sorted(others)),
+        ]
+
+    def _below(self, uri: str) -> str | None:
+        """The folder of *uri* in the volume; None when it lies elsewhere, or is the volume itself."""
+        path = posixpath.normpath(uri.removeprefix("file://"))
+        root = self.mount.rstrip("/") + "/"
+        return path[len(root) :] if path.startswith(root) else None
+
+    def _mount(self, below: str) -> dict[str, Any]:
+        return {"name": "store", "mountPath": posixpath.join(self.mount, below), "subPath": below}
+
+
+def read_uris(spec: Mapping[str, Any], restore_from: str | None) -> list[str]:
+    """What a stage reads that may lie in the store of another run."""
+    sources = [str(volume.get("source") or "") for volume in spec.get("volumes") or ()]
+    return [uri for uri in (*sources, restore_from or "") if uri.startswith(("file://", "/"))]
