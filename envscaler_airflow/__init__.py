@@ -127,11 +127,6 @@ def _store_connection() -> Dict[str, Any]:
         "hook-class-name": "envscaler_airflow.hooks.checkpoint.CheckpointHook",
         "hook-name": "envscaler run store",
         "conn-fields": {
-            "store_url": {
-                "label": "Store URL",
-                "schema": text,
-                "description": "s3://bucket/prefix, file:///path or another fsspec URL",
-            },
             "region_name": {"label": "Region", "schema": text, "description": "S3 only"},
             "endpoint_url": {
                 "label": "Endpoint URL",
@@ -140,8 +135,11 @@ def _store_connection() -> Dict[str, Any]:
             },
         },
         "ui-field-behaviour": {
-            "hidden-fields": ["host", "schema", "port"],
-            "relabeling": {"login": "Access key id", "password": "Secret access key"},
-            "placeholders": {"login": "empty: the machine's own identity"},
+            "hidden-fields": ["schema", "port"],
+            "relabeling": {"host": "Store URL", "login": "Access key id", "password": "Secret access key"},
+            "placeholders": {
+                "host": "s3://bucket/prefix, file:///path or another fsspec URL",
+                "login": "empty: the machine's own identity",
+            },
         },
     }

@@ -19,6 +19,7 @@ from envscaler_airflow.cli.common import (
 )
 from envscaler_airflow.cli.owners import owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
+from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.controller.report import run_bill, run_report
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import ProtocolError, SpecError
@@ -91,12 +92,13 @@ def status(
     row = _described(store, prefix, state)
     said = statuses(store, prefix, state.current) if state.current else []
     waits = waits_of(store, prefix) if state.live is not None else ""
+    parameters = read_parameters(store, prefix, state.spec_hash)
     if as_json:
         body = {**run_report(state, now=store.now()), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
-        click.echo(json.dumps({**body, "nodes": nodes, "waits": waits}))
+        click.echo(json.dumps({**body, "parameters": parameters, "nodes": nodes, "waits": waits}))
     else:
-        print_run(row, said, waits=waits)
+        print_run(row, said, waits=waits, parameters=parameters)
 
 
 def _known_statuses(given: tuple[str, ...]) -> tuple[str, ...]:

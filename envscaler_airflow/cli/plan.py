@@ -42,6 +42,7 @@ from envscaler_airflow.planning import (
     is_ordered,
     requirements_of,
 )
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import CLOUDS, DataPlace, data_places
 from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.jobs import JobModel, job_model
@@ -385,7 +386,7 @@ def print_plan(made: Plan, notes: list[str]) -> None:
                 *_offer_cells(item.allocation.offer, count - 1, nodes, item.allocation.rest_nodes),
                 number(item.usd_per_hour, ".4f"),
                 "-" if expected is None else f"{expected.hours:.2f} h",
-                "-" if expected is None else f"${number(expected.usd, '.2f')}",
+                "-" if expected is None else "?" if expected.usd is None else usd_text(expected.usd),
                 why,
                 "" if at else "*",
             ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +22,15 @@ LEAST_COLUMNS = 80
 """What a narrower terminal is taken for: it wraps lines, a table would cut amounts. Chosen: the usual."""
 _RUN_COLUMNS = 22
 """Least width of a run's name in a list. Chosen: six columns fit a terminal of 80."""
+PIPED_COLUMNS = 1000
+"""Width where the output is piped: a row stays on its line, and nothing is cut. Chosen: no row is as long."""
 
 
 def _own_console() -> Console:
     """Text as it stands, on standard output."""
     console = Console(markup=False)
-    console.width = max(console.width, LEAST_COLUMNS)
+    piped = not console.is_terminal and not os.environ.get("COLUMNS")
+    console.width = PIPED_COLUMNS if piped else max(console.width, LEAST_COLUMNS)
     return console
 
 
@@ -92,7 +96,12 @@ def print_runs(rows: Sequence[RunRow], console: Console | None = None) -> None:
 
 
 def print_run(
-    row: RunRow, said: Sequence[Status | None], *, waits: str = "", console: Console | None = None
+    row: RunRow,
+    said: Sequence[Status | None],
+    *,
+    waits: str = "",
+    parameters: Mapping[str, object] | None = None,
+    console: Console | None = None,
 ) -> None:
     """One run: its attempts, what the nodes of the current one last said, and what they wait for."""
     console, state = console or _own_console(), row.state
@@ -101,6 +110,9 @@ def print_run(
     age = "not begun" if row.age_s is None else f"began {duration_text(row.age_s)} ago"
     cost = "cost unknown" if row.usd is None else f"cost {usd_text(row.usd)}"
     console.print(f"{age}, {cost}, owner {printable(row.owner)}")
+    if parameters:
+        told = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
+        console.print(f"parameters: {printable(told)}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
         _add_column(table, column)
@@ -151,7 +163,7 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
             allocation_name(use["allocation"]),
             _number(line.get("wall_s"), ".0f"),
             _number(line.get("usd_per_node_hour"), ".4f"),
-            _number(line.get("usd"), ".6f"),
+            _amount(line.get("usd")).removeprefix("$"),
             _shown(line.get("steps")),
             _shown(line.get("lost_steps")),
             use.get("why_ended") or "runs",
@@ -191,6 +203,10 @@ def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
 
 def _shown(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+def _amount(usd: float | None) -> str:
+    return "?" if usd is None else usd_text(usd)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -24,6 +24,7 @@ from envscaler_airflow.planning import (
     plan,
     requirements_of,
 )
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import data_places
 from envscaler_airflow.planning.planner import Rejected, data_misfits
 from envscaler_airflow.planning.requirements import Misfit
@@ -99,8 +100,8 @@ def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
     if stage.budget_usd is None or spent_usd is not None:
         return None
     return (
-        f"what the stage has cost so far is unknown, since a price is: a budget of ${stage.budget_usd:.2f} "
-        "cannot be kept; state the price, or clear the task without a budget"
+        f"what the stage has cost so far is unknown, since a price is: a budget of "
+        f"{usd_text(stage.budget_usd)} cannot be kept; state the price, or clear the task without a budget"
     )
 
 

@@ -130,6 +130,19 @@ def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
     return document
 
 
+def read_parameters(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
+    """The values of the spec's parameters that a run was made with; {} where there are none to read.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    try:
+        found = read_document(store, prefix, spec_hash).get("parameters")
+    except ProtocolError:
+        return {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
 def thaw_spec(store: Store, prefix: str, spec_hash: str) -> EnvSpec:
     """The frozen spec with that hash. Raises as :func:`read_document`."""
     document = read_document(store, prefix, spec_hash)

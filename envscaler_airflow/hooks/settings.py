@@ -85,6 +85,13 @@ def _option(name: str, value: object) -> object:
     return verify_of(value) if name == "verify" else object_of(value)
 
 
+def _url(host: str | None, schema: str | None) -> str | None:
+    """The store URL in the form's first field; of a connection's URI the bucket and its prefix come apart."""
+    if not host:
+        return None
+    return f"{host}/{schema}" if schema and "://" in host else host
+
+
 def _connection(conn_id: str) -> tuple[str | None, dict[str, Any], dict[str, str]]:
     from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
 
@@ -96,4 +103,5 @@ def _connection(conn_id: str) -> tuple[str | None, dict[str, Any], dict[str, str
         raise SpecError(f"connection {conn_id!r}: its extra is no JSON object")
     options = {name: _option(name, extra[name]) for name in _OPTIONS if extra.get(name) not in (None, "")}
     secrets = {"aws_access_key_id": connection.login, "aws_secret_access_key": connection.password}
-    return extra.get("store_url") or None, options, {name: text for name, text in secrets.items() if text}
+    url = _url(connection.host, connection.schema) or extra.get("store_url") or None
+    return url, options, {name: text for name, text in secrets.items() if text}

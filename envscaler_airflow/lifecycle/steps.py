@@ -12,6 +12,7 @@ from typing import Any, Literal
 from envscaler_airflow.lifecycle.ends import PENDING, USER_ERRORS, End, NodeFacts, Observed, end_of
 from envscaler_airflow.lifecycle.events import Actor
 from envscaler_airflow.lifecycle.state import AttemptState, Request, RunState, is_cleared
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
 
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -323,9 +324,8 @@ def _budget_words(facts: Facts) -> str:
 
 
 def _usd(amount: float | None) -> str:
-    """``$1.67``, and of less than ten cents two digits that count: ``$0.0042``."""
-    known = amount or 0.0
-    return f"${known:.2f}" if known >= 0.1 or known == 0 else f"${known:.2g}"
+    """``$1.67``, ``$0.0042``; an unknown amount counts as none."""
+    return usd_text(amount or 0.0)
 
 
 def _first(pending: Iterable[Request], kind: str) -> Request | None:

@@ -13,7 +13,7 @@ from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.controller.stage import Stage
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import StorePlace, store_place
 from envscaler_airflow.operators.params import RESTART, RESTARTS
@@ -177,6 +177,26 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _texts(item, f"{path}[{index}]")
+
+
+def shown_parameters(operator: EnvStageOperator, context: Context) -> Any:
+    """What a run would be made with: the spec's defaults, DAG params over them, the operator's own over both.
+
+    What the operator was given where that cannot be known; its own execution says why.
+    """
+    own = operator.parameters
+    if own is not None and not isinstance(own, Mapping):
+        return own
+    try:
+        path = spec_path(operator.spec, context["dag"].fileloc)
+        registry = SpecRegistry(lambda: store_place(operator.store_url, operator.store_conn_id).open())
+        known = spec_params(path, registry=registry)
+    except (EnvScalerError, KeyError, OSError):
+        return own
+    defaults = {
+        name: schema["default"] for name, schema in known.items() if schema.get("default") is not None
+    }
+    return {**defaults, **chosen_parameters(known, context["params"], own or {})}
 
 
 def chosen_parameters(

@@ -16,6 +16,7 @@ from envscaler_airflow.operators.links import RunStoreLink
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+    from jinja2 import Environment
 
     from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
     from envscaler_airflow.operators.slices import Slice
@@ -131,6 +132,13 @@ class EnvStageOperator(_OnCluster):
 
     run_url: str | None = None
     """Folder of the run in the store, once a slice has opened it."""
+
+    def render_template_fields(self, context: Context, jinja_env: Environment | None = None) -> None:
+        """Render, and let *Rendered Templates* show the parameters that the run is made with."""
+        from envscaler_airflow.operators.asked import shown_parameters  # noqa: PLC0415  (DAG files do without)
+
+        super().render_template_fields(context, jinja_env)
+        self.parameters = shown_parameters(self, context)
 
     def execute(self, context: Context) -> Any:
         """Begin, adopt or deliver the run; defer while it needs nobody."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import USD_PER_GIB_MONTH, extras_at
 from envscaler_airflow.planning.explain import nearest_misses
 from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
@@ -457,7 +458,7 @@ def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) 
             notes.append(f"what {item.name} costs to leave {left} is unknown and counted as nothing")
         if not is_timed and any(usds):
             notes.append(
-                f"no speed is known, so copying {item.name} is in no price: up to ${_most(usds):.2f}"
+                f"no speed is known, so copying {item.name} is in no price: up to {usd_text(_most(usds))}"
             )
     return notes
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
@@ -74,6 +75,7 @@ class RunFacts:
         checks: Recorded scaling checks of this generation and how often each was repeated, newest first.
         unit: What *rates* count: ``samples`` or ``steps``.
         rates: Speeds of the attempts of this generation, in order of time.
+        parameters: Of the spec that it runs on, with the values that it was made with.
     """
 
     url: str
@@ -83,6 +85,7 @@ class RunFacts:
     checks: tuple[tuple[Check, int], ...] = ()
     unit: str = "steps"
     rates: tuple[Rate, ...] = ()
+    parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_facts(store: Store, prefix: str) -> RunFacts | None:
@@ -106,6 +109,7 @@ def read_facts(store: Store, prefix: str) -> RunFacts | None:
         checks=_checks(store, prefix, state.generation),
         unit=unit,
         rates=rates,
+        parameters=read_parameters(store, prefix, state.spec_hash),
     )
 
 

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from envscaler_airflow.controller.report import run_bill, why_ended
 from envscaler_airflow.cost import Bill, Split
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin.facts import ANSWERS, MOST_NODES, RunFacts
@@ -82,6 +83,7 @@ def run_page(facts: RunFacts, *, now: float) -> str:
         url=facts.url,
         state=state,
         reason=state.reason,
+        parameters=sorted((name, str(value)) for name, value in facts.parameters.items()),
         summary=_summary(state, facts.statuses, bill, now=now),
         rows=[_row(item, bill, now=now) for item in attempts[-MOST_ATTEMPTS:]],
         hidden_attempts=max(0, len(attempts) - MOST_ATTEMPTS),
@@ -224,14 +226,12 @@ def shown(value: object) -> object:
 
 
 def money(usd: float | None) -> str:
-    """USD with as many digits as its size asks for.
+    """USD as small as it is.
 
     >>> money(12.5), money(0.00123), money(0.0), money(None)
-    ('$12.50', '$0.001230', '$0.00', 'unknown')
+    ('$12.50', '$0.00123', '$0.00', 'unknown')
     """
-    if usd is None:
-        return "unknown"
-    return f"${usd:.2f}" if usd == 0 or abs(usd) >= 1 else f"${usd:.6f}"
+    return "unknown" if usd is None else usd_text(usd)
 
 
 def moment(at: float) -> str:

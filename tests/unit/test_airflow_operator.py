@@ -17,6 +17,7 @@ from fakes.operator_world import PREFIX, SPEC, Ti, operator_world
 
 from envscaler_airflow import EnvStageOperator, spec_params
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import asked
 from envscaler_airflow.operators.asked import chosen_parameters
@@ -366,3 +367,37 @@ def test_the_link_leads_to_the_runs_folder(world):
     assert store_page("s3://b/a b/c").startswith(
         "https://s3.console.aws.amazon.com/s3/buckets/b?prefix=a%20b/c/"
     )
+
+
+class TestRenderedTemplates:
+    """*Rendered Templates* shows the parameters that a run is made with (F14)."""
+
+    def rendered(self, world, **arguments):
+        """The field after Airflow has rendered it, before the first execution."""
+        operator = world.operator(**arguments)
+        operator.render_template_fields(world.context(operator, Ti()) | {"note": "by hand"})
+        return operator.parameters
+
+    def test_defaults_the_form_and_the_operators_own_are_one_mapping(self, world):
+        """The spec's default, over it what was typed into the form, over that the operator's own."""
+        world.params = {"rate": 0.5, "other": 1}
+
+        assert self.rendered(world) == {"rate": 0.5, "note": ""}
+        assert self.rendered(world, parameters={"note": "{{ note }}"}) == {"rate": 0.5, "note": "by hand"}
+        assert self.rendered(world, parameters={"rate": 0.7})["rate"] == 0.7
+
+    def test_what_cannot_be_known_stays_as_it_was_given(self, world):
+        """A missing spec is refused by the execution, which says why."""
+        assert self.rendered(world, spec="absent.yaml", parameters={"rate": 1}) == {"rate": 1}
+        assert self.rendered(world, spec="absent.yaml") is None
+
+    def test_the_run_is_made_with_what_is_shown(self, world):
+        """The frozen spec has the same values."""
+        world.params = {"rate": 0.5}
+        operator = world.operator()
+        operator.render_template_fields(world.context(operator, Ti()))
+
+        world.execute(operator)
+
+        spec_hash = world.log.load().spec_hash
+        assert read_parameters(world.store, PREFIX, spec_hash) == operator.parameters

@@ -8,6 +8,7 @@ import re
 import pytest
 from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
 
+from envscaler_airflow import get_provider_info
 from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.hooks.checkpoint import CheckpointHook
 from envscaler_airflow.hooks.secrets import resolve_secret
@@ -43,6 +44,32 @@ def test_the_operators_url_wins_then_the_connections_then_the_setting():
     assert store_place("/mine", "store").url == "/mine"
     assert store_place(None, "store").url == "s3://from-connection/runs"
     assert store_place().url == "/from/setting"
+
+
+@pytest.mark.parametrize(
+    ("fields", "url"),
+    [
+        ({"host": "s3://bucket/runs"}, "s3://bucket/runs"),
+        ({"host": "file:///srv/store", "extra": {"store_url": "s3://other"}}, "file:///srv/store"),
+        ({"host": "s3://bucket", "schema": "runs/of/ours"}, "s3://bucket/runs/of/ours"),
+        ({"host": "", "extra": {"store_url": "s3://bucket/runs"}}, "s3://bucket/runs"),
+    ],
+)
+def test_the_forms_first_field_is_the_stores_url(monkeypatch, fields, url):
+    """Whole, as from the form, or in two parts, as from a connection's URI (F14)."""
+    monkeypatch.setenv("AIRFLOW_CONN_STORE", json.dumps({"conn_type": "envscaler_store", **fields}))
+
+    assert store_place(None, "store").url == url
+
+
+def test_the_form_asks_for_the_url_first():
+    """Airflow shows ``host`` above all else; what no store has is hidden (F14)."""
+    (form,) = get_provider_info()["connection-types"]
+    behaviour = form["ui-field-behaviour"]
+
+    assert behaviour["relabeling"]["host"] == "Store URL"
+    assert behaviour["hidden-fields"] == ["schema", "port"]
+    assert list(form["conn-fields"]) == ["region_name", "endpoint_url"]
 
 
 def test_a_connection_gives_options_and_keeps_its_secrets_apart():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from envscaler_airflow.cli.tables import RunRow, print_report, print_run
+from envscaler_airflow.cli.market import print_table
+from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.cost import Held, Use, bill
 from envscaler_airflow.lifecycle import Event, RunState
 from envscaler_airflow.lifecycle.narration import describe
@@ -59,8 +62,7 @@ def test_a_bill_names_both_parts_of_a_mixed_attempt():
 
     shown = " ".join(console.file.getvalue().split())
     assert (
-        "g1-a1 1 x aws/us-east-1/p3.2xlarge/on-demand + 1 x aws/us-east-1/p3.2xlarge/spot "
-        "3600 2.0000 4.000000"
+        "g1-a1 1 x aws/us-east-1/p3.2xlarge/on-demand + 1 x aws/us-east-1/p3.2xlarge/spot 3600 2.0000 4.00"
     ) in shown
 
 
@@ -78,6 +80,56 @@ def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsy
 
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if "g1-a1" in line).split()
-    assert [row[0], *row[-6:]] == ["g1-a1", "36000", "1.5000", "60.000000", "9000", "0", "succeeded"]
+    assert [row[0], *row[-6:]] == ["g1-a1", "36000", "1.5000", "60.00", "9000", "0", "succeeded"]
     assert "total $60.00" in shown
     assert "price: cluster_prices[gpu]" in shown
+
+
+def test_rows_are_whole_where_the_output_is_piped(capsys, monkeypatch):
+    """A row is a line, however long its names are, so that grep finds it (F14)."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "d/retrain_text_classifier/" + "scheduled__2026-07-20T00:00:00+00:00" * 4 + "/train/-1"
+
+    print_runs([RunRow(name, "active", usd=0.00012, age_s=200.0, owner="ana@build-3:4711")])
+
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "active" in line]
+    cells = ["3 min 20 s", "$0.00012", "ana@build-3:4711"]
+    assert name.removeprefix("d/").removesuffix("/-1") in row
+    assert all(cell in row for cell in cells)
+
+
+def test_a_list_fits_eighty_columns():
+    """Of a terminal of that width; names go on below (F14)."""
+    console = Console(width=80, file=io.StringIO())
+    names = ["a" * 60, "b" * 20]
+
+    print_runs([RunRow(f"d/{name}/r/t/-1", "failed to start", owner="ana@h:1") for name in names], console)
+
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_table_of_offers_is_folded_on_a_narrow_terminal(capsys, monkeypatch, columns):
+    """Two lines for each row, every figure with its name; nothing beyond eighty columns (F14)."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    row = ("aws/us-east-1 (+16)", "p5.48xlarge", "192", "2048", "H100:8", "-", "98.3200", "x" * 40)
+
+    print_table(("INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "SPOT", "$/h", "WHY NOT"), [row])
+
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "aws/us-east-1 (+16)  p5.48xlarge"
+    assert " ".join("".join(shown[1:]).split()) == (
+        f"vCPUs 192, MEM 2048, GPUs H100:8, $/h 98.3200, WHY NOT {'x' * 40}"
+    )
+    assert max(map(len, shown)) <= 80
+
+
+def test_a_run_is_shown_with_its_parameters(capsys):
+    """Beside age, cost and owner (F14)."""
+    print_run(RunRow("d/run", "active", usd=0.02, age_s=60.0), [], parameters={"rate": 0.5, "note": "a\nb"})
+
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1:3] == ["began 1 min ago, cost $0.02, owner -", "parameters: note=a b, rate=0.5"]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.controller.freeze import spec_name
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -93,15 +94,15 @@ def test_a_recorded_run_is_told_whole(recorded):
         "step 900 of 900",
         "1 local/cpu-1 $0.0662",
         "0 to 140 $0.000293 moved",
-        "140 to 900 $0.002907 succeeded",
+        "140 to 900 $0.00291 succeeded",
         "asked for a move to local/cpu-2 local/cpu-2 saves $0.8594 of $2.235",
         "move accepted to local/cpu-2",
         "keep local/cpu-2 cool-down: 9 s of 10 s since the last move 8 times",
-        "compute $0.003071",
+        "compute $0.00307",
         "provisioning $0.000049",
-        "local/cpu-1 would have cost $0.001673 : this run cost $0.001527 more",
+        "local/cpu-1 would have cost $0.00167 : this run cost $0.00153 more",
     ):
-        assert words in page.replace("$0.001673:", "$0.001673 :"), words
+        assert words in page.replace("$0.00167:", "$0.00167 :"), words
 
 
 def test_speed_is_told_on_the_owners_clock(recorded):
@@ -150,7 +151,7 @@ def test_a_live_attempt_costs_what_it_was_held_for(store):
 
     text = Elements(run_page(read_facts(store, "run"), now=1060)).text
 
-    assert "cost $0.006000" in text
+    assert "cost $0.006" in text
     assert "time 1 min" in text
 
 
@@ -188,7 +189,7 @@ def test_where_each_price_of_a_mixed_allocation_is_from_is_told(store):
 
     text = Elements(run_page(read_facts(store, "run"), now=1000.0 + 3600)).text
 
-    assert "cost $0.480000" in text
+    assert "cost $0.48" in text
     assert "Price: the list Price: the market" in text
 
 
@@ -202,6 +203,29 @@ def test_what_is_not_known_is_said_to_be(store):
     assert "step unknown" in text
     assert "local/cpu-1 unknown" in text
     assert "What the money went to is not known yet." in text
+
+
+def test_the_parameters_that_a_run_was_made_with_are_told(store):
+    """Of its frozen spec; their text stays text (F14)."""
+    begin(store)
+    body = {"parameters": {"rate": 0.5, "note": "<b>x</b>"}}
+    store.write(f"run/{spec_name('h')}", json.dumps(body).encode())
+
+    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+
+    assert "Parameters note <b>x</b> rate 0.5" in text
+
+
+@pytest.mark.parametrize("spec", [b"{", b"[]", b'{"parameters": 3}'])
+def test_a_spec_that_cannot_be_read_hides_nothing_else(store, spec):
+    """The page then has no parameters."""
+    begin(store)
+    store.write(f"run/{spec_name('h')}", spec)
+
+    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+
+    assert "Parameters" not in text
+    assert "local/cpu-1" in text
 
 
 def test_the_newest_word_of_a_node_is_told(store):
