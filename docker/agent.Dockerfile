@@ -8,7 +8,7 @@ ARG BASE=docker.io/library/python:3.12-slim
 
 FROM ${BASE} AS build
 ARG PIP="-m pip"
-ARG REQUIREMENTS="boto3 fsspec nvidia-ml-py pathspec pydantic pyyaml tenacity zstandard"
+ARG REQUIREMENTS="boto3 fsspec nvidia-ml-py pydantic pyyaml tenacity zstandard"
 # Other stores by fsspec: "gcsfs", "adlfs", "ossfs".
 ARG EXTRA_REQUIREMENTS=""
 # Where packages come from, as pip reads it from its environment.

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from envscaler_airflow.operators.stage import EnvStageOperator
 
 
+_NOTHING = frozenset({"none", "null", "undefined", "nan"})
+"""Texts that templates make of a value that is not there."""
+
+
 def stage_of(
     operator: EnvStageOperator,
     context: Context,
@@ -208,7 +212,7 @@ def chosen_parameters(
 
 
 def _uri(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or value.strip().lower() in _NOTHING:
         raise SpecError(
             f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[{name!r}]"
         )
@@ -224,6 +228,12 @@ def _origin(uri: object) -> str | None:
     if has_userinfo(uri):
         raise SpecError("restore_from: credentials in a URL end up in logs; use a connection")
     _refuse_masked({"restore_from": uri})
+    if not uri.startswith("/") and "://" not in uri:
+        raise SpecError(
+            f"restore_from: {uri!r:.80} is not a URI; write an absolute path or a URL such as "
+            "s3://bucket/.../checkpoints/g1-step-00000100-a1, and for a form's optional field "
+            "{{ params.NAME or '' }}"
+        )
     return uri
 
 

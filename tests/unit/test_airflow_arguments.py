@@ -166,13 +166,22 @@ def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
         ({"parameters": "None"}, "parameters: got 'None', expected names with their values"),
         ({"inputs": ["file:///a"]}, "inputs: got .*, expected names with their values"),
         ({"restore_from": 5}, "restore_from: got 5, expected the URI"),
+        ({"restore_from": "None"}, "restore_from: 'None' is not a URI; write .* or '' }}"),
+        ({"restore_from": "checkpoints/g1"}, "restore_from: 'checkpoints/g1' is not a URI"),
+        ({"inputs": {"data": "None"}}, r"inputs\['data'\]: got 'None', expected the URI of an output"),
+        ({"inputs": {"data": "null"}}, r"inputs\['data'\]: got 'null'"),
+        ({"budget_usd": "None"}, "budget_usd: 'None' is no number of USD"),
+        ({"value_of_hour": "None"}, "value_of_hour: 'None' is no number of USD"),
+        ({"deadline": "None"}, "deadline: .*: write '4h'"),
+        ({"target": "None"}, "no target 'None'"),
+        ({"store_url": "None"}, "store 'None' is not an absolute path"),
         ({"store_url": Path("/mnt/store")}, "store_url: got .*, expected text"),
         ({"deadline": timedelta(hours=4)}, "deadline: .*: write '4h'"),
         ({"budget_usd": {}}, "budget_usd: {} is no number of USD"),
     ],
 )
 def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument, words):
-    """As templates, forms and mapped values make them: never retried, in words."""
+    """As templates, forms and mapped values make them, ``None`` too: never retried, in words (E)."""
     operator = world.operator(**{"spec": "train.yaml", **argument})
 
     with pytest.raises(AirflowFailException, match=words):
