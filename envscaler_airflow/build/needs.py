@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -69,6 +70,28 @@ def lacking_tools(spec: EnvSpec, requirements: Requirements, machine: Here) -> l
     if machine.python_of(version) is not None:
         return []
     return [f"runtimes: Python {version} is not here, and uv, which brings it, is not either; {INSTALL_UV}"]
+
+
+def local_source_faults(spec: EnvSpec) -> list[str]:
+    """Volumes of a scheme that this machine cannot open, one fault each; known without asking any store.
+
+    Object stores of the extras are left to ``dry-run``: another machine may have the extra.
+    """
+    if (spec.target or "local") != "local":
+        return []
+    found = []
+    for index, volume in enumerate(spec.volumes):
+        if volume.kind == "hdfs" and not _has_module("pyarrow"):
+            found.append(
+                f"volumes[{index}].source: {volume.source} is HDFS, which a stage on local opens by pyarrow "
+                "and a Hadoop client, and pyarrow is not installed; pip install pyarrow, write another "
+                "source such as s3://bucket/path, or one for local under targets"
+            )
+    return found
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def lacking_extras(spec: EnvSpec, store_url: str | None) -> list[str]:

@@ -44,6 +44,10 @@ def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = Non
     else:
         files = {item.name: item.text for item in render_venv(spec, requirements)}
         files["run.sh"] = _machine_script(spec)
+    gpus = _nvidia_gpus(spec)
+    if gpus:
+        files = {"gpu.sh": gpu_script(is_container=is_container), **files}
+    run = ["sh", f"{HOME}/run.sh"]
     document: dict[str, Any] = {
         "package_update": True,
         "packages": ["docker.io"]
@@ -53,7 +57,7 @@ def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = Non
         "mounts": _mounts(spec),
         "runcmd": [["mkdir", "-p", path] for path in _folders(spec)]
         + ([] if is_container else [["sh", f"{HOME}/venv.sh"]])
-        + [["sh", f"{HOME}/run.sh"]],
+        + [["sh", "-c", f"sh {HOME}/gpu.sh && exec {shlex.join(run)}"] if gpus else run],
     }
     notes = [f"{spec.name}, rendered by envscaler from its spec.", *_notes(spec)]
     body = yaml_text({key: value for key, value in document.items() if value})
@@ -126,6 +130,68 @@ def _word(word: str, rank: str) -> str:
         tail = f":{PORT}" if word.endswith(f":{PORT}") else ""
         return f'{flag}="$ENVSCALER_RENDEZVOUS"{tail}'
     return shlex.quote(word)
+
+
+def _nvidia_gpus(spec: EnvSpec) -> int:
+    """GPUs that a driver of NVIDIA is for; AMD's come with the machine's image."""
+    need = spec.resources.alternatives[0].requests.gpu
+    is_amd = need is not None and (
+        need.vendor == "amd" or (need.type != () and all(name.startswith("MI") for name in need.type))
+    )
+    return 0 if need is None or is_amd else need.count
+
+
+_GPU_HEAD = """\
+#!/bin/sh
+# Makes the machine's GPUs usable, unless its image has done so: the driver{more}.
+set -eu
+export DEBIAN_FRONTEND=noninteractive
+if ! nvidia-smi >/dev/null 2>&1; then
+  if command -v ubuntu-drivers >/dev/null 2>&1 || apt-get install --yes ubuntu-drivers-common; then
+    ubuntu-drivers install --gpgpu
+  else
+    apt-get install --yes "linux-headers-$(uname -r)" nvidia-driver
+  fi
+  modprobe nvidia
+  modprobe nvidia-uvm
+  version="$(cut -d . -f 1 /sys/module/nvidia/version)"
+  if ! command -v nvidia-smi >/dev/null 2>&1; then
+    apt-get install --yes "nvidia-utils-$version-server" || apt-get install --yes "nvidia-utils-$version"
+  fi
+  if ls /dev/nvidia-nvswitch* >/dev/null 2>&1; then
+    apt-get install --yes "nvidia-fabricmanager-$version"
+    systemctl enable --now nvidia-fabricmanager
+  fi
+fi
+if ! nvidia-smi; then
+  echo "nvidia-smi does not answer: take an image with NVIDIA's driver" >&2
+  exit 1
+fi
+"""
+"""Sources: documentation.ubuntu.com/server/how-to/graphics/install-nvidia-drivers (``--gpgpu``, then utils),
+docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide, wiki.debian.org/NvidiaGraphicsDrivers."""
+_TOOLKIT = """\
+if ! command -v nvidia-ctk >/dev/null 2>&1; then
+  apt-get install --yes --no-install-recommends ca-certificates curl gnupg
+  base=https://nvidia.github.io/libnvidia-container
+  key=/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg
+  list=/etc/apt/sources.list.d/nvidia-container-toolkit.list
+  curl -fsSL "$base/gpgkey" | gpg --batch --yes --dearmor -o "$key"
+  curl -fsSL "$base/stable/deb/nvidia-container-toolkit.list" \\
+    | sed "s#deb https://#deb [signed-by=$key] https://#g" > "$list"
+  apt-get update
+  apt-get install --yes nvidia-container-toolkit
+fi
+nvidia-ctk runtime configure --runtime=docker
+systemctl restart docker
+"""
+"""Source: docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/install-guide.html, with apt."""
+
+
+def gpu_script(*, is_container: bool) -> str:
+    """Installs driver and, for containers, the toolkit by which Docker hands GPUs out; ends at what fails."""
+    head = _GPU_HEAD.replace("{more}", " and Docker's way to them" if is_container else "")
+    return head + (_TOOLKIT if is_container else "")
 
 
 _HEAD = f"""\

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import click
 
 from envscaler_airflow.build.distributed import batches
+from envscaler_airflow.build.needs import local_source_faults
 from envscaler_airflow.build.requirements import read_requirements
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
+from envscaler_airflow.scaling.registry import check_policy
+from envscaler_airflow.spec import EnvSpec, spec_hash
+from envscaler_airflow.spec.loading import load_with_sources
 
 
 @click.command()
@@ -26,8 +29,14 @@ def validate(
     spec: EnvSpec | None = None
     faults: list[str] = []
     try:
-        spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+        loaded = load_with_sources(
+            path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry()
+        )
+        spec = loaded.spec
         faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
+        faults += [_placed(fault, loaded.sources) for fault in _faults_of(_check_policy, spec)]
+        if target in (None, "local"):
+            faults += [_placed(fault, loaded.sources) for fault in local_source_faults(spec)]
     except SpecError as err:
         faults = err.faults
     if as_json:
@@ -36,6 +45,17 @@ def validate(
         _print(path, spec, faults)
     if faults:
         click.get_current_context().exit(2)
+
+
+def _check_policy(spec: EnvSpec) -> None:
+    if spec.scaling is not None:
+        check_policy(spec.scaling.policy)
+
+
+def _placed(fault: str, sources: Mapping[str, str]) -> str:
+    """*fault*, which begins with a path, behind the file and line of that path."""
+    where = sources.get(fault.partition(": ")[0])
+    return fault if where is None else f"{where}: {fault}"
 
 
 def _faults_of(check: Callable[[EnvSpec], object], spec: EnvSpec) -> list[str]:

@@ -20,6 +20,7 @@ from envscaler_airflow.operators.params import RESTART, RESTARTS
 from envscaler_airflow.operators.slices import pause_s
 from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.planning import STRATEGIES
+from envscaler_airflow.scaling.registry import check_policy
 from envscaler_airflow.spec import load_spec, spec_params
 from envscaler_airflow.spec.literals import has_userinfo
 from envscaler_airflow.spec.models import EnvSpec
@@ -84,6 +85,8 @@ def _asked_anew(
     if isinstance(backend, KubernetesBackend):
         settings = backend.settings
         spec = with_image(spec, image=settings.image, repository=settings.image_repository)
+    if spec.scaling is not None:
+        check_policy(spec.scaling.policy)
     _mask_references(spec, operator)
     _refuse_masked(spec.to_dict())
     return {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import POLICIES, Propose
@@ -28,6 +30,21 @@ def all_policies() -> Mapping[str, Propose]:
     One that cannot be loaded, fails, or answers with what is no proposal moves nothing, and says why.
     """
     return {**{point.name: _brought(point) for point in entry_points(group=GROUP)}, **POLICIES}
+
+
+def check_policy(name: str) -> None:
+    """Refuse a policy that neither we nor an installed package has; nothing is loaded for that.
+
+    Raises:
+        SpecError: No such policy is installed here.
+    """
+    known = sorted({*POLICIES, *(point.name for point in entry_points(group=GROUP))})
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        fix = f"write {near[0]}" if near else f"write one of {', '.join(known)}"
+        raise SpecError(
+            f"scaling.policy: {name!r:.60} is not installed here; {fix}, or install the package that has it"
+        )
 
 
 def _brought(point: EntryPoint) -> Propose:

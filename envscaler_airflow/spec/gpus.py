@@ -77,14 +77,38 @@ _ALIASES: dict[str, str] = {
     "v100-sxm2-32gb": "V100-32GB",
 }
 _BY_LOWER = {name.lower(): name for name in MEMORY_GB} | _ALIASES
-_PREFIX = re.compile(r"(nvidia-tesla-|nvidia-|amd-|amd-instinct-|tesla-|geforce-)")
+_BY_BARE = {re.sub(r"[^a-z0-9]", "", name): found for name, found in _BY_LOWER.items()}
+"""The same without what separates words: ``rtx4090`` for ``RTX 4090``."""
+_PREFIX = re.compile(r"(nvidia-)?(tesla-|geforce-)?(amd-)?(instinct-)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}\Z")
+_SUFFIXED = re.compile(r"(s|d|x|g|e|ti|super|max-?q|laptop|nvl|sxm[0-9]?|pcie|hbm[0-9]e?)\Z")
+"""What vendors append to a model's name for another of its kind. Source: NVIDIA's and AMD's product lists."""
+_OTHER_MODELS = frozenset({"gb200", "gb300", "mi300a", "mi325a", "l40g"})
+"""Models that differ from one in the catalog by a letter. Source: the vendors' datasheets."""
 
 
 def canonical(name: str) -> str | None:
     """Catalog's name of *name*, whatever its case and vendor; None when it is not in the catalog."""
-    key = name.strip().lower().replace(" ", "-").replace("_", "-")
-    return _BY_LOWER.get(key) or _BY_LOWER.get(_PREFIX.sub("", key, count=1))
+    key = _key(name)
+    return _BY_LOWER.get(key) or _BY_LOWER.get(_less_vendor(key)) or _BY_BARE.get(_bare(_less_vendor(key)))
+
+
+def nearest(name: str) -> str | None:
+    """The catalog's name that is spelt most like *name*; None when none is."""
+    near = difflib.get_close_matches(_less_vendor(_key(name)), _BY_LOWER, n=1, cutoff=0.8)
+    return _BY_LOWER[near[0]] if near else None
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace(" ", "-").replace("_", "-")
+
+
+def _less_vendor(key: str) -> str:
+    return _PREFIX.sub("", key, count=1).removesuffix("-generation")
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", key)
 
 
 def resolve(name: str, memory_gb: float | None = None) -> tuple[str, ...]:
@@ -112,10 +136,25 @@ def resolve(name: str, memory_gb: float | None = None) -> tuple[str, ...]:
 
 
 def _unknown(name: str) -> str:
-    """A name that the catalog lacks is kept as it is, unless it looks like a typing error."""
-    if not _NAME.match(name):
+    """A name that the catalog lacks is kept, without vendor and spaces, unless it is a typing error.
+
+    Another number is another model (``RTX 4080``, ``H20``), and so is a suffix that vendors use
+    (``V100S``); other letters around the same numbers are misspelt (``A100-80G``).
+    """
+    key = _less_vendor(_key(name))
+    begin = _PREFIX.match(_key(name))
+    written = name.strip()[begin.end() if begin else 0 :][: len(key)]
+    kept = written.replace(" ", "")
+    if not _NAME.match(kept):
         raise ValueError(f"{name!r:.60} is no GPU name; write one of the catalog, such as A100-80GB")
-    near = difflib.get_close_matches(name.lower(), _BY_LOWER, n=1, cutoff=0.8)
-    if near:
-        raise ValueError(f"GPU {name!r:.60} is not known; write {_BY_LOWER[near[0]]}")
-    return name
+    near = nearest(name)
+    if near is not None and _is_misspelt(_bare(key), near):
+        raise ValueError(f"GPU {name!r:.60} is not known; write {near}")
+    return kept
+
+
+def _is_misspelt(bare: str, near: str) -> bool:
+    known = _bare(near.lower())
+    if re.findall(r"[0-9]+", bare) != re.findall(r"[0-9]+", known) or bare in _OTHER_MODELS:
+        return False
+    return not (bare.startswith(known) and _SUFFIXED.match(bare[len(known) :]))

@@ -12,7 +12,7 @@ from typing import Any
 from envscaler_airflow.spec import parameters as params
 from envscaler_airflow.spec.compose import Composition, Registry, gather, merge, prune
 from envscaler_airflow.spec.faults import Faults
-from envscaler_airflow.spec.gpus import MEMORY_GB
+from envscaler_airflow.spec.gpus import MEMORY_GB, nearest
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.spec.models import UNHASHED_FIELDS, EnvSpec
 from envscaler_airflow.spec.secrets import check_secrets
@@ -283,7 +283,7 @@ def _warnings(spec: EnvSpec) -> list[str]:
         unknown = [
             name for name in (need.requests.gpu.type if need.requests.gpu else ()) if name not in MEMORY_GB
         ]
-        found += [f"resources: GPU {name} is not in the catalog" for name in unknown]
+        found += [f"resources: GPU {name} is not in the catalog{_hint(name)}" for name in unknown]
     if distributed is not None:
         nodes = distributed.node_count
         if nodes is not None and not spec.num_nodes.min <= nodes <= spec.num_nodes.max:
@@ -295,6 +295,11 @@ def _warnings(spec: EnvSpec) -> list[str]:
                 f"world_size {distributed.world_size} counts"
             )
     return found
+
+
+def _hint(gpu: str) -> str:
+    near = nearest(gpu)
+    return "" if near is None else f"; write {near} if that was meant"
 
 
 def _sources(tree: Node) -> dict[str, str]:

@@ -124,6 +124,16 @@ def node_of(value: Any, at: Node, name: str | int | None = None) -> Node:
     return replace(place, value=value)
 
 
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|(?:^|\s)#.*")
+"""What of a line is in quotes or a comment."""
+_UNQUOTED = 'a template without quotes; write it in quotes: "{{ parameters.x }}"'
+
+
+def _has_bare_template(line: str) -> bool:
+    """True when *line* has a template outside of quotes, which YAML reads as a map in a map."""
+    return "{{" in _QUOTED.sub("", line)
+
+
 def read_file(path: Path, faults: Faults, *, shown_as: str) -> Node | None:
     """The document in *path*; None when a fault makes it unreadable."""
     text = _read_text(path, faults, shown_as)
@@ -144,7 +154,13 @@ def read_text(text: str, faults: Faults, *, file: str = "spec") -> Node | None:
         return None
     except yaml.MarkedYAMLError as err:
         mark = err.problem_mark or err.context_mark
-        faults.add(file, mark.line + 1 if mark else 0, "", _syntax(err.problem or err.context or ""))
+        begun = err.context_mark.line if err.context_mark else 0
+        lines = text.splitlines()[begun : (mark.line if mark else begun) + 1]
+        bare = next((begun + number for number, line in enumerate(lines) if _has_bare_template(line)), None)
+        if bare is not None:
+            faults.add(file, bare + 1, "", _UNQUOTED)
+        else:
+            faults.add(file, mark.line + 1 if mark else 0, "", _syntax(err.problem or err.context or ""))
         return None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as err:
         faults.add(file, 0, "", f"is no YAML: {str(err).splitlines()[0]:.200}; write plain UTF-8 text")
@@ -198,8 +214,10 @@ class _Reader:
         self.anchors: dict[str, Node | None] = {}
         self.aliases = 0
         self.nodes = 0
+        self.lines: list[str] = []
 
     def read(self, text: str) -> Node | None:
+        self.lines = text.splitlines()
         self.events = yaml.parse(text, Loader=yaml.SafeLoader)
         root: Node | None = None
         for event in self.events:
@@ -290,7 +308,9 @@ class _Reader:
 
     def key(self, event: yaml.Event, path: str, line: int, depth: int) -> str:
         if not isinstance(event, yaml.ScalarEvent):
-            self.stop(event, path, "a key that is no text; write a name")
+            line_text = self.lines[line - 1] if line <= len(self.lines) else ""
+            is_template = _has_bare_template(line_text)
+            self.stop(event, path, _UNQUOTED if is_template else "a key that is no text; write a name")
         assert isinstance(event, yaml.ScalarEvent)
         if event.style is None and _BOOL_1_1.match(event.value):
             self.fault(line, _join(path, event.value), _key_trap(event.value))

@@ -332,3 +332,55 @@ def test_declared_inputs_are_asked_for(tmp_path):
         in faults_of(tmp_path, 'inputs: [model]\nenv: {M: "{{ inputs.modle }}"}\n')[0]
     )
     assert "input 'model' is missing" in faults_of(tmp_path, "inputs: [model]\n", inputs={})[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("RTX 4080", "RTX4080"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX4080SUPER"),
+        ("H20", "H20"),
+        ("GB200", "GB200"),
+        ("GB300", "GB300"),
+        ("H800", "H800"),
+        ("A30", "A30"),
+        ("Tesla V100S", "V100S"),
+        ("RTX4090D", "RTX4090D"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("MI300A", "MI300A"),
+        ("H100-SXM5", "H100-SXM5"),
+        ("L20", "L20"),
+    ],
+)
+def test_a_real_gpu_that_the_catalog_lacks_is_a_note(tmp_path, name, kept):
+    """Another number or a vendor's suffix is another model, and no typing error (F12)."""
+    spec = load(tmp_path, f"resources: {{gpu: {{type: '{name}'}}}}\n")
+
+    assert spec.resources.requests.gpu.type == (kept,)
+    assert spec.warnings[0].startswith(f"resources: GPU {kept} is not in the catalog")
+    if kept == "RTX4080":
+        assert spec.warnings[0].endswith("; write RTX4090 if that was meant")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("rtx_4090", "RTX4090"),
+        ("A100 80GB", "A100-80GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("nvidia-tesla-t4", "T4"),
+    ],
+)
+def test_a_gpu_is_known_however_its_words_are_separated(name, known):
+    """As nvidia-smi, clouds and shops write it (F12)."""
+    assert resolve(name) == (known,)
+
+
+def test_a_misspelt_gpu_is_still_refused():
+    """The numbers agree and the letters do not (F12)."""
+    for name, near in (("A100-80G", "A100-80GB"), ("A10H", "A10"), ("RTX6000Ade", "RTX6000Ada")):
+        with pytest.raises(ValueError, match=f"is not known; write {near}$"):
+            resolve(name)

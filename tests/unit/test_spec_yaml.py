@@ -134,3 +134,40 @@ def test_a_folder_and_a_file_that_fails_are_faults(path):
     assert read_file(Path(path), faults, shown_as="s.yaml") is None
     assert len(faults.found) == 1
     assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: {{ parameters.x }}", 1),
+        ("b: 1\na:\n  - {{ .parameters.x }}", 3),
+        ("a: {{ parameters.x }}-suffix\nb: 1", 1),
+        ("a: [python, {{ parameters.x }}]", 1),
+        ("a: [python, --rate={{ parameters.x }}]", 1),
+        ("a: {count: {{ parameters.x }}}", 1),
+        ("a: {{ parameters['x'] }}", 1),
+        ('a: {{ parameters.x | default("b") }}', 1),
+        ("a: {{ inputs.data }}/b", 1),
+        ("a: 'b' {{ parameters.x }}", 1),
+    ],
+)
+def test_a_template_without_quotes_says_so(text, line):
+    """To YAML it is a map within a map (F12)."""
+    faults = Faults()
+
+    read_text(text, faults)
+
+    (found,) = [str(fault) for fault in faults.found]
+    assert found.startswith(f"spec:{line}: ")
+    assert found.endswith('a template without quotes; write it in quotes: "{{ parameters.x }}"')
+
+
+@pytest.mark.parametrize("text", ["a: '{{ x }}' b", 'a: "b {{ x }}" c', "a: [1, # {{ x }}\n", "? [a]\n: x"])
+def test_a_fault_beside_a_quoted_template_is_what_it_is(text):
+    """The quotes are there (F12)."""
+    faults = Faults()
+
+    read_text(text, faults)
+
+    assert faults.found
+    assert "without quotes" not in str(next(iter(faults.found)))
