@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import uuid
@@ -30,6 +31,7 @@ from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, EnvScalerError, RunFailedError, StoreError
 from envscaler_airflow.lifecycle import Actor, RunState
 from envscaler_airflow.lifecycle.narration import printable
+from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.protocol import EXIT_STOPPED
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
@@ -43,6 +45,8 @@ FAULT = 2
 GRACE_S = 60.0
 """What a machine is given to save and stop where the store cannot be written. Chosen: a small checkpoint."""
 
+_NO_ROOM = re.compile(r"attempt \d+ (not-started\b|on .*\): after: not-started\b)")
+"""Lines of attempts that were not started, and of those that follow them: told in other words here."""
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -115,6 +119,7 @@ class Foreground:
     _waiting: Waiting | None = field(init=False, default=None)
     _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
     _waits: str = field(init=False, default="")
+    _no_room: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
@@ -224,11 +229,15 @@ class Foreground:
     def _on_wait(self, waiting: Waiting) -> None:
         self._waiting = waiting
         self._tell_news()
-        last = self._story.state.current
-        detail = (
-            str(last.ended.get("detail") or "") if last is not None and waiting.watching.backoff_s else ""
-        )
-        self.voice.say(printable(f"{waiting.reason}: {detail}" if detail else waiting.reason))
+        last, pause_s = self._story.state.current, waiting.watching.backoff_s
+        if pause_s is None or last is None or last.outcome != "not-started":
+            self.voice.say(printable(waiting.reason))
+            return
+        # An attempt that found no room is no news by itself: why, once, and then that it still is so.
+        why = str(last.ended.get("detail") or "the backend does not say why")
+        told = f"no room: {why}" if why != self._no_room else "still no room"
+        self._no_room = why
+        self.voice.say(printable(f"{told}; next try in {duration_text(pause_s)}"))
 
     def _on_look(self, watch: Watch) -> None:
         self._print_logs()
@@ -246,7 +255,8 @@ class Foreground:
 
     def _tell_news(self) -> None:
         for line in self._story.news():
-            self.voice.say(line.partition("; output ")[0])  # outputs are the last lines anyway
+            if not _NO_ROOM.match(line):
+                self.voice.say(line.partition("; output ")[0])  # outputs are the last lines anyway
 
     def _look_once_more(self) -> None:
         with suppress(EnvScalerError):

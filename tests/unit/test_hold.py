@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.controller.hold import Holder
+from envscaler_airflow.controller.hold import GIVE_UP_S, Holder
 from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import EventLog, open_store
+from envscaler_airflow.store import EventLog, check_store, open_store
 from envscaler_airflow.store.lease import read_lease, waits_of
-from envscaler_airflow.testing import ManualClock, ScriptedBackend, cpu_offer
+from envscaler_airflow.testing import FaultyStore, ManualClock, ScriptedBackend, cpu_offer
 
 WAITING = Waiting(Watching(1, 1), "runs")
 DONE = Delivered({}, {})
@@ -149,3 +149,51 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
 
     assert waiting._wait(Waiting(watching, "starts")).detail == "the attempt ended"
     assert slept == ["", "node 0: scheduling: no room"]
+
+
+class TestFullStore:
+    """A store that refuses to be written while a shell waits (F6)."""
+
+    @pytest.fixture
+    def full(self, tmp_path):
+        """A watched attempt whose store refuses every write; what the shell was told of it."""
+        store, backend, clock = (
+            FaultyStore(open_store(f"file://{tmp_path}")),
+            ScriptedBackend(),
+            ManualClock(),
+        )
+        check_store(store)
+        request = AttemptRequest(store.url, "p", "dag.train", 1, 1, Allocation(cpu_offer(1)), ("true",))
+        handle = backend.submit(request)
+        told = []
+        waiting = Holder(
+            None,
+            store,
+            "p",
+            backend,
+            Actor("me"),
+            on_trouble=lambda err: told.append(str(err)),
+            sleep=clock.advance,
+            monotonic=clock.monotonic,
+        )
+        store.add("refuse", "write", times=None, error=StoreError("No space left on device"))
+        return waiting, Waiting(Watching(0, 1, 1, handle=handle.to_dict()), "runs"), backend, handle, told
+
+    def test_the_end_of_the_training_is_still_seen_and_the_error_told(self, full):
+        """The lease cannot be renewed, and what else can be seen is."""
+        waiting, watching, backend, handle, told = full
+        backend.end(handle)
+
+        assert waiting._wait(watching).detail == "the attempt ended"
+        assert told == []
+        assert waiting._wait(watching).kind == "status"
+
+    def test_it_is_told_at_once_and_given_up_after_an_hour(self, full):
+        """It never hangs without a word."""
+        waiting, watching, _, _, told = full
+
+        with pytest.raises(StoreError, match="No space left on device"):
+            waiting._wait(watching)
+
+        assert told[0] == "No space left on device"
+        assert GIVE_UP_S <= waiting.monotonic() - 1000.0 < GIVE_UP_S + 60  # the clock began at 1,000 s

@@ -139,10 +139,14 @@ def test_gpus_are_given_out_once():
 
 
 def test_what_is_full_says_who_has_it():
-    """The message names need, rest and holders."""
-    taken = [Claim("dag-train-g1-a1", 0, 5.0, 30 << 30, cpus=(0, 1, 2, 3, 4))]
+    """The message names need, rest and the runs that use it (F6)."""
+    taken = [
+        Claim("shell-a-g1-a1", 1, 3.0, 20 << 30, cpus=(0, 1, 2), run="d/shell/hog/train/-1"),
+        Claim("dag-train-g1-a1", 0, 2.0, 10 << 30, cpus=(3, 4)),
+    ]
+    users = r"in use by shell/hog/train \(node 1\), dag-train-g1-a1 \(node 0\)"
 
-    with pytest.raises(CapacityError, match=r"needs 2 CPUs.*free are 1 CPUs, 6 GiB.*dag-train-g1-a1 n0"):
+    with pytest.raises(CapacityError, match=rf"needs 2 CPUs.*free are 1 CPUs, 6 GiB.*{users}"):
         fit("mine", 0, Allocation(offer_of(2.0)), machine=MACHINE, taken=taken)
 
 

@@ -99,7 +99,7 @@ def test_a_recorded_run_is_told_whole(recorded):
         "move accepted to local/cpu-2",
         "keep local/cpu-2 cool-down: 9 s of 10 s since the last move 8 times",
         "compute $0.00307",
-        "provisioning $0.000049",
+        "provisioning $0.0000489",
         "local/cpu-1 would have cost $0.00167 : this run cost $0.00153 more",
     ):
         assert words in page.replace("$0.00167:", "$0.00167 :"), words

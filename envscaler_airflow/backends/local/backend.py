@@ -291,7 +291,7 @@ class _Start:
         slots = Slots(self._backend.root, self._backend.machine, on_dead=self._backend.end_leftovers)
         request = self._request
         try:
-            claims = slots.claim(self._folder.name, request.allocation, self._locks)
+            claims = slots.claim(self._folder.name, request.allocation, self._locks, run=request.run_prefix)
         except CapacityError:
             if len(self._locks) == request.allocation.nodes:
                 shutil.rmtree(self._folder, ignore_errors=True)

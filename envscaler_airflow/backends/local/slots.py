@@ -7,7 +7,7 @@ is inherited by node main without a gap; so a dead holder's slice is free, howev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Claim:
         memory_bytes: Memory that counts as taken.
         cpus: CPUs that the training is pinned to; () for a shared slice, which is not pinned.
         gpus: GPUs that it sees.
+        run: Folder of the run in the store, for people; "" where an older version claimed.
     """
 
     attempt: str
@@ -37,6 +38,13 @@ class Claim:
     memory_bytes: int
     cpus: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
+    run: str = ""
+
+    @property
+    def holder(self) -> str:
+        """Who uses it, for people: the run without its deployment, else the attempt's folder."""
+        run = self.run.partition("/")[2].removesuffix("/-1") or self.attempt
+        return f"{run} (node {self.node})"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as it stands in the table."""
@@ -53,6 +61,7 @@ class Claim:
                 memory_bytes=int(body["memory_bytes"]),
                 cpus=tuple(int(cpu) for cpu in body["cpus"]),
                 gpus=tuple(int(gpu) for gpu in body["gpus"]),
+                run=str(body.get("run", "")),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise BackendError(f"claim of a slice: {err!r}") from err
@@ -75,8 +84,10 @@ class Slots:
         self._table = root / f"slots-{host}.json"
         self._lock = root / f"slots-{host}.lock"
 
-    def claim(self, attempt: str, allocation: Allocation, nodes: Iterable[int]) -> dict[int, Claim]:
-        """Take slices for *nodes*, all or none. Their node locks are held by the caller.
+    def claim(
+        self, attempt: str, allocation: Allocation, nodes: Iterable[int], *, run: str = ""
+    ) -> dict[int, Claim]:
+        """Take slices for *nodes* of *run*, all or none. Their node locks are held by the caller.
 
         Raises:
             CapacityError: Not enough is free now; says what is taken.
@@ -86,7 +97,8 @@ class Slots:
             made = {}
             for node in nodes:
                 claims = [claim for claim in claims if (claim.attempt, claim.node) != (attempt, node)]
-                made[node] = fit(attempt, node, allocation, machine=self._machine, taken=claims)
+                found = fit(attempt, node, allocation, machine=self._machine, taken=claims)
+                made[node] = replace(found, run=run)
                 claims.append(made[node])
             files.write_json(self._table, {"claims": [claim.to_dict() for claim in claims]})
             return made
@@ -130,7 +142,7 @@ def fit(attempt: str, node: int, allocation: Allocation, *, machine: Machine, ta
     held = {gpu for claim in counted for gpu in claim.gpus}
     gpus = [gpu.index for gpu in machine.gpus if gpu.name == offer.gpu_name and gpu.index not in held]
     if offer.vcpus > free_cpus or memory > free_memory or offer.gpus > len(gpus):
-        holders = ", ".join(f"{claim.attempt} n{claim.node}" for claim in counted) or "nothing"
+        holders = ", ".join(claim.holder for claim in counted) or "nothing"
         raise CapacityError(
             f"{offer.name}: needs {offer.vcpus:g} CPUs, {offer.memory_gib:g} GiB and {offer.gpus} GPUs; "
             f"free are {free_cpus:g} CPUs, {free_memory / GIB:.4g} GiB and {len(gpus)} GPUs; "

@@ -1,0 +1,227 @@
+"""What an owner in the foreground prints, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from dataclasses import replace
+
+import pytest
+
+from envscaler_airflow.cli import voice as voice_module
+from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, signals
+from envscaler_airflow.cli.progress import progress_line
+from envscaler_airflow.cli.voice import Voice
+from envscaler_airflow.controller.stage import Stage, Waiting, Watching
+from envscaler_airflow.errors import NoOfferError, StoreError
+from envscaler_airflow.lifecycle import Actor, AttemptState, RunState
+from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.protocol import Progress, Status
+from envscaler_airflow.store import EventLog, check_store, open_store
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing import FaultyStore, ScriptedBackend
+
+CPU = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4.0, usd_per_hour=0.36))
+LIVE = AttemptState(1, 1, CPU, phase="started", started_at=1000.0, intended_at=1000.0)
+KEY = RunKey("d", "shell", "nightly", "train")
+
+
+class Heard(Voice):
+    """Keeps what was said."""
+
+    def __init__(self):
+        """Nothing yet."""
+        super().__init__()
+        self.lines = []
+
+    def _write(self, text, *, is_error):
+        self.lines.append(text.removeprefix("-- ").rstrip("\n"))
+
+
+class Ended:
+    """A controller that raises what a test says."""
+
+    def __init__(self, err):
+        """Raise *err*."""
+        self.err = err
+
+    def enter(self):
+        """As a first execution."""
+        raise self.err
+
+
+@pytest.fixture
+def store(tmp_path):
+    """An empty store that may fail."""
+    made = FaultyStore(open_store(f"file://{tmp_path}"))
+    check_store(made)
+    return made
+
+
+@pytest.fixture
+def owner(store):
+    """An owner of a run with nothing begun; its voice keeps the lines."""
+    return Foreground(store, KEY, Stage(None, "s.yaml"), ScriptedBackend(), Heard(), Actor("me"))
+
+
+def ended(**body):
+    """A run that failed by an attempt that ended so."""
+    last = replace(LIVE, phase="ended", ended={"outcome": "failed", **body})
+    return RunState(status="failed", generation=1, attempts=(last,), failure="failed")
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (ended(exit_code=3), 3), (ended(exit_code=127), 127), (ended(signal=9), 137), (ended(signal=15), 143),
+        (ended(exit_code=0), 1), (ended(), 1), (replace(ended(exit_code=85), failure="budget"), 2),
+        (RunState(status="failed", generation=1, failure="start"), 2),
+        (replace(ended(exit_code=87), status="stopped"), 87),
+    ],
+)  # fmt: skip
+def test_the_exit_code_is_the_trainings(state, code):
+    """128 and more for a signal; never 0 of a run that failed; 87 after a cancel (F6)."""
+    assert exit_code(state) == code
+
+
+@pytest.mark.parametrize(
+    ("progress", "phase", "line"),
+    [
+        ({"step": 120, "total_steps": 1584, "steps_per_s": 18.3, "loss": 0.71234}, "running",
+         "step 120 of 1,584 (7 %), 18.3 steps/s, 1 min 20 s left, loss 0.7123, $0.01"),
+        ({"step": 5}, "running", "step 5, $0.01"),
+        ({}, "restoring", "restoring a checkpoint, $0.01"),
+        ({"step": 9, "total_steps": 9}, "uploading", "step 9 of 9 (100 %), storing outputs, $0.01"),
+        ({"step": 1, "steps_per_s": 2500.0}, "running", "step 1, 2,500 steps/s, $0.01"),
+    ],
+)  # fmt: skip
+def test_progress_is_one_line(progress, phase, line):
+    """Step, speed, time to the end, loss and cost, as far as they are known (F6)."""
+    state = RunState(status="active", generation=1, attempts=(LIVE,))
+    status = Status(generation=1, attempt=1, phase=phase, progress=Progress(**progress))
+
+    assert progress_line(status, state, now=1100.0) == line
+
+
+def test_nothing_is_said_of_an_attempt_that_is_not_the_live_one():
+    """The status in the store may be of the one before."""
+    state = RunState(status="active", generation=1, attempts=(replace(LIVE, number=2),))
+
+    assert progress_line(Status(generation=1, attempt=1), state, now=1100.0) == ""
+    assert progress_line(None, state, now=1100.0) == ""
+
+
+def test_where_no_person_looks_progress_is_told_now_and_then(capsys):
+    """After 0, 5, 15, 35, 75, 135 s: an hour has some sixty lines (F6)."""
+    now = [0.0]
+    voice = Voice(monotonic=lambda: now[0])
+
+    for second in range(0, 3601, 1):
+        now[0] = float(second)
+        voice.progress(f"second {second}")
+
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:6] == [f"-- second {second}" for second in (0, 5, 15, 35, 75, 135)]
+    assert len(lines) == 63
+
+
+def test_what_was_said_last_is_not_said_again(capsys):
+    """A shell that waits is woken often for the same."""
+    voice = Voice()
+    for line in ("runs", "runs", "starts", "runs"):
+        voice.say(line)
+
+    assert capsys.readouterr().err == "-- runs\n-- starts\n-- runs\n"
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch, number):
+    """A closed pipe, or a hang-up: nothing listens, and the run goes on (F5)."""
+
+    def gone(*_args, **_kwargs):
+        raise OSError(number, "gone")
+
+    muted = []
+    monkeypatch.setattr(voice_module.click, "echo", gone)
+    monkeypatch.setattr(Voice, "_mute", lambda _self: muted.append(True))
+    voice = Voice()
+
+    voice.say("one")
+    voice.training("two\n")
+    voice.progress("three")
+
+    assert len(muted) == 3
+
+
+def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
+    """The backend's own words of an attempt that could not begin (F6)."""
+    log = EventLog(store, KEY.prefix)
+    log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
+    intended = {"generation": 1, "attempt": 1, "allocation": CPU.to_dict(), "reason": "r"}
+    log.append(1, "attempt-intended", intended, actor=Actor("me"))
+    detail = "local/cpu-2: needs 2 CPUs; free are 0 CPUs; in use by shell/hog/tiny (node 0)"
+    body = {"generation": 1, "attempt": 1, "outcome": "not-started", "failure": "capacity", "detail": detail}
+    log.append(2, "attempt-ended", body, actor=Actor("me"))
+
+    for seconds in (10.0, 80.0):
+        owner._on_wait(Waiting(Watching(3, 1, backoff_s=seconds), "after: not-started"))
+
+    assert owner.voice.lines == [
+        "generation 1 begins: r",
+        "attempt 1 on local/cpu-1 ($0.3600/h): r",
+        f"no room: {detail}; next try in 10 s",
+        "still no room; next try in 1 min 20 s",
+    ]
+
+
+def test_an_error_of_the_store_is_said(owner):
+    """A full disk, in the store's own words (F6)."""
+    owner._on_trouble(StoreError("file:///s/x: No space left on device"))
+
+    assert owner.voice.lines == ["no answer, tried again: file:///s/x: No space left on device"]
+
+
+def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
+    """It would look active for ever (F5)."""
+    log = EventLog(store, KEY.prefix)
+    log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
+    owner._holder.controller = Ended(NoOfferError("nothing fits"))
+
+    with pytest.raises(NoOfferError):
+        owner.own()
+
+    state = log.load()
+    assert (state.status, state.failure, state.reason) == ("failed", "start", "nothing fits")
+
+
+@pytest.mark.parametrize("err", [StoreError("away", transient=True), StoreError("away")])
+def test_a_run_of_another_is_not_ended(owner, store, err):
+    """Nor one that may begin when the store answers again."""
+    log = EventLog(store, KEY.prefix)
+    log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("another"))
+    owner._holder.controller = Ended(err)
+
+    with pytest.raises(StoreError):
+        owner.own()
+
+    assert log.load().status == "active"
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_each_signal_that_ends_a_shell_is_one(kind):
+    """TERM, HUP and INT alike (F5)."""
+    with pytest.raises(Signalled) as caught, signals():
+        signal.raise_signal(kind)
+
+    assert caught.value.name == kind.name
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """As below nohup (F5)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
