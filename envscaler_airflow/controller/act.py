@@ -515,7 +515,7 @@ class Controller(Asking):
         self._write_result(state, report.run_report(state, now=self._clock()))
         again = (
             "clear the task, or start the run again by its name, to take it up "
-            "(a clear while a worker ran the task counts as a retry: clear it once more)"
+            "(a clear while a worker ran the task may count as a retry: clear it once more)"
         )
         raise StoppedError(f"the run was stopped: {state.reason}; {again}")
 

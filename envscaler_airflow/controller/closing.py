@@ -13,6 +13,7 @@ from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.facts import spent_usd
 from envscaler_airflow.controller.freeze import key_of
 from envscaler_airflow.controller.hold import Holder
+from envscaler_airflow.controller.request import owns
 from envscaler_airflow.controller.stage import Delivered, Stage, StoppedError, SupersededError, Waiting
 from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, RunFailedError
 from envscaler_airflow.lifecycle import Action, Actor, RunState
@@ -40,19 +41,27 @@ def _not(seconds: float) -> NoReturn:
     raise _Over
 
 
-def close(store: Store, prefix: str, backend: Backend, *, ti_id: str, waits: bool = True) -> RunState:
+def close(
+    store: Store,
+    prefix: str,
+    backend: Backend,
+    *,
+    ti_id: str,
+    try_number: int | None = None,
+    waits: bool = True,
+) -> RunState:
     """Wait until what was asked to stop has ended, and record its end, its cost, and that the run stopped.
 
-    Acts as the try *ti_id*, whose task is over, and only while no other owns the run: a clear's new try
-    takes it over at any moment. What the attempt used is released. With *waits* False only what has ended
-    by now is recorded.
+    Acts as the try (*ti_id*, *try_number*), whose task is over, and only while no other owns the run: a
+    new try takes it over at any moment. What the attempt used is released. With *waits* False only what has
+    ended by now is recorded.
 
     Raises:
         StoreError, BackendError: No answer for an hour.
         ProtocolError: The run cannot be told.
     """
     events = EventLog(store, prefix, snapshots=False)
-    actor = _asked(events, ti_id)
+    actor = _asked(events, ti_id, try_number)
     if actor is None:
         return events.load()
     stage = Stage(spec=None, spec_source="")
@@ -63,12 +72,12 @@ def close(store: Store, prefix: str, backend: Backend, *, ti_id: str, waits: boo
     return events.load()
 
 
-def _asked(events: EventLog, ti_id: str) -> Actor | None:
+def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None:
     """The owner, once a stop of its run is requested; None when nothing is to stop, or another owns it."""
     while True:
         state = events.load()
         owner = state.owner
-        if owner is None or owner.ti_id != ti_id or state.status != "active" or state.unknown:
+        if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
             return None
         if state.live is not None and state.live.phase == "stopping":
             return owner
@@ -79,12 +88,14 @@ def _asked(events: EventLog, ti_id: str) -> Actor | None:
             return owner
 
 
-def close_behind(store: Store, prefix: str, backend: Backend, *, ti_id: str) -> None:
+def close_behind(
+    store: Store, prefix: str, backend: Backend, *, ti_id: str, try_number: int | None = None
+) -> None:
     """:func:`close` in a thread of its own, which the end of this process ends: ``reap`` comes after it."""
 
     def follow() -> None:
         try:
-            state = close(store, prefix, backend, ti_id=ti_id)
+            state = close(store, prefix, backend, ti_id=ti_id, try_number=try_number)
         except (BackendError, ProtocolError) as err:
             log.warning("run=%s its end is not recorded: %s; `envscaler reap` does it", prefix, err)
             return

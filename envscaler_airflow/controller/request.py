@@ -94,7 +94,7 @@ def kill_quietly(
     while True:
         state = log.load()
         live = state.live
-        if live is None or not _owns(state.owner, ti_id, try_number):
+        if live is None or not owns(state.owner, ti_id, try_number):
             return False
         event = log.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
@@ -115,7 +115,8 @@ def kill_quietly(
     return True
 
 
-def _owns(owner: Actor | None, ti_id: str, try_number: int | None) -> bool:
+def owns(owner: Actor | None, ti_id: str, try_number: int | None) -> bool:
+    """True when *owner* is that try; by its task instance alone where *try_number* is not known."""
     is_try = owner is not None and try_number in (None, owner.try_number)
     return is_try and owner is not None and owner.ti_id == ti_id
 

@@ -127,6 +127,7 @@ class Watching:
         faults: Executions in a row that had no answer of the store or the backend.
         faulty_s: Seconds that they have lasted, as the watchers between them counted.
         pause_s: Seconds from now before the owner is woken for anything but a newer owner.
+        try_number: Of the owner, as a task instance id can repeat over a retry; None in older triggers.
     """
 
     number: int
@@ -148,6 +149,7 @@ class Watching:
     faults: int = 0
     faulty_s: float = 0.0
     pause_s: float = 0.0
+    try_number: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

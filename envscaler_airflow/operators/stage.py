@@ -255,7 +255,7 @@ class EnvStageOperator(_OnCluster):
 
         trigger = StageTrigger(
             prefix=prefix,
-            watching=watching,
+            watching={**watching, "try_number": context["ti"].try_number},
             ti_id=str(context["ti"].id),
             compute=self.compute_place,
             store_url=self.store_url,

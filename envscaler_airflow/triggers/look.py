@@ -164,13 +164,21 @@ def _is_scaled(store: Store, prefix: str) -> bool:
         return False
 
 
-def kill(prefix: str, *, ti_id: str, compute: str, store_url: str | None, store_conn_id: str | None) -> bool:
-    """Ask the attempt to save and stop while *ti_id* owns the run; returns whether it was asked.
+def kill(
+    prefix: str,
+    *,
+    ti_id: str,
+    try_number: int | None,
+    compute: str,
+    store_url: str | None,
+    store_conn_id: str | None,
+) -> bool:
+    """Ask the attempt to save and stop while that try owns the run; returns whether it was asked.
 
     How it ends is recorded behind the caller's back: nothing else does it, since no execution follows.
     """
     store, backend = store_place(store_url, store_conn_id).open(), open_backend(compute)
     reason = "the task was marked or deleted while it was deferred"
-    asked = kill_quietly(store, prefix, backend, ti_id=ti_id, reason=reason)
-    close_behind(store, prefix, backend, ti_id=ti_id)
+    asked = kill_quietly(store, prefix, backend, ti_id=ti_id, try_number=try_number, reason=reason)
+    close_behind(store, prefix, backend, ti_id=ti_id, try_number=try_number)
     return asked

@@ -184,6 +184,7 @@ class StageTrigger(BaseTrigger):
         return kill(
             self.prefix,
             ti_id=self.ti_id,
+            try_number=self.watching.get("try_number"),
             compute=self.compute,
             store_url=self.store_url,
             store_conn_id=self.store_conn_id,

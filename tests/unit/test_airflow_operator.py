@@ -91,7 +91,7 @@ def test_execute_starts_an_attempt_and_defers(world):
     path, arguments = deferral.trigger.serialize()
     assert path == "envscaler_airflow.triggers.stage.StageTrigger"
     assert (arguments["prefix"], arguments["ti_id"]) == (PREFIX, "ti-1")
-    assert arguments["watching"]["attempt"] == 1
+    assert (arguments["watching"]["attempt"], arguments["watching"]["try_number"]) == (1, 1)
     assert deferral.method_name == "resume"
     assert deferral.timeout is None
     assert len(world.backend.live) == 1

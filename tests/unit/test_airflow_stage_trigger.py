@@ -436,6 +436,17 @@ def test_a_late_kill_of_an_old_try_does_nothing(world):
     assert not [call for call in world.backend.calls if call[0] == "stop"]
 
 
+def test_a_late_kill_of_a_try_whose_id_came_back_does_nothing(world):
+    """Airflow failed a try that was not running and kept its id: the next try is another one (A2)."""
+    trigger = world.trigger()
+    trigger.watching["try_number"] = 1
+    world.append("owner", {"reason": "taken over"}, actor=Actor("ti-1", 2, 3))
+
+    asyncio.run(trigger.on_kill())
+
+    assert not [call for call in world.backend.calls if call[0] == "stop"]
+
+
 def test_a_kill_that_races_with_a_new_owner_does_nothing(world, monkeypatch):
     """The new try's event lands between reading and asking: its number is taken, and the kill sees it."""
     trigger = world.trigger()

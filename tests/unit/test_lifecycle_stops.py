@@ -111,8 +111,8 @@ def test_a_sibling_that_is_cleared_clears_nothing_here():
     assert after(*RUNNING, stopping("stop"), ended("left"), owner(RETRY)).kind == "halt"
 
 
-def test_a_clear_while_a_worker_runs_the_task_counts_as_a_retry():
-    """Airflow leaves max_tries as it was; one more clear goes on (A3)."""
+def test_a_clear_while_a_worker_runs_the_task_may_count_as_a_retry():
+    """Airflow leaves max_tries as it was where the executor reports a failure; one more clear counts (A3)."""
     cleared_while_running = Actor("ti-2", 2, 3, life="one")
     once_more = Actor("ti-3", 3, 5, life="one")
     events = [*RUNNING, stopping("stop"), owner(cleared_while_running), ended("left", step=3)]

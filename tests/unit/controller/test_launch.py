@@ -40,6 +40,16 @@ def asked(tmp_path, spec, nodes):
     )
 
 
+def test_a_launch_names_the_frozen_spec_that_it_was_made_from(tmp_path):
+    """The sidecar reads that file, whatever is written beside it (A2)."""
+    spec = stage(launcher="torchrun", global_batch=2)
+
+    request = asked(tmp_path, spec, 1)
+
+    assert request.spec_name == freeze.spec_name(freeze.freeze(spec).spec_hash)
+    assert request.spec_name in open_store(f"file://{tmp_path}").children(KEY.prefix)
+
+
 @pytest.mark.parametrize(
     ("nodes", "command", "accumulation"),
     [

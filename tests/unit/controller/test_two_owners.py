@@ -48,6 +48,49 @@ def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
     assert retry._spec(world.state).entrypoint == ("python", "train.py")
 
 
+def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch):
+    """Its worker died before the start, then the spec was changed and the task cleared (A2)."""
+    named, submit = [], world.backend.submit
+    world.backend.fail_next("submit", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        world.controller().enter()
+    world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
+    monkeypatch.setattr(
+        world.backend, "submit", lambda request: named.append(request.spec_name) or submit(request)
+    )
+
+    world.controller(max_tries=9).enter()
+    asked = world.control()
+    world.leave()
+    world.controller(max_tries=9).enter()
+
+    hashes = [attempt.spec_hash for attempt in world.state.attempts]
+    assert named == [freeze.spec_name(spec_hash) for spec_hash in hashes]
+    assert len(set(named)) == 2
+    assert asked.action == "leave"
+
+
+def test_a_zombie_writes_no_frozen_spec_back(world, monkeypatch):
+    """It wakes up with its intent after the run was cleared with another spec: no file of it changes (A2)."""
+    first, found = world.controller(), {}
+    check = type(first)._check_still_owner
+
+    def slept(self, state):
+        if state.live is None or self is not first:
+            return check(self, state)
+        monkeypatch.undo()
+        world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
+        world.controller(max_tries=9).enter()
+        found.update(world.files())
+        return check(self, state)
+
+    monkeypatch.setattr(type(first), "_check_still_owner", slept)
+    with pytest.raises(SupersededError):
+        first.enter()
+
+    assert world.files() == found
+
+
 def test_an_owner_that_slept_before_its_start_starts_nothing(world, monkeypatch):
     """It wakes up after another try took the run over, and its attempt ended."""
     first = world.controller()

@@ -299,6 +299,27 @@ def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
     assert "must see the same store" in bench.start()["failed"]
 
 
+def test_a_sidecar_reads_the_spec_that_its_launch_names(node, store):
+    """Whatever an older owner writes beside it later (A2)."""
+    for name in ("spec.yaml", "spec-1.json", "spec.json"):
+        store.write(name, json.dumps({"distributed": {"global_batch": 1}}).encode())
+    bench = node()
+
+    lay_out(bench.site)
+
+    assert bench.start()["session"]["global_batch"] == 256
+
+
+def test_a_launch_that_names_no_spec_is_refused(make_bench):
+    """There is none to fall back to (A2)."""
+    bench = make_bench(layout={"spec": ""})
+    bench.owner_asks()
+
+    lay_out(bench.site)
+
+    assert bench.start()["failed"] == "layout.json: spec: is missing; expected the name of the frozen spec"
+
+
 @pytest.mark.parametrize(
     ("value", "every"),
     [
