@@ -136,7 +136,7 @@ class Run:
         """Final state of the DAG run."""
         return self.airflow.wait_for_run(self.dag_id, self.run_id, timeout_s=timeout_s)
 
-    def until(self, what: str, ask: Callable[[], Any], *, timeout_s: float = 60) -> Any:
+    def until(self, what: str, ask: Callable[[], Any], *, timeout_s: float = 120) -> Any:
         """The first true answer of *ask*."""
         return self.airflow.wait(ask, timeout_s=timeout_s, what=f"{self.run_id}: {what}", every_s=0.2)
 
@@ -147,7 +147,7 @@ class Run:
         rows = (line.split() for line in self.ledger.read_text().splitlines())
         return [(int(row[0]), int(row[1]), int(row[2])) for row in rows]
 
-    def wait_step(self, step: int, *, attempt: int | None = None, timeout_s: float = 60) -> None:
+    def wait_step(self, step: int, *, attempt: int | None = None, timeout_s: float = 120) -> None:
         """Return once *step* was made (by *attempt*)."""
         self.until(
             f"step {step}",
@@ -187,7 +187,7 @@ class Run:
 
     def open_gates(self) -> None:
         """Let slices pass."""
-        for point in ("before", "after"):
+        for point in ("before", "after", "delivered"):
             self.gate(point).unlink(missing_ok=True)
 
     def processes(self) -> list[psutil.Process]:
@@ -235,7 +235,7 @@ class Run:
         """Whatever may make steps of this run."""
         return [*self.processes(), *self.pods()]
 
-    def wait_gone(self, *, timeout_s: float = 60) -> None:
+    def wait_gone(self, *, timeout_s: float = 120) -> None:
         """Return once nothing of this run is left that may make steps."""
         self.until("nothing lives", lambda: not self.lives(), timeout_s=timeout_s)
 

@@ -67,15 +67,17 @@ def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
 
 @together
 def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
-    """The next try finds the intent and carries it out: one attempt, and it succeeds."""
+    """The next try finds the intent and carries it out, also where the DAG run was set to queued (A1)."""
     run = begin("held", held="before", steps=10)
     run.wait_held("before")
 
+    run.airflow.set_run_state(run.dag_id, run.run_id, "queued")
     kill_slice(run)
 
     run.open_gates()
     assert run.wait_end() == "success"
     assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
+    assert run.state().generation == 1
     run.check()
 
 
@@ -154,11 +156,18 @@ def test_clear_after_success_begins_a_new_generation(begin: Callable):
 
 
 @together
-def test_deferral_timeout_saves_and_the_retry_goes_on(begin: Callable):
-    """``execution_timeout`` counts deferred time; what was committed by then is not made again."""
-    run = begin("stage_with_timeout", steps=90)
+def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
+    """``execution_timeout`` counts deferred time; a retry does not override it, a clear does (A3)."""
+    run = begin("stage_with_timeout", steps=60)
 
-    assert run.wait_end(timeout_s=200) == "success"
+    assert run.wait_end() == "failed"
+    assert (run.state().failure, run.wait("failed")["try_number"]) == ("timeout", 2)
+    for _ in range(3):  # each has the whole time again
+        run.airflow.clear(run.dag_id, run.run_id, ["train"])
+        run.until("it goes on", lambda: run.state().status == "active")
+        if run.wait_end() == "success":
+            break
+
     outcomes = [attempt.outcome for attempt in run.state().attempts]
     assert outcomes[-1] == "succeeded"
     assert set(outcomes[:-1]) == {"left"}

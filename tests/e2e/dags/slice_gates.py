@@ -1,25 +1,30 @@
-"""Hold a slice right before and right after the backend is called, in the worker's process alone.
+"""Hold an execution at points of its way, or lose it before it begins, in the worker's process alone.
 
-A gate is a file ``<E2E_GATES>/<run_id>.before`` or ``.after``; while it stands, the slice waits there.
+A gate is a file ``<E2E_GATES>/<run_id>.<point>``; while it stands, the execution waits there. ``before`` and
+``after`` are right before and right after the backend is called, ``delivered`` is right after the delivery.
+``lost`` is no gate: the process of the next try ends before its execution begins, and takes the file away.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.local import LocalBackend
 
 GATES = Path(os.environ.get("E2E_GATES", "/nonexistent"))
 submit = LocalBackend.submit
+deliver = EnvStageOperator._deliver
 
 
-def wait_at(point: str, request: AttemptRequest) -> None:
+def wait_at(point: str, run_id: str) -> None:
     """Say that the point was reached, and wait there while its gate stands."""
-    gate = GATES / f"{request.run_prefix.split('/')[2]}.{point}"
+    gate = GATES / f"{run_id}.{point}"
     if gate.exists():
         gate.with_suffix(f".{point}.reached").touch()
     while gate.exists():
@@ -28,12 +33,29 @@ def wait_at(point: str, request: AttemptRequest) -> None:
 
 def held_submit(self: Any, request: AttemptRequest) -> Handle:
     """Submit between the two gates."""
-    wait_at("before", request)
+    run_id = request.run_prefix.split("/")[2]
+    wait_at("before", run_id)
     handle = submit(self, request)
-    wait_at("after", request)
+    wait_at("after", run_id)
     return handle
 
 
+def held_deliver(self: Any, context: Any, *arguments: Any) -> Any:
+    """Deliver; Airflow learns of it only once the gate is open."""
+    result = deliver(self, context, *arguments)
+    wait_at("delivered", context["run_id"])
+    return result
+
+
+def lose(context: Any) -> None:
+    """End this process as a machine does that is gone, where the next try is to be lost."""
+    mark = GATES / f"{context['run_id']}.lost"
+    if mark.exists():
+        mark.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def install() -> None:
-    """Put the gates around the local backend's submit."""
+    """Put the gates up."""
     LocalBackend.submit = held_submit
+    EnvStageOperator._deliver = held_deliver

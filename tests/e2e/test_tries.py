@@ -1,0 +1,150 @@
+"""On a real Airflow: a retry is not a clear, a clear of another task neither, and which try may act."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from e2e.crowds import Scenarios
+
+from envscaler_airflow.controller.request import request_stop
+
+LONG = 600
+"""Steps that no test waits for."""
+SCENARIOS = Scenarios()
+together = SCENARIOS.together
+
+
+def kill_execution(run) -> None:
+    """SIGKILL the worker's processes of the task: its runner and the supervisor above it."""
+    for pid in run.airflow.task_pids(run.dag_id, run.run_id, run.task_id):
+        os.kill(pid, signal.SIGKILL)
+
+
+def cancel(run) -> None:
+    """`envscaler cancel`."""
+    request_stop(run.store, run.key.prefix, reason="cancelled", by="test")
+
+
+def wait_try(run, number: int) -> None:
+    """Return once that try owns the run."""
+    run.until(f"try {number}", lambda: run.state().owner.try_number == number)
+
+
+def types(run) -> list[str]:
+    """Types of the run's events."""
+    return [event.type for event in run.events()]
+
+
+def goes_on(run) -> None:
+    """The next attempt starts from the last checkpoint of the first; then it is ended for good."""
+    run.wait_step(3, attempt=2)
+    run.wait("deferred")
+    run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
+    run.wait_gone()
+    assert run.state().generation == 1
+    assert [attempt.outcome for attempt in run.state().attempts][:1] == ["left"]
+    run.check()
+
+
+@together
+def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
+    """Deleted after its third try and created again; its first try is lost before it begins (A1)."""
+    run = begin("held", steps=LONG)
+    run.wait_step(3)
+    for number in (2, 3):
+        run.wait("deferred")
+        run.airflow.clear(run.dag_id, run.run_id, ["train"])
+        wait_try(run, number)
+    run.wait("deferred")
+    run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
+    run.wait_gone()
+    run.airflow.delete_dag_run(run.dag_id, run.run_id)
+    run.gate("lost").touch()
+    run.gate("before").touch()
+    run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 8})
+
+    run.wait_held("before")
+    wait_try(run, 2)
+    kill_execution(run)
+    run.open_gates()
+
+    assert run.wait_end(timeout_s=150) == "success"
+    assert run.wait("success")["try_number"] == 3
+    assert types(run).count("generation") == 2
+    assert len({event.actor.life for event in run.events() if event.actor}) == 2
+    assert [step for generation, _, step in run.steps() if generation == 2] == list(range(1, 9))
+    run.check()
+
+
+@together
+def test_a_retry_of_a_cancelled_run_halts(begin: Callable):
+    """The worker dies before it acts on it, and a sibling is cleared; a clear of the task goes on (A3)."""
+    run = begin("held", held="after", steps=LONG)
+    run.wait_held("after")
+    run.wait_checkpoint()
+
+    cancel(run)
+    run.airflow.clear(run.dag_id, run.run_id, ["sibling"])
+    kill_execution(run)
+    run.open_gates()
+
+    assert run.wait("failed", timeout_s=120)["try_number"] == 2
+    assert (run.state().status, run.state().reason) == ("stopped", "cancelled")
+    assert types(run).count("attempt-intended") == 1
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+    goes_on(run)
+
+
+@together
+def test_a_clear_while_a_worker_runs_a_cancelled_task_goes_on(begin: Callable):
+    """Airflow sets ``max_tries`` once the executor says that the old try is gone: that is a clear (A3)."""
+    run = begin("held", held="after", steps=LONG)
+    run.wait_held("after")
+    run.wait_checkpoint()
+
+    cancel(run)
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+    run.until("the old try is dead", lambda: not run.airflow.task_pids(run.dag_id, run.run_id, "train"))
+    run.open_gates()
+
+    goes_on(run)
+
+
+@together
+def test_a_crash_right_after_the_delivery_trains_nothing_again(begin: Callable):
+    """Airflow has the task as failed; a clear delivers, the next one trains from the start (A4)."""
+    run = begin("held_without_retries", held="delivered", steps=5)
+    run.wait_held("delivered")
+
+    kill_execution(run)
+    run.open_gates()
+
+    assert run.wait_end() == "failed"
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+    assert run.wait("success")["try_number"] == 2
+    assert [step for _, _, step in run.steps()] == list(range(1, 6))
+    assert run.airflow.xcom(run.dag_id, run.run_id, "train", "result").endswith("/outputs/g1/result")
+    run.until("the acceptance", lambda: types(run)[-1] == "accepted")
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+    run.until("the second generation", lambda: run.state().generation == 2)
+    assert run.wait_end() == "success"
+    run.check()
+
+
+def test_two_schedulers(begin: Callable):
+    """A second one beside the first: the stage is begun once, and each step is made once."""
+    run = begin("stage", steps=100)
+    run.wait_step(3)
+
+    with run.airflow.second("scheduler", timeout_s=120):
+        run.wait_step(30)
+        other = begin("stage", steps=5)
+        assert other.wait_end() == "success"
+
+    assert run.wait_end() == "success"
+    for one in (run, other):
+        assert [(a.number, a.outcome) for a in one.state().attempts] == [(1, "succeeded")]
+        one.check()
+    assert [step for _, _, step in run.steps()] == list(range(1, 101))
