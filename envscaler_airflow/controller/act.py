@@ -544,7 +544,9 @@ class Controller(Asking):
         self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
 
     def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
-        stage = self._stage.since(self._clock())
+        now = self._clock()
+        self._stage.check_deadline(now)
+        stage = self._stage.since(now)
         body = {
             "generation": state.generation + 1,
             "reason": reason,

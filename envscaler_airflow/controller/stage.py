@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
-from envscaler_airflow.errors import EnvScalerError, ProtocolError
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError
 from envscaler_airflow.spec import EnvSpec
 
 WakeKind = Literal["entry", "status", "request", "backoff", "overdue", "silent", "superseded", "timeout"]
@@ -54,6 +55,19 @@ class Stage:
     resolve_secret: Callable[[str], str] | None = None
     store_options: Mapping[str, Any] = field(default_factory=dict)
     python: str | None = None
+
+    def check_deadline(self, now: float) -> None:
+        """Refuse to begin a generation, at *now*, that could only be late.
+
+        Raises:
+            SpecError: The deadline is a point in time that is over.
+        """
+        if self.deadline_at is not None and self.deadline_at <= now:
+            at, today = (datetime.fromtimestamp(seconds, UTC) for seconds in (self.deadline_at, now))
+            raise SpecError(
+                f"deadline: {at.isoformat(timespec='seconds')} is over (it is "
+                f"{today.isoformat(timespec='seconds')}); write a later one, or a duration such as '4h'"
+            )
 
     def since(self, begun_at: float) -> Stage:
         """The same, its deadline counted from *begun_at*, the start of the generation."""

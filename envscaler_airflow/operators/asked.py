@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk._shared.secrets_masker import redact
@@ -16,9 +16,15 @@ from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import StorePlace, store_place
+from envscaler_airflow.operators.argument_values import (
+    deadline_of,
+    pause_s,
+    spec_path,
+    usd,
+    word,
+    zone_note,
+)
 from envscaler_airflow.operators.params import RESTART, RESTARTS
-from envscaler_airflow.operators.slices import pause_s
-from envscaler_airflow.operators.stage import deadline_of, spec_path
 from envscaler_airflow.planning import STRATEGIES
 from envscaler_airflow.scaling.registry import check_policy
 from envscaler_airflow.spec import load_spec, spec_params
@@ -72,7 +78,9 @@ def _asked_anew(
     parameters = dict(_mapping("parameters", operator.parameters))
     inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
     pause_s("poll_interval", operator.poll_interval)
-    _word("restart", operator.restart or "resume", RESTARTS)
+    word("restart", operator.restart or "resume", RESTARTS)
+    if note := zone_note(operator.deadline):
+        operator.log.warning("%s", note)
     origin = _origin(operator.restore_from)
     path = spec_path(operator.spec, context["dag"].fileloc)
     registry = SpecRegistry(place.open)
@@ -131,10 +139,10 @@ def _deadline(operator: EnvStageOperator) -> dict[str, Any]:
 
 
 _TERMS: Mapping[str, Callable[[EnvStageOperator], dict[str, Any]]] = {
-    "strategy": lambda operator: {"strategy": _word("strategy", operator.strategy, STRATEGIES)},
-    "value_of_hour": lambda operator: {"value_of_hour": _usd("value_of_hour", operator.value_of_hour)},
+    "strategy": lambda operator: {"strategy": word("strategy", operator.strategy, STRATEGIES)},
+    "value_of_hour": lambda operator: {"value_of_hour": usd("value_of_hour", operator.value_of_hour)},
     "deadline": _deadline,
-    "budget_usd": lambda operator: {"budget_usd": _usd("budget_usd", operator.budget_usd)},
+    "budget_usd": lambda operator: {"budget_usd": usd("budget_usd", operator.budget_usd)},
 }
 
 
@@ -238,21 +246,3 @@ def _origin(uri: object) -> str | None:
             "{{ params.NAME or '' }}"
         )
     return uri
-
-
-def _word(name: str, value: str, known: Collection[str]) -> str:
-    if value not in known:
-        raise SpecError(f"{name}: {value!r:.40} must be one of {', '.join(known)}")
-    return value
-
-
-def _usd(name: str, value: float | str | None) -> float | None:
-    if value is None or value == "":
-        return None
-    try:
-        usd = float(value)
-    except (TypeError, ValueError, OverflowError) as err:
-        raise SpecError(f"{name}: {value!r:.40} is no number of USD") from err
-    if not 0 <= usd < float("inf"):
-        raise SpecError(f"{name}: {usd} must be finite and >= 0")
-    return usd

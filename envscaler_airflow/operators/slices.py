@@ -19,7 +19,7 @@ from envscaler_airflow.controller.again import is_passing, watched_now
 from envscaler_airflow.controller.again import postponed as again
 from envscaler_airflow.controller.request import accept_delivery
 from envscaler_airflow.controller.stage import Delivered, Stage, SupersededError, Waiting, Wake, Watching
-from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.hooks.states import task_state
@@ -184,17 +184,6 @@ def postponed(
     watched_s = float((watched or {}).get("watched_s", 0.0))
     after = again(known, wake, watched_s=watched_s, least_s=settle_s())
     return None if after is None else (prefix, after)
-
-
-def pause_s(name: str, value: object) -> float:
-    """Seconds between two looks of a trigger, as argument *name* gives them.
-
-    Raises:
-        SpecError: No number above 0: the trigger would fail, or look without a pause.
-    """
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return float(value)
-    raise SpecError(f"{name}: got {value!r:.40}, expected seconds above 0")
 
 
 def run_key(context: Context, deployment: str, *, task_id: str | None = None) -> RunKey:

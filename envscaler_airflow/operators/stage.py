@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
-from airflow.sdk import BaseOperator
+from airflow.sdk import BaseOperator, get_parsing_context
 from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
@@ -113,10 +112,10 @@ class EnvStageOperator(_OnCluster):
         self.inputs = inputs
         self.compute = compute
         self.target = target
-        self.strategy = strategy
-        self.value_of_hour = value_of_hour
+        self.strategy: str = strategy
+        self.value_of_hour: float | str | None = value_of_hour
         self.deadline = deadline
-        self.budget_usd = budget_usd
+        self.budget_usd: float | str | None = budget_usd
         self.restart = restart
         self.restore_from = restore_from
         self.store_url = store_url
@@ -129,6 +128,20 @@ class EnvStageOperator(_OnCluster):
         from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
 
         return compute_place(self.compute, self.kubernetes_conn_id)
+
+    def prepare_template(self) -> None:
+        """Refuse literals that can only be wrong, where a DAG file is parsed for the scheduler.
+
+        A worker parses the file too, for a stage that may be running: there the execution decides, which
+        keeps what the generation began with.
+
+        Raises:
+            SpecError: Names each argument, what it got and what to write.
+        """
+        if get_parsing_context().task_id is None:
+            from envscaler_airflow.operators.argument_values import check_literals  # noqa: PLC0415  (lazy)
+
+            check_literals(self)
 
     run_url: str | None = None
     """Folder of the run in the store, once a slice has opened it."""
@@ -174,24 +187,24 @@ class EnvStageOperator(_OnCluster):
     def _advance(
         self, context: Context, event: dict[str, Any] | None, watched: Mapping[str, Any] | None = None
     ) -> Any:
-        from envscaler_airflow.controller.stage import (  # noqa: PLC0415  (DAG files do without)
-            SupersededError,
-            Waiting,
-        )
+        from envscaler_airflow.controller.again import is_passing  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.controller.stage import SupersededError, Waiting  # noqa: PLC0415  (as above)
 
         part = None
         try:
             part = self._open(context)
             stage = self._stage(context, part, is_entry=event is None)
-            result, is_ours = None, True
+            result, is_ours, goes_on = None, True, False
             try:
                 result = part.advance(stage, event)
-            except SupersededError:
-                is_ours = False  # it writes nothing, not even how far the log has come
+                goes_on = isinstance(result, Waiting)
+            except EnvScalerError as err:
+                is_ours = not isinstance(err, SupersededError)  # which writes nothing, not even its log's end
+                goes_on = is_passing(err)
                 raise
             finally:
                 if is_ours:
-                    part.write_log(self.log.info, goes_on=isinstance(result, Waiting))
+                    part.write_log(self.log.info, goes_on=goes_on)
         except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
@@ -265,7 +278,7 @@ class EnvStageOperator(_OnCluster):
         self.defer(trigger=trigger, method_name="resume", timeout=self._time_left(context))
 
     def _poll_s(self) -> float:
-        from envscaler_airflow.operators.slices import pause_s  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.argument_values import pause_s  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.triggers.stage import POLL_S  # noqa: PLC0415  (as above)
 
         try:
@@ -329,40 +342,3 @@ class EnvStageOperator(_OnCluster):
                 part.prefix,
                 why_not,
             )
-
-
-def spec_path(spec: str, dag_file: str) -> str:
-    """*spec* as it can be opened: relative to the folder of *dag_file*; a registry reference as it is.
-
-    Raises:
-        SpecError: It is no text.
-    """
-    if not isinstance(spec, str):
-        raise SpecError(f"spec: got {spec!r:.80}, expected text: the path of a spec file")
-    return spec if "://" in spec else str(Path(dag_file).parent / spec)
-
-
-def deadline_of(deadline: str | datetime | None) -> tuple[float | None, float | None]:
-    """Seconds of a duration such as ``4h``, else None, and the epoch seconds of a point in time, else None.
-
-    Raises:
-        SpecError: Neither a duration nor ISO 8601.
-    """
-    if deadline is None or deadline == "":
-        return None, None
-    point = deadline if isinstance(deadline, datetime) else _point(deadline)
-    if point is not None:
-        return None, (point if point.tzinfo else point.replace(tzinfo=UTC)).timestamp()
-    from envscaler_airflow.spec.quantities import duration_s  # noqa: PLC0415  (DAG files do without)
-
-    try:
-        return duration_s(str(deadline)), None
-    except ValueError as err:
-        raise SpecError(f"deadline: {deadline!r}: write '4h' or '2026-01-31T18:00:00+00:00'") from err
-
-
-def _point(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return None

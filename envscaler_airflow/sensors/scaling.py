@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from airflow.sdk import BaseSensorOperator
-from airflow.sdk.exceptions import AirflowException, AirflowSensorTimeout, AirflowSkipException
+from airflow.sdk import BaseSensorOperator, get_parsing_context
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowSensorTimeout,
+    AirflowSkipException,
+)
 
-from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError
+from envscaler_airflow.errors import EnvScalerError, NoOfferError, ProtocolError, SpecError
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator, Context
@@ -22,7 +27,8 @@ class ScalingSensor(BaseSensorOperator):
 
     It is deferred all the while and needs a worker slot for a moment at each request. It succeeds
     when the stage has ended, however it ended, with a summary in XCom; it is skipped when the stage
-    never ran. Its own errors are retried, then it is skipped (``soft_fail``).
+    never ran. Checks that fail are retried, then it is skipped (``soft_fail``); a wrong argument fails it at
+    once. Under ``dag.test()``, which runs one task at a time, it looks once and succeeds.
 
     Args:
         stage: Task id of the stage (looked up in the sensor's own TaskGroup first), or its operator.
@@ -72,8 +78,24 @@ class ScalingSensor(BaseSensorOperator):
         self.prometheus_conn_id = prometheus_conn_id
         self.gives_up_after_s = None if timeout is None else self._coerce_timeout(timeout).total_seconds()
 
+    def prepare_template(self) -> None:
+        """Refuse literals that can only be wrong, where a DAG file is parsed for the scheduler.
+
+        Raises:
+            SpecError: *stage* names no stage of the DAG, or the pause between checks is not one.
+        """
+        if get_parsing_context().task_id is not None:  # a worker: what runs is not ended for an edited file
+            return
+        from envscaler_airflow.operators.argument_values import is_literal, pause_s  # noqa: PLC0415  (lazy)
+
+        if is_literal(self.stage):
+            self._task()
+        pause_s("check_interval", self.check_interval)
+
     def execute(self, context: Context) -> Any:
         """Defer until the stage should move or has ended."""
+        if _is_dag_test():
+            return self._look_once(context)
         return self._guarded(context, None)
 
     def resume(self, context: Context, event: Mapping[str, Any]) -> Any:
@@ -96,6 +118,8 @@ class ScalingSensor(BaseSensorOperator):
     def _guarded(self, context: Context, event: Mapping[str, Any] | None) -> Any:
         try:
             return self._go_on(context, event)
+        except (SpecError, NoOfferError) as err:  # soft_fail is for checks that fail, not for wrong arguments
+            raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
             if self.soft_fail and _is_last_try(context):
                 self.log.exception("the last try failed; the stage goes on without scaling")
@@ -116,16 +140,33 @@ class ScalingSensor(BaseSensorOperator):
             self._ask(context, event)
         return self._defer(context, event.get("until") if event else None)
 
+    def _look_once(self, context: Context) -> dict[str, Any]:
+        """What ``dag.test()`` gets: it runs one task at a time, so a stage never trains beside its sensor."""
+        from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
+        from envscaler_airflow.triggers.checks import summary  # noqa: PLC0415  (as above)
+
+        place, task = self._place(context), self._task()
+        store = place.open()
+        folder = run_key(context, place.deployment(store), task_id=task.task_id).prefix.rsplit("/", 1)[0]
+        states = {name: EventLog(store, f"{folder}/{name}").load() for name in store.children(folder)}
+        self.log.warning(
+            "dag.test() runs one task at a time, so stage %s is not checked while it trains", task.task_id
+        )
+        return {"stage": self.stage, "runs": {name: summary(state) for name, state in states.items()}}
+
     def _task(self) -> Any:
         """The stage's operator: of the sensor's own TaskGroup first, unless it was given itself."""
         dag, group = self.dag, self.task_group
         # The SDK has no types for child_id.
         own = group.child_id(self.stage) if group is not None else self.stage  # type: ignore[no-untyped-call]
         for name in (self.stage,) if self.is_whole_id else (own, self.stage):
-            if name in dag.task_dict:
+            if name in dag.task_dict and _is_stage(dag.task_dict[name]):
                 return dag.task_dict[name]
+        stages = sorted(name for name, task in dag.task_dict.items() if _is_stage(task))
         raise SpecError(
-            f"stage {self.stage!r} is no task of DAG {dag.dag_id}: {', '.join(sorted(dag.task_dict))}"
+            f"task {self.task_id}: stage {self.stage!r} is not a stage of DAG {dag.dag_id}; "
+            f"write one of: {', '.join(stages) or '(the DAG has no EnvStageOperator)'}"
         )
 
     def _map_index(self, context: Context, task: Any) -> int | None:
@@ -189,7 +230,8 @@ class ScalingSensor(BaseSensorOperator):
             self.log.info("asked for a move (event %d): %s", request.number, event["reason"])
 
     def _defer(self, context: Context, until: float | None = None) -> NoReturn:
-        from envscaler_airflow.operators.slices import pause_s, run_key  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.argument_values import pause_s  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415  (as above)
 
         check_s = pause_s("check_interval", self.check_interval)
@@ -215,6 +257,22 @@ class ScalingSensor(BaseSensorOperator):
         )
         self.log.info("stage=%s is checked every %g s", task.task_id, check_s)
         self.defer(trigger=trigger, method_name="resume")
+
+
+def _is_stage(task: Any) -> bool:
+    """True for an EnvStageOperator or a subclass, mapped or not."""
+    from envscaler_airflow.operators.stage import EnvStageOperator  # noqa: PLC0415  (lazy, as the package is)
+
+    kind = task.operator_class if task.is_mapped else type(task)
+    return isinstance(kind, type) and issubclass(kind, EnvStageOperator)
+
+
+def _is_dag_test() -> bool:
+    """True inside ``dag.test()``, whose supervisor is in this very process."""
+    from airflow.sdk.execution_time import task_runner  # noqa: PLC0415  (workers have it loaded)
+
+    comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
+    return type(comms).__name__ == "InProcessSupervisorComms"
 
 
 def _is_last_try(context: Context) -> bool:

@@ -148,6 +148,7 @@ class _Resolver:
             written = split_commands(document.without("parameters", "inputs"), faults)
             check_scripts(written, declared, names, faults)
             documents.append(normalise(render(written, names, faults), faults))
+        self.check_used(names, faults)
         tree = documents[0]
         for document in documents[1:]:
             tree = merge(tree, document)
@@ -168,6 +169,17 @@ class _Resolver:
         tree = _with_nodes(tree)
         spec = validate(tree, faults, resolved=resolved)
         return None if spec is None else Loaded(_complete(spec), _sources(tree))
+
+    def check_used(self, names: Names, faults: Faults) -> None:
+        """An input that the spec does not name reaches no training: a typo would be silent."""
+        taken = set(names.used_inputs) | (names.declared or frozenset())
+        for name in sorted(set(self.inputs or {}) - taken):
+            known = ", ".join(sorted(taken)) or "none"
+            text = (
+                f"the spec does not use this input (it uses: {known}); write {{{{ inputs.{name:.60} }}}} "
+                "where it belongs, or leave it out"
+            )
+            faults.add("inputs", 0, f"{name!s:.60}", text)
 
     def declared_parameters(self, target: str | None, faults: Faults) -> dict[str, params.Parameter | None]:
         block: Node | None = None

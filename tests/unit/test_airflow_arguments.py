@@ -18,8 +18,8 @@ from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import open_backend
-from envscaler_airflow.operators import asked, slices
-from envscaler_airflow.operators.stage import deadline_of
+from envscaler_airflow.operators import argument_values, slices
+from envscaler_airflow.operators.argument_values import deadline_of
 
 
 @pytest.fixture
@@ -97,10 +97,10 @@ def test_a_deadline_that_is_neither_is_told(given):
     [
         ({"deadline": "soon"}, "deadline: 'soon': write '4h' or .* goes on with deadline_s=14400"),
         ({"deadline": timedelta(hours=1)}, "deadline: .* goes on with deadline_s=14400"),
-        ({"budget_usd": "lots"}, "budget_usd: 'lots' .* goes on with budget_usd=25"),
+        ({"budget_usd": "lots"}, "budget_usd: got 'lots'.* goes on with budget_usd=25"),
         ({"budget_usd": [5]}, "budget_usd: .* goes on with budget_usd=25"),
         ({"strategy": "fastest"}, "strategy: 'fastest' .* goes on with strategy=cost"),
-        ({"value_of_hour": "much"}, "value_of_hour: 'much' .* goes on without value_of_hour"),
+        ({"value_of_hour": "much"}, "value_of_hour: got 'much'.* goes on without value_of_hour"),
         ({"parameters": "None"}, None),
         ({"spec": None}, None),
     ],
@@ -177,7 +177,7 @@ def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
         ({"store_url": "None"}, "store 'None' is not an absolute path"),
         ({"store_url": Path("/mnt/store")}, "store_url: got .*, expected text"),
         ({"deadline": timedelta(hours=4)}, "deadline: .*: write '4h'"),
-        ({"budget_usd": {}}, "budget_usd: {} is no number of USD"),
+        ({"budget_usd": {}}, "budget_usd: got {}, expected an amount in USD"),
     ],
 )
 def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument, words):
@@ -254,4 +254,129 @@ def test_an_empty_checkpoint_to_begin_from_is_none(world):
 def test_money_that_makes_no_sense_is_refused(value):
     """It would make every comparison lie."""
     with pytest.raises(SpecError, match="budget_usd"):
-        asked._usd("budget_usd", value)
+        argument_values.usd("budget_usd", value)
+
+
+def parsed(monkeypatch, tmp_path, text, *, task=None):
+    """What a scheduler, or a worker for *task*, makes of a DAG file: its import errors."""
+    from airflow.dag_processing.dagbag import DagBag
+
+    (tmp_path / "train.yaml").write_text(SPEC)
+    (tmp_path / "a_dag.py").write_text(
+        "from airflow.sdk import DAG\n"
+        "from envscaler_airflow import EnvStageOperator, ScalingSensor\n"
+        f"with DAG('d', schedule=None):\n    {text}\n"
+    )
+    if task is not None:
+        monkeypatch.setenv("_AIRFLOW_PARSING_CONTEXT_DAG_ID", "d")
+        monkeypatch.setenv("_AIRFLOW_PARSING_CONTEXT_TASK_ID", task)
+    bag = DagBag(str(tmp_path / "a_dag.py"))
+    return "".join(bag.import_errors.values())
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("strategy='fast'", "strategy: 'fast' must be one of cost, balanced"),
+        ("budget_usd=-1", "budget_usd: got -1.0, expected an amount in USD that is finite and >= 0"),
+        ("value_of_hour='much'", "value_of_hour: got 'much', expected an amount in USD"),
+        ("deadline='soon'", "deadline: 'soon': write '4h'"),
+        ("compute='mars'", "compute: 'mars' must be one of local"),
+        ("restart='again'", "restart: 'again' must be one of resume"),
+        ("poll_interval=0", "poll_interval: got 0, expected seconds above 0"),
+    ],
+)
+def test_a_literal_that_can_only_be_wrong_fails_where_the_dag_file_is_parsed(
+    monkeypatch, tmp_path, arguments, words
+):
+    """The author sees an import error, not a task that fails at night (F7)."""
+    text = f"EnvStageOperator(task_id='train', spec='train.yaml', {arguments})"
+
+    assert f"task train: {words}" in parsed(monkeypatch, tmp_path, text)
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+def test_a_spec_that_is_missing_fails_where_the_dag_file_is_parsed(monkeypatch, tmp_path):
+    """With the path that was looked at (F7)."""
+    found = parsed(monkeypatch, tmp_path, "EnvStageOperator(task_id='train', spec='trian.yaml')")
+
+    assert f"spec: {tmp_path}/trian.yaml: no such file" in found
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "ScalingSensor(task_id='scale', stage='trian')",
+            "stage 'trian' is not a stage of DAG d; write one of: train",
+        ),
+        ("ScalingSensor(task_id='scale', stage='scale')", "stage 'scale' is not a stage of DAG d"),
+        ("ScalingSensor(task_id='scale', stage='train', check_interval=0)", "check_interval: got 0"),
+    ],
+)
+def test_a_sensor_of_no_stage_fails_where_the_dag_file_is_parsed(monkeypatch, tmp_path, text, words):
+    """Whatever the order in which the tasks are written (F7)."""
+    stage = "EnvStageOperator(task_id='train', spec='train.yaml')"
+
+    assert words in parsed(monkeypatch, tmp_path, f"{text}; {stage}")
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+def test_templates_outputs_and_registry_are_left_to_the_run(monkeypatch, tmp_path):
+    """What only a run knows is not refused before (F7)."""
+    first = "a = EnvStageOperator(task_id='a', spec='registry://team/base@1', budget_usd='{{ 3 }}')"
+    second = (
+        "EnvStageOperator(task_id='b', spec='{{ params.x }}', deadline=a.output['d'], strategy='{{ 1 }}')"
+    )
+    third = "ScalingSensor(task_id='c', stage='{{ params.stage }}')"
+
+    assert parsed(monkeypatch, tmp_path, f"{first}; {second}; {third}") == ""
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+def test_a_worker_goes_on_with_a_dag_file_that_was_edited_into_nonsense(monkeypatch, tmp_path):
+    """A stage that trains keeps what its generation began with; the scheduler reports the fault (F7)."""
+    text = "EnvStageOperator(task_id='train', spec='gone.yaml', strategy='fast')"
+
+    assert parsed(monkeypatch, tmp_path, text, task="train") == ""
+
+
+def test_a_deadline_that_is_over_is_refused_before_anything_begins(world):
+    """A generation that can only be late spends money for nothing (F7)."""
+    deadline = datetime.now(UTC) - timedelta(minutes=1)
+
+    with pytest.raises(AirflowFailException, match=r"deadline: .* is over \(it is .*'4h'"):
+        world.execute(world.operator(deadline=deadline))
+
+    assert world.log.read() == []
+
+
+def test_a_retry_after_the_deadline_goes_on(world, monkeypatch):
+    """The generation began in time: what runs is not given up (F7)."""
+    deadline = datetime.now(UTC) + timedelta(hours=1)
+    world.execute(world.operator(deadline=deadline), Ti(1))
+    monkeypatch.setattr(Stage, "check_deadline", _refuse)
+
+    world.execute(world.operator(deadline=deadline), Ti(2))
+
+    assert world.log.load().generation == 1
+
+
+def _refuse(*_):
+    raise SpecError("deadline: over")
+
+
+def test_a_deadline_without_a_zone_is_in_airflows_own(world, monkeypatch, capsys):
+    """``[core] default_timezone`` holds, and the log says so (F7)."""
+    from airflow.sdk._shared.timezones import timezone
+
+    timezone.initialize("Europe/Berlin")
+    try:
+        assert deadline_of("2026-07-01T12:00:00")[1] == datetime(2026, 7, 1, 10, tzinfo=UTC).timestamp()
+        world.execute(world.operator(deadline="2126-07-01T12:00:00"))
+    finally:
+        timezone.initialize("UTC")
+
+    assert "has no time zone; it is taken as 2126-07-01T12:00:00+02:00" in capsys.readouterr().out

@@ -20,9 +20,9 @@ from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import asked
+from envscaler_airflow.operators.argument_values import spec_path
 from envscaler_airflow.operators.asked import chosen_parameters
 from envscaler_airflow.operators.links import RunStoreLink, store_page
-from envscaler_airflow.operators.stage import spec_path
 from envscaler_airflow.protocol import log_name
 from envscaler_airflow.store import EventLog
 from envscaler_airflow.store.task_log import read_task_log
@@ -299,6 +299,7 @@ def test_an_input_that_is_no_uri_is_refused(world):
 
 def test_an_input_that_is_gone_ends_no_stage_that_runs(world):
     """Its upstream was cleared meanwhile: what runs goes by what was frozen."""
+    (world.dag_file.parent / "train.yaml").write_text(SPEC + "inputs: [data]\n")
     operator, ti = world.operator(inputs={"data": "file:///tmp"}), Ti()
     world.execute(operator, ti)
     operator.inputs = {"data": None}

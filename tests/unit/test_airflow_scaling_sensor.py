@@ -12,6 +12,7 @@ from airflow.sdk import DAG, TaskGroup
 from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, ExecutorSafeguard, TriggerFailureReason
 from airflow.sdk.exceptions import (
     AirflowException,
+    AirflowFailException,
     AirflowRuntimeError,
     AirflowSensorTimeout,
     AirflowSkipException,
@@ -404,8 +405,8 @@ def test_checks_without_a_pause_are_refused(world, value):
 
 
 def test_an_unknown_stage_is_told_with_what_there_is(world):
-    """A typing error must not look like a stage that never runs."""
-    with pytest.raises(AirflowException, match="'trian' is no task of DAG dag: autoscale, train"):
+    """A typing error is not retried and skipped, which would leave the DAG run green (F7)."""
+    with pytest.raises(AirflowFailException, match="'trian' is not a stage of DAG dag; write one of: train"):
         sensor_of(world, stage="trian").execute(context_of())
 
 
@@ -521,3 +522,18 @@ def test_the_trigger_goes_on_after_a_store_or_airflow_that_gives_no_answer(world
         return [event.payload["kind"] async for event in trigger.run()]
 
     assert asyncio.run(first()) == ["ended"]
+
+
+def test_a_sensor_under_dag_test_looks_once(world, monkeypatch):
+    """``dag.test()`` runs one task at a time: a sensor that waits for its stage would wait for ever (F13)."""
+    from airflow.sdk.execution_time import task_runner
+
+    comms = type("InProcessSupervisorComms", (), {})()
+    monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", comms, raising=False)
+
+    before = sensor_of(world).execute(context_of())
+    world.begin()
+    after = sensor_of(world).execute(context_of())
+
+    assert before == {"stage": "train", "runs": {}}
+    assert after["runs"]["-1"]["attempts"] == 1

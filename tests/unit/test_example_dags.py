@@ -25,7 +25,7 @@ def test_every_example_dag_loads():
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "envs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_spec_loads_and_names_what_is_there(path):
     """Its workdir and, where it has one, the script that it runs."""
-    inputs = {"data": "file:///data", "model": "file:///model"}
+    inputs = {name: f"file:///{name}" for name in load_spec(path).input_names}
     spec = load_spec(path, inputs=inputs)
 
     folder = spec.resolve_path("workdir")

@@ -311,7 +311,7 @@ def test_one_word_for_gpus_replaces_the_one_below_it(tmp_path):
 
 
 def test_inputs_are_filled_in_when_they_are_known(tmp_path):
-    """None leaves the template, {} knows none."""
+    """None leaves the template, {} knows none; an input that no template names is refused (F7)."""
     text = 'volumes: [{name: m, source: "{{ inputs.model }}", mount_path: /m}]\n'
     uri = "file:///store/outputs/g1/model"
 
@@ -322,7 +322,14 @@ def test_inputs_are_filled_in_when_they_are_known(tmp_path):
     assert unknown.input_names == ("model",)
     assert (known.volumes[0].source, known.volumes[0].kind, known.inputs) == (uri, "file", {"model": uri})
     told = "input 'model' is not known (known: data); hand it over: inputs={...}, or --input"
-    assert faults_of(tmp_path, text, inputs={"data": uri}) == [f"3: volumes[0].source: {told}"]
+    unused = (
+        "inputs: data: the spec does not use this input (it uses: model); write {{ inputs.data }} where it "
+        "belongs, or leave it out"
+    )
+    assert sorted(faults_of(tmp_path, text, inputs={"data": uri})) == [
+        f"3: volumes[0].source: {told}",
+        unused,
+    ]
 
 
 def test_declared_inputs_are_asked_for(tmp_path):
