@@ -337,8 +337,7 @@ class EnvStageOperator(_OnCluster):
             why_not = str(err)
         if why_not is not None:
             self.log.warning(
-                "run=%s the delivery is not recorded as accepted (%s): a clear delivers the same result "
+                "the delivery is not recorded as accepted (%s): a clear delivers the same result "
                 "again, restart='fresh' trains from the start",
-                part.prefix,
                 why_not,
             )
