@@ -46,6 +46,11 @@ def complete(checkpoints: Path, name: str, facts: Mapping[str, Any]) -> Path:
     return final
 
 
+def is_empty(checkpoints: Path, name: str) -> bool:
+    """True when nothing was saved into the partial folder *name*: folders alone are no checkpoint."""
+    return not any(path.is_file() for path in partial_folder(checkpoints, name).rglob("*"))
+
+
 def abandon(checkpoints: Path, name: str) -> None:
     """Remove the partial folder *name*; the complete ones stay."""
     shutil.rmtree(partial_folder(checkpoints, name), ignore_errors=True)

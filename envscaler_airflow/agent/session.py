@@ -410,7 +410,10 @@ class Session:
         problems = ([who + problem] if problem else []) + self._ranks.gather(self.steps)
         if not problems:
             try:
-                saving.complete(checkpoints, name, self._facts(began))
+                if self._start.node == 0 and saving.is_empty(checkpoints, name):
+                    problems = ["save wrote no file into the folder that it was given"]
+                else:
+                    saving.complete(checkpoints, name, self._facts(began))
             except OSError as err:
                 problems = [str(err)]
         if problems:

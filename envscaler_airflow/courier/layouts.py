@@ -12,7 +12,8 @@ Completeness is judged per unit: a file, or a folder whose content marks it as o
   (engine.py of 0.19.8, ``save_checkpoint``).
 - Any other folder that is named like a save (``step_100``, ``epoch-3``, ``5``): quiet, and with every file
   that the one before has.
-- Any other file, so Lightning's best and ``last.ckpt``: by itself.
+- Other files of one number in one folder (``model_20.json`` and ``optimizer_20.pkl``): as such a folder.
+- Any other file, so Lightning's ``last.ckpt``: by itself.
 
 A unit that a symbolic link names (``latest``) counts whatever its number.
 """
@@ -65,7 +66,7 @@ class Unit:
     Attributes:
         name: Path of the file or folder.
         files: Of it.
-        kind: ``trainer``, ``accelerate``, ``distributed``, ``deepspeed``, ``folder`` or ``file``.
+        kind: ``trainer``, ``accelerate``, ``distributed``, ``deepspeed``, ``folder``, ``set`` or ``file``.
         mark: True when the saver's mark says that it is whole, False when it says that it is not; None where
             the saver makes no mark.
         end_mark: True where a mark is there that files may follow: it counts once the writer is gone.
@@ -94,7 +95,10 @@ class Unit:
     @property
     def shape(self) -> frozenset[str]:
         """Names of its files without numbers, to be compared with the one before."""
-        return frozenset(re.sub(r"\d+", "#", item.path.removeprefix(self.name)) for item in self.files)
+        inner = (
+            item.path.removeprefix(self.name) if self.kind != "set" else item.path for item in self.files
+        )
+        return frozenset(re.sub(r"\d+", "#", path) for path in inner)
 
 
 def is_temporary(path: str) -> bool:
@@ -121,7 +125,7 @@ def units(tree: Tree) -> tuple[Unit, ...]:
         taken = {item.path for unit in made for item in unit.files}
         rest = [item for item in rest if item.path not in taken]
         found += made
-    found += [Unit(item.path, (item,), step=_file_step(item.path)) for item in rest]
+    found += _numbered_sets(rest)
     return tuple(sorted(found, key=lambda unit: unit.name))
 
 
@@ -143,13 +147,12 @@ def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mappi
 
 def lacks(unit: Unit, known: Sequence[Unit]) -> frozenset[str]:
     """Files of the folder before *unit*, without numbers, that it has not (yet)."""
-    if unit.kind not in ("accelerate", "folder"):
+    if unit.kind not in ("accelerate", "folder", "set"):
         return frozenset()
-    family = _family(unit)
     before = [
         other
         for other in known
-        if other.kind == unit.kind and _family(other) == family and _order(other) < _order(unit)
+        if other.kind == unit.kind and _order(other) < _order(unit) and _are_of_one_family(other, unit)
     ]
     return frozenset() if not before else max(before, key=_order).shape - unit.shape
 
@@ -179,8 +182,11 @@ def _named_by(mark: TreeFile, others: Iterable[Unit]) -> Unit | None:
     if not text:
         return None
     words = set(re.split(r"[\s\"':,/]+", text))
-    found = [unit for unit in others if PurePosixPath(unit.name).name in words]
-    return found[0] if found else None
+    for unit in others:
+        names = {PurePosixPath(unit.name).name, *(PurePosixPath(item.path).name for item in unit.files)}
+        if words & names:
+            return unit
+    return None
 
 
 def _is_of_a_family(unit: Unit) -> bool:
@@ -192,8 +198,30 @@ def _order(unit: Unit) -> tuple[int, int]:
     return (-1 if number is None else number, unit.newest.mtime_ns)
 
 
-def _family(unit: Unit) -> str:
-    return re.sub(r"\d+", "#", unit.name)
+def _are_of_one_family(one: Unit, other: Unit) -> bool:
+    """By their names without numbers; sets by a name that both have."""
+    if one.kind == "set":
+        return bool(one.shape & other.shape)
+    return re.sub(r"\d+", "#", one.name) == re.sub(r"\d+", "#", other.name)
+
+
+def _numbered_sets(files: Iterable[TreeFile]) -> Iterator[Unit]:
+    """Files by folder and by the last number in their names; those without a number each by itself."""
+    groups: dict[tuple[str, int], list[TreeFile]] = {}
+    for item in files:
+        number = _number(PurePosixPath(item.path).stem)
+        if number is None or is_log(item.path):
+            yield Unit(item.path, (item,), step=_file_step(item.path))
+        else:
+            groups.setdefault((str(PurePosixPath(item.path).parent), number), []).append(item)
+    for items in groups.values():
+        named = next((step for item in items if (step := _file_step(item.path)) is not None), None)
+        yield Unit(items[0].path, tuple(items), "set", step=named)
+
+
+def points_to(item: TreeFile, known: Iterable[Unit]) -> bool:
+    """True for a small text file that names a unit beside it: ``last_checkpoint``, ``checkpoint``."""
+    return _named_by(item, (unit for unit in known if unit.name != item.path)) is not None
 
 
 def _file_step(path: str) -> int | None:

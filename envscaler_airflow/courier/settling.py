@@ -170,9 +170,9 @@ class Settling:
         waits = self._waits(known, chosen, why, tree)
         marked = [unit for unit in known if unit.mark is not None]
         if marked and not any(why[unit.name] is None for unit in marked):
-            chosen = [unit for unit in chosen if unit.kind != "file"]
-        if is_over and waits:  # what waits will not come: what lies beside it may belong to it
-            chosen = [unit for unit in chosen if unit.kind != "file"]
+            chosen = [unit for unit in chosen if unit.kind not in ("file", "set")]
+        if is_over and waits:  # what is waited for will not come, and what lies beside it may belong to it
+            chosen = [unit for unit in chosen if unit.kind not in ("file", "set")]
         newest, step = layouts.step_of(chosen)
         progress = Progress() if newest is None else self._seen[newest.newest.path].progress
         if newest is not None and step is None:
@@ -202,26 +202,32 @@ class Settling:
         if missing and (is_over or quiet < SAVE_S):
             return f"lacks {', '.join(sorted(missing)[:3])}, which the one before has"
         if is_over:
-            return self._fault_at_the_end(unit, died_ns)
+            return self._fault_at_the_end(unit, known, died_ns)
         if quiet >= QUIET_S:
             return None
-        if hurry and unit.kind == "file" and self._is_settled(unit.files[0]):
+        is_loose = unit.kind in ("file", "set")
+        if hurry and is_loose and all(self._is_settled(item, known) for item in unit.files):
             return None
         return f"changed less than {QUIET_S:g} s ago"
 
-    def _fault_at_the_end(self, unit: Unit, died_ns: int | None) -> str | None:
-        if died_ns is None or unit.end_mark or unit.newest.mtime_ns <= died_ns - QUIET_S * 1e9:
+    def _fault_at_the_end(self, unit: Unit, known: Sequence[Unit], died_ns: int | None) -> str | None:
+        if died_ns is None or unit.end_mark:
             return None
-        item = unit.files[0]
-        if unit.kind == "file" and (self._seen[item.path].is_replaced or contents.is_zip(item)):
-            return None
-        return f"it was written less than {QUIET_S:g} s before the command died"
+        is_loose = unit.kind in ("file", "set")
+        for item in unit.files:
+            is_quiet = item.mtime_ns <= died_ns - QUIET_S * 1e9
+            if not is_quiet and not (is_loose and self._is_settled(item, known)):
+                return f"it was written less than {QUIET_S:g} s before the command died"
+        return None
 
-    def _is_settled(self, item: TreeFile) -> bool:
-        """True for a file that is saved all the time and whole at this moment, by its format or a rename."""
+    def _is_settled(self, item: TreeFile, known: Sequence[Unit]) -> bool:
+        """True for a file that is saved all the time and whole at this moment.
+
+        By a rename, by its format, or as a small text that names what it points to.
+        """
         if layouts.is_log(item.path):
             return False
-        if self._seen[item.path].is_replaced:
+        if self._seen[item.path].is_replaced or layouts.points_to(item, known):
             return self.quiet_s(item) > 0 or not self._is_open(item)
         return contents.is_zip(item) and not self._is_open(item)
 
@@ -240,16 +246,17 @@ class Settling:
         whole = {unit.name for unit in chosen}
         since: dict[str, float] = {}
         for unit in chosen:
-            if unit.kind == "file" and not layouts.is_log(unit.name):
+            if unit.kind in ("file", "set") and not layouts.is_log(unit.name):
                 folder = str(PurePosixPath(unit.name).parent)
-                since[folder] = max(since.get(folder, -float("inf")), self._seen[unit.name].streak)
+                streak = max(self._seen[item.path].streak for item in unit.files)
+                since[folder] = max(since.get(folder, -float("inf")), streak)
         found = []
         for unit in known:
             if unit.kind != "file" or unit.name in whole or layouts.is_log(unit.name):
                 continue
             newest = since.get(str(PurePosixPath(unit.name).parent))
             if newest is not None:
-                if self._is_a_log(unit.files[0], newest):
+                if self._is_a_log(unit.files[0], newest, known):
                     why[unit.name] = "written all the time"
                 else:
                     found.append(unit.name)
@@ -261,12 +268,12 @@ class Settling:
                 found.append(named.name)
         return sorted(set(found))
 
-    def _is_a_log(self, item: TreeFile, newest: float) -> bool:
+    def _is_a_log(self, item: TreeFile, newest: float, known: Sequence[Unit]) -> bool:
         """True for what is kept open and written, and is no part of a save that began at *newest*."""
         seen = self._seen[item.path]
         if seen.torn is not None:
             return self.quiet_s(item) >= SAVE_S
-        if seen.is_replaced or contents.is_zip(item):
+        if seen.is_replaced or contents.is_zip(item) or layouts.points_to(item, known):
             return False
         return self._now - seen.streak >= SAVE_S or seen.streak < newest - QUIET_S
 

@@ -70,6 +70,7 @@ def test_the_time_of_saves_is_counted(tmp_path):
     rig = Rig(tmp_path / "x", every={"steps": 4})
 
     def slow(folder):
+        (folder / "w").touch()
         rig.now += 3
 
     with rig.session() as session:
@@ -228,3 +229,17 @@ def test_a_save_that_lies_on_several_nodes_is_not_taken_from_one(tmp_path, monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with rig.session(rank=0, world_size=2, local_rank=0, agree=lambda value: value) as one_of_two:
         assert one_of_two.restore() == tmp_path / "before"
+
+
+def test_a_save_that_writes_no_file_is_no_checkpoint(tmp_path, capsys):
+    """A folder inside the folder is none either; the training is told and goes on (C)."""
+    rig = Rig(tmp_path / "x", every={"steps": 4})
+
+    with rig.session() as session:
+        for _ in range(5):
+            session.step()
+            session.checkpoint(lambda folder: (folder / "model").mkdir())
+
+    assert rig.names() == []
+    assert rig.said().saved_step is None
+    assert "save wrote no file" in capsys.readouterr().err

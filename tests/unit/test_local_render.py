@@ -21,6 +21,7 @@ SPEC = {
     "inputs": {"data": "s3://b/p", "base": "s3://b/base"},
 }
 ROOT = "/r/a/n0/root"
+SAVES = "/r/dag-train-ba220497bbab-saves/n0"
 
 
 def request_for(**changes):
@@ -126,7 +127,7 @@ def test_the_request_of_a_node_as_it_is_written():
             "ENVSCALER_VOLUME_SCRATCH": f"{ROOT}/data/tmp",
             "ENVSCALER_INPUT_DATA": f"{ROOT}/data",
             "ENVSCALER_INPUT_BASE": "s3://b/base",
-            "ENVSCALER_CHECKPOINT_DIR": f"{ROOT}/output/checkpoints",
+            "ENVSCALER_CHECKPOINT_DIR": f"{SAVES}/output/checkpoints",
         },
         "secret_names": ["API_KEY"],
         "limits": {"memory_bytes": 3 << 30, "vcpus": 2.0},
@@ -147,7 +148,7 @@ def test_the_layout_for_the_courier_as_it_is_written():
             {"name": "scratch", "source": None, "path": f"{ROOT}/data/tmp", "read_only": False},
         ],
         "outputs": {"my-model": f"{ROOT}/output/model", "report": "/r/a/n0/work/out/report.json"},
-        "checkpoint_path": f"{ROOT}/output/checkpoints",
+        "checkpoint_path": f"{SAVES}/output/checkpoints",
         "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
         "store_options": {"region": "x"},
     }
@@ -195,3 +196,21 @@ def test_every_node_has_a_folder_of_its_own():
 
     assert [node["request"]["env"]["ENVSCALER_NODE"] for node in nodes] == ["0", "1"]
     assert [node["layout"]["work"] for node in nodes] == ["/r/a/n0/work", "/r/a/n1/work"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "outputs", "expected"),
+    [
+        ("/out/ck", {"m": "/out/model"}, {"/out/ck": SAVES, "/out/model": ROOT}),
+        ("/out/ck", {"m": "/out"}, {"/out/ck": SAVES, "/out": SAVES}),
+        ("/out", {"m": "/out/model"}, {"/out": SAVES, "/out/model": SAVES}),
+    ],
+)
+def test_the_checkpoint_folder_lies_at_one_place_in_every_attempt(saves, outputs, expected):
+    """A training that remembers absolute paths finds them again; what holds it goes along (C3)."""
+    spec = {"checkpoint": {"path": saves}, "outputs": outputs}
+
+    for attempt in (1, 2):
+        layout = first_node(request_for(attempt=attempt, spec=spec))["layout"]
+        found = {saves: layout["checkpoint_path"], outputs["m"]: layout["outputs"]["m"]}
+        assert found == {path: f"{root}{path}" for path, root in expected.items()}

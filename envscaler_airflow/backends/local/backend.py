@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -224,6 +224,9 @@ class LocalBackend:
         (graves / folder.name).touch()
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
+        run = folder.name.rpartition("-g")[0]
+        if not any(self.root.glob(f"{run}-g*-a*")):
+            shutil.rmtree(self.root / f"{run}{files.SAVES}", ignore_errors=True)
         for grave in graves.iterdir():
             with suppress(OSError):
                 if time.time() - grave.stat().st_mtime > _TOMBSTONE_S:
@@ -296,6 +299,7 @@ class _Start:
             if len(self._locks) == request.allocation.nodes:
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        self._clear_saves(claims)
         pythonpath = training_pythonpath(request.command, request.python, self._backend.root)
         meeting = self._meeting()
         for node, claim in claims.items():
@@ -309,6 +313,28 @@ class _Start:
             body = self._rendered[node]["request"]
             files.write_json(folder / files.LAYOUT, self._rendered[node]["layout"])
             files.write_json(folder / files.REQUEST, {**body, "env": {**body["env"], **meeting}, **moment})
+
+    def _clear_saves(self, nodes: Iterable[int]) -> None:
+        """Empty the run's checkpoint folders, once no process of an earlier attempt can write there."""
+        folders = [saves for node in nodes if (saves := self._rendered[node].get("saves"))]
+        if not folders:
+            return
+        until = time.monotonic() + START_PATIENCE_S
+        while (held := self._held_by_earlier()) is not None:
+            if time.monotonic() > until:
+                raise BackendError(f"{held} of the same run has not ended yet", transient=True)
+            time.sleep(_POLL_S)
+        for saves in folders:
+            shutil.rmtree(saves, ignore_errors=True)
+
+    def _held_by_earlier(self) -> str | None:
+        run = self._folder.name.rpartition("-g")[0]
+        for other in self._folder.parent.glob(f"{run}-g*-a*"):
+            if other != self._folder:
+                for lock in other.glob(f"n*/{files.LOCK}"):
+                    if files.lock_state(lock) == "held":
+                        return other.name
+        return None
 
     def _meeting(self) -> dict[str, str]:
         """Where the processes of several nodes find each other: a free port of this attempt alone.

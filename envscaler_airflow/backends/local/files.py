@@ -10,6 +10,9 @@
     end.json      written last by node main: how the node ended
     ballast       takes room that is given back once the training has ended, for what is still to be said
     exchange/ work/ root/ output/
+
+``<root>/<run>-saves/n<i>/`` holds what the training saves to ``checkpoint.path``: at one place in every
+attempt of a run, empty when one begins.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ LOCK, REQUEST, LAYOUT = "lock", "request.json", "layout.json"
 NODE, STOP, END = "node.json", "stop.json", "end.json"
 BALLAST, BALLAST_BYTES = "ballast", 1 << 20
 """Room that a training which fills the disk cannot have. Chosen: a hundred times the files of an end."""
+SAVES = "-saves"
+"""What the name of a run is followed by in the folder that holds its checkpoint folder in every attempt."""
 EXCHANGE, WORK, ROOT, OUTPUT, COURIER_OUTPUT = "exchange", "work", "root", "output", "courier-output"
 
 _MAX_JSON_BYTES = 1 << 22

@@ -51,11 +51,23 @@ class PathMap:
     pairs: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, paths: Sequence[str], root: PurePosixPath) -> PathMap:
-        """Map each absolute path ``/x/y`` to ``<root>/x/y``; relative ones are left as they are."""
+    def of(
+        cls,
+        paths: Sequence[str],
+        root: PurePosixPath,
+        *,
+        saves: str | None = None,
+        saves_root: PurePosixPath | None = None,
+    ) -> PathMap:
+        """Map each absolute path ``/x/y`` to ``<root>/x/y``; relative ones are left as they are.
+
+        *saves*, and what lies above or below it, lies below *saves_root* instead.
+        """
         absolute = {posixpath.normpath(path) for path in paths if path.startswith("/")}
         ordered = sorted(absolute, key=lambda path: (-len(path), path))
-        return cls(tuple((path, str(root / path.lstrip("/"))) for path in ordered))
+        kept = _related(absolute, posixpath.normpath(saves)) if saves and saves_root else set()
+        roots = {path: saves_root if saves_root and path in kept else root for path in ordered}
+        return cls(tuple((path, str(roots[path] / path.lstrip("/"))) for path in ordered))
 
     def path(self, path: str) -> str:
         """Where *path* lies: itself when no mapped path is it or holds it."""
@@ -74,11 +86,24 @@ class PathMap:
         return self.path(text)
 
 
-def attempt_name(request: AttemptRequest) -> str:
-    """Unique, safe as a file name, and readable: label, hash of store and run, generation, attempt."""
+def _related(paths: set[str], saves: str) -> set[str]:
+    """Those of *paths* that are *saves*, hold it, or lie in what does."""
+    tops = {path for path in paths if path == saves or saves.startswith(f"{path.rstrip('/')}/")}
+    return {
+        path for path in paths if any(path == top or path.startswith(f"{top.rstrip('/')}/") for top in tops)
+    }
+
+
+def run_name(request: AttemptRequest) -> str:
+    """Common to all attempts of a run: label, hash of store and run."""
     key = f"{request.store_url}\0{request.run_prefix}".encode()
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", request.run_label).strip("-")[:_SLUG_CHARACTERS] or "run"
-    return f"{slug}-{hashlib.sha256(key).hexdigest()[:12]}-g{request.generation}-a{request.attempt}"
+    return f"{slug}-{hashlib.sha256(key).hexdigest()[:12]}"
+
+
+def attempt_name(request: AttemptRequest) -> str:
+    """Unique, safe as a file name, and readable: name of the run, generation, attempt."""
+    return f"{run_name(request)}-g{request.generation}-a{request.attempt}"
 
 
 def render_attempt(request: AttemptRequest, folder: PurePosixPath, launch: Launch) -> dict[str, Any]:
@@ -112,11 +137,18 @@ class _Node:
         checkpoint = (spec.get("checkpoint") or {}).get("path")
         paths += [str(checkpoint)] if checkpoint else []
         object.__setattr__(self, "spec", spec)
-        object.__setattr__(self, "paths", PathMap.of(paths, self.folder / files.ROOT))
+        saves = str(checkpoint) if checkpoint else None
+        mapped = PathMap.of(paths, self.folder / files.ROOT, saves=saves, saves_root=self._saves())
+        object.__setattr__(self, "paths", mapped)
+
+    def _saves(self) -> PurePosixPath:
+        """Where the checkpoint folder lies: at one place in every attempt, as trainings remember paths."""
+        return self.folder.parent.parent / f"{run_name(self.request)}{files.SAVES}" / self.folder.name
 
     def render(self) -> dict[str, Any]:
         command = [self.paths.argument(part) for part in self.request.command]
-        return {"request": self._request(command), "layout": self._layout(command)}
+        saves = str(self._saves()) if (self.spec.get("checkpoint") or {}).get("path") else None
+        return {"request": self._request(command), "layout": self._layout(command), "saves": saves}
 
     def _request(self, command: list[str]) -> dict[str, Any]:
         request = self.request
