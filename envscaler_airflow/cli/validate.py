@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import click
 
+from envscaler_airflow.backends.local.volumes import mount_faults, mount_warnings
 from envscaler_airflow.build.distributed import batches
 from envscaler_airflow.build.needs import local_source_faults
 from envscaler_airflow.build.requirements import read_requirements
@@ -37,6 +38,9 @@ def validate(
         faults += [_placed(fault, loaded.sources) for fault in _faults_of(_check_policy, spec)]
         if target in (None, "local"):
             faults += [_placed(fault, loaded.sources) for fault in local_source_faults(spec)]
+        if target == "local":
+            here = mount_faults(spec.to_dict(), spec.entrypoint)
+            faults += [_placed(fault, loaded.sources) for fault in here]
     except SpecError as err:
         faults = err.faults
     if as_json:
@@ -69,16 +73,22 @@ def _faults_of(check: Callable[[EnvSpec], object], spec: EnvSpec) -> list[str]:
 def _answer(path: str, spec: EnvSpec | None, faults: list[str]) -> dict[str, object]:
     found: dict[str, object] = {"file": path, "valid": not faults, "faults": faults}
     if spec is not None:
-        found |= {"name": spec.name, "warnings": list(spec.warnings)}
+        found |= {"name": spec.name, "warnings": _warnings(spec)}
     if spec is not None and not faults:
         found["spec_hash"] = spec_hash(spec)
     return found
 
 
+def _warnings(spec: EnvSpec) -> list[str]:
+    """What stops nothing; also what this machine lacks where the spec may run on it."""
+    here = mount_warnings(spec.to_dict()) if spec.target in (None, "local") else []
+    return [*spec.warnings, *(f"on local: {warning}" for warning in here)]
+
+
 def _print(path: str, spec: EnvSpec | None, faults: list[str]) -> None:
     for fault in faults:
         click.echo(fault, err=True)
-    for warning in spec.warnings if spec is not None else ():
+    for warning in _warnings(spec) if spec is not None else ():
         click.echo(f"warning: {warning}", err=True)
     if spec is not None and not faults:
         click.echo(f"{path}: {spec.name} is valid ({spec_hash(spec)[:12]})")

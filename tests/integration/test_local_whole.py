@@ -9,6 +9,7 @@ import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.volumes import no_mounts
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.spec import load_spec
@@ -95,6 +96,32 @@ def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
     assert run.store.read("outputs/g1/model/weights") == b"w" * 10
     logs = b"".join(run.store.read(name) for name in run.store.names("logs"))
     assert b"trained in True" in logs
+
+
+@pytest.mark.skipif(no_mounts() is not None, reason="this machine allows no mount namespaces")
+def test_code_that_opens_its_paths_itself_finds_them(run):
+    """Neither an argument nor a variable names them, and the machine has no such folders afterwards (F9)."""
+    script = """
+        mkdir -p /output-of-a-test/model /output-of-a-test/checkpoints
+        cat /data-of-a-test/numbers.txt > /output-of-a-test/model/weights
+        echo state > /output-of-a-test/checkpoints/last.pt
+    """
+    (run.folder / "numbers").mkdir()
+    (run.folder / "numbers/numbers.txt").write_text("1 2 3")
+    spec = f"""
+        volumes: [{{name: data, source: "hostPath:{run.folder}/numbers", mount_path: /data-of-a-test}}]
+        outputs: {{model: /output-of-a-test/model}}
+        checkpoint: {{path: /output-of-a-test/checkpoints}}
+    """
+
+    end = run.over(run.start("", spec=spec, command=("bash", "-ec", textwrap.dedent(script))))
+
+    assert (end.exit_code, end.reason) == (0, "succeeded"), run.status()
+    assert run.store.read("outputs/g1/model/weights") == b"1 2 3"
+    [kept] = [name for name in run.store.names("checkpoints") if name.endswith("last.pt")]
+    assert run.store.read(kept) == b"state\n"
+    assert not Path("/output-of-a-test").exists()
+    assert not Path("/data-of-a-test").exists()
 
 
 def test_a_graceful_stop_lets_the_last_words_out(run):

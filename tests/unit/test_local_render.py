@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.local import mounted
 from envscaler_airflow.backends.local.render import Launch, PathMap, attempt_name, render_attempt
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -103,6 +104,10 @@ def test_the_request_of_a_node_as_it_is_written():
         "wrapper": [
             *(sys.executable, "-P", "-m", "envscaler_airflow.agent", "run"),
             *("--exchange", "/r/a/n0/exchange", "--grace", "15", "--"),
+            *(sys.executable, "-I", "-S", mounted.__file__, "--root", "/r/a/n0/mounts"),
+            *("--bind", f"{ROOT}/data", "/data", "--bind", f"{ROOT}/data/tmp", "/data/tmp"),
+            *("--out", f"{ROOT}/output/model", "/output/model", "--out"),
+            *(f"{ROOT}/output/checkpoints", "/output/checkpoints", "--"),
             *("python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"),
         ],
         "courier": [

@@ -33,7 +33,7 @@ from envscaler_airflow.backends.local.processes import kill_all
 from envscaler_airflow.backends.local.render import Launch, attempt_name, render_attempt
 from envscaler_airflow.backends.local.slices import allocation_shortfalls, shortfalls, slice_offers
 from envscaler_airflow.backends.local.slots import Claim, Slots
-from envscaler_airflow.backends.local.volumes import volume_faults
+from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Offer
 
@@ -104,13 +104,14 @@ class LocalBackend:
         Raises:
             CapacityError: Other attempts hold what it needs.
             NoOfferError: The machine does not have what it asks for.
-            SpecError: A volume that this machine cannot have.
+            SpecError: A volume that this machine cannot have, or a script that would write into its folders.
             BackendError: A process could not be started, or the attempt was released.
         """
         offer = request.allocation.offer
         if offer.cloud != "local":
             raise BackendError(f"{offer.name}: is no slice of this machine")
-        if faults := volume_faults(request.spec.get("volumes") or ()):
+        faults = volume_faults(request.spec.get("volumes") or ())
+        if faults := faults + mount_faults(request.spec, request.command):
             raise SpecError("\n".join(faults), faults=faults)
         missing = shortfalls(request.spec, self.machine)
         missing += [m for m in allocation_shortfalls(request.allocation, self.machine) if m not in missing]

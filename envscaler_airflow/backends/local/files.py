@@ -37,6 +37,8 @@ BALLAST, BALLAST_BYTES = "ballast", 1 << 20
 SAVES = "-saves"
 """What the name of a run is followed by in the folder that holds its checkpoint folder in every attempt."""
 EXCHANGE, WORK, ROOT, OUTPUT, COURIER_OUTPUT = "exchange", "work", "root", "output", "courier-output"
+MOUNTS = "mounts"
+"""Where a command's own view of the file system is built, see mounted.py; empty for all others."""
 
 _MAX_JSON_BYTES = 1 << 22
 

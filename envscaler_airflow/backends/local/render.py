@@ -16,7 +16,7 @@ from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB
 from envscaler_airflow.backends.local.slices import asked_memory
-from envscaler_airflow.backends.local.volumes import host_source
+from envscaler_airflow.backends.local.volumes import absolute_paths, host_source, mounting
 
 DRAIN_S = 3600.0
 """Longest that uploads may take after the command ended, seconds. Chosen: 100 GB at 30 MB/s."""
@@ -162,7 +162,10 @@ class _Node:
             "nodes": request.allocation.nodes,
             "python": request.python,
             "command": command,
-            "wrapper": [*wrapper, "run", "--exchange", exchange, "--grace", self._grace(), "--", *command],
+            "wrapper": [
+                *(*wrapper, "run", "--exchange", exchange, "--grace", self._grace(), "--"),
+                *(*self._mounted(), *command),
+            ],
             "courier": [*courier, *self._courier_options(exchange)],
             "env": self._env(exchange),
             "secret_names": sorted(request.secret_env),
@@ -172,6 +175,15 @@ class _Node:
             "drain_s": self.launch.drain_s,
             "cgroups": self.launch.cgroups,
         }
+
+    def _mounted(self) -> list[str]:
+        """What lets the command find its paths where the spec says; [] when the spec names none."""
+        options: list[str] = []
+        for option, path in absolute_paths(self.spec):
+            options += [option, self._local(path), path]
+        if not options:
+            return []
+        return [*mounting(str(self.folder / files.MOUNTS)), *options, "--"]
 
     def _grace(self) -> str:
         """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+import posixpath
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from envscaler_airflow.backends.local import mounted
 
 HOST = "hostPath:"
 
@@ -44,3 +51,45 @@ def host_source(volume: Mapping[str, Any]) -> str | None:
     """What the courier is told: an export lies where the machine has mounted it, at the spec's own path."""
     source: str | None = volume.get("source")
     return f"{HOST}{volume['mount_path']}" if source is not None and source.startswith("nfs:") else source
+
+
+def absolute_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """``(option of mounted.py, path)`` of the absolute paths that a resolved spec's JSON names."""
+    found = [("--bind", str(volume["mount_path"])) for volume in spec.get("volumes") or ()]
+    found += [("--out", str(path)) for path in (spec.get("outputs") or {}).values()]
+    checkpoint = (spec.get("checkpoint") or {}).get("path")
+    found += [("--out", str(checkpoint))] if checkpoint else []
+    return [(option, posixpath.normpath(path)) for option, path in found if path.startswith("/")]
+
+
+def mounting(root: str) -> list[str]:
+    """The command that mounts, by this interpreter and nothing of the stage's environment."""
+    return [sys.executable, "-I", "-S", mounted.__file__, "--root", root]
+
+
+@functools.cache
+def no_mounts() -> str | None:
+    """Why this machine allows no mount namespaces, None when it does; asked once, by making one."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*mounting(folder), "--", "true"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return None if done.returncode == 0 else (done.stderr.strip() or "no mount namespaces")
+
+
+def mount_faults(
+    spec: Mapping[str, Any], command: Sequence[str], *, why: Callable[[], str | None] = no_mounts
+) -> list[str]:
+    """A shell script that names paths of the spec, on a machine where it would meet the machine's own."""
+    named = mounted.script_paths(list(command), [path for _, path in absolute_paths(spec)])
+    reason = why() if named else None
+    return [] if reason is None else [f"entrypoint: {mounted.refusal(named, reason)}"]
+
+
+def mount_warnings(spec: Mapping[str, Any], *, why: Callable[[], str | None] = no_mounts) -> list[str]:
+    """What code that opens a path of the spec itself meets on a machine without mounts."""
+    paths = [path for _, path in absolute_paths(spec)]
+    reason = why() if paths else None
+    if reason is None:
+        return []
+    what = "arguments and variables that name them are rewritten, code that opens them itself fails"
+    return [f"{', '.join(paths)}: not mounted on this machine ({reason}): {what}; {mounted.WAY_OUT}"]

@@ -1,0 +1,195 @@
+"""A command finds the spec's paths where the spec says, and the machine's own folders stay as they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.backends.local import mounted, volumes
+from envscaler_airflow.backends.local.volumes import absolute_paths, mount_faults, mount_warnings, no_mounts
+from envscaler_airflow.cli import main
+
+SPEC = {
+    "volumes": [{"name": "data", "source": "s3://b/p", "mount_path": "/data-of-a-test"}],
+    "outputs": {"model": "/output-of-a-test/model", "report": "report.json"},
+    "checkpoint": {"path": "/output-of-a-test/checkpoints"},
+}
+SCRIPT = ["bash", "-c", "echo weights > /output-of-a-test/model"]
+
+allowed = pytest.mark.skipif(no_mounts() is not None, reason="this machine allows no mount namespaces")
+
+
+def run(tmp_path, script, *options):
+    """Run a shell script by mounted.py; the process when it is over."""
+    words = [sys.executable, "-I", "-S", mounted.__file__, "--root", str(tmp_path / "mounts"), *options]
+    return subprocess.run(
+        [*words, "--", "bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+
+
+@allowed
+def test_a_volume_is_where_the_spec_says(tmp_path):
+    """Code that opens its path itself finds it, in its own working directory (F9)."""
+    (tmp_path / "root/data").mkdir(parents=True)
+    (tmp_path / "root/data/train.csv").write_text("1,2")
+
+    done = run(
+        tmp_path, "cat /data-of-a-test/train.csv; pwd", "--bind", f"{tmp_path}/root/data", "/data-of-a-test"
+    )
+
+    assert done.stdout == f"1,2{tmp_path}\n", done.stderr
+    assert not Path("/data-of-a-test").exists()
+
+
+@allowed
+def test_a_shell_script_writes_into_the_attempts_folder(tmp_path):
+    """As root it would have made the folder on the machine; what it replaces it may replace (F9)."""
+    root = tmp_path / "root/output-of-a-test"
+    script = "cd /output-of-a-test && echo weights > part && mv part model && mkdir checkpoints"
+
+    done = run(
+        tmp_path,
+        script,
+        *("--out", f"{root}/model", "/output-of-a-test/model"),
+        *("--out", f"{root}/checkpoints", "/output-of-a-test/checkpoints"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (root / "model").read_text() == "weights\n"
+    assert (root / "checkpoints").is_dir()
+    assert not Path("/output-of-a-test").exists()
+
+
+@allowed
+def test_a_folder_of_the_machine_with_content_is_not_hidden(tmp_path):
+    """Only the path itself is mounted over it (F9)."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/notes.txt").write_text("mine")
+
+    done = run(
+        tmp_path,
+        "cat own/notes.txt; echo x > own/model/w",
+        "--out",
+        f"{tmp_path}/root/m",
+        f"{tmp_path}/own/model",
+    )
+
+    assert (done.stdout, done.returncode) == ("mine", 0), done.stderr
+    assert (tmp_path / "root/m/w").read_text() == "x\n"
+
+
+@allowed
+def test_the_user_stays_who_he_is(tmp_path):
+    """Also where a user namespace is needed (F9)."""
+    done = run(tmp_path, "id -u", "--bind", str(tmp_path), "/data-of-a-test")
+
+    assert done.stdout.strip() == str(os.geteuid())
+
+
+@allowed
+def test_a_command_that_does_not_exist_is_named(tmp_path):
+    """As a shell says it (F9)."""
+    words = [sys.executable, "-I", "-S", mounted.__file__, "--root", str(tmp_path / "mounts")]
+
+    done = subprocess.run(
+        [*words, "--bind", str(tmp_path), "/data-of-a-test", "--", "no-such-program"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (127, "no-such-program: command not found\n")
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """A machine that allows no mounts."""
+
+    def refuse(_root, _triples):
+        raise OSError(1, "unshare: Operation not permitted")
+
+    monkeypatch.setattr(mounted, "enter", refuse)
+
+
+def test_without_mounts_a_script_that_names_a_path_is_refused(forbidden, capsys, tmp_path):
+    """It would write into the machine's own folder; the way out is named (F9)."""
+    options = ["--root", str(tmp_path), "--out", str(tmp_path / "m"), "/output-of-a-test/model"]
+
+    code = mounted.main([*options, "--", *SCRIPT])
+
+    said = capsys.readouterr().err
+    assert code == 78
+    assert "the script names /output-of-a-test/model, which would be this machine's own" in said
+    assert "envscaler run --target docker" in said
+
+
+def test_without_mounts_any_other_command_runs_with_a_warning(forbidden, monkeypatch, capsys, tmp_path):
+    """Its arguments and variables are rewritten, so it may never need the path (F9)."""
+    monkeypatch.setattr(mounted, "become", lambda command: 0 if command == ["python", "t.py"] else 1)
+    options = ["--root", str(tmp_path), "--bind", str(tmp_path / "d"), "/data-of-a-test"]
+
+    assert mounted.main([*options, "--", "python", "t.py"]) == 0
+    assert "/data-of-a-test cannot be mounted here" in capsys.readouterr().err
+
+
+def test_only_absolute_paths_are_mounted():
+    """Relative ones are below the working directory (F9)."""
+    assert absolute_paths(SPEC) == [
+        ("--bind", "/data-of-a-test"),
+        ("--out", "/output-of-a-test/model"),
+        ("--out", "/output-of-a-test/checkpoints"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_fault"),
+    [
+        (SCRIPT, True),
+        (["sh", "-ec", "cat /data-of-a-test/x"], True),
+        (["bash", "train.sh", "--out=/output-of-a-test/model"], False),
+        (["python", "-c", "open('/data-of-a-test')"], False),
+    ],
+)
+def test_a_start_is_refused_where_a_script_would_meet_the_machines_folders(command, is_fault):
+    """Known before anything is started (F9)."""
+    faults = mount_faults(SPEC, command, why=lambda: "Operation not permitted")
+
+    assert bool(faults) == is_fault
+    assert mount_faults(SPEC, command, why=lambda: None) == []
+
+
+def test_what_is_not_mounted_is_said_once():
+    """With the paths and the way out (F9)."""
+    [warning] = mount_warnings(SPEC, why=lambda: "Operation not permitted")
+
+    paths = "/data-of-a-test, /output-of-a-test/model, /output-of-a-test/checkpoints"
+    assert warning.startswith(f"{paths}: not mounted on this machine (Operation not permitted)")
+    assert mount_warnings({"outputs": {"r": "report.json"}}, why=lambda: "no") == []
+
+
+def test_validate_says_what_this_machine_cannot_mount(tmp_path, monkeypatch):
+    """A fault for a script on local, else a warning (F9)."""
+    why = "Operation not permitted"
+    monkeypatch.setattr(volumes, "no_mounts", lambda: why)
+    for name in ("mount_faults", "mount_warnings"):
+        real = getattr(volumes, name)
+        monkeypatch.setattr(
+            f"envscaler_airflow.cli.validate.{name}", lambda *words, real=real: real(*words, why=lambda: why)
+        )
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "version: v1\nname: s\nbase: {image: 'python:3.11-slim'}\noutputs: {model: /output-of-a-test/model}\n"
+        "entrypoint: [bash, -c, 'echo x > /output-of-a-test/model']\n"
+    )
+
+    local, any_target = (
+        CliRunner().invoke(main, ["validate", "-f", str(path), *more]) for more in (["--target", "local"], [])
+    )
+
+    assert local.exit_code == 2
+    assert "entrypoint: the script names /output-of-a-test/model" in local.output
+    assert any_target.exit_code == 0, any_target.output
+    assert "warning: on local: /output-of-a-test/model: not mounted on this machine" in any_target.output
