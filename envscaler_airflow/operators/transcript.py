@@ -12,6 +12,7 @@ from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
 from envscaler_airflow.lifecycle.narration import describe, totals
 from envscaler_airflow.store import EventLog, Store
+from envscaler_airflow.store.logs import CLAIM_CHUNKS
 from envscaler_airflow.store.task_log import (
     BEGIN,
     Cursor,
@@ -105,11 +106,11 @@ class Transcript:
     def _skipped(self, node: int, cursor: Cursor, shown: Cursor) -> Cursor:
         """*cursor*, or a later one where the trigger showed more than one execution writes."""
         first = shown[0] - CHUNKS
-        if cursor[0] >= first:
+        is_same_claim = cursor[0] // CLAIM_CHUNKS == shown[0] // CLAIM_CHUNKS
+        if cursor[0] >= first or not is_same_claim:
             return cursor
         self._say(
-            f"[chunks {cursor[0]} to {first - 1} of node {node}'s output are left out here: "
-            "`envscaler logs` shows them]"
+            f"[{first - cursor[0]} chunks of node {node}'s output are left out: `envscaler logs` shows them]"
         )
         return first, 0
 

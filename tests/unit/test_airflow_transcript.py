@@ -153,7 +153,7 @@ def test_more_than_one_execution_writes_is_named(view, monkeypatch):
     view.execute(goes_on=True)
 
     assert view.execution[-3:] == [
-        "[chunks 1 to 3 of node 0's output are left out here: `envscaler logs` shows them]",
+        "[3 chunks of node 0's output are left out: `envscaler logs` shows them]",
         "step 4",
         "step 5",
     ]
