@@ -211,6 +211,14 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class OffersLater(Protocol):
+    """A backend that waits for machines which take nothing now."""
+
+    def later_offers(self) -> tuple[Offer, ...]:
+        """Offers of these machines, for a stage that none of :meth:`Backend.offers` fits. Raises as that."""
+
+
+@runtime_checkable
 class SharesWatch(Protocol):
     """A backend through which a process that looks at many attempts can look at all of them at once."""
 

@@ -52,6 +52,35 @@ _ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
 UNNAMED_GPU = "GPU"
 """Name of a GPU that no label names: GPU feature discovery is not installed there."""
 
+GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
+    ("nvidia.com/gpu", None),
+    ("amd.com/gpu", None),
+    ("sku", "gpu"),
+)
+"""Taints that keep other pods off GPU nodes: GKE and the GPU operator, AMD's, AKS' documented one."""
+SPOT_TAINTED = ("gke", "aks")
+"""Conventions of :data:`SPOT_LABELS` by which spot nodes bear the same as a taint. Source: GKE, AKS."""
+_SHARED = "-SHARED"
+_STRATEGY = ("nvidia.com/gpu.sharing-strategy", "cloud.google.com/gke-gpu-sharing-strategy")
+_SHARES = ("nvidia.com/gpu.replicas", "cloud.google.com/gke-max-shared-clients-per-gpu")
+"""How a device plugin offers one GPU to several pods: time slicing or MPS, and to how many.
+
+Source: NVIDIA device plugin for Kubernetes, "Shared access to GPUs", and GPU feature discovery; GKE, "Share
+GPUs with multiple workloads". A pod gets one share, whatever it asks for: more is refused, or no more time.
+"""
+_REAL_GPUS = (
+    "nvidia.com/gpu.count",
+    "karpenter.k8s.aws/instance-gpu-count",
+    "eks.amazonaws.com/instance-gpu-count",
+    "cloud.google.com/gke-accelerator-count",
+)
+"""GPUs that the machine has, whatever its device plugin counts. Of MIG slices the first counts the slices."""
+_PARTITION = "cloud.google.com/gke-gpu-partition-size"
+_MIG = re.compile(r"\d+g\.(\d+)gb", re.IGNORECASE)
+"""A MIG profile: slices of compute and GB. Source: NVIDIA Multi-Instance GPU user guide."""
+_VIRTUAL = (("type", "virtual-kubelet"), ("eks.amazonaws.com/compute-type", "fargate"))
+"""Labels of nodes that are no machines. Source: Virtual Kubelet; EKS Fargate."""
+
 _MOST = 2.0**60
 """Amounts from here on are none of a node. Chosen: an exbibyte, in bytes."""
 
@@ -77,7 +106,9 @@ class ClusterNode:
         arch: As an offer names it.
         gpu_name: Canonical; :data:`UNNAMED_GPU` where no label names it; None without GPU.
         gpu_product: As feature discovery says it.
-        gpu_memory_gb: Nominal.
+        gpu_memory_gb: Nominal; of a shared GPU the part of one share.
+        gpu_shares: Pods that a GPU is shared by; 1 for none.
+        runs_linux: False for a node of another system or architecture, and for one that is no machine.
     """
 
     name: str
@@ -95,6 +126,13 @@ class ClusterNode:
     gpu_name: str | None = None
     gpu_product: str | None = None
     gpu_memory_gb: float | None = None
+    gpu_shares: int = 1
+    runs_linux: bool = True
+
+    @property
+    def pod_gpus(self) -> int:
+        """GPUs, or the one share, that a pod of ours gets at most."""
+        return min(1, self.gpus) if self.gpu_shares > 1 else self.gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +172,8 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
     meta, spec, status = (node.get(part) or {} for part in ("metadata", "spec", "status"))
     found, labels = status.get("allocatable") or {}, meta.get("labels") or {}
     gpus = int(sum(_amount(found.get(resource)) for resource in GPU_RESOURCES))
-    name, gpu_gb = _gpu(labels) if gpus else (None, None)
+    shares = _shares(labels, gpus)
+    name, gpu_gb = _gpu(labels, shares) if gpus else (None, None)
     conditions = status.get("conditions") or ()
     ready = next((one.get("status") for one in conditions if one.get("type") == "Ready"), "True")
     return ClusterNode(
@@ -153,7 +192,42 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
         gpu_name=name,
         gpu_product=labels.get(GPU_PRODUCT) if gpus else None,
         gpu_memory_gb=gpu_gb,
+        gpu_shares=shares,
+        runs_linux=_runs_linux(labels, found),
     )
+
+
+def bears(taint: Mapping[str, Any], node: ClusterNode) -> bool:
+    """True when pods of ours that suit *node* bear that taint of it, or it keeps none off."""
+    if taint.get("effect") not in ("NoSchedule", "NoExecute"):
+        return True
+    key, value = taint.get("key"), taint.get("value")
+    borne = list(GPU_TAINTS) if node.gpus else []
+    if node.capacity_type == "spot":
+        borne += [SPOT_LABELS[name] for name in SPOT_TAINTED]
+    return any(key == one and (wanted is None or value == wanted) for one, wanted in borne)
+
+
+def _runs_linux(labels: Mapping[str, str], allocatable: Mapping[str, Any]) -> bool:
+    """True for a machine with Linux on an architecture of ours that may hold a pod; as far as it says."""
+    arch = labels.get("kubernetes.io/arch", "")
+    is_ours = labels.get("kubernetes.io/os", "linux") == "linux" and (not arch or arch in _ARCHES)
+    is_virtual = any(labels.get(key) == value for key, value in _VIRTUAL)
+    return is_ours and not is_virtual and str(allocatable.get("pods", "")) != "0"
+
+
+def _shares(labels: Mapping[str, str], gpus: int) -> int:
+    """Pods that each GPU of the node is shared by."""
+    told = int(text) if (text := _first(labels, _SHARES)) and text.isdigit() else 1
+    strategy = _first(labels, _STRATEGY)
+    real = int(text) if (text := _first(labels, _REAL_GPUS)) and text.isdigit() else None
+    product = labels.get(GPU_PRODUCT, "")
+    is_shared = product.endswith(_SHARED) or strategy in ("time-slicing", "time-sharing", "mps")
+    is_more = real is not None and gpus > real > 0 and "-MIG-" not in product and _PARTITION not in labels
+    if not is_shared and not is_more:
+        return max(1, told)
+    by_count = gpus // real if real and gpus > real else 2
+    return told if told > 1 else by_count
 
 
 def node_pools(
@@ -165,7 +239,8 @@ def node_pools(
     """Schedulable nodes by place, type, capacity type and GPU.
 
     Args:
-        nodes: Node objects as the API server gives them. Those that are cordoned or not ready are left out.
+        nodes: Node objects as the API server gives them. Those that are cordoned or not ready are left out,
+            and those on which no pod of ours would run: for their taints, system or architecture.
         prices: Offers of clouds: the price of a node of the same instance type, region and capacity type.
         cluster_prices: USD an hour of a node by pool, instance type or ``*``: what one pays oneself. These
             go before the clouds'.
@@ -176,6 +251,9 @@ def node_pools(
     alike: dict[tuple[str, str | None], list[tuple[Offer, ClusterNode]]] = {}
     for item in nodes:
         node = read_node(item)
+        taints = (item.get("spec") or {}).get("taints") or ()
+        if not node.runs_linux or not all(bears(taint, node) for taint in taints):
+            continue
         if node.is_usable and node.vcpus and node.memory_gib:
             offer = _offer(node)
             alike.setdefault((offer.name, offer.gpu_name), []).append((offer, node))
@@ -220,7 +298,7 @@ def _offer(node: ClusterNode) -> Offer:
         memory_gib=node.memory_gib,
         zone=node.zone,
         gpu_name=node.gpu_name,
-        gpus=node.gpus,
+        gpus=node.pod_gpus,
         gpu_memory_gb=node.gpu_memory_gb,
         arch=node.arch,
     )
@@ -265,13 +343,27 @@ def _is_spot(labels: Mapping[str, str]) -> bool:
     return any(labels.get(key) == value for key, value in SPOT_LABELS.values())
 
 
-def _gpu(labels: Mapping[str, str]) -> tuple[str, float | None]:
+def _gpu(labels: Mapping[str, str], shares: int) -> tuple[str, float | None]:
+    """Name and memory of what a pod gets as one GPU: of a share, and of a MIG slice, names of their own."""
+    name, memory = _whole_gpu(labels)
+    partition = labels.get(_PARTITION)
+    if partition and "MIG" not in name:
+        name = f"{name}-MIG-{partition}"
+    slice_gb = _MIG.search(name)
+    if slice_gb is not None and "MIG" in name:
+        memory = float(slice_gb.group(1))
+    if shares == 1:
+        return name, memory
+    return f"{name}-shared", None if memory is None else round(memory / shares, 2)
+
+
+def _whole_gpu(labels: Mapping[str, str]) -> tuple[str, float | None]:
     said, mib = _first(labels, _GPU_NAME), _first(labels, _GPU_MIB)
     # Discovery tells MiB, which for a GPU of 80 GB are about 81,000.
     measured = round(float(mib) * 1.048576 / 1000, 1) if mib and re.fullmatch(r"\d+", mib) else None
     if said is None:
         return UNNAMED_GPU, measured
-    name = canonical_gpu(re.sub(r"-SHARED$", "", said), measured)
+    name = canonical_gpu(said.removesuffix(_SHARED), measured)
     if measured is None:
         return name, MEMORY_GB.get(name)
     return name, nominal_memory_gb(name, measured)

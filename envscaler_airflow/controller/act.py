@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow import protocol
-from envscaler_airflow.backends.base import Handle, MendsNodes, RunsMixed
+from envscaler_airflow.backends.base import Handle, MendsNodes, OffersLater, RunsMixed
 from envscaler_airflow.controller import (
     choose,
     deadline_table,
@@ -293,6 +293,9 @@ class Controller(Asking):
         sold_out = choose.sold_out_offers(self._store, offers, now=now)
         how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(self._backend, RunsMixed)}
         made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
+        if made.chosen is None and isinstance(self._backend, OffersLater):
+            offers = (*offers, *self._backend.later_offers())
+            made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
         self._check_still_owner(state)
         choose.write_plan(self._store, self._prefix, made, spec, offers, **how)
         return made.pick()

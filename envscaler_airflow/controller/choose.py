@@ -31,7 +31,7 @@ from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.resources import GIB
+from envscaler_airflow.spec.resources import GIB, default_limit_bytes
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.stockouts import stockouts
 
@@ -179,9 +179,12 @@ def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:
     """Memory per node that the last attempt had; None before the first."""
     if last is None:
         return None
-    slice_bytes = least_memory_bytes(last.allocation)
-    asked = last.memory_bytes or spec.resources.alternatives[0].limits.memory_bytes
-    return slice_bytes if asked is None else min(asked, slice_bytes)
+    share_bytes, stated = least_memory_bytes(last.allocation), spec.resources.alternatives[0]
+    limit = last.memory_bytes or stated.limits.memory_bytes
+    if limit is not None:
+        return min(limit, share_bytes)
+    is_of_cluster = last.allocation.offer.cloud == "kubernetes"  # elsewhere no other pod is beside it
+    return default_limit_bytes(stated.requests.memory_bytes, share_bytes) if is_of_cluster else share_bytes
 
 
 def least_memory_bytes(allocation: Allocation) -> int:

@@ -220,16 +220,16 @@ def attempt_request(
 
 
 def _resized(resources: Mapping[str, Any], live: AttemptState) -> dict[str, Any]:
-    """*resources* with the memory limit, and the CPUs, that the attempt has instead of the spec's."""
+    """*resources* with the memory, and the CPUs, that the attempt has instead of the spec's.
+
+    Memory is requested as it is limited: an attempt that has more than the spec states needs it.
+    """
     asked, most = dict(resources.get("requests") or {}), dict(resources.get("limits") or {})
     if live.memory_bytes is not None:
-        most["memory"] = f"{live.memory_bytes // 2**20}Mi"
+        most["memory"] = asked["memory"] = f"{live.memory_bytes // 2**20}Mi"
     if live.vcpus is not None:
-        asked |= {"cpu": f"{round(live.vcpus * 1000)}m"}
-        asked |= {"memory": most["memory"]} if live.memory_bytes is not None else {}
-    changed = {"requests": asked} if live.vcpus is not None else {}
-    changed |= {"limits": most} if live.memory_bytes is not None else {}
-    return {**resources, **changed}
+        asked["cpu"] = f"{round(live.vcpus * 1000)}m"
+    return {**resources, "requests": asked, "limits": most}
 
 
 def _command(spec: EnvSpec, nodes: int) -> tuple[str, ...]:

@@ -25,6 +25,16 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
 
+MOST_OVER_REQUEST = 4
+"""Memory that a container may use where its spec states no limit, times what it requests. Chosen: a stage
+that states a quarter of what it needs runs, and one that leaks does not take the whole machine."""
+
+
+def default_limit_bytes(requested: int | None, whole: int) -> int:
+    """Memory limit of a stage that states none, on a share of *whole* bytes of a machine."""
+    return whole if requested is None else min(whole, MOST_OVER_REQUEST * requested)
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 

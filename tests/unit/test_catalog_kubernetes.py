@@ -208,6 +208,123 @@ def test_a_node_without_labels_is_named_by_its_size():
     assert pool.offer.name == "kubernetes/node-64cpu-64gib/on-demand"
 
 
+def shared_t4(**labels):
+    """A node with one T4 that four pods share; *labels* say how."""
+    found = node(without=[PRODUCT, MEMORY], allocatable={"nvidia.com/gpu": "4"})
+    found["metadata"]["labels"] |= labels
+    return found
+
+
+GKE = {
+    "cloud.google.com/gke-accelerator": "nvidia-tesla-t4",
+    "cloud.google.com/gke-gpu-sharing-strategy": "time-sharing",
+    "cloud.google.com/gke-max-shared-clients-per-gpu": "4",
+}
+NFD = {PRODUCT: "Tesla-T4", MEMORY: "15360", "nvidia.com/gpu.count": "1"}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        NFD | {PRODUCT: "Tesla-T4-SHARED", "nvidia.com/gpu.replicas": "4"},
+        NFD | {"nvidia.com/gpu.sharing-strategy": "mps", "nvidia.com/gpu.replicas": "4"},
+        NFD,
+        GKE,
+        GKE | {"cloud.google.com/gke-gpu-sharing-strategy": "mps"},
+        {"karpenter.k8s.aws/instance-gpu-name": "t4", "karpenter.k8s.aws/instance-gpu-count": "1"},
+    ],
+    ids=["time-slicing", "mps", "count-alone", "gke-time-sharing", "gke-mps", "karpenter"],
+)
+def test_a_shared_gpu_is_one_share_under_a_name_of_its_own(labels):
+    """Four pods may use it, and none of them gets four, nor a T4 of its own (D13)."""
+    (pool,) = node_pools([shared_t4(**labels)])
+
+    assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == ("T4-shared", 1, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "gib"),
+    [
+        (
+            {PRODUCT: "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", MEMORY: "4864", "nvidia.com/gpu.count": "7"},
+            "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb",
+            5.0,
+        ),
+        (
+            {
+                "cloud.google.com/gke-accelerator": "nvidia-tesla-a100",
+                "cloud.google.com/gke-accelerator-count": "1",
+                "cloud.google.com/gke-gpu-partition-size": "1g.5gb",
+            },
+            "A100-MIG-1g.5gb",
+            5.0,
+        ),
+    ],
+    ids=["feature-discovery", "gke"],
+)
+def test_slices_of_a_gpu_are_none_of_the_whole_one(labels, name, gib):
+    """Seven MIG slices are seven small GPUs, each with its own memory (D13)."""
+    found = node(without=[PRODUCT, MEMORY], allocatable={"nvidia.com/gpu": "7"})
+    found["metadata"]["labels"] |= labels
+
+    (pool,) = node_pools([found])
+
+    assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == (name, 7, gib)
+
+
+def tainted(key, value="", effect="NoSchedule"):
+    """The spec of a node with one taint."""
+    return {"taints": [{"key": key, "value": value, "effect": effect}]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"spec": tainted("virtual-kubelet.io/provider", "azure"), "allocatable": {"cpu": "10000"}},
+        {"labels": {"type": "virtual-kubelet"}, "allocatable": {"cpu": "10000"}},
+        {"labels": {"eks.amazonaws.com/compute-type": "fargate"}},
+        {"spec": tainted("node-role.kubernetes.io/control-plane")},
+        {"spec": tainted("dedicated", "web", "NoExecute")},
+        {"labels": {"kubernetes.io/os": "windows"}},
+        {"labels": {"kubernetes.io/arch": "s390x"}},
+        {"allocatable": {"pods": "0"}},
+    ],
+)
+def test_a_node_that_no_pod_of_ours_runs_on_is_no_offer(other):
+    """However large it says that it is (D13)."""
+    pools = node_pools([EKS, node(name="other", labels={"x": "y"} | other.pop("labels", {}), **other)])
+
+    assert [pool.names for pool in pools] == [("ip-10-0-1-7",)]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tainted("nvidia.com/gpu", "present"),
+        tainted("busy", effect="PreferNoSchedule"),
+    ],
+)
+def test_a_taint_that_our_pods_bear_keeps_no_offer_off(spec):
+    """Of GPU nodes, and one that only prefers (D13)."""
+    assert len(node_pools([node(spec=spec)])) == 1
+
+
+def test_a_stage_for_two_gpus_finds_none_on_one_that_is_shared(tmp_path, monkeypatch):
+    """The plan says what is there instead (D13)."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+    (tmp_path / "s.yaml").write_text(
+        "{version: v1, name: x, resources: {requests: {gpu: {type: T4, count: 2}}}, entrypoint: [a]}"
+    )
+    shared = shared_t4(**NFD, **{"nvidia.com/gpu.replicas": "4"})
+    words = ["plan", "-f", str(tmp_path / "s.yaml"), "--nodes", "-", "--node-price", "*=1"]
+
+    got = CliRunner().invoke(main, words, input=json.dumps({"items": [shared]}))
+
+    assert got.exit_code != 0
+    assert "no offer fits" in got.output
+    assert "T4-shared" in got.output
+
+
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
     """``offers --nodes`` on what ``kubectl get nodes -o json`` printed."""

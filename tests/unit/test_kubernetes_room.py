@@ -112,6 +112,30 @@ def test_a_node_whose_taint_no_pod_of_ours_bears_is_no_offer(taint, gpus, count)
     assert len(derived_offers([node(gpus=gpus, taints=[taint])], Settings())) == count
 
 
+def test_a_share_of_a_gpu_is_all_that_a_pod_gets():
+    """No offer of two or four of them, and a share costs its part of the node (D13)."""
+    labels = {"nvidia.com/gpu.product": "Tesla-T4-SHARED", "nvidia.com/gpu.replicas": "4"}
+
+    offers = derived_offers([node(gpus=4, labels=labels)], Settings(usd_per_hour={"*": 1.0}))
+
+    assert [(one.gpu_name, one.gpus, one.usd_per_hour) for one in offers] == [("T4-shared", 1, 0.25)]
+
+
+@pytest.mark.parametrize("trouble", ["cordoned", "silent", "tainted"])
+def test_nodes_that_take_nothing_now_are_offers_for_later(trouble):
+    """For a stage that waits for a node; a control plane never is one (D2)."""
+    taints = [{"key": "maintenance", "effect": "NoSchedule"}] if trouble == "tainted" else []
+    away = node("away", taints=taints)
+    away["spec"]["unschedulable"] = trouble == "cordoned"
+    away["status"]["conditions"][0]["status"] = "Unknown" if trouble == "silent" else "True"
+    ours = node("master", taints=[{"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}])
+
+    now, later = (derived_offers([away, ours], Settings(), is_later=is_later) for is_later in (False, True))
+
+    assert now == ()
+    assert [one.vcpus for one in later] == [1.0, 2.0, 4.0, 8.0]
+
+
 SPEC = {"distributed": {"elastic": True}, "num_nodes": {"min": 1, "max": 4}}
 
 

@@ -131,6 +131,16 @@ class KubernetesBackend:
             ) from err
         return derived_offers(nodes, self.settings)
 
+    def later_offers(self) -> tuple[Offer, ...]:
+        """Slices of nodes that take nothing now, for the time that a stage waits for a node.
+
+        Cordoned ones, those that are not ready, and those with a taint that pods of ours do not bear.
+        () where the configuration lists the nodes, or a stage does not wait for any.
+        """
+        if self.settings.wait_for_node_s <= 0 or self.settings.cluster_prices:
+            return ()
+        return derived_offers(self._nodes(), self.settings, is_later=True)
+
     def _nodes(self) -> list[Json]:
         """The nodes that stages may use."""
         wanted = ",".join(f"{key}={value}" for key, value in sorted(self.settings.node_selector.items()))

@@ -15,6 +15,9 @@ from envscaler_airflow.catalog.kubernetes import GIB, ClusterNode, node_price, r
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.table import OfferTable
 
+_FOR_OTHERS = ("node-role.kubernetes.io/", "virtual-kubelet.io/", "eks.amazonaws.com/compute-type")
+"""Beginnings of taints that stay. Source: Kubernetes, well-known taints; Virtual Kubelet; EKS Fargate."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -27,6 +30,7 @@ class Kind:
         gpu_name: Canonical; None without GPU.
         gpu_memory_gb: Nominal; None is unknown.
         region: As its labels say; None is unknown.
+        is_shared: True when a pod gets one share of a GPU at most.
     """
 
     instance_type: str
@@ -35,6 +39,7 @@ class Kind:
     gpu_name: str | None
     gpu_memory_gb: float | None = None
     region: str | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,11 @@ def derived_offers(
     settings: Settings,
     *,
     prices: Callable[[], OfferTable] = packaged,
+    is_later: bool = False,
 ) -> tuple[Offer, ...]:
     """Slices of every kind of node, smallest first: powers of two and the whole.
+
+    With *is_later* those of nodes that take no pod of ours now: cordoned, not ready, or tainted.
 
     A kind costs what the owner says of it, else what its cloud asks for such an instance in *prices*: the
     highest of its nodes' prices, unknown where one of them is.
@@ -70,9 +78,10 @@ def derived_offers(
     priced: dict[ClusterNode, Price] = {}
     for node in nodes:
         seen, kind, room = read_node(node), kind_of(node), room_of(node)
-        if room.vcpus < 1 or room.memory_gib <= 0 or not seen.is_usable:
+        if room.vcpus < 1 or room.memory_gib <= 0 or not _may_ever_run(node, seen):
             continue
-        if not is_borne(node, kind, settings) or not _is_addressed(node, kind, settings):
+        takes_now = seen.is_usable and is_borne(node, kind, settings)
+        if takes_now == is_later or not _is_addressed(node, kind, settings):
             continue
         known = rooms.get(kind)
         rooms[kind] = room if known is None else _least(known, room)
@@ -84,6 +93,12 @@ def derived_offers(
         offer for kind, room in rooms.items() for offer in _slices(kind, room, settings, price=costs[kind])
     ]
     return tuple(sorted(offers, key=lambda offer: (offer.gpus, offer.vcpus, offer.name)))
+
+
+def _may_ever_run(node: Mapping[str, Any], seen: ClusterNode) -> bool:
+    """False for a node that no pod of ours will ever run on: another system, no machine, a control plane."""
+    taints = (node.get("spec") or {}).get("taints") or ()
+    return seen.runs_linux and not any(str(one.get("key")).startswith(_FOR_OTHERS) for one in taints)
 
 
 def _price(node: ClusterNode, kind: Kind, settings: Settings, prices: Callable[[], OfferTable]) -> Price:
@@ -126,6 +141,7 @@ def kind_of(node: Mapping[str, Any]) -> Kind:
         seen.gpu_name,
         seen.gpu_memory_gb,
         seen.region,
+        seen.gpu_shares > 1,
     )
 
 
@@ -174,7 +190,7 @@ def _slices(kind: Kind, room: Room, settings: Settings, *, price: Price) -> list
         price_source=price.source,
         arch=kind.arch,
     )
-    return [_slice(whole, count, full) for count in _counts(full)]
+    return [_slice(whole, count, full) for count in ([1] if kind.is_shared else _counts(full))]
 
 
 def _counts(full: int) -> Sequence[int]:

@@ -27,6 +27,7 @@ from envscaler_airflow.protocol import (
     EXIT_STOPPED,
 )
 from envscaler_airflow.spec.quantities import cpu_cores, memory_bytes
+from envscaler_airflow.spec.resources import default_limit_bytes
 from envscaler_airflow.spec.secrets import parse_reference
 
 MAIN = "main"
@@ -388,13 +389,14 @@ class _Attempt:
         return whole if most is None else min(whole, cpu_cores(most))
 
     def _memory(self) -> tuple[int, int]:
-        """``(request, limit)`` in bytes: the spec's, within the slice; the slice where the spec has none."""
+        """``(request, limit)`` in bytes, within the offer's share: the spec's, else the share."""
         need, offer = self._need(), self.offer
         whole = int(offer.memory_gib * GIB)
         asked = (need.get("requests") or {}).get("memory")
         most = (need.get("limits") or {}).get("memory")
-        limit = whole if most is None else min(memory_bytes(most), whole)
-        request = limit if asked is None else min(memory_bytes(asked), limit)
+        requested = None if asked is None else memory_bytes(asked)
+        limit = default_limit_bytes(requested, whole) if most is None else min(memory_bytes(most), whole)
+        request = limit if requested is None else min(requested, limit)
         return request, limit
 
     def _resources(self) -> dict[str, Any]:

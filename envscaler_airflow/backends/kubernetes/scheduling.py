@@ -9,7 +9,7 @@ from typing import Any
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.catalog.kubernetes import GPU_PRODUCT, SPOT_LABELS
+from envscaler_airflow.catalog.kubernetes import GPU_PRODUCT, GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
 from envscaler_airflow.planning.offers import Offer
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
@@ -41,7 +41,7 @@ class Spot:
 
 
 SPOT: Mapping[str, Spot] = {
-    name: Spot(key, value, taint=name in ("gke", "aks")) for name, (key, value) in SPOT_LABELS.items()
+    name: Spot(key, value, taint=name in SPOT_TAINTED) for name, (key, value) in SPOT_LABELS.items()
 }
 
 NOTICE_S: Mapping[str, int] = {"eks": 120, "karpenter": 120, "gke": 30, "aks": 30}
@@ -53,13 +53,6 @@ Source: Amazon EC2, Spot Instance interruption notices (two minutes); Google Com
 LONGEST_NOTICE_S = max(NOTICE_S.values())
 LEAST_GRACE_S = 30
 """Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
-
-GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
-    ("nvidia.com/gpu", None),
-    ("amd.com/gpu", None),
-    ("sku", "gpu"),
-)
-"""Taints that keep other pods off GPU nodes: GKE and the GPU operator, AMD's, AKS' documented one."""
 
 
 def node_type(offer: Offer) -> str:

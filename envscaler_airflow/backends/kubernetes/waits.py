@@ -16,12 +16,19 @@ from envscaler_airflow.backends.kubernetes.seen import (
     is_about,
     joined,
     since,
+    timestamp,
 )
 
 WAITING = frozenset({"scheduling", "gated", "pulling", "config", "volume", "quota", "queue", "starting"})
 """Kinds of waits that may still end well: the owner goes on watching."""
 HOPELESS = frozenset({"capacity", "placement", "image", "refused"})
 """Kinds of waits that are over: the owner gives the attempt up."""
+
+RECREATED_S = 60.0
+"""A pod that is so much younger than its Job's start replaces another, seconds. Chosen: as ``usage``."""
+RECREATED_WAIT_S = 180.0
+"""Longest wait of a recreated pod for a node, seconds. Chosen: cluster autoscalers add a node within two
+minutes or say no; then any offer with room is better than the one that was lost."""
 
 _BAD_IMAGE = (
     "InvalidImageName",
@@ -84,7 +91,7 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
     """
     scheduled = any_condition(pod, "PodScheduled")
     if scheduled is not None and scheduled["status"] == "False":
-        return _unscheduled(scheduled, seen)
+        return _unscheduled(scheduled, pod, seen)
     if scheduled is None and not (pod.get("spec") or {}).get("nodeName"):
         return "scheduling", "waits for the scheduler"
     for one in _waiting_containers(pod):
@@ -105,7 +112,7 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
     return "starting", ""
 
 
-def _unscheduled(scheduled: Json, seen: Seen) -> tuple[str, str]:
+def _unscheduled(scheduled: Json, pod: Json, seen: Seen) -> tuple[str, str]:
     """Why a pod has no node, by the scheduler's message."""
     if scheduled.get("reason") == "SchedulingGated":
         return "gated", "waits for its scheduling gates"
@@ -115,11 +122,20 @@ def _unscheduled(scheduled: Json, seen: Seen) -> tuple[str, str]:
         return "refused", message
     if _UNBOUND in text:
         return _until(seen.wait_for_image_s, waited, ("volume", message), "refused")
-    is_over = not seen.wait_for_node_s or (waited is not None and waited >= seen.wait_for_node_s)
+    most_s = _node_wait_s(pod, seen)
+    is_over = not most_s or (waited is not None and waited >= most_s)
     if not is_over:
         return "scheduling", message
     is_elsewhere = _VOLUME_ELSEWHERE.search(text) and not _NO_ROOM.search(message)
     return ("placement" if is_elsewhere else "capacity"), message
+
+
+def _node_wait_s(pod: Json, seen: Seen) -> float:
+    """Longest wait of the pod for a node: shorter for one that was recreated, since its attempt may move."""
+    born = timestamp(pod["metadata"].get("creationTimestamp"))
+    start = timestamp(((seen.job or {}).get("status") or {}).get("startTime"))
+    is_recreated = born is not None and start is not None and born - start > RECREATED_S
+    return min(RECREATED_WAIT_S, seen.wait_for_node_s) if is_recreated else seen.wait_for_node_s
 
 
 def _bounded(kind: str, after: str, detail: str, pod: Json, seen: Seen) -> tuple[str, str]:

@@ -393,3 +393,73 @@ def test_a_success_is_no_missed_deadline_though_its_job_completes_late(cluster, 
     [job] = ours(cluster, JOBS)
     assert [one["type"] for one in job["status"]["conditions"]][-2:] == ["SuccessCriteriaMet", "Complete"]
     eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
+
+
+@pytest.mark.parametrize("trouble", ["cordoned", "silent", "tainted"])
+def test_a_stage_waits_while_no_node_takes_it(cluster, stage, trouble):
+    """The only node is away for a while: the stage starts on it once it is back (D2)."""
+    node = cluster.node("node-0")
+    away, back = {
+        "cordoned": (node.cordon, lambda: node.cordon(on=False)),
+        "silent": (node.silence, node.revive),
+        "tainted": (lambda: node.taint("maintenance"), lambda: node.untaint("maintenance")),
+    }[trouble]
+    away()
+    cluster.advance(120)
+    run = stage(settings={"wait_for_node_s": 900})
+
+    run.owner.enter()
+
+    assert (run.node().state, run.node().reason) == ("pending", "scheduling")
+    back()
+    cluster.advance(30)
+    running(run.backend, run.handle)
+
+
+def test_a_stage_that_does_not_wait_says_at_once_that_nothing_is_there(cluster, stage):
+    """Where no node is added a cordoned one is no offer (D2)."""
+    cluster.node("node-0").cordon()
+
+    with pytest.raises(NoOfferError):
+        stage(settings={"wait_for_node_s": 0}).owner.enter()
+
+
+def test_an_evicted_pod_without_room_goes_on_elsewhere_after_three_minutes(cluster, stage):
+    """Its node type is taken, another has room: not the quarter of an hour that a first start waits (D11)."""
+    kind = "node.kubernetes.io/instance-type"
+    cluster.node("node-0").edit(lambda node: node["metadata"]["labels"].update({kind: "small"}))
+    run = stage(settings={"wait_for_node_s": 900}, checkpoint={"every": "10m"})
+    run.owner.enter()
+    running(run.backend, run.handle)
+    cluster.advance(600)
+    cluster.node("node-0").cordon()
+    cluster.add_node("other", labels={kind: "large"})
+
+    cluster.pod("").evict()
+    cluster.advance(170)
+    assert run.node().reason == "scheduling"
+    cluster.advance(60)
+
+    state = run.goes_on(lambda state: len(state.attempts) > 1)
+    assert state.attempts[1].allocation.offer.instance_type.startswith("large:")
+    running(run.backend, run.handle)
+
+
+def test_memory_is_bounded_without_a_limit_and_raised_with_its_request(cluster, stage):
+    """Four times the request; after an out-of-memory as much is requested as is allowed (D11)."""
+    run = stage()
+    run.owner.enter()
+    running(run.backend, run.handle)
+
+    def memory():
+        [main] = [one for one in cluster.pod("").object["spec"]["containers"] if one["name"] == "main"]
+        return [main["resources"][part]["memory"] for part in ("requests", "limits")]
+
+    before = memory()
+    cluster.pod("").oom()
+    over(run.backend, run.handle)
+    run.goes_on(lambda state: len(state.attempts) > 1)
+    running(run.backend, run.handle)
+
+    assert before == ["64Mi", "256Mi"]
+    assert memory() == ["384Mi", "384Mi"]
