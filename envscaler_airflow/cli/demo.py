@@ -157,7 +157,7 @@ class Demo:
     ) -> int:
         """One run of the DAG; with *is_kept* a failure is said and ends nothing, so that the UI shows it."""
         try:
-            run_id = airflow.trigger_dag(DAG_ID, conf=self._conf)
+            run_id = airflow.trigger_dag(DAG_ID, conf=self._conf, timeout_s=STUCK_S)
             self._say("demo", f"triggered {DAG_ID} ({run_id})")
             self._open_stories(run_id)
             with self._view():
@@ -197,13 +197,22 @@ class Demo:
             patience.look(self._marks(), time.monotonic())
             self._lose_machine()
             if time.monotonic() - asked_at > ASK_S:
-                state = airflow.run_state(DAG_ID, run_id)
-                self._note_tasks(airflow.task_states(DAG_ID, run_id))
+                state = self._ask(airflow, run_id, state)
                 asked_at = time.monotonic()
             self._refresh()
             time.sleep(LOOK_S)
         self._look()
         return state
+
+    def _ask(self, airflow: AirflowServices, run_id: str, state: str) -> str:
+        """State of the DAG run; *state*, as it was, while the API server is too busy to answer."""
+        try:
+            now = airflow.run_state(DAG_ID, run_id)
+            self._note_tasks(airflow.task_states(DAG_ID, run_id))
+        except httpx.TransportError as err:
+            self._say("airflow", f"no answer, asked again: {err or type(err).__name__}")
+            return state
+        return now
 
     def _marks(self) -> tuple[object, ...]:
         """What changes when anything goes on: events, phases, steps, checkpoints, output, states of tasks."""

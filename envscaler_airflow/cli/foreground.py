@@ -47,6 +47,7 @@ GRACE_S = 60.0
 
 _NO_ROOM = re.compile(r"attempt \d+ (not-started\b|on .*\): after: not-started\b)")
 """Lines of attempts that were not started, and of those that follow them: told in other words here."""
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -120,6 +121,7 @@ class Foreground:
     _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
     _waits: str = field(init=False, default="")
     _no_room: str = field(init=False, default="")
+    _messages: dict[int, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
@@ -246,9 +248,18 @@ class Foreground:
         if waits and waits != self._waits:
             self.voice.say(f"waits: {printable(waits)}")
         self._waits = waits
+        self._tell_messages(watch)
         line = progress_line(self._story.status, self._story.state, now=self.store.now())
         if line:
             self.voice.progress(line)
+
+    def _tell_messages(self, watch: Watch) -> None:
+        """What nodes say of themselves, such as a full store; not again for another number in it."""
+        for node, status in watch.statuses.items():
+            kind = _NUMBER.sub("#", status.message)
+            if status.message and kind != self._messages.get(node):
+                self.voice.say(f"node {node}: {printable(status.message)}")
+            self._messages[node] = kind
 
     def _on_trouble(self, err: Exception) -> None:
         self.voice.say(f"no answer, tried again: {printable(str(err))}")

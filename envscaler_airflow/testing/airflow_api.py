@@ -64,17 +64,22 @@ class AirflowApi:
         return answer.json() if answer.content else None
 
     def wait(self, ask: Callable[[], T | None], *, timeout_s: float, what: str, every_s: float = 0.5) -> T:
-        """The first answer of *ask* that is true.
+        """The first answer of *ask* that is true. A server that takes too long has not answered yet.
 
         Raises:
             TimeoutError: None came within *timeout_s*; says *what* was waited for.
         """
         give_up = time.monotonic() + timeout_s
-        while not (answer := ask()):
+        while True:
+            answer: T | httpx.TimeoutException | None
+            try:
+                if answer := ask():
+                    return answer
+            except httpx.TimeoutException as err:
+                answer = err
             if time.monotonic() > give_up:
                 raise TimeoutError(f"{what}: not within {timeout_s:g} s; last answer {answer!r}")
             time.sleep(every_s)
-        return answer
 
     def wait_for_dag(self, dag_id: str, *, timeout_s: float = 60) -> None:
         """Return once the dag processor has stored *dag_id*.

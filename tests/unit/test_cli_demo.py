@@ -1,13 +1,16 @@
 """Unit tests of the demo's narration: each fact once, and the machine taken away at the right moment."""
 
+import contextlib
 import json
 import os
 import signal
 from dataclasses import replace
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
+from envscaler_airflow.cli import demo as demo_module
 from envscaler_airflow.cli import demo_places, main
 from envscaler_airflow.cli.demo import (
     STUCK_S,
@@ -26,6 +29,7 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.protocol import Progress, Status, log_name, status_name
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.testing.airflow_api import AirflowApi
 
 PREFIX = "local/dag/run/train/-1"
 OWNER = Actor("ti-1")
@@ -401,3 +405,49 @@ def test_a_failure_keeps_the_ui_up_where_that_was_asked_for(tmp_path, monkeypatc
             made.run(serve=False)
 
     assert served == ([Broken.url] if serve else [])
+
+
+class Busy:
+    """An API server that is too busy for the first question, and answers the others."""
+
+    def __init__(self):
+        """Nothing asked."""
+        self.asked = 0
+
+    def run_state(self, *_args):
+        """The state of the DAG run."""
+        self.asked += 1
+        if self.asked == 1:
+            raise httpx.ReadTimeout("timed out")
+        return "success"
+
+    def task_states(self, *_args):
+        """States of the tasks."""
+        return {"train": "success"}
+
+
+def test_an_api_server_that_is_too_busy_ends_nothing(tmp_path, monkeypatch, capsys):
+    """It shares the cores with the training: no answer is said, and asked for again (F3)."""
+    monkeypatch.setattr(demo_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(demo_module, "ASK_S", -1.0)
+    made = Demo(tmp_path, tmp_path, _console(), demo_places.ThisMachine(tmp_path), {})
+    made._open_stories("manual")
+
+    with made._view():
+        assert made._follow(Busy(), "manual") == "success"
+
+    assert "no answer, asked again: timed out" in capsys.readouterr().out
+
+
+def test_a_question_that_times_out_is_asked_again(monkeypatch):
+    """Until the time of the wait is over (F3)."""
+    answers = [httpx.ReadTimeout("timed out"), None, "success"]
+
+    def ask():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with contextlib.closing(AirflowApi("http://localhost:1")) as api:
+        assert api.wait(ask, timeout_s=60, what="the end", every_s=0.0) == "success"

@@ -13,6 +13,7 @@ from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, s
 from envscaler_airflow.cli.progress import progress_line
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage, Waiting, Watching
+from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import NoOfferError, StoreError
 from envscaler_airflow.lifecycle import Actor, AttemptState, RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -172,6 +173,21 @@ def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
         f"no room: {detail}; next try in 10 s",
         "still no room; next try in 1 min 20 s",
     ]
+
+
+def test_what_a_node_says_of_itself_is_said_once(owner, store):
+    """A store that is full, as the sidecar finds it; another number in the same words is no news (F6)."""
+    watch = Watch(store=store, prefix=KEY.prefix, backend=ScriptedBackend(), watching=Watching(0, 1))
+    for words in (
+        "outputs: No space left; retrying in 2 s",
+        "outputs: No space left; retrying in 4 s",
+        "",
+        "lost",
+    ):
+        watch.statuses[0] = Status(generation=1, attempt=1, message=words)
+        owner._on_look(watch)
+
+    assert owner.voice.lines == ["node 0: outputs: No space left; retrying in 2 s", "node 0: lost"]
 
 
 def test_an_error_of_the_store_is_said(owner):
