@@ -48,6 +48,7 @@ HEALTHS = ("ok", "stalled")
 _MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float has room
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
+_MANIFEST = re.compile(r"manifest-c(\d{1,9})\.json\Z")
 _T = TypeVar("_T", bound="Message")
 
 
@@ -59,6 +60,22 @@ def control_name(generation: int, attempt: int) -> str:
 def claim_name(generation: int, attempt: int, node: int, number: int) -> str:
     """Store name of a claim: which pod, or node process, speaks for a node. The highest number is valid."""
     return f"claims/g{generation}-a{attempt}-n{node}-{number:06d}.json"
+
+
+def accepted_name(generation: int, attempt: int, claim: int) -> str:
+    """Store name of the manifests of lower claims that *claim* to node 0 accepts; all others are void."""
+    return f"claims/g{generation}-a{attempt}-n0-{claim:06d}-accepted.json"
+
+
+def manifest_name(claim: int) -> str:
+    """Name, in a checkpoint's folder, of the manifest that *claim* to node 0 wrote."""
+    return f"manifest-c{claim}.json"
+
+
+def parse_manifest_name(name: str) -> Optional[int]:
+    """Claim of a checkpoint's manifest, None when *name* is not one."""
+    match = _MANIFEST.match(name)
+    return int(match[1]) if match else None
 
 
 def status_name(generation: int, attempt: int, node: int, claim: int = 1) -> str:
@@ -405,6 +422,7 @@ class Status(Message):
         progress: What the training said.
         start_step: Step that this attempt began at (0 fresh, else the checkpoint's).
         restored_from: Checkpoint folder name or URI that node 0 chose; None when fresh.
+        restored_claim: Claim of the manifest that it chose in that folder; None for a URI.
         setup_s: Seconds from the node's start to the start of its command: workdir, inputs, restore.
         restore_s, checkpoint_s: Seconds of the restore and of the last checkpoint (save and upload).
         rejected: Checkpoints that were found torn at the restore, each with its reason.
@@ -432,6 +450,7 @@ class Status(Message):
     progress: Progress = field(default_factory=Progress)
     start_step: Optional[int] = None
     restored_from: Optional[str] = None
+    restored_claim: Optional[int] = None
     setup_s: Optional[float] = None
     restore_s: Optional[float] = None
     checkpoint_s: Optional[float] = None
@@ -462,26 +481,28 @@ class ManifestFile(Message):
         size: Bytes.
         sha256: 64 lower-case hex digits.
         node: Node that uploaded it.
+        claim: Under which claim to it; 0 in a folder without parts, such as an output.
     """
 
     path: str = ""
     size: int = 0
     sha256: str = ""
     node: int = 0
+    claim: int = 0
 
     def __post_init__(self) -> None:
         """Refuse paths that leave the folder and hashes of the wrong form."""
         if not is_safe_relative_path(self.path):
             raise ValueError(f"path {self.path!r:.200} is not a plain relative path")
-        if self.size < 0:
-            raise ValueError(f"size must be >= 0, got {self.size}")
+        if min(self.size, self.node, self.claim) < 0:
+            raise ValueError(f"size must be >= 0, got {self.size}; node {self.node}, claim {self.claim}")
         if not re.match(r"[0-9a-f]{64}\Z", self.sha256):
             raise ValueError(f"sha256 must be 64 hex digits, got {self.sha256!r:.80}")
 
 
 @dataclass(frozen=True)
 class Manifest(Message):
-    """Written last; a folder without it does not count.
+    """Written last; a folder without it does not count. Nodes may have saved different files under one path.
 
     Attributes:
         kind: ``checkpoint``, ``directory`` or ``file`` (an output that is one file).
@@ -510,7 +531,7 @@ class Manifest(Message):
         """Refuse unknown kinds and a path named twice."""
         _check(self.kind, ("checkpoint", "directory", "file"), "kind")
         paths = [item.path for item in self.files]
-        if len(set(paths)) != len(paths):
+        if len({(item.path, item.node if item.claim else 0) for item in self.files}) != len(paths):
             raise ValueError("files: a path is named twice")
         for path, target in self.links.items():
             if not is_safe_relative_path(path) or not is_safe_link(path, target):

@@ -112,7 +112,7 @@ class State:
         is_restoring: True while a checkpoint is chosen and fetched.
         failed: Why the set-up or the hand-over of outputs failed.
         failed_as: What the end is called where the set-up failed and the wrapper does not say.
-        start_step, restored_from, restore_s, rejected: See ``protocol.Status``.
+        start_step, restored_from, restored_claim, restore_s, rejected: See ``protocol.Status``.
         last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: Likewise.
         name_step: Largest step in the name of a checkpoint of this attempt or of the one restored.
         snapshot: Fingerprint of the tree that the last snapshot holds, or that was laid back.
@@ -136,6 +136,7 @@ class State:
     failed_as: str = "setup-failed"
     start_step: int | None = None
     restored_from: str | None = None
+    restored_claim: int | None = None
     restore_s: float | None = None
     rejected: tuple[str, ...] = ()
     last_checkpoint: str | None = None

@@ -156,6 +156,7 @@ def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
         ended=ended,
         start_step=state.start_step,
         restored_from=state.restored_from,
+        restored_claim=state.restored_claim,
         restore_s=state.restore_s,
         checkpoint_s=state.checkpoint_s if state.checkpoint_s is not None else base.checkpoint_s,
         rejected=state.rejected,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from envscaler_airflow.courier import trees
@@ -22,12 +23,15 @@ from envscaler_airflow.protocol import (
     Progress,
     Status,
     is_safe_name,
+    manifest_name,
     parse_checkpoint_name,
+    parse_manifest_name,
     status_name,
 )
 from envscaler_airflow.store import checkpoints, folders
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.names import MANIFEST
 from envscaler_airflow.store.outputs import open_folder
 from envscaler_airflow.store.root import Root
 
@@ -48,12 +52,14 @@ class Restored:
     Attributes:
         source: Its name, or the URI that it was named by.
         path: Folder.
-        manifest: What the writer said of it.
+        manifest: What the writer said of it, with the files that this node gets.
+        claim: Of the manifest in its folder; None for a URI.
     """
 
     source: str
     path: Path
     manifest: Manifest
+    claim: int | None = None
 
     def to_start(self) -> Mapping[str, object]:
         """The ``restore`` part of ``start.json``."""
@@ -92,12 +98,13 @@ def restore(site: Site, control: Control) -> Restored | None:
 
 def _publish(site: Site, found: Restored | None, restore_s: float) -> None:
     if found is None:
-        site.memory.update(start_step=0, restored_from=None)
+        site.memory.update(start_step=0, restored_from=None, restored_claim=None)
         return
     key = parse_checkpoint_name(found.source)
     site.memory.update(
         start_step=found.manifest.step,
         restored_from=found.source,
+        restored_claim=found.claim,
         restore_s=restore_s,
         name_step=max(site.memory.state.name_step, key[1] if key else found.manifest.step or 0),
     )
@@ -107,7 +114,8 @@ def _choose(site: Site, control: Control) -> Restored | None:
     rejected = []
     for name in _order(site, control):
         try:
-            return _fetch(site, site.store, checkpoints.checkpoint_prefix(name), name)
+            claim = site.patiently(partial(checkpoints.manifest_claim, site.store, name), what=name)
+            return _fetch_checkpoint(site, name, claim)
         except CheckpointError as err:
             rejected.append(f"{name}: {err}")
             site.memory.update(rejected=tuple(rejected))
@@ -122,6 +130,12 @@ def _choose(site: Site, control: Control) -> Restored | None:
 
 def _order(site: Site, control: Control) -> tuple[str, ...]:
     who = site.who
+    site.patiently(
+        lambda: checkpoints.accept_manifests(
+            site.store, generation=who.generation, attempt=who.attempt, claim=who.claim
+        ),
+        what="claims",
+    )
     complete = site.patiently(
         lambda: checkpoints.complete_checkpoints(site.store, who.generation), what="checkpoints"
     )
@@ -144,7 +158,7 @@ def _follow(site: Site, control: Control) -> Restored | None:
         [chosen], generation=who.generation, attempt=who.attempt, candidates=control.candidates or ()
     ).count(chosen):
         raise CheckpointError(f"node 0 says {chosen!r:.200}, which the owner does not allow")
-    return _fetch(site, site.store, checkpoints.checkpoint_prefix(chosen), chosen)
+    return _fetch_checkpoint(site, chosen, decided.restored_claim)
 
 
 class _NodeZero:
@@ -227,21 +241,34 @@ def _fetch_uri(site: Site, uri: str) -> Restored:
     except SpecError as err:
         raise CheckpointError(str(err)) from err
     last = uri.rstrip("/").rpartition("/")[2]
-    return _fetch(site, store, prefix, uri, folder=last if is_safe_name(last) else "restore-from")
+    manifest = site.patiently(lambda: _manifest_at(store, prefix), what=uri)
+    target = site.exchange.restored / (last if is_safe_name(last) else "restore-from")
+    return Restored(uri, target, _fetch(site, store, prefix, manifest, target))
 
 
-def _fetch(site: Site, store: Store, prefix: str, source: str, *, folder: str | None = None) -> Restored:
-    manifest = site.patiently(lambda: _manifest(store, prefix, source), what=source)
-    target = site.exchange.restored / (folder or source)
+def _fetch_checkpoint(site: Site, name: str, claim: int | None) -> Restored:
+    """Checkpoint *name* of this run by the manifest of *claim*: every node takes that which node 0 chose."""
+    manifest = site.patiently(lambda: checkpoints.read_checkpoint(site.store, name, claim=claim), what=name)
+    target = site.exchange.restored / name
+    prefix = checkpoints.checkpoint_prefix(name)
+    return Restored(name, target, _fetch(site, site.store, prefix, manifest, target), claim)
+
+
+def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Path) -> Manifest:
+    """Lay out what this node gets of *manifest*, which is returned."""
+    mine = folders.for_node(manifest, site.who.node)
     root = site.exchange.made_folder(target)
-    site.patiently(lambda: folders.fetch(store, prefix, manifest, root, between=site.wanted), what=source)
-    return Restored(source, target, manifest)
+    node, between = site.who.node, site.wanted
+    site.patiently(
+        lambda: folders.fetch(store, prefix, mine, root, node=node, between=between), what=target.name
+    )
+    return mine
 
 
-def _manifest(store: Store, prefix: str, source: str) -> Manifest:
-    if not _is_uri(source):
-        return checkpoints.read_checkpoint(store, source)
-    manifest = folders.read_manifest(store, prefix)
+def _manifest_at(store: Store, prefix: str) -> Manifest:
+    """The manifest of the folder that a URI names: of another run, whose claims are not known here."""
+    claims = [claim for part in store.children(prefix) if (claim := parse_manifest_name(part)) is not None]
+    manifest = folders.read_manifest(store, prefix, name=manifest_name(max(claims)) if claims else MANIFEST)
     if manifest.kind != "checkpoint":
         raise CheckpointError(f"it is a {manifest.kind}, not a checkpoint")
     return manifest
@@ -269,7 +296,7 @@ def _lay_back(site: Site, found: Restored) -> Restored:
     with suppress(OSError):
         site.exchange.remove(found.path)
     site.memory.update(snapshot=_fingerprint(site, target))
-    return Restored(found.source, target, found.manifest)
+    return replace(found, path=target)
 
 
 def _fingerprint(site: Site, target: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from envscaler_airflow.protocol import (
     Status,
     control_name,
     log_name,
+    manifest_name,
     metrics_name,
     parse_checkpoint_name,
     status_name,
@@ -34,6 +36,7 @@ OTHERS_AT_END_S = 120.0
 """The same once this node's command has ended and no other says that it uploads: the others end soon after,
 or never speak again. Chosen."""
 _AGENT = "agent.json"
+log = logging.getLogger(__name__)
 
 
 class Chunks:
@@ -95,6 +98,7 @@ class Checkpoints:
         self._backoff = Backoff(site.monotonic)
         self._uploaded: dict[str, _Uploaded] = {}
         self._given_up: set[str] = set()
+        self._warned: set[str] = set()
 
     def step(self) -> bool:
         """Bring every local save a step further; True when none is left.
@@ -134,10 +138,15 @@ class Checkpoints:
         self._complete(name)
 
     def _is_in_store(self, name: str) -> bool:
-        """True when it was completed before this courier was killed, or its node replaced."""
-        if not checkpoints.is_complete(self._site.store, name):
+        """True when it is complete: by a courier that was killed, or by node 0 with what this node saved."""
+        who, store = self._site.who, self._site.store
+        claim = checkpoints.manifest_claim(store, name)
+        if claim is None or (who.node == 0 and claim != who.claim):
             return False
-        self._completed(name, checkpoints.read_checkpoint(self._site.store, name), 0.0)
+        manifest = checkpoints.read_checkpoint(store, name, claim=claim)
+        if who.node != 0 and any(item.claim != who.claim for item in manifest.files if item.node == who.node):
+            return False  # of the pod that this one replaced
+        self._completed(name, manifest, 0.0)
         return True
 
     def _upload(self, name: str) -> None:
@@ -149,12 +158,20 @@ class Checkpoints:
         files = [item for item in folders.files_of(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
         done = folders.upload(
-            site.store, prefix, files, node=site.who.node, between=site.between, shares_names=is_snapshot
+            site.store,
+            prefix,
+            files,
+            node=site.who.node,
+            claim=site.who.claim,
+            between=site.between,
+            shares_names=is_snapshot,
         )
         self._write_back()
         if site.who.node != 0:
             part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
-            folders.write_manifest(site.store, prefix, part, name=folders.node_list(site.who.node))
+            folders.write_manifest(
+                site.store, prefix, part, name=folders.node_list(site.who.node, site.who.claim)
+            )
         now = site.monotonic()
         self._uploaded[name] = _Uploaded(done, now, now - began)
 
@@ -179,9 +196,27 @@ class Checkpoints:
             return
         if not self._may_publish(name):
             return
-        manifest = self._manifest(name, _merge(name, [mine.files, *lists]))
-        folders.write_manifest(site.store, checkpoints.checkpoint_prefix(name), manifest)
+        files, differ = _merge([mine.files, *lists])
+        manifest = self._manifest(name, files)
+        prefix = checkpoints.checkpoint_prefix(name)
+        folders.write_manifest(site.store, prefix, manifest, name=manifest_name(site.who.claim))
+        self._warn_of(differ)
         self._completed(name, manifest, mine.upload_s)
+
+    def _warn_of(self, differ: list[str]) -> None:
+        """Report loudly what a restore on another number of nodes would leave out."""
+        if not differ:
+            self._site.messages.say("names", None)
+            return
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        line = (
+            f"several nodes saved different files as {differ[0]}{more}; each node gets its own back, and on "
+            "another number of nodes some are left out: put the rank into the name"
+        )
+        if differ[0] not in self._warned:
+            self._warned.add(differ[0])
+            log.warning("%s", line)
+        self._site.messages.say("names", line)
 
     def _may_publish(self, name: str) -> bool:
         """False, and a message, while the owner prepares a later attempt.
@@ -207,10 +242,7 @@ class Checkpoints:
     def _are_uploading(self, nodes: list[int]) -> bool:
         who = self._site.who
         for node in nodes:
-            claim = newest_claim(
-                self._site.store, generation=who.generation, attempt=who.attempt, node=node, known=1
-            )
-            where = status_name(who.generation, who.attempt, node, claim)
+            where = status_name(who.generation, who.attempt, node, self._claim_of(node))
             body = self._site.store.read(where, max_bytes=MAX_JSON_BYTES)
             try:
                 phase = Status.from_json(body, where=where).phase if body is not None else None
@@ -220,13 +252,19 @@ class Checkpoints:
                 return False
         return True
 
+    def _claim_of(self, node: int) -> int:
+        who = self._site.who
+        return newest_claim(
+            self._site.store, generation=who.generation, attempt=who.attempt, node=node, known=1
+        )
+
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
         lists, missing = [], []
         if snapshot_facts(self._site.exchange, name).exists():
             return [], []  # a snapshot is node 0's alone
         prefix = checkpoints.checkpoint_prefix(name)
         for node in range(1, self._nodes_of(name)):
-            listed = folders.node_list(node)
+            listed = folders.node_list(node, self._claim_of(node))
             if self._site.store.size(f"{prefix}/{listed}") is None:
                 missing.append(node)
             else:
@@ -332,17 +370,17 @@ class Checkpoints:
         return None if is_alone else state.restored_from
 
 
-def _merge(name: str, lists: list[tuple[ManifestFile, ...]]) -> tuple[ManifestFile, ...]:
-    """All files of all nodes; one that two nodes saved must be the same, and counts once."""
-    merged: dict[str, ManifestFile] = {}
+def _merge(lists: list[tuple[ManifestFile, ...]]) -> tuple[tuple[ManifestFile, ...], list[str]]:
+    """All files of all nodes, and the paths under which nodes saved different ones, which are all kept.
+
+    What all nodes saved alike counts once.
+    """
+    merged: dict[str, list[ManifestFile]] = {}
     for item in (item for files in lists for item in files):
-        other = merged.setdefault(item.path, item)
-        if (other.size, other.sha256) != (item.size, item.sha256):
-            raise CheckpointError(
-                f"{name}: nodes {other.node} and {item.node} saved different files as {item.path}; "
-                "put the rank into the name"
-            )
-    return tuple(merged[path] for path in sorted(merged))
+        merged.setdefault(item.path, []).append(item)
+    differ = [path for path, items in sorted(merged.items()) if len({item.sha256 for item in items}) > 1]
+    kept = {path: items if path in differ else items[:1] for path, items in merged.items()}
+    return tuple(item for path in sorted(kept) for item in kept[path]), differ
 
 
 def _links(facts: Mapping[str, Any]) -> dict[str, str]:

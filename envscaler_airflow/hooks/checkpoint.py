@@ -135,8 +135,8 @@ class CheckpointHook(BaseHook):
         from envscaler_airflow.store import checkpoints, folders  # noqa: PLC0415  (DAG files do without)
 
         run = self._run(key)
-        checkpoints.read_checkpoint(run, name)
-        return folders.verify(run, checkpoints.checkpoint_prefix(name))
+        manifest = checkpoints.read_checkpoint(run, name)
+        return folders.verify(run, checkpoints.checkpoint_prefix(name), manifest=manifest)
 
     def download(self, key: RunKey, name: str, target: Path) -> Path:
         """Lay a checkpoint out in the folder *target*, every file verified; returns *target*.

@@ -1,8 +1,10 @@
 """Checkpoints of a run: which count, which to resume from, which to let go.
 
-A checkpoint is a folder ``checkpoints/g1-step-00004200-a3`` below the run with a manifest that was
-written last. Only names that the owner lists as candidates, and those of the asking attempt itself,
-are ever chosen or counted: what an older attempt saves after a newer one began is void.
+A checkpoint is a folder ``checkpoints/g1-step-00004200-a3`` below the run with a part for each node and claim
+(``n0-c2/``) and a manifest that was written last (``manifest-c2.json``, under claim 2 to node 0). Only names
+that the owner lists as candidates, and those of the asking attempt itself, are ever chosen or counted: what
+an older attempt saves after a newer one began is void. So is the manifest of a lower claim that the pod which
+claimed node 0 later did not find (:func:`accept_manifests`).
 
 All functions take the store of the run (``for_run``).
 """
@@ -11,14 +13,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.protocol import MAX_JSON_BYTES, Control, Manifest, parse_checkpoint_name
+from envscaler_airflow.protocol import (
+    MAX_JSON_BYTES,
+    MAX_MANIFEST_BYTES,
+    Control,
+    Manifest,
+    Message,
+    accepted_name,
+    manifest_name,
+    parse_checkpoint_name,
+    parse_manifest_name,
+)
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.names import MANIFEST
 
 FOLDER = "checkpoints"
 """Where they lie, below the run."""
@@ -42,28 +54,129 @@ def checkpoint_prefix(name: str) -> str:
 
 
 def is_complete(store: Store, name: str) -> bool:
-    """True when its manifest is in the store; a link or a pipe in its place is none.
+    """True when a valid manifest of it is in the store.
 
     Raises:
-        StoreError: Cannot be told.
+        StoreError: The store does not answer.
     """
-    try:
-        return store.size(f"{checkpoint_prefix(name)}/{MANIFEST}") is not None
-    except ProtocolError:
-        return False
+    return manifest_claim(store, name) is not None
 
 
 def complete_checkpoints(store: Store, generation: int) -> tuple[str, ...]:
-    """Names of a generation's checkpoints that have a manifest, newest first.
+    """Names of a generation's checkpoints that have a valid manifest, newest first.
 
     Newest by attempt, then by step: an attempt goes on from what it restored, so a later attempt
     at a smaller step (one that found the newest torn) is the truth.
 
     Raises:
-        StoreError: Cannot be told.
+        StoreError: The store does not answer.
     """
-    names = _names(store, generation)
-    return tuple(name for name in names if is_complete(store, name))
+    accepted: dict[tuple[int, int], _Accepted] = {}
+    return tuple(
+        name
+        for name in _names(store, generation)
+        if _valid_claim(store, name, accepted.setdefault(_key(name), _Accepted(store, *_key(name))))
+    )
+
+
+def manifest_claim(store: Store, name: str) -> int | None:
+    """Claim of the manifest that counts in the folder of checkpoint *name*; None when none does.
+
+    Raises:
+        StoreError: The store does not answer.
+        CheckpointError: *name* is not a checkpoint name.
+    """
+    checkpoint_prefix(name)
+    return _valid_claim(store, name, _Accepted(store, *_key(name)))
+
+
+def _key(name: str) -> tuple[int, int]:
+    key = parse_checkpoint_name(name)
+    assert key is not None
+    return key[0], key[2]
+
+
+def _valid_claim(store: Store, name: str, accepted: _Accepted) -> int | None:
+    prefix = checkpoint_prefix(name)
+    claims = sorted(
+        (claim for part in store.children(prefix) if (claim := parse_manifest_name(part)) is not None),
+        reverse=True,
+    )
+    valid = (claim for claim in claims if accepted.has(name, claim) and _is_file(store, name, claim))
+    return next(valid, None)
+
+
+def _is_file(store: Store, name: str, claim: int) -> bool:
+    """False for a link or a pipe in a manifest's place."""
+    try:
+        return store.size(f"{checkpoint_prefix(name)}/{manifest_name(claim)}") is not None
+    except ProtocolError:
+        return False
+
+
+@dataclass(frozen=True)
+class Accepted(Message):
+    """Manifests of lower claims that count, as the pod that claimed node 0 listed them before it restored.
+
+    Attributes:
+        manifests: ``g1-step-00004200-a3/manifest-c1.json``, ...
+    """
+
+    MAX_BYTES = MAX_MANIFEST_BYTES
+
+    manifests: tuple[str, ...] = ()
+
+
+class _Accepted:
+    """Which manifests of one attempt count: read once, when it is first asked."""
+
+    def __init__(self, store: Store, generation: int, attempt: int) -> None:
+        self._store, self._attempt = store, (generation, attempt)
+        self._least: int | None = None
+        self._names: frozenset[str] = frozenset()
+
+    def has(self, name: str, claim: int) -> bool:
+        """True for a manifest of the newest claim with a list, of one after it, and for those in the list."""
+        if self._least is None:
+            self._read()
+        assert self._least is not None
+        return claim >= self._least or f"{name}/{manifest_name(claim)}" in self._names
+
+    def _read(self) -> None:
+        generation, attempt = self._attempt
+        for claim in range(newest_claim(self._store, generation=generation, attempt=attempt, node=0), 1, -1):
+            where = accepted_name(generation, attempt, claim)
+            body = self._store.read(where, max_bytes=MAX_MANIFEST_BYTES)
+            if body is not None:
+                self._least, self._names = claim, _accepted_in(body, where)
+                return
+        self._least = 1
+
+
+def _accepted_in(body: bytes, where: str) -> frozenset[str]:
+    try:
+        return frozenset(Accepted.from_json(body, where=where).manifests)
+    except ProtocolError:
+        return frozenset()  # torn: nothing below this claim counts
+
+
+def accept_manifests(store: Store, *, generation: int, attempt: int, claim: int) -> None:
+    """List, once and for all, which manifests of lower claims to node 0 count; what comes later is void.
+
+    Called under *claim* before the first restore. A repeated call changes nothing.
+
+    Raises:
+        StoreError: The store does not answer; repeat the call.
+    """
+    where = accepted_name(generation, attempt, claim)
+    if claim <= 1 or store.size(where) is not None:
+        return
+    found = [
+        f"{name}/{manifest_name(earlier)}"
+        for name in _names(store, generation)
+        if _key(name) == (generation, attempt) and (earlier := manifest_claim(store, name)) is not None
+    ]
+    store.create(where, Accepted(manifests=tuple(found)).to_json())
 
 
 def _names(store: Store, generation: int) -> list[str]:
@@ -93,14 +206,23 @@ def resume_order(
     return tuple(order)
 
 
-def read_checkpoint(store: Store, name: str) -> Manifest:
+def read_checkpoint(store: Store, name: str, *, claim: int | None = None) -> Manifest:
     """Manifest of a checkpoint, which must be one of its folder's generation and attempt.
+
+    Args:
+        store: Of the run.
+        name: The checkpoint's.
+        claim: Which manifest of its folder; None: the one that counts.
 
     Raises:
         CheckpointError: Absent, torn, or another's.
-        StoreError: Cannot be told.
+        StoreError: The store does not answer.
     """
-    manifest = folders.read_manifest(store, checkpoint_prefix(name))
+    prefix = checkpoint_prefix(name)
+    found = manifest_claim(store, name) if claim is None else claim
+    if found is None:
+        raise CheckpointError(f"{store.uri(prefix)}: no valid manifest: it was never completed")
+    manifest = folders.read_manifest(store, prefix, name=manifest_name(found))
     key = parse_checkpoint_name(name)
     if (
         manifest.kind != "checkpoint"
@@ -190,8 +312,10 @@ def prune(
     if newest_claim(store, generation=generation, attempt=attempt, node=0, known=claim) > claim:
         return ()
     for name in gone:
-        # The manifest goes first: from then on no reader takes the rest for a checkpoint.
-        store.delete(f"{checkpoint_prefix(name)}/{MANIFEST}")
+        # Manifests go first: from then on no reader takes the rest for a checkpoint.
+        for part in store.children(checkpoint_prefix(name)):
+            if parse_manifest_name(part) is not None:
+                store.delete(f"{checkpoint_prefix(name)}/{part}")
         store.delete_tree(checkpoint_prefix(name))
     return tuple(gone)
 

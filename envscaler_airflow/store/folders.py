@@ -117,9 +117,17 @@ def stored_path(path: str) -> str:
     return f"{first}.file{slash}{rest}" if first.startswith(MANIFEST) else path
 
 
-def node_list(node: int) -> str:
-    """Name of the list of what *node* uploaded, from which node 0 makes the manifest."""
-    return f"{MANIFEST}.node-{node}"
+def node_list(node: int, claim: int) -> str:
+    """Name of the list of what *node* uploaded under *claim*, from which node 0 makes the manifest."""
+    return f"node-n{node}-c{claim}.json"
+
+
+def for_node(manifest: Manifest, node: int) -> Manifest:
+    """*manifest* with one file for each path: that of *node*, else that of the first node which saved it."""
+    found: dict[str, ManifestFile] = {}
+    for item in sorted(manifest.files, key=lambda item: (item.node != node, item.node)):
+        found.setdefault(item.path, item)
+    return replace(manifest, files=tuple(item for item in manifest.files if found[item.path] is item))
 
 
 def walk(folder: Path, *, parent: Path | None = None) -> tuple[TreeFile, ...]:
@@ -211,10 +219,14 @@ def upload(
     files: Sequence[TreeFile],
     *,
     node: int = 0,
+    claim: int = 0,
     between: Callable[[], None] = _no_pause,
     shares_names: bool = False,
 ) -> tuple[ManifestFile, ...]:
     """Put *files* below *prefix*, without a manifest; *between* runs before each file and may raise.
+
+    With a *claim* to the *node* they get a part of the folder for themselves, so that two pods of one node,
+    and two nodes whose files have one name, never overwrite each other's.
 
     Small files go up side by side. *shares_names*: the sidecar itself made hard links to them.
 
@@ -226,21 +238,25 @@ def upload(
 
     def put(item: TreeFile) -> ManifestFile:
         try:
-            return _put_one(store, prefix, item, node, shares_names=shares_names)
+            return _put_one(store, prefix, item, (node, claim), shares_names=shares_names)
         except ProtocolError as err:
             raise CheckpointError(f"{prefix}: {item.path}: {err}") from err
 
     return tuple(side_by_side(put, files, store.at_once, size=lambda item: item.size, between=between))
 
 
-def _put_one(store: Store, prefix: str, item: TreeFile, node: int, *, shares_names: bool) -> ManifestFile:
+def _put_one(
+    store: Store, prefix: str, item: TreeFile, by: tuple[int, int], *, shares_names: bool
+) -> ManifestFile:
+    node, claim = by
     with item.open(shares_names=shares_names) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        store.put_file(join(prefix, stored_path(item.path)), stream)
+        found = ManifestFile(path=item.path, size=item.size, sha256=digest, node=node, claim=claim)
+        store.put_file(_name(prefix, found), stream)
         after = os.fstat(stream.fileno())
     if (after.st_size, after.st_mtime_ns) != (item.size, item.mtime_ns):
         raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")
-    return ManifestFile(path=item.path, size=item.size, sha256=digest, node=node)
+    return found
 
 
 def side_by_side(
@@ -344,9 +360,10 @@ def fetch(
     manifest: Manifest,
     target: Path | Root,
     *,
+    node: int = 0,
     between: Callable[[], None] = _no_pause,
 ) -> None:
-    """Lay the files of *manifest* out below *target*, each checked by size and sha256.
+    """Lay the files of *manifest* out below *target*, as *node* gets them, each checked by size and sha256.
 
     Files that lie there already with the right hash are not fetched again, so a call that was cut
     short can be repeated. *between* runs before each file and may raise. Nothing is written through a link
@@ -356,6 +373,7 @@ def fetch(
         CheckpointError: Missing, truncated, or of another hash; what was laid out is of no use.
         StoreError: Cannot be told; the call can be repeated.
     """
+    manifest = for_node(manifest, node)
     check_sizes(store, prefix, manifest)
     root = target if isinstance(target, Root) else Root.real(Path(os.path.realpath(target, strict=True)))
 
@@ -399,14 +417,16 @@ def _fetch_one(store: Store, prefix: str, item: ManifestFile, root: Root, path: 
             )
 
 
-def verify(store: Store, prefix: str, *, scratch: Path | None = None) -> Manifest:
-    """Read every byte of a folder against its manifest, one file at a time on the local disk.
+def verify(
+    store: Store, prefix: str, *, manifest: Manifest | None = None, scratch: Path | None = None
+) -> Manifest:
+    """Read every byte of a folder against *manifest* (None: its own), one file at a time on the local disk.
 
     Raises:
         CheckpointError: Missing, torn, truncated, or of another hash.
         StoreError: Cannot be told.
     """
-    manifest = read_manifest(store, prefix)
+    manifest = manifest or read_manifest(store, prefix)
     check_sizes(store, prefix, manifest)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         root = Root.of(Path(folder))
@@ -416,6 +436,9 @@ def verify(store: Store, prefix: str, *, scratch: Path | None = None) -> Manifes
 
 
 def _name(prefix: str, item: ManifestFile) -> str:
+    """In the part of the node and claim that uploaded it; of an output below its own path."""
+    if item.claim:
+        return join(prefix, f"n{item.node}-c{item.claim}/{item.path}")
     return join(prefix, stored_path(item.path))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.protocol import parse_manifest_name
 
 MAX_BYTES = 1 << 24
 """Largest object that :meth:`Store.read` returns unless told otherwise, bytes. Chosen: 16 manifests."""
@@ -77,7 +78,8 @@ def join(prefix: str, name: str) -> str:
 
 def is_manifest(name: str) -> bool:
     """True for the file that makes its folder count, which therefore is deleted first."""
-    return name.rsplit("/", 1)[-1] == MANIFEST
+    last = name.rsplit("/", 1)[-1]
+    return last == MANIFEST or parse_manifest_name(last) is not None
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.lease import read_lease
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.names import is_manifest
 
 HERE = Path(__file__).parent
 RELEASES = sorted(path.name for path in HERE.iterdir() if (path / "run").is_dir())
@@ -67,7 +68,7 @@ def test_every_file_of_the_run_is_read(release):
     control = Control.from_json(store.read("run/control/g1-a1.json"), where="t")
     status = read_status(store, "run", attempt=(1, 2), node=0)
     text, _ = read_logs(store, "run", attempt=(1, 2), node=0)
-    manifests = [name for name in store.names("run") if name.endswith("manifest.json")]
+    manifests = [name for name in store.names("run") if is_manifest(name)]
 
     assert (key.task_id, spec.name) == ("train", "train")
     assert [Allocation.from_dict(item).name for item in plan["targets"]] == ["local/cpu-1", "local/cpu-2"]

@@ -77,7 +77,7 @@ class Owned:
 
     def checkpoints(self, name: str = "one") -> dict[str, dict]:
         """Manifest of every complete checkpoint."""
-        found = (self.folder / "store" / self.prefix(name)).glob("checkpoints/*/manifest.json")
+        found = (self.folder / "store" / self.prefix(name)).glob("checkpoints/*/manifest-c1.json")
         return {path.parent.name: json.loads(path.read_text()) for path in found}
 
     def await_checkpoint(self, *, attempt: int, name: str = "one", patience_s: float = 90) -> dict:

@@ -21,8 +21,7 @@ def newest_good(store: Store, *, attempt: int, candidates: list[str]) -> tuple[s
     rejected = []
     for name in resume_order(complete, generation=1, attempt=attempt, candidates=candidates):
         try:
-            read_checkpoint(store, name)
-            folders.verify(store, checkpoint_prefix(name))
+            folders.verify(store, checkpoint_prefix(name), manifest=read_checkpoint(store, name))
         except CheckpointError as err:
             rejected.append(f"{name}: {err}")
         else:

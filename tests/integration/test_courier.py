@@ -203,7 +203,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     assert first.state()["phase"] == "done"
     assert first.status().ended.reason == "killed"
     assert store.read("logs/g1-a1-n0-c1-000001.log") == b"killed soon\n"
-    store.write(f"checkpoints/{torn}/model.bin", b"twentY")
+    store.write(f"checkpoints/{torn}/n0-c1/model.bin", b"twentY")
 
     owned(url, options, attempt=2, spec={"workdir_archive": archive.name}, candidates=(torn, good))
     second = nodes(url, attempt=2, options=options, **layout).start()
@@ -246,7 +246,7 @@ def test_killed_again_and_again(nodes, tmp_path):
     kept = complete_checkpoints(store, 1)
     assert kept == tuple(checkpoint_name(1, step, 1) for step in (8, 7, 6))
     for name in kept:
-        folders.verify(store, f"checkpoints/{name}")
+        folders.verify(store, f"checkpoints/{name}", manifest=read_checkpoint(store, name))
     assert node.status().checkpoints == 8
     assert sequences == sorted(sequences)
     assert node.status().sequence > sequences[-1]
@@ -332,6 +332,7 @@ def test_a_slow_save_is_never_half_a_checkpoint(nodes, tmp_path):
     assert seen == [()] * len(seen)
     manifest = read_checkpoint(store, name)
     assert (manifest.step, manifest.cooperative) == (5, False)
+    (tmp_path / "back").mkdir()
     folders.fetch(store, f"checkpoints/{name}", manifest, tmp_path / "back")
     assert (tmp_path / "back/model.pt").read_bytes() == whole
 

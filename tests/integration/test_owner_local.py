@@ -125,7 +125,7 @@ class Shell:
         """Until a checkpoint is complete."""
         for _ in range(600):
             prefix = self.prefix(name)
-            if prefix and list((self.folder / "store" / prefix).glob("checkpoints/*/manifest.json")):
+            if prefix and list((self.folder / "store" / prefix).glob("checkpoints/*/manifest-c1.json")):
                 return
             time.sleep(0.1)
         raise AssertionError("no checkpoint was completed")

@@ -192,7 +192,8 @@ def save(run, tmp_path, step):
     (folder / "weights.bin").write_bytes(bytes([step]) * step)
     prefix = checkpoints.checkpoint_prefix(f"g1-step-{step:08d}-a1")
     files = folders.upload(run, prefix, folders.walk(folder))
-    folders.write_manifest(run, prefix, Manifest(files=files, step=step, generation=1, attempt=1))
+    manifest = Manifest(files=files, step=step, generation=1, attempt=1)
+    folders.write_manifest(run, prefix, manifest, name="manifest-c1.json")
 
 
 def test_the_hook_lists_newest_first(hook):

@@ -46,7 +46,7 @@ def save(store, tmp_path):
             manifest = Manifest(
                 files=files, step=int(step), generation=int(generation[1:]), attempt=int(attempt[1:])
             )
-            folders.write_manifest(store, f"checkpoints/{name}", manifest)
+            folders.write_manifest(store, f"checkpoints/{name}", manifest, name="manifest-c1.json")
         return name
 
     return put
@@ -99,7 +99,7 @@ def test_complete_ones_are_listed_newest_attempt_first(store, save):
     for name in (A1, A3, SECOND, "g2-step-00000001-a1"):
         save(name)
     save("g1-step-00000400-a2", complete=False)
-    store.write("checkpoints/notes/manifest.json", b"{}")
+    store.write("checkpoints/notes/manifest-c1.json", b"{}")
 
     assert complete_checkpoints(store, 1) == (SECOND, A3, A1)
 
@@ -135,7 +135,7 @@ def test_a_damaged_one_is_found_and_the_one_before_is_used(store, save, tmp_path
 def test_a_torn_manifest_is_found(store, save, tmp_path, manifest):
     """However it is torn, it is a CheckpointError and not a crash."""
     save(A1)
-    file_of(tmp_path, A1, "manifest.json").write_bytes(manifest)
+    file_of(tmp_path, A1, "manifest-c1.json").write_bytes(manifest)
 
     with pytest.raises(CheckpointError):
         read_checkpoint(store, A1)
@@ -145,8 +145,8 @@ def test_a_manifest_of_another_attempt_is_refused(store, save, tmp_path):
     """A folder that was copied to another name is not that checkpoint."""
     save(A1)
     save(SECOND)
-    file_of(tmp_path, SECOND, "manifest.json").write_bytes(
-        file_of(tmp_path, A1, "manifest.json").read_bytes()
+    file_of(tmp_path, SECOND, "manifest-c1.json").write_bytes(
+        file_of(tmp_path, A1, "manifest-c1.json").read_bytes()
     )
 
     with pytest.raises(CheckpointError, match="generation 1, attempt 1"):

@@ -175,7 +175,7 @@ class World:
         live = self.state.live
         name = checkpoint_name(live.generation, step, live.number)
         manifest = Manifest(step=step, generation=live.generation, attempt=live.number)
-        self.store.write(f"{KEY.prefix}/checkpoints/{name}/manifest.json", manifest.to_json())
+        self.store.write(f"{KEY.prefix}/checkpoints/{name}/manifest-c1.json", manifest.to_json())
         return name
 
     def succeed(self):

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
     owner.resume(Wake("status"))
     owner.resume(Wake("backoff"))
     zombie = Manifest(step=900, generation=1, attempt=1).to_json()
-    world.store.write(f"{world.prefix}/checkpoints/g1-step-00000900-a1/manifest.json", zombie)
+    world.store.write(f"{world.prefix}/checkpoints/g1-step-00000900-a1/manifest-c1.json", zombie)
     world.backend.lose(world.handle)
     owner.resume(Wake("status"))
     owner.resume(Wake("backoff"))

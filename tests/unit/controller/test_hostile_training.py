@@ -122,7 +122,7 @@ def test_a_checkpoint_whose_manifest_is_a_link_is_none_and_the_next_attempt_star
     folder = tmp_path / "store" / world.prefix / "checkpoints" / "g1-step-00000020-a1"
     folder.mkdir()
     (folder / "weights").write_bytes(b"1")
-    (folder / "manifest.json").symlink_to("/etc/passwd")
+    (folder / "manifest-c1.json").symlink_to("/etc/passwd")
     world.backend.lose(world.handle)
 
     owner.resume(Wake("status"))

@@ -7,7 +7,7 @@ from envscaler_airflow.protocol import Control, Manifest, checkpoint_name
 def _saved_by(world, attempt, step):
     name = checkpoint_name(1, step, attempt)
     manifest = Manifest(step=step, generation=1, attempt=attempt)
-    world.store.write(f"{world.prefix}/checkpoints/{name}/manifest.json", manifest.to_json())
+    world.store.write(f"{world.prefix}/checkpoints/{name}/manifest-c1.json", manifest.to_json())
     return name
 
 

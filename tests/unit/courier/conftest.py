@@ -132,7 +132,8 @@ class Bench:
             (folder / path).write_bytes(data)
         done = folders.upload(self.store, f"checkpoints/{name}", folders.walk(folder))
         fields = {"step": int(step), "generation": int(generation[1:]), "attempt": int(attempt[1:])} | facts
-        folders.write_manifest(self.store, f"checkpoints/{name}", Manifest(files=done, **fields))
+        manifest = Manifest(files=done, **fields)
+        folders.write_manifest(self.store, f"checkpoints/{name}", manifest, name="manifest-c1.json")
         return name
 
     def status(self, node=None):

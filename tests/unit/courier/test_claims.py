@@ -16,7 +16,8 @@ from envscaler_airflow.courier.uploads import Checkpoints, Outputs
 from envscaler_airflow.courier.watch import OwnerWatch
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.protocol import Control, Ended, Status, claim_name, status_name
-from envscaler_airflow.store.checkpoints import complete_checkpoints
+from envscaler_airflow.store import folders
+from envscaler_airflow.store.checkpoints import complete_checkpoints, prune, read_checkpoint
 from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
 from envscaler_airflow.store.logs import CLAIM_CHUNKS, read_logs
 from envscaler_airflow.testing.store import FaultyStore
@@ -280,3 +281,126 @@ def test_the_command_learns_the_address_with_the_choice(bench, store):
 
     assert bench.start()["env"] == {ADDRESS: "10.0.0.1:29400"}
     assert compose(bench.site, None, is_over=False).address == "10.0.0.1:29400"
+
+
+# -- checkpoints
+
+
+def test_a_checkpoint_has_a_part_for_each_node_and_claim(make_bench, store):
+    """Two pods of one node, and two nodes, never write to the same name (D1)."""
+    bench = make_bench()
+    bench.who = Who(1, 2, 0, 1, claim=2)
+    bench.session_saves(NAME, step=300)
+
+    assert Checkpoints(bench.restarted(), 3).step()
+
+    assert store.children(f"checkpoints/{NAME}") == ["manifest-c2.json", "n0-c2"]
+
+
+def saved_by(bench, number, name, data):
+    """Let the pod with claim *number* save and publish checkpoint *name*, whatever other claims there are."""
+    bench.who = Who(1, 2, 0, 1, claim=number)
+    site = bench.restarted()
+    bench.session_saves(name, {"model.bin": data}, step=300)
+    checkpoints = Checkpoints(site, 3)
+    checkpoints._may_publish = lambda _name: True  # the claims were read a moment before
+    assert checkpoints.step()
+    bench.exchange.done(name).unlink()
+    return site
+
+
+def test_what_an_older_pod_publishes_late_is_void(bench, store):
+    """It read the claims just before the new pod came: its manifest is after the new pod's list (D1)."""
+    early, late = "g1-step-00000200-a2", "g1-step-00000900-a2"
+    claim(store, "old")
+    saved_by(bench, 1, early, b"early")
+    assert claim(store, "new") == 2
+    bench.who = Who(1, 2, 0, 1, claim=2)
+    found = restore(bench.restarted(), Control(candidates=()))
+    assert (found.source, found.claim) == (early, 1)
+
+    saved_by(bench, 1, late, b"late")
+    assert complete_checkpoints(store, 1) == (early,)
+    again = saved_by(bench, 2, late, b"new")
+
+    assert complete_checkpoints(store, 1) == (late, early)
+    assert (restore(again, Control(candidates=())).path / "model.bin").read_bytes() == b"new"
+
+
+def test_a_restarted_sidecar_accepts_no_more_than_it_did(bench, store):
+    """The list of a claim is made once: what came since stays void (D1)."""
+    claim(store, "old")
+    claim(store, "new")
+    bench.who = Who(1, 2, 0, 1, claim=2)
+    restore(bench.restarted(), Control(candidates=()))
+    saved_by(bench, 1, NAME, b"late")
+    bench.who = Who(1, 2, 0, 1, claim=2)
+
+    assert restore(bench.restarted(), Control(candidates=())) is None
+
+
+def test_a_pod_that_never_listed_voids_nothing(bench, store):
+    """It claimed node 0 and died at once: what the one before it made counts (D1)."""
+    claim(store, "old")
+    saved_by(bench, 1, NAME, b"weights")
+    claim(store, "died")
+
+    assert complete_checkpoints(store, 1) == (NAME,)
+
+
+def test_other_nodes_take_the_manifest_that_node_0_chose(make_bench, store):
+    """Two manifests lie in one folder: both nodes read the same (D1)."""
+    first = make_bench()
+    claim(store, "old")
+    saved_by(first, 1, NAME, b"old")
+    claim(store, "new")
+    saved_by(first, 2, NAME, b"new")
+    report(store, 2, start_step=300, restored_from=NAME, restored_claim=1)
+    other = following(
+        make_bench,
+        lambda count: report(store, 2, 1 + count, start_step=300, restored_from=NAME, restored_claim=1),
+    )
+
+    found = restore(other, Control(candidates=()))
+
+    assert (found.path / "model.bin").read_bytes() == b"old"
+
+
+def test_an_older_pod_of_node_0_prunes_nothing(bench, store):
+    """Another pod has claimed node 0 between its list and its deletion (D1)."""
+    for step in (100, 200, 300):
+        bench.in_store(f"g1-step-{step:08d}-a2")
+    claim(store, "old")
+    claim(store, "new")
+    options = {"generation": 1, "attempt": 2, "candidates": (), "keep": 1}
+
+    assert prune(store, claim=1, **options) == ()
+    assert prune(store, claim=2, **options) == ("g1-step-00000100-a2",)
+
+
+# -- files of one name
+
+
+def test_each_node_gets_its_own_file_of_one_name_back(make_bench, store, caplog):
+    """Both nodes save model.pt, one each: the checkpoint counts, and the name is told (D7)."""
+    benches = [make_bench(node=node, nodes=3) for node in range(3)]
+    for bench in benches:
+        bench.owner_asks()
+        content = {"model.pt": b"rank %d" % min(bench.who.node, 1), "config.json": b"{}"}
+        bench.session_saves(NAME, content, step=300)
+    for bench in (*benches[1:], benches[0]):
+        checkpoints = Checkpoints(bench.site, 3)
+        checkpoints.step()
+
+    assert complete_checkpoints(store, 1) == (NAME,)
+    words = "several nodes saved different files as model.pt; each node gets its own back"
+    assert words in benches[0].site.messages.text()
+    assert words in caplog.text
+    got = []
+    for node in range(4):
+        target = benches[0].root / f"back-{node}"
+        target.mkdir()
+        folders.fetch(store, f"checkpoints/{NAME}", read_checkpoint(store, NAME), target, node=node)
+        got.append((target / "model.pt").read_bytes())
+        assert (target / "config.json").read_bytes() == b"{}"
+    assert got == [b"rank 0", b"rank 1", b"rank 1", b"rank 0"]

@@ -187,7 +187,7 @@ def test_what_was_hashed_is_what_is_sent(bench, store, secret):
 
     Checkpoints(bench.site, keep=2).step()
 
-    assert store.read(f"checkpoints/{NAME}/weights.bin") == b"mine"
+    assert store.read(f"checkpoints/{NAME}/n0-c1/weights.bin") == b"mine"
     assert SECRET not in everything(store)
 
 

@@ -44,8 +44,8 @@ def test_the_newest_good_one_is_laid_out(bench):
         lambda path: path.unlink(),
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_bytes(path.read_bytes()[:-1] + b"~"),
-        lambda path: path.with_name("manifest.json").unlink(),
-        lambda path: path.with_name("manifest.json").write_bytes(b"{torn"),
+        lambda path: path.with_name("manifest-c1.json").unlink(),
+        lambda path: path.with_name("manifest-c1.json").write_bytes(b"{torn"),
     ],
     ids=["missing", "truncated", "bit-flipped", "no manifest", "torn manifest"],
 )
@@ -304,7 +304,7 @@ def test_a_manifest_that_cannot_be_laid_out_is_torn(bench, store, paths):
     fake = FakeFiles(store._store, {f"checkpoints/{NEW}/{path}" for path in paths})
     bench.site.store = fake
     manifest = Manifest(step=200, generation=1, attempt=int(NEW.rpartition("a")[2]), files=files)
-    store.write(f"checkpoints/{NEW}/manifest.json", manifest.to_json())
+    store.write(f"checkpoints/{NEW}/manifest-c1.json", manifest.to_json())
 
     got = restore(bench.site, Control(candidates=(NEW, OLD)))
 

@@ -14,7 +14,7 @@ from envscaler_airflow.protocol import Control, Status, control_name, status_nam
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
 
 NAME = "g1-step-00000300-a2"
-MANIFEST = f"checkpoints/{NAME}/manifest.json"
+MANIFEST = f"checkpoints/{NAME}/manifest-c1.json"
 
 
 def chunk(bench, folder, name, text):
@@ -123,7 +123,8 @@ def test_files_first_then_the_manifest_then_done(bench, store):
 
     assert Checkpoints(bench.site, 3).step()
 
-    assert store.puts == [f"checkpoints/{NAME}/model.bin", f"checkpoints/{NAME}/rng/0.bin", MANIFEST]
+    part = f"checkpoints/{NAME}/n0-c1"
+    assert store.puts == [f"{part}/model.bin", f"{part}/rng/0.bin", MANIFEST]
     manifest = read_checkpoint(store, NAME)
     assert [(item.path, item.size, item.node) for item in manifest.files] == [
         ("model.bin", 1, 0),
@@ -380,7 +381,7 @@ def test_node_0_writes_the_manifest_when_all_lists_are_there(make_bench, store):
 
 
 def test_two_nodes_that_save_different_files_under_one_name(make_bench, store):
-    """One has overwritten the other's: no checkpoint, and the message says what to do."""
+    """Both are kept, and the message says what to do before the number of nodes changes (D7)."""
     first, second = make_bench(nodes=2), make_bench(node=1, nodes=2)
     first.session_saves(NAME, {"model.bin": b"0"}, step=300)
     second.session_saves(NAME, {"model.bin": b"1"}, step=300)
@@ -388,8 +389,12 @@ def test_two_nodes_that_save_different_files_under_one_name(make_bench, store):
 
     assert Checkpoints(first.site, 3).step()
 
-    assert "nodes 0 and 1 saved different files as model.bin; put the rank" in first.site.messages.text()
-    assert complete_checkpoints(store, 1) == ()
+    assert "several nodes saved different files as model.bin" in first.site.messages.text()
+    assert complete_checkpoints(store, 1) == (NAME,)
+    assert [(item.path, item.node) for item in read_checkpoint(store, NAME).files] == [
+        ("model.bin", 0),
+        ("model.bin", 1),
+    ]
 
 
 @pytest.mark.parametrize("node", [0, 1])

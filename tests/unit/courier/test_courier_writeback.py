@@ -108,14 +108,14 @@ def test_a_checkpoint_counts_only_after_its_volumes_are_up(bench, bucket, monkey
 
     monkeypatch.setattr(kind, "put_file", refuse)
     assert not uploads.step()
-    assert bench.store.read(f"checkpoints/{NAME}/manifest.json") is None
+    assert bench.store.read(f"checkpoints/{NAME}/manifest-c1.json") is None
     monkeypatch.setattr(kind, "put_file", real)
     bench.clock.now += 60
 
     assert uploads.step()
 
     assert bucket.read("index") == b"1"
-    assert bench.store.read(f"checkpoints/{NAME}/manifest.json") is not None
+    assert bench.store.read(f"checkpoints/{NAME}/manifest-c1.json") is not None
 
 
 def test_a_courier_that_was_killed_meanwhile_uploads_again(bench, bucket, monkeypatch):
