@@ -64,6 +64,21 @@ def test_a_shell_script_writes_into_the_attempts_folder(tmp_path):
 
 
 @allowed
+def test_checkpoints_that_lie_elsewhere_are_beside_the_outputs(tmp_path):
+    """Outputs are the attempt's, checkpoints the run's: both are below one folder of the spec (F9)."""
+    done = run(
+        tmp_path,
+        "echo w > /output-of-a-test/model; echo s > /output-of-a-test/checkpoints/last.pt",
+        *("--out", f"{tmp_path}/root/output/model", "/output-of-a-test/model"),
+        *("--out", f"{tmp_path}/saves/output/checkpoints", "/output-of-a-test/checkpoints"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "root/output/model").read_text() == "w\n"
+    assert (tmp_path / "saves/output/checkpoints/last.pt").read_text() == "s\n"
+
+
+@allowed
 def test_a_folder_of_the_machine_with_content_is_not_hidden(tmp_path):
     """Only the path itself is mounted over it (F9)."""
     (tmp_path / "own").mkdir()

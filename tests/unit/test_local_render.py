@@ -107,7 +107,7 @@ def test_the_request_of_a_node_as_it_is_written():
             *(sys.executable, "-I", "-S", mounted.__file__, "--root", "/r/a/n0/mounts"),
             *("--bind", f"{ROOT}/data", "/data", "--bind", f"{ROOT}/data/tmp", "/data/tmp"),
             *("--out", f"{ROOT}/output/model", "/output/model", "--out"),
-            *(f"{ROOT}/output/checkpoints", "/output/checkpoints", "--"),
+            *(f"{SAVES}/output/checkpoints", "/output/checkpoints", "--"),
             *("python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"),
         ],
         "courier": [

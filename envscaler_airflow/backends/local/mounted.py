@@ -95,7 +95,7 @@ def enter(root: str, triples: list[list[str]]) -> None:
     """
     here = os.getcwd()
     os.makedirs(root, exist_ok=True)
-    targets = sorted({found for option, source, path in triples if (found := _target(option, source, path))})
+    targets = _targets(triples)
     try:
         _call("unshare", NEW_NS)
     except OSError:
@@ -104,7 +104,7 @@ def enter(root: str, triples: list[list[str]]) -> None:
     _mount("none", "/", REC | PRIVATE)
     _mount("tmpfs", root, 0, kind="tmpfs", data="mode=755")
     _mirror("/", root)
-    for path, source in targets:
+    for path, source in sorted(targets.items()):
         os.makedirs(source, exist_ok=True)
         _mount(source, _place(root, path, is_file=os.path.isfile(source)), BIND | REC)
     os.chdir(root)
@@ -113,14 +113,17 @@ def enter(root: str, triples: list[list[str]]) -> None:
     os.chdir(here)
 
 
-def _target(option: str, source: str, path: str) -> tuple[str, str] | None:
-    """``(path, source)`` of what is mounted; None for a single file to be written among the machine's own."""
-    above = os.path.dirname(path)
-    if option == "--bind":
-        return path, source
-    if above != "/" and not (os.path.isdir(above) and os.listdir(above)):
-        return above, os.path.dirname(source)
-    return None if os.path.splitext(path)[1] else (path, source)
+def _targets(triples: list[list[str]]) -> dict[str, str]:
+    """Source of each path that is mounted; a single file to be written among others of the machine is not."""
+    found: dict[str, str] = {}
+    for option, source, path in triples:
+        above, folder = os.path.dirname(path), os.path.dirname(source)
+        is_own = option == "--out" and above != "/" and not (os.path.isdir(above) and os.listdir(above))
+        if is_own and found.setdefault(above, folder) == folder:
+            continue  # what lies in it is there too
+        if option == "--bind" or not os.path.splitext(path)[1]:
+            found[path] = source
+    return found
 
 
 def _keep_user() -> None:
