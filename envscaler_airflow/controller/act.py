@@ -28,9 +28,9 @@ from envscaler_airflow.controller import (
     losses,
     report,
 )
-from envscaler_airflow.controller.ask import Asking
 from envscaler_airflow.controller.observe import START_S
 from envscaler_airflow.controller.owner import live_of
+from envscaler_airflow.controller.release import Releasing
 from envscaler_airflow.controller.stage import (
     Delivered,
     StoppedError,
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 _Result = RunState | Waiting | Delivered
 
 
-class Controller(Asking):
+class Controller(Releasing):
     """Acts for one run, on behalf of one try of its stage's task."""
 
     def enter(self) -> Waiting | Delivered:
@@ -90,18 +90,7 @@ class Controller(Asking):
             state = self._entered(state, frozen)
         finally:
             frozen.discard()
-        self._release_ended(state)
         return self._run(state, Wake("entry"))
-
-    def _release_ended(self, state: RunState) -> None:
-        """Give back once more what the last slice recorded as ended: it may have died right after."""
-        last = state.attempts[-1] if state.attempts else None
-        if last is None or last.is_live or last.handle is None or state.unknown:
-            return
-        try:
-            self._backend.release(Handle.from_dict(last.handle))
-        except BackendError as err:  # it only takes room
-            log.warning("attempt %d is not released: %s", last.number, err)
 
     def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         """State in which this try is the owner; what others append meanwhile is looked at anew."""
@@ -185,10 +174,17 @@ class Controller(Asking):
             self._stop(state, Action("stop", why="timeout", reason=reason, request=stop))
 
     def _run(self, state: RunState, wake: Wake) -> Waiting | Delivered:
+        self._tried.clear()
+        self._holding.clear()
         if state.begun_at is not None:
             self._stage = self._stage.since(state.begun_at)
         while True:
             self._check_owner(state)
+            state = self._released(state)
+            if state.status in ("succeeded", "failed", "stopped"):
+                waiting = self._until_released(state)
+                if waiting is not None:
+                    return waiting
             action = next_action(state, self._facts(state, wake))
             log.debug(
                 "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
@@ -423,14 +419,12 @@ class Controller(Asking):
             self._was_had(live)
         if usage is not None:
             body["usage"] = [[item.node, item.start, item.end] for item in usage]
+            told = [item.now for item in usage if item.end is None and item.now is not None]
+            body |= {"usage_at": max(told)} if told else {}
         usd = facts.usd_of(live, usage, now=self._clock())
         if usd is not None:
             body["usd"] = usd
-        state = self._append(state, "attempt-ended", body)
-        # When another event has that number, the end is told anew from what is there.
-        if state.live is None and not state.unknown:
-            self._backend.release(Handle.from_dict(live.handle))
-        return state
+        return self._append(state, "attempt-ended", body)
 
     def _own_outputs(self, state: RunState, live: AttemptState, said: Mapping[str, str]) -> dict[str, str]:
         """Where this run keeps what is there; a URI that the training's side wrote is no address."""

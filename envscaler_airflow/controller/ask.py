@@ -19,6 +19,9 @@ from envscaler_airflow.planning import Allocation
 from envscaler_airflow.protocol import Control, Progress
 from envscaler_airflow.store.checkpoints import read_control
 
+RELEASE_AGAIN_S = 600.0
+"""Between two tries to release an ended attempt while the next one runs, seconds. Chosen: some seconds of a
+worker six times an hour, for machines that may be paid for."""
 OVERDUE_MARGIN_S = 60.0
 """Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
 
@@ -146,6 +149,7 @@ class Asking(Owner):
             overdue_after_s=overdue,
             usd_left=None if stopping else self._usd_left(state, live),
             checkpoint_s=limits.measured_s(state),
+            release_after_s=RELEASE_AGAIN_S if any(one.unreleased for one in state.attempts) else None,
             orphan_after_s=self._spec(state).failure.orphan_after_s,
             spans=[span.to_dict() for span in spans_of(live)],
             started_at=live.started_at,

@@ -69,6 +69,14 @@ def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ..
         return None
 
 
+def may_be_held(attempt: AttemptState) -> bool:
+    """True for an ended attempt whose machines may live on, and whose bill is so not known to be closed."""
+    if attempt.is_live or not attempt.unreleased:
+        return False
+    rows = attempt.ended.get("usage")
+    return not isinstance(rows, list) or any(row[2] is None for row in rows)
+
+
 def known_usage(backend: Backend, attempt: AttemptState, *, now: float) -> tuple[UsageInterval, ...] | None:
     """Billed intervals of an attempt that ran and is over; None too where its times are gone with it.
 
@@ -104,7 +112,7 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
     for attempt in state.attempts_of(state.generation):
         usd = attempt.ended.get("usd")
         part = float(usd) if isinstance(usd, int | float) else None
-        if attempt.is_live:
+        if attempt.is_live or may_be_held(attempt):
             part = usd_of(attempt, usage_of(backend, attempt), now=now)
         if part is None:
             part = _most_usd(attempt, now=now)
@@ -116,7 +124,7 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
 
 def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
     """What the attempt can have cost at most, from the intent to the end; None when its price is unknown."""
-    end = now if attempt.ended_at is None else attempt.ended_at
+    end = now if attempt.ended_at is None or may_be_held(attempt) else attempt.ended_at
     most = max([attempt.allocation.nodes, *(before.allocation.nodes for before in attempt.earlier)])
     held = [UsageInterval(node, attempt.intended_at, max(end, attempt.intended_at)) for node in range(most)]
     return cost_usd(spans_of(attempt), held)

@@ -45,6 +45,10 @@ class Owner:
         self._actor = actor
         self._clock = clock or store.now
         self._log = EventLog(store, self._prefix, clock=self._clock)
+        self._tried: set[tuple[int, int]] = set()
+        """Ended attempts that this execution tried to release."""
+        self._holding: dict[tuple[int, int], str] = {}
+        """Of these, the ones that will soon be released, each with what it waits for."""
         self._thawed: tuple[str, EnvSpec] | None = None
 
     def _spec(self, state: RunState) -> EnvSpec:

@@ -156,8 +156,14 @@ def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
     rows = attempt.ended.get("usage")
     if not isinstance(rows, list):
         return None
+    at, ended_at = attempt.ended.get("usage_at"), attempt.ended_at
+    off_s = 0.0 if at is None or ended_at is None else ended_at - at
+    # What was open then is billed to the run's now, or to the release: by the run's clock.
     return tuple(
-        Held(int(node), float(start), None if end is None else float(end)) for node, start, end in rows
+        Held(int(node), max(0.0, start + off_s), attempt.released_at)
+        if end is None
+        else Held(int(node), float(start), float(end))
+        for node, start, end in rows
     )
 
 

@@ -137,6 +137,7 @@ class Watching:
         spans: What it is on since when, with the prices; empty when only a wait is to be sat out.
         started_at: When the attempt was started, by the run's clock; None when unknown.
         answered: What the owner was just woken for and could do nothing about: see :class:`Wake`.
+        release_after_s: Seconds from now until the owner is woken to release an earlier attempt; None: none.
         orphan_after_s: Seconds without an owner after which the sidecar saves and ends the attempt.
         faults: Executions in a row that had no answer of the store or the backend.
         faulty_s: Seconds that they have lasted, as the watchers between them counted.
@@ -159,6 +160,7 @@ class Watching:
     spans: Sequence[Mapping[str, Any]] = ()
     started_at: float | None = None
     answered: Sequence[str] = ()
+    release_after_s: float | None = None
     orphan_after_s: float = 1800.0
     faults: int = 0
     faulty_s: float = 0.0

@@ -236,6 +236,9 @@ class Watch:
             self._hear()
         wakes = [Wake("status", detail=detail) for detail in details]
         wakes += [*self._from_statuses(is_known=is_known), *self._over_budget(handle)]
+        release_s = self._watching.release_after_s
+        if release_s is not None and self._monotonic() - self._began >= release_s:
+            wakes.append(Wake("status", detail="an earlier attempt is not released"))
         return [*self._overdue(), *wakes]
 
     def _details(self, handle: Handle, observed: AttemptStatus) -> list[str]:

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.lifecycle.bodies import check_body
 from envscaler_airflow.protocol import SCHEMA, read_object
 
 MAX_EVENT_BYTES = 1 << 18
 """Largest event written or read, bytes. Chosen: 100 last lines of 2 KiB and a plan fit."""
+
+MOST = 2**53
+"""Numbers and times below are believed. Source: beyond it JSON readers skip whole numbers."""
 
 EVENT_TYPES = frozenset(
     {
@@ -22,6 +26,8 @@ EVENT_TYPES = frozenset(
         "attempt-started",  # generation, attempt, handle
         "attempt-stopping",  # generation, attempt, why, grace_s, align, request, target
         "attempt-ended",  # generation, attempt, outcome, failure, detail, step, checkpoint, usage, usd, ...
+        "release-failed",  # generation, attempt, detail: its machines may live on, and are billed again
+        "attempt-released",  # generation, attempt, usage, usd: after that they are given back
         "move-requested",  # target, reason, numbers, from_attempt
         "move-accepted",  # request, reason, numbers, leaving, and all of attempt-stopping (why is "move")
         "move-refused",  # request, reason
@@ -113,6 +119,7 @@ class Event:
         Raises:
             ProtocolError: Larger than :data:`MAX_EVENT_BYTES`, or not JSON.
         """
+        check_body(self.type, self.body, where=f"event {self.number}")
         actor = self.actor.to_dict() if self.actor else None
         whole = {
             "schema": SCHEMA,
@@ -147,14 +154,12 @@ class Event:
         body, actor = whole.get("body", {}), whole.get("actor")
         if not isinstance(body, dict) or not isinstance(whole.get("type"), str):
             raise ProtocolError(f"{where}: an event needs a type and an object as body")
-        try:
-            return cls(
-                number=int(whole["number"]),
-                type=whole["type"],
-                body=body,
-                writer=str(whole.get("writer", "")),
-                at=float(whole.get("at", 0.0)),
-                actor=Actor.from_dict(actor) if actor is not None else None,
-            )
-        except (KeyError, TypeError, ValueError) as err:
-            raise ProtocolError(f"{where}: {err!r}") from err
+        number, at = whole.get("number"), whole.get("at", 0.0)
+        if type(number) is not int or not 0 < number < MOST:
+            raise ProtocolError(f"{where}: number: got {number!r:.80}, expected a whole number from 1 on")
+        if type(at) not in (int, float) or not 0 <= at < MOST:
+            raise ProtocolError(f"{where}: at: got {at!r:.80}, expected seconds since the epoch")
+        check_body(whole["type"], body, where=where)
+        writer = str(whole.get("writer", ""))
+        by = Actor.from_dict(actor) if actor is not None else None
+        return cls(number, whole["type"], body, writer, float(at), by)

@@ -220,6 +220,16 @@ def _stopped(body: Mapping[str, Any], _state: RunState) -> str:
     return f"the run stopped: {body.get('reason', '')}"
 
 
+def _release_failed(body: Mapping[str, Any], _state: RunState) -> str:
+    return f"attempt {body['attempt']} is not released, and is tried again: {body.get('detail', '')}"
+
+
+def _released(body: Mapping[str, Any], _state: RunState) -> str:
+    usd = body.get("usd")
+    cost = "" if usd is None else f"; it cost {usd_text(usd)} in all"
+    return f"attempt {body['attempt']} is released{cost}"
+
+
 _WORDS: Mapping[str, Callable[[Mapping[str, Any], RunState], str]] = {
     "generation": _generation,
     "owner": _owner,
@@ -227,6 +237,8 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any], RunState], str]] = {
     "attempt-started": _started,
     "attempt-stopping": _stopping,
     "attempt-ended": _ended,
+    "release-failed": _release_failed,
+    "attempt-released": _released,
     "move-requested": _move_requested,
     "move-accepted": _move_accepted,
     "move-refused": _move_refused,

@@ -93,6 +93,8 @@ class AttemptState:
         earlier: What it held before each change in place, oldest first.
         next_allocation: What the next attempt is to have, where a move was put off until then.
         ended: Body of the ``attempt-ended`` event; empty before.
+        unreleased: Why what it was on is not known to be given back; "" where it is, or was not tried.
+        released_at: When it was given back after all; None where that took no second try.
         ended_number: Number of its ``attempt-ended`` event; 0 before.
         intended_at, started_at, stopping_at, ended_at: Owner's clock, for people and reports.
     """
@@ -115,6 +117,8 @@ class AttemptState:
     earlier: tuple[Before, ...] = ()
     next_allocation: Allocation | None = None
     ended: Mapping[str, Any] = field(default_factory=dict)
+    unreleased: str = ""
+    released_at: float | None = None
     ended_number: int = 0
     intended_at: float = 0.0
     started_at: float | None = None
@@ -252,7 +256,7 @@ def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
         apply = _APPLY.get(event.type)
         try:
             now = apply(now, event) if apply else replace(now, unknown=(*now.unknown, event.number))
-        except (KeyError, TypeError, ValueError) as err:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as err:
             raise ProtocolError(f"event {event.number} ({event.type}): {err!r}") from err
         now = replace(now, number=event.number)
     return now
@@ -385,6 +389,31 @@ def _ended(state: RunState, event: Event) -> RunState:
     return replace(now, pending=_without_old_stops(now.pending, now.cleared_number))
 
 
+def _of_ended(state: RunState, event: Event, **changes: Any) -> RunState:
+    """Change the ended attempt that the event names."""
+    changed = (
+        replace(one, **changes) if _is_named(one, event.body) and not one.is_live else one
+        for one in state.attempts
+    )
+    return replace(state, attempts=tuple(changed))
+
+
+def _unreleased(state: RunState, event: Event) -> RunState:
+    return _of_ended(state, event, unreleased=str(event.body.get("detail") or "not released"))
+
+
+def _released(state: RunState, event: Event) -> RunState:
+    """What the backend said last of its bill stands, where it said more than at the end."""
+    body = event.body
+    ended = next((one.ended for one in state.attempts if _is_named(one, body)), {})
+    told = {name: body[name] for name in ("usage", "usd") if body.get(name) is not None}
+    return _of_ended(state, event, ended={**ended, **told}, unreleased="", released_at=event.at)
+
+
+def _is_named(attempt: AttemptState, body: Mapping[str, Any]) -> bool:
+    return (attempt.generation, attempt.number) == (body["generation"], body["attempt"])
+
+
 def _requested(state: RunState, event: Event) -> RunState:
     return replace(state, pending=(*state.pending, Request(event.number, event.type, event.body)))
 
@@ -442,6 +471,8 @@ _APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
     "attempt-started": _started,
     "attempt-stopping": _stopping,
     "attempt-ended": _ended,
+    "release-failed": _unreleased,
+    "attempt-released": _released,
     "move-requested": _requested,
     "move-accepted": _accepted,
     "move-refused": _refused,

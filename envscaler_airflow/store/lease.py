@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.protocol import SCHEMA, read_object
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import join
 
@@ -17,6 +17,10 @@ RENEW_EVERY_S = 60.0
 """Seconds between renewals. Chosen: a thirtieth of the default ``orphan_after``."""
 MAX_AGE_S = 30 * 86400.0
 """Longest age believed, seconds. Chosen: no machine of ours lives longer."""
+MOST_RENEWALS = 2**53
+"""Counters below are believed. Source: beyond it JSON readers skip whole numbers."""
+MOST_TEXT = 4096
+"""Longest text read, characters. Chosen: what a pod waits for is one line."""
 MAX_LEASE_BYTES = 1 << 20
 """Largest lease read, bytes. Chosen: the longest reason for a wait fits many times."""
 
@@ -51,14 +55,20 @@ def read_lease(store: Store, prefix: str = "") -> Lease | None:
     if text is None:
         return None
     where = store.uri(name)
-    try:
-        body = json.loads(text)
-        check_schema(body.get("schema"), where=where)
-        said = {str(name): float(seconds) for name, seconds in body.get("ages", {}).items()}
-        ages = {name: seconds for name, seconds in said.items() if 0 <= seconds <= MAX_AGE_S}
-        return Lease(int(body["counter"]), str(body.get("holder", "")), str(body.get("waits", "")), ages)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as err:
-        raise ProtocolError(f"{where}: not a lease: {err!r}") from err
+    body = read_object(text, where=where, max_bytes=MAX_LEASE_BYTES)
+    counter, said = body.get("counter"), body.get("ages", {})
+    if type(counter) is not int or not 0 <= counter < MOST_RENEWALS:
+        raise ProtocolError(f"{where}: counter: got {counter!r:.80}, expected a whole number from 0 on")
+    if not isinstance(said, dict):
+        raise ProtocolError(f"{where}: ages: got {said!r:.80}, expected seconds by name")
+    ages = {
+        name: float(age) for name, age in said.items() if type(age) in (int, float) and 0 <= age <= MAX_AGE_S
+    }
+    return Lease(counter, _text(body.get("holder")), _text(body.get("waits")), ages)
+
+
+def _text(value: object) -> str:
+    return value[:MOST_TEXT] if isinstance(value, str) else ""
 
 
 def waits_of(store: Store, prefix: str = "") -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.exceptions import AirflowRuntimeError
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from envscaler_airflow.errors import BackendError, ProtocolError
+from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.triggers.stage import settle_s
 from envscaler_airflow.triggers.threads import in_thread
 
@@ -115,7 +115,9 @@ class ScalingTrigger(BaseTrigger):
             try:
                 event = await in_thread(self._check, kind="scaling")
                 fault = ""
-            except (BackendError, ProtocolError, AirflowRuntimeError, TimeoutError) as err:
+            except SpecError:
+                raise  # no store, or no such backend: waiting changes nothing
+            except (EnvScalerError, AirflowRuntimeError, TimeoutError) as err:
                 event = None
                 if fault != (fault := str(err) or "timed out"):
                     self.log.warning("stage=%s cannot check: %s", self.stage_id, fault)

@@ -12,7 +12,7 @@ from airflow.sdk.configuration import conf
 from airflow.sdk.exceptions import AirflowException, AirflowRuntimeError
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError
+from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.states import OVER, task_state
 from envscaler_airflow.triggers.threads import in_thread
 
@@ -144,7 +144,9 @@ class StageTrigger(BaseTrigger):
                     look = await in_thread(self._open)
                 wake = await in_thread(self._look, look)
                 fault = ""
-            except (BackendError, ProtocolError, AirflowRuntimeError, TimeoutError) as err:
+            except SpecError:
+                raise  # another store than the operator's, or none: waiting changes nothing
+            except (EnvScalerError, AirflowRuntimeError, TimeoutError) as err:
                 wake = None
                 if isinstance(err, TimeoutError):
                     look = None  # its thread may still be at it, and see what we would then miss

@@ -209,7 +209,7 @@ def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
 
     assert (wake.detail, wake.check_s) == ("the budget is spent", 300.0)
     assert world.state.live.stop_why == "budget"
-    assert "saving and ending costs up to $0.0047" in world.state.live.stop["reason"]
+    assert "saving and ending costs up to $0.00472" in world.state.live.stop["reason"]
 
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])

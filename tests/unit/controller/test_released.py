@@ -1,0 +1,153 @@
+"""What an ended attempt was on is given back, however often that fails; what lives on is billed."""
+
+from __future__ import annotations
+
+import pytest
+
+from envscaler_airflow.controller import facts
+from envscaler_airflow.controller.report import run_report
+from envscaler_airflow.controller.stage import Delivered, Waiting, Wake
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.lifecycle.ends import LOST_AFTER_S
+
+AWAY = BackendError("the API server does not answer", transient=True)
+REFUSED = BackendError("403: delete jobs", status=403)
+PRICE = 0.05
+
+
+def calls(world, method):
+    """How often *method* of the backend was called."""
+    return [name for name, _ in world.backend.calls].count(method)
+
+
+def types(world):
+    """Types of the run's events."""
+    return [event.type for event in world.log.read()]
+
+
+def test_a_release_that_failed_is_repeated_by_the_next_execution(world):
+    """The machine was lost and its Job stays: the second try gives it back (A8)."""
+    owner = world.controller()
+    owner.enter()
+    world.backend.lose(world.handle)
+    world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+    failed = world.state.attempts[0].unreleased
+
+    world.controller().enter()
+
+    assert failed == "the API server does not answer"
+    assert world.state.attempts[0].unreleased == ""
+    assert world.state.attempts[0].released_at == world.clock.time()
+    assert types(world)[-1] == "attempt-started"
+    assert "attempt-released" in types(world)
+
+
+def test_it_is_repeated_while_the_next_attempt_runs_and_after_its_end(world):
+    """Four failures in four executions, said once in the events; the watch wakes the owner for it (A8)."""
+    owner = world.controller()
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.backend.lose(world.handle)
+    world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+    world.backend.fail_next("release", AWAY)
+    waiting = owner.resume(Wake("backoff"))
+    world.say()
+    watch = world.watch(waiting)
+    early = watch.poll()
+    world.clock.advance(600)
+    world.say()
+    late = watch.poll()
+    owner.resume(late)
+
+    assert early is None
+    assert late.detail == "an earlier attempt is not released"
+    assert types(world).count("release-failed") == 1
+    assert world.state.attempts[0].released_at == world.clock.time()
+
+
+def test_a_result_waits_a_moment_for_its_machines_and_not_for_ever(world):
+    """Delivered once they are given back; or after ten minutes (A8)."""
+    owner = world.controller()
+    owner.enter()
+    world.succeed()
+    world.backend.fail_next("release", AWAY)
+    first = owner.resume(Wake("status"))
+    world.clock.advance(30)
+    second = owner.resume(Wake("backoff"))
+
+    assert isinstance(first, Waiting)
+    assert "is not released: the API server does not answer" in first.reason
+    assert first.watching.backoff_s == 30.0
+    assert isinstance(second, Delivered)
+    assert world.state.attempts[0].unreleased == ""
+
+
+def test_a_result_is_delivered_though_its_machines_are_never_given_back(world):
+    """Ten minutes without an API server; and at once where it says no for good (A8)."""
+    owner = world.controller()
+    owner.enter()
+    world.succeed()
+    world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+    world.clock.advance(601)
+    world.backend.fail_next("release", AWAY)
+
+    assert isinstance(owner.resume(Wake("backoff")), Delivered)
+
+
+def test_what_is_refused_for_good_holds_no_result(world):
+    """``envscaler reap`` removes it (A8)."""
+    owner = world.controller()
+    owner.enter()
+    world.succeed()
+    world.backend.fail_next("release", REFUSED)
+
+    assert isinstance(owner.resume(Wake("status")), Delivered)
+    assert world.state.attempts[0].unreleased == "403: delete jobs"
+
+
+@pytest.fixture
+def zombie(world):
+    """A run whose first machine was called lost after an hour out of sight, and lives on."""
+    owner = world.controller(budget_usd=10.0)
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.clock.advance(3600)
+    handle = world.handle
+    world.backend.hide(handle)
+    for _ in range(2):
+        world.backend.fail_next("usage", AWAY)
+    owner.resume(Wake("silent", silent_s=LOST_AFTER_S + 1))
+    return owner, handle
+
+
+@pytest.mark.usefixtures("zombie")
+def test_a_machine_called_lost_that_lives_on_is_billed_again(world):
+    """An hour before and an hour after: two hours count for the budget (A8)."""
+    assert world.state.attempts[0].outcome == "lost"
+    assert world.state.attempts[0].unreleased == "whether it still runs is unknown"
+    world.clock.advance(3600)
+
+    spent = facts.spent_usd(world.state, world.backend, now=world.clock.time())
+
+    assert spent == pytest.approx(2 * PRICE)
+
+
+def test_it_ends_once_it_is_seen_and_the_report_has_its_whole_bill(world, zombie):
+    """It is stopped at first sight, given back at the next, and the two hours stand in the report (A8)."""
+    owner, handle = zombie
+    world.clock.advance(3600)
+    world.backend.show(handle)
+    owner.resume(Wake("status"))
+    stopped = world.state.attempts[0].unreleased
+    owner.resume(Wake("backoff"))
+    after = world.state.attempts[0]
+    report = run_report(world.state, now=world.clock.time())
+
+    assert stopped == "whether it still runs is unknown"
+    assert calls(world, "stop") == 1
+    assert after.released_at is not None
+    assert after.ended["usd"] == pytest.approx(2 * PRICE)
+    assert report["bill"]["lines"][0]["usd"] == pytest.approx(2 * PRICE)
