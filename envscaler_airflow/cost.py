@@ -147,7 +147,8 @@ class StaticPlan(Record):
 
     Attributes:
         allocation: Which.
-        hours: Provisioning of the first attempt, then all steps at its speed; None: unknown.
+        hours: Provisioning of the first attempt, then all steps at its speed and with its idle time; None:
+            unknown.
         usd: ``hours`` at the on-demand price; None: unknown.
         assumption: How it was told, for people.
     """
@@ -337,6 +338,9 @@ def _split_hours(
 def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | None) -> StaticPlan:
     allocation = lines[0].use.allocation
     steady = Allocation(allocation.offer, allocation.nodes)
+    ran = [line for line in lines if line.node_hours != 0]
+    if len(ran) == 1 and ran[0].use.why_ended == "succeeded" and ran[0].use.allocation.name == steady.name:
+        return _as_it_ran(steady, ran[0], on_demand)
     there = (line for line in lines if line.steps and line.use.allocation.name == allocation.name)
     first = next(there, lines[0])
     steps = total_steps if total_steps is not None else _steps_kept(lines)
@@ -347,16 +351,39 @@ def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | N
         why = f"the speed of {first.use.name} on {allocation.name} is unknown"
         return StaticPlan(steady, assumption=why)
     start = first.hours.provisioning / allocation.nodes
-    hours = start + trained / first.steps * steps
-    price = on_demand
-    if price is None and allocation.offer.capacity_type == "on-demand" and _is_of_one_type(allocation):
-        price = allocation.offer.usd_per_hour
+    hours = start + trained / first.steps * steps + _static_idle_h(lines, first, steps)
+    price = _static_price(allocation, on_demand)
     return StaticPlan(
         steady,
         hours=hours,
         usd=None if price is None else hours * price * allocation.nodes,
-        assumption=f"{steps} steps at the speed that {first.use.name} had, started once",
+        assumption=f"{steps} steps at the speed that {first.use.name} had, started once, idle as much",
     )
+
+
+def _static_idle_h(lines: Sequence[Line], first: Line, steps: int) -> float:
+    """Hours of saves, stalls and the way out: as *first* had by its steps, and no more than the run had."""
+    assert first.steps
+    scaled = (first.hours.idle or 0.0) / first.use.allocation.nodes / first.steps * steps
+    idle = [
+        None if line.hours.idle is None else line.hours.idle / line.use.allocation.nodes for line in lines
+    ]
+    of_run = _sum(idle)
+    return scaled if of_run is None else min(scaled, of_run)
+
+
+def _as_it_ran(steady: Allocation, line: Line, on_demand: float | None) -> StaticPlan:
+    """A run that never moved and lost nothing is its own static plan, all its time included."""
+    hours = None if line.node_hours is None else line.node_hours / steady.nodes
+    price = _static_price(steady, on_demand)
+    usd = None if price is None or hours is None else hours * price * steady.nodes
+    return StaticPlan(steady, hours, usd, assumption="as it ran: it never moved")
+
+
+def _static_price(allocation: Allocation, on_demand: float | None) -> float | None:
+    """On-demand USD an hour of one node; None when unknown."""
+    is_known = allocation.offer.capacity_type == "on-demand" and _is_of_one_type(allocation)
+    return allocation.offer.usd_per_hour if on_demand is None and is_known else on_demand
 
 
 def _is_of_one_type(allocation: Allocation) -> bool:

@@ -52,11 +52,19 @@ def run_bill(state: RunState, *, now: float) -> Bill:
     uses = [
         use for index, attempt in enumerate(attempts) for use in _uses(attempt, _next_start(attempts, index))
     ]
-    pauses = [_pause(before, after) for before, after in pairwise(attempts)]
+    came = [attempt for attempt in attempts if attempt.outcome != "not-started"]
+    pauses = [_pause(before, after) for before, after in pairwise(came)]
     totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
     known = [total for total in totals if total is not None]
-    made = bill(uses, now=now, pauses=pauses, total_steps=known[-1] if known else None)
+    total = None if not known or _made_steps(state, uses) else known[-1]
+    made = bill(uses, now=now, pauses=pauses, total_steps=total)
     return made if state.status == "succeeded" else replace(made, saved_usd=None)
+
+
+def _made_steps(state: RunState, uses: Sequence[Use]) -> bool:
+    """True for a run that is done and whose steps are known: it may have announced more."""
+    last = uses[-1] if uses else None
+    return state.status == "succeeded" and last is not None and None not in (last.first_step, last.last_step)
 
 
 def run_report(state: RunState, *, now: float) -> dict[str, Any]:
@@ -133,14 +141,23 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
             held=part,
             why_ended="changed in place",
             provisioning_s=provisioning if index == 0 else 0.0,
-            idle_s=0.0,
+            idle_s=_part(whole.idle_s, part, held),
             first_step=steps[index],
             last_step=steps[index + 1],
             kept_step=steps[index + 1],
         )
         for index, (allocation, part) in enumerate(parts[:-1])
     ]
-    return [*before, replace(whole, held=parts[-1][1], provisioning_s=0.0)]
+    idle_s = _part(whole.idle_s, parts[-1][1], held)
+    return [*before, replace(whole, held=parts[-1][1], provisioning_s=0.0, idle_s=idle_s)]
+
+
+def _part(seconds: float | None, part: Sequence[Held], held: Sequence[Held]) -> float | None:
+    """The share of *seconds* that falls on *part* of what was held; None where either is unknown."""
+    lasted = [[one.end - one.start for one in some if one.end is not None] for some in (part, held)]
+    if seconds is None or len(lasted[0]) < len(part) or len(lasted[1]) < len(held):
+        return None
+    return seconds * sum(lasted[0]) / sum(lasted[1]) if sum(lasted[1]) else seconds
 
 
 def why_ended(attempt: AttemptState) -> str:
@@ -168,10 +185,13 @@ def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
 
 
 def _next_start(attempts: Sequence[AttemptState], index: int) -> int | None:
-    """Step that the next attempt resumed from: what was kept of this one."""
-    if index + 1 >= len(attempts):
-        return attempts[index].checkpoint_step
-    return _integer(attempts[index + 1].ended, "start_step")
+    """Step that the next attempt which came resumed from: what was kept of this one.
+
+    One that was refused, as the target of a move without room, resumed from nothing.
+    """
+    came = (one for one in attempts[index + 1 :] if one.outcome != "not-started")
+    after = next(came, None)
+    return attempts[index].checkpoint_step if after is None else _integer(after.ended, "start_step")
 
 
 def _provisioning_s(attempt: AttemptState) -> float | None:

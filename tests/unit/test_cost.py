@@ -73,16 +73,16 @@ def test_a_bill_adds_up_its_lines():
 
 
 def test_the_static_plan_is_the_first_allocation_for_the_whole_work():
-    """6 minutes to start, 1000 steps at 480 in 48 minutes: 106 minutes at $1."""
+    """6 minutes to start, 1000 steps at 480 in 48 minutes, and the run's 6 minutes idle: 112 at $1 (F11)."""
     got = bill([FIRST, SECOND], now=0, total_steps=1000)
 
     assert got.static == StaticPlan(
         SMALL,
-        hours=pytest.approx(106 / 60),
-        usd=pytest.approx(106 / 60),
-        assumption="1000 steps at the speed that g1-a1 had, started once",
+        hours=pytest.approx(112 / 60),
+        usd=pytest.approx(112 / 60),
+        assumption="1000 steps at the speed that g1-a1 had, started once, idle as much",
     )
-    assert got.saved_usd == pytest.approx(106 / 60 - 4.0)
+    assert got.saved_usd == pytest.approx(112 / 60 - 4.0)
 
 
 def test_the_static_plan_counts_what_was_kept_when_no_total_is_known():
