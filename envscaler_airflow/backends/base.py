@@ -291,8 +291,11 @@ class RunsMixed(Protocol):
 class CountsFree(Protocol):
     """A backend that can tell how much more can be had right now."""
 
-    def free_nodes(self, offers: Iterable[Offer]) -> Mapping[str, int]:
-        """Nodes of each offer that would be had at once beside what is held, by its name; absent: unknown.
+    def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> Mapping[str, int]:
+        """Nodes of each offer that are available at once, by its name; absent: unknown.
+
+        Of each offer alone, beside everything that runs but *without*: what an attempt that is to be moved
+        uses is free for the one that follows it.
 
         Raises:
             BackendError: No answer.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envscaler_airflow.backends.base import Backend, CountsFree
+from envscaler_airflow.backends.base import Backend, CountsFree, Handle
 from envscaler_airflow.controller import choose
 from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.errors import BackendError, NoOfferError
@@ -69,14 +69,20 @@ def judge(
     return _validate(observer, state, live, request, target, backend)
 
 
-def _free_nodes(backend: Backend, target: Allocation) -> Mapping[str, int]:
-    """What can be had right now, so that growing pushes nobody out; nothing where it cannot be told."""
+def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Mapping[str, int]:
+    """Nodes available beside those that the stage has; nothing where it cannot be told.
+
+    What the stage itself uses counts as free: it stops before it starts elsewhere.
+    """
     if not isinstance(backend, CountsFree):
         return {}
+    mine = None if live.handle is None else Handle.from_dict(live.handle)
     try:
-        return backend.free_nodes([part.offer for part in target.parts])
+        free = backend.free_nodes([part.offer for part in target.parts], without=mine)
     except BackendError:
         return {}
+    held = {part.offer.name: part.nodes for part in live.allocation.parts}
+    return {name: max(0, nodes - held.get(name, 0)) for name, nodes in free.items()}
 
 
 def _validate(
@@ -89,7 +95,7 @@ def _validate(
 ) -> Verdict:
     now = observer.observation(state, live)
     asked = _asked_with(request)
-    free = _free_nodes(backend, target)
+    free = _free_nodes(backend, live, target)
     others = tuple(item for item in state.pending if item.number != request.number)
     now = replace(
         now,

@@ -63,7 +63,7 @@ class _Intended(_Attempt):
     memory_bytes: Count | None = None
     vcpus: Amount | None = None
     checkpoint_every_s: Amount | None = None
-    losses_per_hour: dict[str, Amount] | None = None
+    losses_per_hour: Amount | None = None
 
 
 class _Started(_Attempt):
@@ -191,5 +191,6 @@ def check_body(event_type: str, body: Mapping[str, Any], *, where: str) -> None:
     except ValidationError as err:
         fault = err.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
-        told = f"got {fault['input']!r:.80}, {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+        is_missing = fault["type"] == "missing"
+        told = "is missing" if is_missing else f"got {fault['input']!r:.80}, {fault['msg'].lower()}"
         raise ProtocolError(f"{where}: {event_type}: {place}: {told}") from err

@@ -17,7 +17,7 @@ from envscaler_airflow.backends.base import (
     UsageInterval,
 )
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError
-from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.testing.clock import ManualClock
 
 
@@ -43,6 +43,7 @@ class _Life:
     nodes: list[NodeStatus]
     started: float
     vcpus: float
+    allocation: Allocation
     ended: dict[int, float] = field(default_factory=dict)
     output: dict[int, bytearray] = field(default_factory=dict)
     is_hidden: bool = False
@@ -233,7 +234,7 @@ class ScriptedBackend:
                 raise CapacityError(f"{offer.name}: {self._vcpus - taken:g} CPUs are free")
         handle = Handle(self.name, name, {"uid": next(self._uids)})
         states = [NodeStatus(node, self._start_state) for node in range(nodes)]
-        self._lives[name] = _Life(handle, states, self.clock.time(), asked)
+        self._lives[name] = _Life(handle, states, self.clock.time(), asked, request.allocation)
         return self._lives[name]
 
     def _life(self, handle: Handle) -> _Life:

@@ -73,10 +73,17 @@ class ElasticBackend(ScriptedBackend):
         self._enter("removable", handle.name)
         return self.marked
 
-    def free_nodes(self, offers: Iterable[Offer]) -> Mapping[str, int]:
-        """What the test says of them."""
-        self._enter("free_nodes", "")
-        return {offer.name: self.free[offer.name] for offer in offers if offer.name in self.free}
+    def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> Mapping[str, int]:
+        """What the test says of them, and what *without* has of each."""
+        self._enter("free_nodes", "" if without is None else without.name)
+        held: dict[str, int] = {}
+        if without is not None:
+            life = self._life(without)
+            held = {part.offer.name: part.nodes for part in life.allocation.parts}
+            if len(held) == 1:  # it may have been rescaled since
+                held = dict.fromkeys(held, len(life.nodes))
+        names = [offer.name for offer in offers if offer.name in self.free]
+        return {name: self.free[name] + held.get(name, 0) for name in names}
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.backends.base import AttemptRequest, Backend, Handle
+from envscaler_airflow.backends.base import AttemptRequest, Backend, CountsFree, Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.render import Launch
@@ -404,6 +404,25 @@ def test_what_others_hold_cannot_be_had(harness):
 
     eventually(harness, first, lambda status: status.is_over)
     assert harness.backend.submit(second).name != first.name
+
+
+def test_what_an_attempt_uses_is_free_for_the_one_that_follows_it(harness):
+    """All CPUs are taken: nothing is free beside it, and all of it once it is to go (F10)."""
+    backend = harness.backend
+    if not isinstance(backend, CountsFree):
+        pytest.skip("it does not tell what is free")
+    offers = {offer.vcpus: offer for offer in backend.offers()}
+    full, one = offers[harness.full], offers[1]
+    _, handle = started(harness, allocation=Allocation(full))
+    beside = backend.free_nodes([full, one])
+    if not beside:
+        pytest.skip("nothing is told here")
+
+    after = backend.free_nodes([full, one], without=handle)
+
+    assert beside == {full.name: 0, one.name: 0}
+    assert after[full.name] >= 1
+    assert after[one.name] >= 1
 
 
 def test_a_slice_of_a_lost_machine_is_free(harness):

@@ -77,7 +77,10 @@ def attempts(count):
         name = {"generation": 1, "attempt": number}
         bodies += [
             ("attempt-intended", {**name, "allocation": Allocation(OFFER).to_dict(), "candidates": ["x"]}),
-            ("attempt-started", {**name, "handle": {"kind": "local", "pids": [1, 2]}}),
+            (
+                "attempt-started",
+                {**name, "handle": {"backend": "local", "name": "a", "details": {"pids": [1, 2]}}},
+            ),
             ("attempt-ended", {**name, "outcome": "lost", "step": None, "usd": 0.5}),
         ]
     bodies += [("invented-later", {"deep": {"er": [1, 2.5, None]}})]
@@ -515,8 +518,9 @@ def test_a_fold_that_fails_leaves_the_log_usable(store):
     """An event that lacks a field is refused every time, not skipped the second time."""
     log = log_of(store)
     log.append(0, *BEGIN)
-    log.append(1, "attempt-intended", {"generation": 1})
+    torn = {"schema": "1.0", "number": 2, "type": "attempt-intended", "body": {"generation": 1}}
+    store.write("run/events/000002.json", json.dumps(torn).encode())
 
     for _ in range(2):
-        with pytest.raises(ProtocolError, match="event 2"):
+        with pytest.raises(ProtocolError, match="attempt-intended: attempt: is missing"):
             log.load()

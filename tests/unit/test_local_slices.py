@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Identity, Machine
 from envscaler_airflow.backends.local.slices import allocation_shortfalls, shortfalls, slice_offers
-from envscaler_airflow.backends.local.slots import Claim, Slots, fit
+from envscaler_airflow.backends.local.slots import Claim, Slots, fit, room
 from envscaler_airflow.errors import CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -216,3 +216,12 @@ def test_nodes_get_their_slices_together_or_not_at_all(tmp_path):
 
     assert slots.live() == []
     assert files.read_json(tmp_path / "slots-here.json") is None
+
+
+@pytest.mark.parametrize(("taken", "free"), [([], 4), ([1], 3), ([2, 1], 1), ([4], 0)])
+def test_room_is_what_fits_beside_what_is_taken(taken, free):
+    """Nodes of one CPU on a machine of four (F10)."""
+    machine = Machine(cpus=(0, 1, 2, 3), memory_bytes=64 << 30)
+    claims = [Claim("x", node, float(cpus), 1 << 30) for node, cpus in enumerate(taken)]
+
+    assert room(slice_offers(machine)[0], machine=machine, taken=claims) == free

@@ -42,7 +42,7 @@ BEGUN = {
 }  # fmt: skip
 INTENDED = {
     **ATTEMPT, "allocation": PLACE, "spec_hash": "a", "memory_bytes": 1 << 30, "vcpus": 1.0,
-    "checkpoint_every_s": 60.0, "losses_per_hour": {"x": 0.1},
+    "checkpoint_every_s": 60.0, "losses_per_hour": 0.1,
 }  # fmt: skip
 CHANGED = {
     **ATTEMPT, "kind": "resize", "target": OTHER, "handle": HANDLE, "step": 3, "vcpus": 2.0,

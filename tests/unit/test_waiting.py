@@ -24,7 +24,9 @@ STARTED = fold(
                 "allocation": Allocation(cpu_offer(1)).to_dict(),
             },
         ),
-        Event(3, "attempt-started", {"generation": 1, "attempt": 1, "handle": {}}),
+        Event(
+            3, "attempt-started", {"generation": 1, "attempt": 1, "handle": {"backend": "local", "name": "a"}}
+        ),
     ]
 )
 

@@ -147,8 +147,8 @@ class KubernetesBackend:
         query = {"labelSelector": wanted} if wanted else None
         return list(self.cluster.list(paths.nodes(), query).body["items"])
 
-    def free_nodes(self, offers: Iterable[Offer]) -> dict[str, int]:
-        """Nodes of each offer that would be had at once beside what runs, by its name.
+    def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
+        """Nodes of each offer that are available at once beside what runs but *without*, by its name.
 
         {} where nobody can tell: nodes or pods of the whole cluster may not be read, the offers are not
         those of its nodes, or nodes are added when they are wanted. Raises BackendError.
@@ -157,6 +157,8 @@ class KubernetesBackend:
             return {}
         try:
             pods = self.cluster.list(paths.all_pods()).body["items"]
+            freed = {(part.namespace, part.name) for part in self._parts(without)} if without else set()
+            pods = [pod for pod in pods if _job_of(pod) not in freed]
             return free_nodes(offers, self._nodes(), pods, self.settings)
         except RefusedError as err:
             if err.status != 403 or err.transient:
@@ -550,3 +552,9 @@ def _is_started(job: Json) -> bool:
 
 def _is_released(job: Json) -> bool:
     return (job["metadata"].get("labels") or {}).get(names.RELEASED) == "true"
+
+
+def _job_of(pod: Json) -> tuple[str, str]:
+    """Namespace and Job of *pod*; no Job is named ""."""
+    labels = pod["metadata"].get("labels") or {}
+    return pod["metadata"].get("namespace", ""), labels.get(names.JOB_NAME, "")

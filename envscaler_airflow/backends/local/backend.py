@@ -31,8 +31,13 @@ from envscaler_airflow.backends.local.observe import NodeView, views, was_starte
 from envscaler_airflow.backends.local.output import read_output
 from envscaler_airflow.backends.local.processes import kill_all
 from envscaler_airflow.backends.local.render import Launch, attempt_name, render_attempt
-from envscaler_airflow.backends.local.slices import allocation_shortfalls, shortfalls, slice_offers
-from envscaler_airflow.backends.local.slots import Claim, Slots
+from envscaler_airflow.backends.local.slices import (
+    allocation_shortfalls,
+    is_shared,
+    shortfalls,
+    slice_offers,
+)
+from envscaler_airflow.backends.local.slots import Claim, Slots, room
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Offer
@@ -92,6 +97,25 @@ class LocalBackend:
     def offers(self) -> tuple[Offer, ...]:
         """Slices of this machine at shadow prices; see :func:`~.slices.slice_offers`."""
         return slice_offers(self.machine, self._prices)
+
+    def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
+        """Nodes of each offer that fit on this machine now beside what runs but *without*, by its name.
+
+        Shared offers are not counted, and not told. Raises BackendError.
+        """
+        if not self.root.exists():  # nothing ran here yet
+            taken = []
+        else:
+            taken = [
+                claim
+                for claim in Slots(self.root, self.machine).live()
+                if without is None or claim.attempt != without.name
+            ]
+        return {
+            offer.name: room(offer, machine=self.machine, taken=taken)
+            for offer in offers
+            if offer.cloud == self.name and not is_shared(offer)
+        }
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
         """What ``submit`` would write, as JSON and without secrets."""

@@ -15,7 +15,7 @@ from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Machine
 from envscaler_airflow.backends.local.slices import is_shared
 from envscaler_airflow.errors import BackendError, CapacityError
-from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.offers import Allocation, Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,18 @@ class Slots:
     def _is_live(self, claim: Claim) -> bool:
         node = files.node_folder(self._root / claim.attempt, claim.node)
         return not (node / files.END).exists() and files.lock_state(node / files.LOCK) == "held"
+
+
+def room(offer: Offer, *, machine: Machine, taken: Iterable[Claim]) -> int:
+    """Nodes of *offer*, which is counted, that fit on *machine* beside those *taken*."""
+    claims = list(taken)
+    nodes = 0
+    while True:
+        try:
+            claims.append(fit("", nodes, Allocation(offer), machine=machine, taken=claims))
+        except CapacityError:
+            return nodes
+        nodes += 1
 
 
 def fit(attempt: str, node: int, allocation: Allocation, *, machine: Machine, taken: list[Claim]) -> Claim:

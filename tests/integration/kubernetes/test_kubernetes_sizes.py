@@ -484,9 +484,11 @@ def test_free_is_what_nobody_holds(cluster, connect):
     [offer] = [one for one in backend.offers() if one.vcpus == 1]
 
     before = backend.free_nodes([offer])
-    running(backend, backend.submit(request_for(allocation=Allocation(offer))))
+    handle = backend.submit(request_for(allocation=Allocation(offer)))
+    running(backend, handle)
 
     assert (before, backend.free_nodes([offer])) == ({offer.name: 6}, {offer.name: 5})
+    assert backend.free_nodes([offer], without=handle) == {offer.name: 6}
     assert connect(wait_for_node_s=60).free_nodes([offer]) == {}
     token = cluster.user("few", [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}])
     assert connect(token=token).free_nodes([offer]) == {}

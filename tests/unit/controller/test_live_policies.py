@@ -171,6 +171,24 @@ def test_growing_takes_only_what_is_free_when_it_is_validated(new_world, free, e
         assert answer.body["reason"].endswith("needs 2 more nodes, 1 are free")
 
 
+@pytest.mark.parametrize(("free", "event"), [(1, "move-accepted"), (0, "move-refused")])
+def test_no_training_is_stopped_for_a_place_without_room(new_world, free, event):
+    """A larger machine, of which none is free: refused, though a person asked (F10)."""
+    world = running(new_world, "cost-to-finish")
+    world.say(elapsed_s=60.0)
+    world.backend.free = {LARGE.name: free}
+    world.ask_move(target=Allocation(LARGE))
+
+    world.controller(value_of_hour=0.0).enter()
+
+    answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
+    assert answer.type == event
+    assert ("free_nodes", world.handle.name) in world.backend.calls
+    if event == "move-refused":
+        assert world.state.live.phase == "started"
+        assert answer.body["reason"].endswith("needs 1 more nodes, 0 are free")
+
+
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
