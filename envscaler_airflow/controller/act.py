@@ -124,7 +124,7 @@ class Controller(Releasing):
         spent = facts.spent_usd(state, self._backend, now=self._clock())
         if (fault := choose.budget_fault(self._stage, spent)) is not None:
             log.warning("%s", fault)
-        body: dict[str, Any] = {"reason": entry.reason}
+        body: dict[str, Any] = {"reason": entry.reason, "spec_hash": state.spec_hash}
         if entry.respec:
             freeze.write(self._store, self._key, frozen)
             body["spec_hash"] = frozen.spec_hash

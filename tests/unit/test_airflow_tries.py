@@ -11,6 +11,7 @@ from fakes.operator_world import PREFIX, SPEC, Ti, api_error, operator_world
 
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.errors import StoreError
+from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.operators import slices
 from envscaler_airflow.operators.slices import LIFE_KEY
 from envscaler_airflow.store import EventLog
@@ -47,6 +48,24 @@ def test_the_first_try_names_its_dag_run(world):
     assert uuid.UUID(life).version == 4
     assert [event.actor.life for event in world.log.read()] == [life] * 4
     assert world.log.load().owner.try_number == 2
+
+
+def test_each_event_of_an_owner_says_who_it_is_and_what_it_runs(world):
+    """DAG run, try, ``max_tries`` and the spec: a retry keeps the frozen one, a clear brings its own (A1)."""
+    world.execute(world.operator(), Ti(1))
+    (world.dag_file.parent / "train.yaml").write_text(SPEC.replace("train.py", "other.py"))
+    world.execute(world.operator(), Ti(2))
+    world.execute(world.operator(), Ti(3, max_tries=5))
+
+    life, own = world.dag_run_keeps[LIFE_KEY], ("generation", "owner")
+    events = [event for event in world.log.read() if event.type in own]
+    first, retry, clear = (event.body["spec_hash"] for event in events)
+    assert [event.actor for event in events] == [
+        Actor("ti-1", 1, 3, life),
+        Actor("ti-2", 2, 3, life),
+        Actor("ti-3", 3, 5, life),
+    ]
+    assert first == retry != clear
 
 
 def test_retries_of_a_recreated_dag_run_go_on(world):
