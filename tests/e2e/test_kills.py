@@ -161,7 +161,7 @@ def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
     run = begin("stage_with_timeout", steps=60)
 
     assert run.wait_end() == "failed"
-    assert (run.state().failure, run.wait("failed")["try_number"]) == ("timeout", 2)
+    assert run.state().failure == "timeout"
     for _ in range(3):  # each has the whole time again
         run.airflow.clear(run.dag_id, run.run_id, ["train"])
         run.until("it goes on", lambda: run.state().status == "active")

@@ -27,9 +27,11 @@ def cancel(run) -> None:
     request_stop(run.store, run.key.prefix, reason="cancelled", by="test")
 
 
-def wait_try(run, number: int) -> None:
-    """Return once that try owns the run."""
-    run.until(f"try {number}", lambda: run.state().owner.try_number == number)
+def clear(run) -> None:
+    """Clear the task, and return once its next try owns the run."""
+    before = run.state().owner
+    run.airflow.clear(run.dag_id, run.run_id, ["train"])
+    run.until("the next try", lambda: run.state().owner.try_number > before.try_number)
 
 
 def types(run) -> list[str]:
@@ -53,10 +55,9 @@ def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
     """Deleted after its third try and created again; its first try is lost before it begins (A1)."""
     run = begin("held", steps=LONG)
     run.wait_step(3)
-    for number in (2, 3):
+    for _ in range(2):
         run.wait("deferred")
-        run.airflow.clear(run.dag_id, run.run_id, ["train"])
-        wait_try(run, number)
+        clear(run)
     run.wait("deferred")
     run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
     run.wait_gone()
@@ -66,12 +67,12 @@ def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
     run.airflow.trigger_dag(run.dag_id, run_id=run.run_id, conf={"ledger": str(run.ledger), "steps": 8})
 
     run.wait_held("before")
-    wait_try(run, 2)
+    assert run.state().owner.try_number > 1
     kill_execution(run)
     run.open_gates()
 
     assert run.wait_end(timeout_s=150) == "success"
-    assert run.wait("success")["try_number"] == 3
+    assert run.wait("success")["try_number"] > 2
     assert types(run).count("generation") == 2
     assert len({event.actor.life for event in run.events() if event.actor}) == 2
     assert [step for generation, _, step in run.steps() if generation == 2] == list(range(1, 9))
@@ -90,7 +91,7 @@ def test_a_retry_of_a_cancelled_run_halts(begin: Callable):
     kill_execution(run)
     run.open_gates()
 
-    assert run.wait("failed", timeout_s=120)["try_number"] == 2
+    run.wait("failed", timeout_s=150)
     assert (run.state().status, run.state().reason) == ("stopped", "cancelled")
     assert types(run).count("attempt-intended") == 1
     run.airflow.clear(run.dag_id, run.run_id, ["train"])
@@ -123,7 +124,7 @@ def test_a_crash_right_after_the_delivery_trains_nothing_again(begin: Callable):
 
     assert run.wait_end() == "failed"
     run.airflow.clear(run.dag_id, run.run_id, ["train"])
-    assert run.wait("success")["try_number"] == 2
+    run.wait("success", timeout_s=150)
     assert [step for _, _, step in run.steps()] == list(range(1, 6))
     assert run.airflow.xcom(run.dag_id, run.run_id, "train", "result").endswith("/outputs/g1/result")
     run.until("the acceptance", lambda: types(run)[-1] == "accepted")
