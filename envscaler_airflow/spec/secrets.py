@@ -15,6 +15,7 @@ ReferenceKind = Literal["secret", "env", "connection", "variable"]
 
 REFERENCE_FORMS = "secret:NAME/key, env:NAME, connection:ID/field or variable:NAME"
 
+_AS_VARIABLE = f"write an env entry with value_from: {REFERENCE_FORMS}, and let the program read it"
 _FLAG_IN_SCRIPT = re.compile(
     r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]{0,60})(?:=|\s+)(\"[^\"]*\"|'[^']*'|[^\s\"';|&]+)"
 )
@@ -28,7 +29,19 @@ _USER_PROGRAMS = re.compile(r"(?:^|[\s/;|&])(?:curl|wget|http|https|xh|lftp|aria
 _USER_IN_SCRIPT = re.compile(
     r"\s(-u|--user|--proxy-user|--userpwd|--auth|-a)(?:=|\s*)[\"']?([^\s\"':$]{1,200}:[^\s\"']+)"
 )
-_SSHPASS = re.compile(r"\bsshpass\s+-p\s*([^\s]+)")
+_PASSWORD_FLAGS = tuple(
+    re.compile(rf"(?:^|[\s/;|&])(?:{programs})\s(?:[^|;&]{{0,400}}?\s)?{flag}[\"']?([^\s\"'`]+)")
+    for programs, flag in (
+        ("mysql|mysqldump|mysqladmin|mariadb|mariadb-dump", "-p"),
+        ("sshpass", r"-p\s*"),
+        ("mongo|mongosh|mongodump|mongorestore|twine upload", r"-p\s+"),
+        ("(?:docker|podman|buildah|skopeo|oras|crane|helm registry|az acr) login", r"-p\s+"),
+        ("redis-cli", r"-a\s+"),
+        ("ldapsearch|ldapadd|ldapmodify", r"-w\s+"),
+        ("openssl", r"-pass(?:in|out)?\s+pass:"),
+    )
+)
+"""Short flags by which programs take a password, from their manual pages."""
 _USER_AND_PASSWORD = re.compile(r"[\"']?[^\s:/$\"'{<]+:(?!/)([^\s]+)\Z")
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?\Z", re.DOTALL)
 _ASSIGNED = re.compile(r"(?:\b([A-Z][A-Z0-9_]*)|[?&]([A-Za-z_]+))=(\S+)")
@@ -145,6 +158,9 @@ def _check_arguments(node: Node, faults: Faults) -> None:
     words = [item.value for item in node.value]
     kinds = dict(scripts(words))
     is_for_users = any(isinstance(word, str) and _USER_PROGRAMS.search(word) for word in words)
+    command = " ".join(word for word in words if isinstance(word, str) and not any(map(str.isspace, word)))
+    if any(_is_given(value) for flag in _PASSWORD_FLAGS for value in flag.findall(command)):
+        _fault(node, f"gives a secret as an argument; {_AS_VARIABLE}", faults)
     for index, item in enumerate(node.value):
         if not isinstance(item.value, str):
             continue
@@ -155,8 +171,7 @@ def _check_arguments(node: Node, faults: Faults) -> None:
         else:
             is_secret = kind is None and _is_secret_argument(item.value, after, is_for_users=is_for_users)
         if is_secret:
-            fix = f"write an env entry with value_from: {REFERENCE_FORMS}, and let the program read it"
-            _fault(item, f"gives a secret as an argument; {fix}", faults)
+            _fault(item, f"gives a secret as an argument; {_AS_VARIABLE}", faults)
 
 
 def _is_secret_argument(text: str, after: object, *, is_for_users: bool) -> bool:
@@ -190,7 +205,7 @@ def _gives_secret(text: str, *, is_shell: bool) -> bool:
     """The same within a text of several words."""
     if any(is_secret_name(flag) and _is_given(value) for flag, value in _FLAG_IN_SCRIPT.findall(text)):
         return True
-    if any(is_literal(value) for value in _SSHPASS.findall(text)):
+    if any(_is_given(value) for flag in _PASSWORD_FLAGS for value in flag.findall(text)):
         return True
     is_sure = bool(_USER_PROGRAMS.search(text))
     if any(

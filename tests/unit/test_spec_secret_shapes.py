@@ -66,6 +66,11 @@ IN_ARGUMENTS = {
     "aws_configure": ["bash", "-c", f"aws configure set aws_secret_access_key {AWS_SECRET}"],
     "login": ["bash", "-c", "huggingface-cli login --token c4n4ry-v4lue"],
     "mysql": ["mysql", "--user=train", "--password=c4n4ry"],
+    "mysql_short": ["mysql", "-u", "train", "-pc4n4ry", "features"],
+    "mysql_in_script": ["sh", "-c", "mysqldump -h db -utrain -pc4n4ry features > x.sql"],
+    "registry_login": ["bash", "-c", "docker login -u train -p c4n4ry registry.example.org"],
+    "redis": ["redis-cli", "-h", "cache", "-a", "c4n4ry", "get", "x"],
+    "openssl": ["bash", "-c", "openssl enc -d -aes256 -pass pass:c4n4ry -in a -out b"],
     "auth_token": ["ngrok", "--authtoken", "c4n4ry"],
 }
 HARMLESS = {
@@ -145,6 +150,9 @@ HARMLESS_ARGUMENTS = [
     ["python", "-c", "f(x, token=tok)\npassword = args.password"],
     ["bash", "-c", 'python t.py --token "$HF_TOKEN" --password `cat /run/pw` --api-key $(cat key)'],
     ["bash", "-c", 'curl -u "$USER:$PASSWORD" https://example.org/x?rev=main'],
+    ["bash", "-c", "mysql -h db -p features; mkdir -p out/a; docker run -p 80:80 x; docker login -p $PW"],
+    ["mkdir", "-p", "out/a"],
+    ["python", "t.py", "-p", "0.5", "-a", "relu", "-w", "0.1"],
     ["curl", "-H", "Accept: application/json", "-H", "Content-Type: text/plain"],
     ["torchrun", "--rdzv-id", "6f1f3c0e", "--rdzv-endpoint", "host:29400", "t.py"],
 ]  # fmt: skip
