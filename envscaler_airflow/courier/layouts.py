@@ -15,7 +15,8 @@ Completeness is judged per unit: a file, or a folder whose content marks it as o
 - Other files of one number in one folder (``model_20.json`` and ``optimizer_20.pkl``): as such a folder.
 - Any other file, so Lightning's ``last.ckpt``: by itself.
 
-A unit that a symbolic link names (``latest``) counts whatever its number.
+A unit that a symbolic link names (``latest``) counts whatever its number. One that a small text file names
+(``last_checkpoint``, ``checkpoint``) which is not older than it is whole: savers write such a file last.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.store.folders import TreeFile
 
 _MAX_STATE_BYTES = 64 << 20  # trainer_state.json grows with the log history
+_MOST_POINTERS = 20  # newest small files that may name others; chosen: savers keep one or two
 _MAX_TAG_BYTES = 4096  # a file name and its end of line
 
 _CHECKPOINT = re.compile(r"((?:.*/)?checkpoint[-_](\d+))/(.+)\Z")
@@ -181,9 +183,10 @@ def _named_by(mark: TreeFile, others: Iterable[Unit]) -> Unit | None:
     text = _tag(mark, is_name=False)
     if not text:
         return None
-    words = set(re.split(r"[\s\"':,/]+", text))
+    words = {word for word in re.split(r"[\s\"':,/]+", text) if len(word) > 1}
     for unit in others:
         names = {PurePosixPath(unit.name).name, *(PurePosixPath(item.path).name for item in unit.files)}
+        names |= {name.partition(".")[0] for name in names if re.search(r"\d\.", name)}
         if words & names:
             return unit
     return None
@@ -219,9 +222,20 @@ def _numbered_sets(files: Iterable[TreeFile]) -> Iterator[Unit]:
         yield Unit(items[0].path, tuple(items), "set", step=named)
 
 
-def points_to(item: TreeFile, known: Iterable[Unit]) -> bool:
-    """True for a small text file that names a unit beside it: ``last_checkpoint``, ``checkpoint``."""
-    return _named_by(item, (unit for unit in known if unit.name != item.path)) is not None
+def pointers(known: Sequence[Unit]) -> dict[str, Unit]:
+    """Path of each small text file that names a unit (``last_checkpoint``, ``checkpoint``), to that unit."""
+    small = [
+        unit.files[0]
+        for unit in known
+        if unit.kind == "file" and 0 < unit.files[0].size <= _MAX_TAG_BYTES and not is_log(unit.name)
+    ]
+    small.sort(key=lambda item: item.mtime_ns, reverse=True)
+    found = {}
+    for item in small[:_MOST_POINTERS]:
+        named = _named_by(item, (other for other in known if other.name != item.path))
+        if named is not None:
+            found[item.path] = named
+    return found
 
 
 def _file_step(path: str) -> int | None:

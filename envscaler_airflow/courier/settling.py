@@ -115,6 +115,7 @@ class Settling:
         self._seen: dict[str, Seen] = {}
         self._links: dict[str, tuple[str, float]] = {}
         self._tree: Tree | None = None
+        self._pointers: Mapping[str, Unit] = {}
         self._now = monotonic()
 
     def look(self, tree: Tree, progress: Progress) -> None:
@@ -162,6 +163,7 @@ class Settling:
         if tree is None:
             return Selection()
         known = layouts.units(tree)
+        self._pointers = layouts.pointers(known)
         why = {
             unit.name: self._fault(unit, known, hurry=hurry, is_over=is_over, died_ns=died_ns)
             for unit in known
@@ -195,39 +197,47 @@ class Settling:
             return "its saver has not finished it"
         if layouts.is_event_file(unit.name):
             return "a log"
-        if unit.mark:
+        if unit.mark or self._is_named_as_whole(unit, known):
             return None
         quiet = min(self.quiet_s(item) for item in unit.files)
         missing = layouts.lacks(unit, known)
         if missing and (is_over or quiet < SAVE_S):
             return f"lacks {', '.join(sorted(missing)[:3])}, which the one before has"
         if is_over:
-            return self._fault_at_the_end(unit, known, died_ns)
+            return self._fault_at_the_end(unit, died_ns)
         if quiet >= QUIET_S:
             return None
         is_loose = unit.kind in ("file", "set")
-        if hurry and is_loose and all(self._is_settled(item, known) for item in unit.files):
+        if hurry and is_loose and all(self._is_settled(item) for item in unit.files):
             return None
         return f"changed less than {QUIET_S:g} s ago"
 
-    def _fault_at_the_end(self, unit: Unit, known: Sequence[Unit], died_ns: int | None) -> str | None:
+    def _fault_at_the_end(self, unit: Unit, died_ns: int | None) -> str | None:
         if died_ns is None or unit.end_mark:
             return None
         is_loose = unit.kind in ("file", "set")
         for item in unit.files:
             is_quiet = item.mtime_ns <= died_ns - QUIET_S * 1e9
-            if not is_quiet and not (is_loose and self._is_settled(item, known)):
+            if not is_quiet and not (is_loose and self._is_settled(item)):
                 return f"it was written less than {QUIET_S:g} s before the command died"
         return None
 
-    def _is_settled(self, item: TreeFile, known: Sequence[Unit]) -> bool:
+    def _is_named_as_whole(self, unit: Unit, known: Sequence[Unit]) -> bool:
+        """True when a pointer names it that was written after it."""
+        return any(
+            self._pointers[one.name].name == unit.name and one.newest.mtime_ns >= unit.newest.mtime_ns
+            for one in known
+            if one.name in self._pointers
+        )
+
+    def _is_settled(self, item: TreeFile) -> bool:
         """True for a file that is saved all the time and whole at this moment.
 
         By a rename, by its format, or as a small text that names what it points to.
         """
         if layouts.is_log(item.path):
             return False
-        if self._seen[item.path].is_replaced or layouts.points_to(item, known):
+        if self._seen[item.path].is_replaced or item.path in self._pointers:
             return self.quiet_s(item) > 0 or not self._is_open(item)
         return contents.is_zip(item) and not self._is_open(item)
 
@@ -256,7 +266,7 @@ class Settling:
                 continue
             newest = since.get(str(PurePosixPath(unit.name).parent))
             if newest is not None:
-                if self._is_a_log(unit.files[0], newest, known):
+                if self._is_a_log(unit.files[0], newest):
                     why[unit.name] = "written all the time"
                 else:
                     found.append(unit.name)
@@ -268,12 +278,12 @@ class Settling:
                 found.append(named.name)
         return sorted(set(found))
 
-    def _is_a_log(self, item: TreeFile, newest: float, known: Sequence[Unit]) -> bool:
+    def _is_a_log(self, item: TreeFile, newest: float) -> bool:
         """True for what is kept open and written, and is no part of a save that began at *newest*."""
         seen = self._seen[item.path]
         if seen.torn is not None:
             return self.quiet_s(item) >= SAVE_S
-        if seen.is_replaced or contents.is_zip(item) or layouts.points_to(item, known):
+        if seen.is_replaced or contents.is_zip(item) or item.path in self._pointers:
             return False
         return self._now - seen.streak >= SAVE_S or seen.streak < newest - QUIET_S
 

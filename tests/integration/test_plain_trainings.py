@@ -199,7 +199,7 @@ def plain(tmp_path):
         ("booster", script(BOOSTER), 35),
         ("latest-link", script(LATEST_LINK, every=40, steps=90), 50),
         ("joblib", script(JOBLIB, every=40, steps=90), 50),
-        ("tensorflow", script(TENSORFLOW), 35),
+        ("tensorflow", script(TENSORFLOW), 5),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) and len(value) < 20 else "",
 )

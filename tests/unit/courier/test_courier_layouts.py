@@ -286,6 +286,33 @@ def test_what_is_written_in_place_all_the_time_never_counts(tmp_path):
     assert selection.left_out == {"state.bin": "changed less than 5 s ago"}
 
 
+@pytest.mark.parametrize(
+    "says", ["model_20.bin", 'model_checkpoint_path: "model_20"', '{"last": "model_20.bin"}']
+)
+def test_what_a_text_that_was_written_later_names_is_whole(tmp_path, says):
+    """As detectron2 and TensorFlow save: the pointer comes last (C)."""
+    put(tmp_path, {"model_10.bin": b"1"})
+    watcher = Watcher(tmp_path).look().look(after=10)
+    put(tmp_path, {"model_20.bin": b"2", "last_checkpoint": says.encode()})
+
+    selection = watcher.look(after=1).look(after=1).settling.select(hurry=True)
+
+    assert [item.path for item in selection.files] == ["last_checkpoint", "model_10.bin", "model_20.bin"]
+
+
+def test_files_of_one_number_belong_together(tmp_path):
+    """The newest set lacks its optimizer; the one before is taken, and nothing waits (C)."""
+    put(tmp_path, {"w_10.bin": b"1", "opt_10.bin": b"1"})
+    watcher = Watcher(tmp_path).look().look(after=10)
+    put(tmp_path, {"w_20.bin": b"2"})
+
+    selection = watcher.look(after=1).look(after=6).settling.select()
+
+    assert [item.path for item in selection.files] == ["opt_10.bin", "w_10.bin"]
+    assert selection.left_out == {"w_20.bin": "lacks opt_#.bin, which the one before has"}
+    assert selection.waits_for == ()
+
+
 def test_a_file_that_is_open_for_writing_is_seen(tmp_path):
     """By a lease that the system refuses (C2)."""
     path = tmp_path / "a"
