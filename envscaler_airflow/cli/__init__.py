@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from functools import partial
 
 import click
 
@@ -19,8 +20,10 @@ from envscaler_airflow.cli.lazy import Commands
 def main(context: click.Context, *, verbose: bool) -> None:
     """Run stages from environment specs, and look at runs in a store."""
     if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, _end)
-        context.call_on_close(lambda: signal.signal(signal.SIGTERM, before))
+        for kind in (signal.SIGTERM, signal.SIGHUP):
+            if (before := signal.getsignal(kind)) is not signal.SIG_IGN:  # nohup's stays ignored
+                signal.signal(kind, _end)
+                context.call_on_close(partial(signal.signal, kind, before))
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,10 +45,12 @@ def run_docker(
     *,
     command: tuple[str, ...],
     resolve_secret: Resolve,
+    as_json: bool = False,
 ) -> None:
     """Run *spec*, or *command* in its place, in a container; its exit code ends this process.
 
-    The image is built when its content is new.
+    The image is built when its content is new. With *as_json* what it prints goes to standard error, and how
+    it ended to standard output.
 
     Raises:
         SpecError: The image cannot be built, or the stage cannot run in a container here.
@@ -66,11 +69,14 @@ def run_docker(
     folder = outputs_folder(key)
     words = command or launch_command(stage, 1)
     with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as (container, bring_back):
-        code = builder.run(image, words, container, click.echo)
+        code = builder.run(image, words, container, lambda line: click.echo(line, err=as_json))
         if code == 0:
             bring_back()
     if folder.is_dir():
         _say(f"outputs: {folder}")
+    if as_json:
+        outputs = str(folder) if folder.is_dir() else None
+        click.echo(json.dumps({"run": key.prefix, "exit_code": code, "outputs": outputs}))
     if code != 0:
         raise SystemExit(code)
 

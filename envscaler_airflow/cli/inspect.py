@@ -17,13 +17,14 @@ from envscaler_airflow.cli.common import (
     run_prefixes,
     store_option,
 )
-from envscaler_airflow.cli.owners import owner_of, shown_status
+from envscaler_airflow.cli.owners import SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.controller.report import run_bill, run_report
 from envscaler_airflow.controller.watch import read_status
-from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.lifecycle import AttemptState, RunState
+from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.lease import waits_of
@@ -176,6 +177,7 @@ def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: S
     if attempt is not None and attempt > begun and not follow:
         raise SpecError(f"--attempt {attempt}: {prefix} has begun {begun} in its current generation")
     printed: dict[tuple[int, int, int], tuple[int, int]] = {}
+    heard, seen = time.monotonic(), ""
     while True:
         is_over = state.status in ("succeeded", "failed", "stopped")
         for item in state.attempts_of(state.generation):
@@ -183,6 +185,13 @@ def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: S
                 _print_logs(store, prefix, item, printed, as_json=as_json)
         if not follow or is_over:
             return
+        if seen != (seen := f"{state.number} {printed}"):
+            heard = time.monotonic()
+        elif time.monotonic() - heard >= SILENT_S and owner_of(store, prefix, state).presence == "gone":
+            raise BackendError(
+                f"{prefix}: no owner watches it and nothing was printed for {duration_text(SILENT_S)}; "
+                "`envscaler cancel` stops it, another start by its name goes on with it"
+            )
         time.sleep(POLL_S)
         state = load_state(store, prefix)
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from envscaler_airflow.backends.local.machine import Identity, this_identity
@@ -20,7 +17,7 @@ from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.protocol import SCHEMA, check_schema
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import SHELL_DAG
-from envscaler_airflow.store.lease import LEASE, RENEW_EVERY_S, read_lease
+from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S, read_lease
 from envscaler_airflow.store.names import join
 
 OWNER = "lease/owner.json"
@@ -41,7 +38,7 @@ class Ownership:
         name: For people: ``ana@build-3:4711`` (its process), ``Airflow, try 2``, ``-``.
         presence: ``there`` while a process watches the run; ``gone`` when it is known that none does.
         why: How that is known; "" where it is not.
-        is_by_age: True when the age of the lease told it, by the clock of this machine.
+        is_by_age: True when the age of the lease told it, not the process itself.
     """
 
     name: str
@@ -73,13 +70,11 @@ def _user() -> str:
     return f"uid {os.getuid()}"
 
 
-def owner_of(
-    store: Store, prefix: str, state: RunState, *, clock: Callable[[], float] = time.time
-) -> Ownership:
+def owner_of(store: Store, prefix: str, state: RunState) -> Ownership:
     """Who owns the run, and whether that process is there.
 
-    On the machine of a shell that owns it the process itself tells; elsewhere the age of the lease does,
-    where the store is a folder of this machine. Everything else is unknown.
+    On the machine of a shell that owns it the process itself tells; elsewhere the age of the lease does, by
+    the store's own clock. Where the store tells no dates it is unknown.
 
     Raises:
         StoreError: The store cannot be read.
@@ -87,11 +82,11 @@ def owner_of(
     body = _written(store, prefix)
     is_shell = prefix.split("/")[1:2] == [SHELL_DAG]
     if is_shell and body is not None and (state.owner is None or body["ti_id"] == state.owner.ti_id):
-        return _of_shell(store, prefix, body, clock)
+        return _of_shell(store, prefix, body)
     if state.owner is None:
         return Ownership("-", "gone" if body is None else "unknown", "no process has taken it")
     name = "a shell" if is_shell else f"Airflow, try {state.owner.try_number}"
-    return _by_lease(store, prefix, name, clock)
+    return _by_lease(store, prefix, name)
 
 
 def _written(store: Store, prefix: str) -> dict[str, Any] | None:
@@ -106,43 +101,41 @@ def _written(store: Store, prefix: str) -> dict[str, Any] | None:
     return body
 
 
-def _of_shell(store: Store, prefix: str, body: dict[str, Any], clock: Callable[[], float]) -> Ownership:
+def _of_shell(store: Store, prefix: str, body: dict[str, Any]) -> Ownership:
     machine = body.get("machine")
     there = Identity.from_dict(machine) if isinstance(machine, dict) else Identity("?")
     process, here = ProcessId.from_dict(body.get("process")), this_identity()
     name = f"{body.get('user', '?')}@{there.host}" + (f":{process.pid}" if process else "")
     if process is None or not here.is_same_host(there):
-        return _by_lease(store, prefix, name, clock)
+        return _by_lease(store, prefix, name)
     if here.boot_id != there.boot_id:
         return Ownership(name, "gone", "the machine was restarted since")
     if here.pid_namespace != there.pid_namespace:
-        return _by_lease(store, prefix, name, clock)
+        return _by_lease(store, prefix, name)
     if process.is_alive():
         return Ownership(name, "there", "the process runs")
     return Ownership(name, "gone", "the process has ended")
 
 
-def _by_lease(store: Store, prefix: str, name: str, clock: Callable[[], float]) -> Ownership:
+def _by_lease(store: Store, prefix: str, name: str) -> Ownership:
     try:
         if read_lease(store, prefix) is None:
             return Ownership(name, "gone", "it has no lease")
     except ProtocolError:
         return Ownership(name, "unknown")
-    age_s = _age_s(store, join(prefix, LEASE), clock)
+    age_s = _age_s(store, join(prefix, LEASE))
     if age_s is None:
         return Ownership(name, "unknown")
     why = f"its lease was last renewed {duration_text(age_s)} ago"
     return Ownership(name, "gone" if age_s > SILENT_S else "there", why, is_by_age=True)
 
 
-def _age_s(store: Store, name: str, clock: Callable[[], float]) -> float | None:
-    """Seconds since a file of a folder was written; None for a store that is not a folder here."""
-    if not store.url.startswith("file://"):
+def _age_s(store: Store, name: str) -> float | None:
+    """Seconds since *name* was written, by the store's clock; None where the store does not tell."""
+    found = store.read_dated(name, max_bytes=MAX_LEASE_BYTES)
+    if found is None or found[1] is None:
         return None
-    try:
-        return max(0.0, clock() - Path(store.uri(name).removeprefix("file://")).stat().st_mtime)
-    except OSError:
-        return None
+    return max(0.0, store.now() - found[1])
 
 
 def shown_status(state: RunState, presence: Presence) -> str:

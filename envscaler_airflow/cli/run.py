@@ -84,7 +84,9 @@ def run(
         _check_origin(options["restore_from"])
     lock = find_lock(options["locked"], store) if options["locked"] else None
     if target == "docker":
-        run_docker(spec, store, key, lock, command=command, resolve_secret=environment_secret)
+        run_docker(
+            spec, store, key, lock, command=command, resolve_secret=environment_secret, as_json=as_json
+        )
         return
     spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
     made = local_environment(

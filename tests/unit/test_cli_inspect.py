@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import time
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from envscaler_airflow.build.locks import LOCK, Lock
+from envscaler_airflow.cli import inspect as inspect_module
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
 from envscaler_airflow.cli.common import load_state, shell_key
@@ -132,16 +132,17 @@ class TestOwners:
 
         assert owner_of(store, BEGUN, owned).presence == "gone"
 
-    def test_of_another_machine_the_age_of_the_lease_tells(self, store, owned):
-        """Renewed a minute ago: there. An hour ago: gone, by this clock, and so said."""
+    def test_of_another_machine_the_age_of_the_lease_tells(self, store, owned, monkeypatch):
+        """Renewed a minute ago: there. An hour ago: gone, by the store's clock, and so said."""
         body = json.loads(store.read(f"{BEGUN}/{OWNER}"))
         body["machine"]["host"] = "another"
         store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
         renew_lease(store, BEGUN, holder="me")
-        renewed = time.time()
-
-        soon = owner_of(store, BEGUN, owned, clock=lambda: renewed + 60)
-        late = owner_of(store, BEGUN, owned, clock=lambda: renewed + 3600)
+        renewed, found = store.now(), []
+        for later_s in (60.0, 3600.0):
+            monkeypatch.setattr(type(store), "now", lambda _store, later_s=later_s: renewed + later_s)
+            found.append(owner_of(store, BEGUN, owned))
+        soon, late = found
 
         assert (soon.presence, late.presence, late.is_by_age) == ("there", "gone", True)
         assert late.why == "its lease was last renewed 1 h ago"
@@ -164,6 +165,18 @@ class TestOwners:
     def test_a_run_without_attempts_that_no_process_watches_failed_to_start(self, status, presence, shown):
         """It would look active for ever."""
         assert shown_status(RunState(status=status, generation=1), presence) == shown
+
+
+def test_who_follows_a_run_that_no_owner_watches_is_told(call, store, monkeypatch):
+    """It would wait for ever for the next line (F5)."""
+    now = [0.0]
+    monkeypatch.setattr(inspect_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(inspect_module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    got = call("logs", "-f", "third")
+
+    assert got.exit_code == 2
+    assert "no owner watches it and nothing was printed for 3 min 10 s" in got.stderr
 
 
 def test_a_list_is_filtered_by_status_name_and_age(call, store):
