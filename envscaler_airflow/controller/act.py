@@ -46,6 +46,7 @@ from envscaler_airflow.errors import (
     NoOfferError,
     ProtocolError,
     RunFailedError,
+    SpecError,
 )
 from envscaler_airflow.lifecycle import (
     Action,
@@ -60,6 +61,7 @@ from envscaler_airflow.lifecycle import (
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Control
 from envscaler_airflow.store.base import for_run
+from envscaler_airflow.store.claims import creates_exclusively
 from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.store.stockouts import forget, remember
 
@@ -257,6 +259,7 @@ class Controller(Releasing):
 
     def _start(self, state: RunState, action: Action) -> _Result:
         allocation = self._allocation(state, action)
+        self._check_claims(allocation)
         attempt = len(state.attempts_of(state.generation)) + 1
         body = {
             "generation": state.generation,
@@ -275,6 +278,22 @@ class Controller(Releasing):
             found["losses_per_hour"] = losses.losses_per_hour(state, now=self._clock())
         body |= {name: value for name, value in found.items() if value is not None}
         return self._append(state, "attempt-intended", body)
+
+    def _check_claims(self, allocation: Allocation) -> None:
+        """Refuse several nodes, and nodes that are replaced, on a store where two pods could have one claim.
+
+        Raises:
+            SpecError: The store has no exclusive create.
+        """
+        is_replacing = isinstance(self._backend, MendsNodes)
+        if (allocation.nodes > 1 or is_replacing) and not creates_exclusively(self._store):
+            what = f"{allocation.nodes} nodes" + (
+                f" that {self._backend.name} replaces" if is_replacing else ""
+            )
+            raise SpecError(
+                f"store {self._store.url}: two writers can both create one name there, so a stage on {what} "
+                "is not safe; use s3://, gs://, abfs:// or a shared folder, or one node on another backend"
+            )
 
     def _allocation(self, state: RunState, action: Action) -> Allocation:
         """The target, unless it has too little memory now; without one, the planner's choice."""

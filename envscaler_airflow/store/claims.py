@@ -30,6 +30,11 @@ class Claim(Message):
     boot_id: str = ""
 
 
+def creates_exclusively(store: Store) -> bool:
+    """True where of two creators of one name one wins: without that two pods could have one claim."""
+    return bool(getattr(store, "create_is_atomic", True))
+
+
 def newest_claim(store: Store, *, generation: int, attempt: int, node: int, known: int = 0) -> int:
     """Number of the claim that is valid, 0 before the first; one look more than there are claims.
 

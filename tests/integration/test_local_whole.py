@@ -1,6 +1,8 @@
 """Integration tests: a local node with the real courier and the real wrapper."""
 
 import json
+import os
+import signal
 import textwrap
 import time
 from pathlib import Path
@@ -96,6 +98,31 @@ def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
     assert run.store.read("outputs/g1/model/weights") == b"w" * 10
     logs = b"".join(run.store.read(name) for name in run.store.names("logs"))
     assert b"trained in True" in logs
+
+
+def test_the_node_process_claims_its_node_once_though_its_sidecar_is_restarted(run):
+    """By the id of the node process; the sidecar that is killed finds its claim again (D1)."""
+    handle = run.start("import time; time.sleep(600)")
+    until = time.monotonic() + 60
+    while (status := run.status()) is None or status.phase != "running":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    folder = Path(handle.details["folder"]) / "n0"
+    first = json.loads((folder / "exchange/courier.json").read_text())["pid"]
+
+    os.kill(first, signal.SIGKILL)
+
+    while json.loads((folder / "exchange/courier.json").read_text())["pid"] == first:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    sequence = status.sequence
+    while run.status().sequence == sequence:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert run.store.children("claims") == ["g1-a1-n0-000001.json"]
+    claim = json.loads(run.store.read("claims/g1-a1-n0-000001.json"))
+    assert claim["uid"] == json.loads((folder / "request.json").read_text())["id"]
+    assert claim["boot_id"]
 
 
 @pytest.mark.skipif(no_mounts() is not None, reason="this machine allows no mount namespaces")

@@ -5,6 +5,7 @@ import pytest
 from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeStatus
 from envscaler_airflow.controller.hold import POLL_S
 from envscaler_airflow.controller.stage import Wake
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.testing import ScriptedBackend
 
@@ -111,3 +112,23 @@ def test_a_pod_that_is_gone_is_lost_at_once(world):
     world.backend.set_state(world.handle, "lost", reason="lost")
 
     assert world.watch(waiting).poll().detail == "the attempt ended"
+
+
+def test_a_store_without_exclusive_create_takes_no_nodes_that_are_replaced(new_world):
+    """Two pods could both believe that they claimed the node (D1)."""
+    world = new_world(backend=Mending)
+    world.store.create_is_atomic = False
+
+    with pytest.raises(SpecError, match="two writers can both create one name there"):
+        world.controller().enter()
+
+    assert world.state.attempts == ()
+
+
+def test_one_node_that_nothing_replaces_needs_no_exclusive_create(world):
+    """Local on a store of files that are shared by hand: as before (D1)."""
+    world.store.create_is_atomic = False
+
+    world.controller().enter()
+
+    assert world.state.live.phase == "started"
