@@ -45,6 +45,11 @@ SETTLE_S = 5.0
 """Longest that ``submit`` waits for the cluster's first word. Chosen: a scheduler answers in a second."""
 
 _POLL_S = 0.2
+_NO_LOG = (
+    b'failed to try resolving symlinks in path "/var/log/pods/',
+    b"unable to retrieve container logs for ",
+)
+"""How a kubelet says, with status 200, that a log is gone. Source: kubelet, kuberuntime_logs.go."""
 _NOT_STARTED: Mapping[str, type[CapacityError | NoOfferError | SpecError]] = {
     "capacity": CapacityError,
     "placement": NoOfferError,
@@ -450,7 +455,8 @@ class KubernetesBackend:
             except RefusedError as err:
                 if err.status not in (400, 404):  # not started, or gone
                     raise
-            text = b"".join(lines)[skip:]
+            whole = b"".join(lines)
+            text = b"" if whole.startswith(_NO_LOG) else whole[skip:]
             if text:
                 yield node, text
 

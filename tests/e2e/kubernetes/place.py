@@ -70,9 +70,18 @@ class Place:
         return place
 
     def move_in(self):
-        """Make the namespace if it is not there, and wait for the account that its pods run as."""
+        """Make the namespace if it is not there, and wait for the account that its pods run as.
+
+        One that the module before has removed takes a while to go.
+        """
         cluster, name = self.backend.cluster, self.backend.namespace
-        if cluster.find(f"/api/v1/namespaces/{name}") is None:
+        until = time.monotonic() + 180
+        while (found := cluster.find(f"/api/v1/namespaces/{name}")) is not None:
+            if found.body["status"].get("phase") != "Terminating":
+                break
+            assert time.monotonic() < until, f"{name}: is still being removed"
+            time.sleep(1)
+        if found is None:
             body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
             self._made = cluster.create("/api/v1/namespaces", body)["metadata"]["uid"]
         until = time.monotonic() + 30

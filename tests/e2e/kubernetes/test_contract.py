@@ -68,25 +68,35 @@ class ClusterHarness:
         return ("python3", "-c", WAITS)
 
     def _order(self, pod, text):
+        until = time.monotonic() + 60
+        # It is said before it is done: who is told to end may be gone before the last word.
+        command = f"test -p {ORDERS} && echo given && printf '%s\\n' '{text}' > {ORDERS}"
+        while "given" not in self._run_in(pod, command):
+            assert time.monotonic() < until, pod["metadata"]["name"]
+            time.sleep(0.5)
+
+    def _run_in(self, pod, command):
+        """What the shell *command* prints in the training's container; the socket is closed."""
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
-        api = CoreV1Api(self.backend.cluster._api)
         metadata = pod["metadata"]
-        until = time.monotonic() + 60
-        # It is said before it is done: who is told to end may be gone before the last word.
-        command = ["sh", "-c", f"test -p {ORDERS} && echo given && printf '%s\\n' '{text}' > {ORDERS}"]
-        while "given" not in stream(
-            api.connect_get_namespaced_pod_exec,
+        socket = stream(
+            CoreV1Api(self.backend.cluster._api).connect_get_namespaced_pod_exec,
             metadata["name"],
             metadata["namespace"],
             container="main",
-            command=command,
+            command=["sh", "-c", command],
             stdout=True,
             stderr=True,
-        ):
-            assert time.monotonic() < until, metadata["name"]
-            time.sleep(0.5)
+            _preload_content=False,
+        )
+        try:
+            socket.run_forever(timeout=30)
+            return socket.read_all()
+        finally:
+            socket.close()
+            socket.sock.shutdown()
 
     def _pods(self, handle):
         return [pod for _, pod in self.backend.pods(handle)]

@@ -194,7 +194,7 @@ class Cluster:
         self.clock.attach(self._loop)
         self.queue.attach(self._loop)
         config = uvicorn.Config(
-            Server(self), log_config=None, access_log=False, lifespan="off", ws="none",
+            Server(self), log_config=None, access_log=False, lifespan="off", ws="wsproto",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=600,
         )  # fmt: skip

@@ -146,6 +146,16 @@ class Process:
         self._is_oom = False
         self.task: asyncio.Task[None] | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of the process that started the container; 0 while there is none."""
+        return 0 if self._process is None or self._process.returncode is not None else self._process.pid
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Environment of the container."""
+        return dict(self._order["env"])
+
     def start(self, ended: Callable[[int, bool], None], printed: Callable[[str, bytes], None]) -> None:
         """Begin; everything else happens in a task of the cluster's loop."""
         self._owner.running.add(self)

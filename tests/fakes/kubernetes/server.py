@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from fakes.kubernetes import deletion, discovery, errors, watching
+from fakes.kubernetes import deletion, discovery, errors, execs, watching
 from fakes.kubernetes.access import PUBLIC, Question, User
 from fakes.kubernetes.api import Options
 from fakes.kubernetes.bodies import decoded
@@ -37,6 +37,8 @@ class Server:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        if scope["type"] == "websocket":
+            await execs.answer(self.cluster, scope, receive, send)
         if scope["type"] != "http":
             return
         self.cluster.requests.append((scope["method"], scope["path"] + "?" + scope["query_string"].decode()))
