@@ -269,7 +269,7 @@ class FileStore:
                 # A folder that is not mounted must not look like a store without runs.
                 raise StoreError(f"store folder {self.root} does not exist: nothing was written yet, or "
                                  "it is not mounted here", transient=True) from None  # fmt: skip
-            self.root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             descriptor = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
         inode = os.fstat(descriptor).st_ino
         if self._inode not in (None, inode):
@@ -278,6 +278,18 @@ class FileStore:
             raise StoreError(f"store folder {self.root} {told}", transient=True)
         self._inode = inode
         return descriptor
+
+    def _make_root(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            why = (
+                "its name is a link to what does not exist" if self.root.is_symlink() else err.strerror or err
+            )
+            told = f"store folder {self.root} cannot be created: {why}"
+            raise StoreError(
+                told, transient=err.errno not in {*_LASTING, errno.ENOENT, errno.EEXIST}
+            ) from err
 
     def _prune(self, parts: list[str]) -> None:
         for depth in range(len(parts), 0, -1):

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
@@ -215,13 +217,41 @@ class FilesystemStore:
         with self._told(bare):
             self._fs.invalidate_cache()
             try:
-                paths = self._fs.find(join(self._root, bare) or "/", detail=True)
+                paths = self._find(join(self._root, bare) or "/")
             except FileNotFoundError:
                 return {}
         below, within = f"{self._root}/", f"{bare}/" if bare else ""
         ours = ((str(path), facts) for path, facts in paths.items() if str(path).startswith(below))
         named = {path[len(below) :]: facts for path, facts in ours}
         return {name: facts for name, facts in named.items() if is_name(name) and name.startswith(within)}
+
+    def _find(self, path: str) -> dict[str, Any]:
+        """What the filesystem says of each file below *path*; what cannot be listed is an error.
+
+        fsspec's own walk leaves out folders that it cannot list, so that a host which does not answer looks
+        empty; filesystems with a listing of their own raise.
+        """
+        fs = self._fs
+        walks = [AbstractFileSystem.find]
+        listing = type(fs).find
+        if isinstance(fs, AsyncFileSystem):
+            walks, listing = [AsyncFileSystem._find], type(fs)._find  # noqa: SLF001  (it has no public name)
+        if listing not in walks:
+            found: dict[str, Any] = fs.find(path, detail=True)
+            return found
+        return dict(self._walk(path.rstrip("/")))
+
+    def _walk(self, path: str) -> Iterator[tuple[str, Any]]:
+        try:
+            entries = self._fs.ls(path or "/", detail=True)
+        except FileNotFoundError:  # one that is gone by now holds nothing
+            return
+        for entry in entries:
+            name = str(entry["name"])
+            if entry["type"] != "directory":
+                yield name, entry
+            elif name.rstrip("/") != path:
+                yield from self._walk(name.rstrip("/"))
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""

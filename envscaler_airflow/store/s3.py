@@ -334,6 +334,13 @@ def _client(options: Mapping[str, Any]) -> S3Client:
         client: S3Client = options["client"]
         return client
     chosen = {name: value for name, value in options.items() if value is not None}
+    try:
+        return _made_client(chosen)
+    except (refusals.BotoCoreError, ValueError, TypeError) as err:
+        raise SpecError(f"store s3://: {err}: set the store connection's options, or AWS_PROFILE") from err
+
+
+def _made_client(chosen: Mapping[str, Any]) -> S3Client:
     session = chosen.get("session") or boto3.session.Session(
         **{name: chosen[name] for name in _SESSION_OPTIONS & chosen.keys()}
     )
