@@ -45,6 +45,7 @@ class Use(Record):
         idle_s: Seconds held with no training after that: stalls, saves, the way out. None: unknown.
         first_step, last_step: Step that it began at, and the last one that it did.
         kept_step: Step that the next attempt resumed from, or the result holds; None: not known yet.
+        repeated_steps: Steps that were made twice within the attempt, after a pod of it was replaced.
     """
 
     generation: int
@@ -57,6 +58,7 @@ class Use(Record):
     first_step: int | None = None
     last_step: int | None = None
     kept_step: int | None = None
+    repeated_steps: int = 0
 
     def __post_init__(self) -> None:
         """Refuse NaN and negative amounts."""
@@ -265,8 +267,10 @@ def _steps(use: Use) -> tuple[int | None, int | None]:
         return 0, 0
     steps = _difference(use.last_step, use.first_step)
     kept = use.last_step if use.kept_step is None and not use.why_ended else use.kept_step
-    lost = _difference(use.last_step, kept)
-    return steps, None if steps is None or lost is None else min(lost, steps)
+    lost, again = _difference(use.last_step, kept), use.repeated_steps
+    if steps is None:
+        return None, None
+    return steps + again, None if lost is None else min(lost, steps) + again
 
 
 def _node_hours(use: Use, now: float) -> float | None:

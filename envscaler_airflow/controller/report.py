@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from envscaler_airflow.controller.spans import begun_at, by_span, spans_of
-from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.controller.watch import read_claimed, read_status
 from envscaler_airflow.cost import Bill, Held, Pause, Use, bill
 from envscaler_airflow.lifecycle import AttemptState, RunState
+from envscaler_airflow.protocol import Status
 from envscaler_airflow.store.base import Store
 
 
@@ -40,7 +41,28 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
         "repeated_samples": progress.repeated_samples,
         "epoch": progress.epoch,
     }
+    fields |= _before(store, prefix, attempt, status)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _before(store: Store, prefix: str, attempt: AttemptState, last: Status) -> dict[str, Any]:
+    """What the pods did that node 0 had before its *last* one, within the same attempt.
+
+    ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod made again. ``start_step``:
+    where the first of them began.
+    """
+    key = (attempt.generation, attempt.number)
+    said = [read_claimed(store, prefix, attempt=key, claim=claim) for claim in range(1, last.claim)]
+    known = [one for one in said if one is not None]
+    if not known:
+        return {}
+    trained, repeated = 0.0, 0
+    for one, after in pairwise([*known, last]):
+        done = one.progress
+        trained += max(0.0, (done.elapsed_s or 0.0) - (done.first_step_s or 0.0) - (done.save_s or 0.0))
+        if done.step is not None and after.start_step is not None:
+            repeated += max(0, done.step - after.start_step)
+    return {"earlier_s": trained, "repeated_steps": repeated, "start_step": known[0].start_step}
 
 
 def run_bill(state: RunState, *, now: float) -> Bill:
@@ -129,6 +151,7 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
         first_step=steps[-1],
         last_step=attempt.step,
         kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
+        repeated_steps=_integer(attempt.ended, "repeated_steps") or 0,
     )
     if len(spans) == 1 or held is None:
         return [whole]
@@ -202,13 +225,16 @@ def _provisioning_s(attempt: AttemptState) -> float | None:
 
 def _idle_s(attempt: AttemptState, held: tuple[Held, ...] | None, provisioning: float | None) -> float | None:
     elapsed, first = _number(attempt.ended, "elapsed_s"), _number(attempt.ended, "first_step_s")
-    if not held or held[0].end is None or provisioning is None or elapsed is None or first is None:
+    mine = [one for one in held or () if one.node == 0]
+    ends = [one.end for one in mine if one.end is not None]
+    if not mine or len(ends) < len(mine) or provisioning is None or elapsed is None or first is None:
         return None
     saving = _number(attempt.ended, "save_s")
     if saving is None and attempt.checkpoint_step is not None:
         return None  # it saved, and nobody said for how long
-    trained = elapsed - first - (saving or 0.0)
-    return max(0.0, held[0].end - held[0].start - provisioning - max(0.0, trained))
+    trained = elapsed - first - (saving or 0.0) + (_number(attempt.ended, "earlier_s") or 0.0)
+    whole = sum(ends) - sum(one.start for one in mine)
+    return max(0.0, whole - provisioning - max(0.0, trained))
 
 
 def _pause(before: AttemptState, after: AttemptState) -> Pause:

@@ -49,6 +49,13 @@ def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: in
     """
     generation, number = attempt
     claim = newest_claim(for_run(store, prefix), generation=generation, attempt=number, node=node, known=1)
+    return read_claimed(store, prefix, attempt=attempt, node=node, claim=claim)
+
+
+def read_claimed(
+    store: Store, prefix: str, *, attempt: tuple[int, int], claim: int, node: int = 0
+) -> Status | None:
+    """What the pod of that claim last said, whoever claimed the node since. Raises as :func:`read_status`."""
     name = join(prefix, protocol.status_name(*attempt, node, claim))
     try:
         text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
