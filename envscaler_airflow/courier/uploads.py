@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -432,14 +433,16 @@ class Outputs:
         site.messages.say("outputs", None)
         return True
 
-    def _put(self, name: str, path: Path) -> None:
-        site = self._site
-        who = site.who
-        standing = standing_of(site)
+    def _check_standing(self, name: str) -> None:
+        standing = standing_of(self._site)
         if standing == "held":
             raise StoreError(WHY[standing], transient=True)
         if standing != "open":
             raise CheckpointError(f"output {name!r}: {WHY[standing]}")
+
+    def _put(self, name: str, path: Path) -> None:
+        site = self._site
+        who = site.who
         site.check_place(path)
         uri = outputs.put_output(
             site.store,
@@ -449,5 +452,6 @@ class Outputs:
             generation=who.generation,
             attempt=who.attempt,
             between=site.between,
+            check=partial(self._check_standing, name),
         )
         site.memory.update(outputs={**site.memory.state.outputs, name: uri})

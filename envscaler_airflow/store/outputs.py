@@ -59,10 +59,13 @@ def put_output(
     attempt: int,
     parent: Path | None = None,
     between: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> str:
     """Upload the folder or file at *path* as output *name* of the run; returns its URI.
 
     *parent*: where the folder above really is, when that is known from before the training ran.
+
+    *check* runs before the old output stops counting and before the new one counts, and may raise.
 
     What an earlier attempt left under this name stops counting first, so a reader sees the old
     output, none, or the new one, never a mixture.
@@ -79,8 +82,10 @@ def put_output(
         tree, kind = folders.walk(path, parent=parent), "directory"
     else:
         raise CheckpointError(f"output {name!r}: {path} does not exist; the command must write it")
+    check()
     store.delete(f"{prefix}/{MANIFEST}")
     files = folders.upload(store, prefix, tree, between=between)
     manifest = Manifest(kind=kind, files=files, generation=generation, attempt=attempt)
+    check()
     folders.write_manifest(store, prefix, manifest)
     return store.uri(prefix)

@@ -199,6 +199,42 @@ def test_nodes_meet_at_the_address_of_node_0(pods):
     assert "node 1 of 2\nmeet at 10.0.0.1:29400 ['--rdzv-endpoint=10.0.0.1:29400']" in output(pods.store, 1)
 
 
+def test_two_pods_that_were_evicted_at_once_meet_again(pods):
+    """Node 1's new pod comes first, and takes nothing of the old node 0: no end and no address (D14)."""
+    old = [pods(f"old-{node}", node=node, nodes=2, POD_UID=f"old-{node}") for node in (0, 1)]
+    sidecars = [pod.sidecar() for pod in old]
+    mains = [pod.training(str(pod.home / "go"), script=WAIT) for pod in old]
+    until = time.monotonic() + 40
+    while not all(pods.store.read(status_name(1, 1, node)) and is_running(pods, node) for node in (0, 1)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    for process in (*mains, *sidecars):
+        process.send_signal(signal.SIGTERM)
+    assert [ends(process) for process in (*mains, *sidecars)][2:] == [0, 0]
+
+    one = pods("new-1", node=1, nodes=2, POD_UID="new-1")
+    one.sidecar()
+    later = one.training("--rdzv-endpoint=$ENVSCALER_RENDEZVOUS")
+    time.sleep(3)
+    assert later.poll() is None
+    zero = pods("new-0", node=0, nodes=2, POD_UID="new-0", POD_IP="10.0.0.9")
+    zero.sidecar()
+    head = zero.training(str(zero.home / "go"), script=WAIT)
+
+    assert ends(later) == 0, (one.home / "main.log").read_text()
+    (zero.home / "go").touch()
+    assert ends(head) == 0
+    assert "meet at 10.0.0.9:29400 ['--rdzv-endpoint=10.0.0.9:29400']" in output(pods.store, 1)
+    assert [name for name in pods.store.children("claims") if "accepted" not in name] == [
+        f"g1-a1-n{node}-{number:06d}.json" for node in (0, 1) for number in (1, 2)
+    ]
+
+
+def is_running(pods, node):
+    """True once its command runs."""
+    return status(pods.store, node).phase == "running"
+
+
 def test_a_pod_that_is_stopped_before_it_is_ready_goes_at_once(pods):
     """The sidecar has not spoken yet; PID 1 must not wait for SIGKILL."""
     pod = pods("a")

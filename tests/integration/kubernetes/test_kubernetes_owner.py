@@ -6,9 +6,11 @@ from fakes.kubernetes import JOBS, PODS
 from integration.kubernetes.rig import eventually, running
 
 from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.backends.kubernetes import client
 from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.request import request_move
 from envscaler_airflow.controller.stage import Stage, Waiting, Wake
+from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Progress, Status, status_name
@@ -16,6 +18,7 @@ from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.testing import ManualClock
 
 KEY = RunKey("deployment", "dag", "run", "train")
 
@@ -134,3 +137,46 @@ def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, connect, tmp_
 
     assert (last.type, last.body["why"]) == ("attempt-stopping", "move")
     assert last.body["reason"].endswith("in place it is infeasible")
+
+
+def reported(run, sequence):
+    """The pod's sidecar still writes its status."""
+    status = Status(generation=1, attempt=1, claim=1, sequence=sequence, phase="running", start_step=0)
+    run.store.write(f"{KEY.prefix}/{status_name(1, 1, 0)}", status.to_json())
+
+
+def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_hear_it(
+    cluster, connect, monkeypatch, tmp_path
+):
+    """Its containers train on for ten minutes: one pod. Once they are silent too it is replaced (D1)."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+    backend = connect()
+    run = Run(tmp_path, backend)
+    [first] = cluster.list(PODS, "default")
+    cluster.node("node-0").silence()
+    cluster.add_node("node-1")
+    cluster.advance(50 + 60 + 30 + 240)
+    clock, waiting = ManualClock(), run.owner.resume(Wake("status"))
+    watch = Watch(
+        store=run.store,
+        prefix=KEY.prefix,
+        backend=backend,
+        watching=waiting.watching,
+        monotonic=clock.monotonic,
+    )
+
+    for sequence in range(1, 40):
+        reported(run, sequence)
+        assert watch.poll() is None
+        clock.advance(15)
+    assert [pod["metadata"]["uid"] for pod in cluster.list(PODS, "default")] == [first["metadata"]["uid"]]
+
+    clock.advance(180)
+    wake = watch.poll()
+    run.owner.resume(wake)
+    cluster.advance(60)
+
+    assert wake.quiet_s[0] >= 180
+    [second] = [pod for pod in cluster.list(PODS, "default") if pod["status"]["phase"] == "Running"]
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    assert run.live.number == 1

@@ -149,6 +149,27 @@ def test_a_pod_with_a_lower_claim_publishes_nothing_and_ends(bench, store, tmp_p
     )
 
 
+def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench, store, tmp_path):
+    """Claims are read again before the manifest: the files that are up count for nothing (D1)."""
+    path = tmp_path / "model"
+    path.write_text("weights")
+    bench.layout = bench.layout.model_copy(update={"outputs": {"model": str(path)}})
+    site = bench.restarted()
+    claim(store, "old")
+    put_file = store._store.put_file
+
+    def slow(name, source):
+        put_file(name, source)
+        claim(store, "new")
+
+    store._store.put_file = slow
+
+    assert Outputs(site).step()
+
+    assert store.names("outputs") == ["outputs/g1/model/model"]
+    assert "another pod has claimed this node" in bench.state.failed
+
+
 def test_without_the_store_a_pod_trains_on(bench, store):
     """It cannot know of another claim, and asks for nothing (D1)."""
     bench.heard()
