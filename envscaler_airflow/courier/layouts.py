@@ -21,6 +21,7 @@ A unit that a symbolic link names (``latest``) counts whatever its number. One t
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,16 +148,36 @@ def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mappi
     ]
 
 
-def lacks(unit: Unit, known: Sequence[Unit]) -> frozenset[str]:
-    """Files of the folder before *unit*, without numbers, that it has not (yet)."""
-    if unit.kind not in ("accelerate", "folder", "set"):
-        return frozenset()
-    before = [
-        other
-        for other in known
-        if other.kind == unit.kind and _order(other) < _order(unit) and _are_of_one_family(other, unit)
-    ]
-    return frozenset() if not before else max(before, key=_order).shape - unit.shape
+class Families:
+    """Units that a saver writes one after another, to find what a new one lacks."""
+
+    def __init__(self, known: Iterable[Unit]) -> None:
+        """Sort *known* by their numbers."""
+        members: dict[tuple[str, str], list[tuple[tuple[int, int], str, frozenset[str]]]] = {}
+        for unit in known:
+            if unit.kind in ("accelerate", "folder", "set"):
+                shape, order = unit.shape, _order(unit)
+                for key in self._keys(unit, shape):
+                    members.setdefault(key, []).append((order, unit.name, shape))
+        self._members = {key: sorted(found, key=lambda one: one[:2]) for key, found in members.items()}
+
+    @staticmethod
+    def _keys(unit: Unit, shape: frozenset[str]) -> list[tuple[str, str]]:
+        """By its name without numbers; of a set, by each name in it."""
+        names = shape if unit.kind == "set" else {re.sub(r"\d+", "#", unit.name)}
+        return [(unit.kind, name) for name in names]
+
+    def lacks(self, unit: Unit) -> frozenset[str]:
+        """Files of the one before *unit*, without numbers, that it has not (yet)."""
+        if unit.kind not in ("accelerate", "folder", "set"):
+            return frozenset()
+        shape, order = unit.shape, _order(unit)
+        before = []
+        for key in self._keys(unit, shape):
+            found = self._members[key]
+            index = bisect.bisect_left(found, order, key=lambda one: one[0])
+            before += found[index - 1 : index] if index else []
+        return frozenset() if not before else max(before, key=lambda one: one[:2])[2] - shape
 
 
 def step_of(chosen: Sequence[Unit]) -> tuple[Unit | None, int | None]:
@@ -199,13 +220,6 @@ def _is_of_a_family(unit: Unit) -> bool:
 def _order(unit: Unit) -> tuple[int, int]:
     number = _number(unit.name)
     return (-1 if number is None else number, unit.newest.mtime_ns)
-
-
-def _are_of_one_family(one: Unit, other: Unit) -> bool:
-    """By their names without numbers; sets by a name that both have."""
-    if one.kind == "set":
-        return bool(one.shape & other.shape)
-    return re.sub(r"\d+", "#", one.name) == re.sub(r"\d+", "#", other.name)
 
 
 def _numbered_sets(files: Iterable[TreeFile]) -> Iterator[Unit]:

@@ -116,6 +116,7 @@ class Settling:
         self._links: dict[str, tuple[str, float]] = {}
         self._tree: Tree | None = None
         self._pointers: Mapping[str, Unit] = {}
+        self._families = layouts.Families(())
         self._now = monotonic()
 
     def look(self, tree: Tree, progress: Progress) -> None:
@@ -163,11 +164,8 @@ class Settling:
         if tree is None:
             return Selection()
         known = layouts.units(tree)
-        self._pointers = layouts.pointers(known)
-        why = {
-            unit.name: self._fault(unit, known, hurry=hurry, is_over=is_over, died_ns=died_ns)
-            for unit in known
-        }
+        self._pointers, self._families = layouts.pointers(known), layouts.Families(known)
+        why = {unit.name: self._fault(unit, hurry=hurry, is_over=is_over, died_ns=died_ns) for unit in known}
         chosen = layouts.wanted(known, lambda unit: why[unit.name] is None, tree.links)
         waits = self._waits(known, chosen, why, tree)
         marked = [unit for unit in known if unit.mark is not None]
@@ -186,9 +184,7 @@ class Settling:
         left_out |= {item.path: "a temporary name" for item in tree.files if layouts.is_temporary(item.path)}
         return Selection(tuple(chosen), links, step, progress, left_out, tuple(waits), hurry)
 
-    def _fault(
-        self, unit: Unit, known: Sequence[Unit], *, hurry: bool, is_over: bool, died_ns: int | None
-    ) -> str | None:
+    def _fault(self, unit: Unit, *, hurry: bool, is_over: bool, died_ns: int | None) -> str | None:
         """Why *unit* is not whole; None when it is."""
         torn = next((found for item in unit.files if (found := self._seen[item.path].torn)), None)
         if torn is not None:
@@ -197,10 +193,10 @@ class Settling:
             return "its saver has not finished it"
         if layouts.is_event_file(unit.name):
             return "a log"
-        if unit.mark or self._is_named_as_whole(unit, known):
+        if unit.mark or self._is_named_as_whole(unit):
             return None
         quiet = min(self.quiet_s(item) for item in unit.files)
-        missing = layouts.lacks(unit, known)
+        missing = self._families.lacks(unit)
         if missing and (is_over or quiet < SAVE_S):
             return f"lacks {', '.join(sorted(missing)[:3])}, which the one before has"
         if is_over:
@@ -222,13 +218,12 @@ class Settling:
                 return f"it was written less than {QUIET_S:g} s before the command died"
         return None
 
-    def _is_named_as_whole(self, unit: Unit, known: Sequence[Unit]) -> bool:
+    def _is_named_as_whole(self, unit: Unit) -> bool:
         """True when a pointer names it that was written after it."""
-        return any(
-            self._pointers[one.name].name == unit.name and one.newest.mtime_ns >= unit.newest.mtime_ns
-            for one in known
-            if one.name in self._pointers
+        named_at = (
+            self._seen[path].facts[1] for path, named in self._pointers.items() if named.name == unit.name
         )
+        return any(at >= unit.newest.mtime_ns for at in named_at)
 
     def _is_settled(self, item: TreeFile) -> bool:
         """True for a file that is saved all the time and whole at this moment.
