@@ -45,8 +45,9 @@ FAULT = 2
 GRACE_S = 60.0
 """What a machine is given to save and stop where the store cannot be written. Chosen: a small checkpoint."""
 
-_NO_ROOM = re.compile(r"attempt \d+ (not-started\b|on .*\): after: not-started\b)")
-"""Lines of attempts that were not started, and of those that follow them: told in other words here."""
+_NO_ROOM = re.compile(r"attempt \d+ not-started(?:: (?P<why>.*))?")
+_ON = re.compile(r"(?P<where>attempt \d+ on (?P<name>.+?) \([^()]*\)): (?P<after>after: not-started\b)?")
+"""Lines of the narration: an attempt that was not started, and where the next one is to run."""
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -121,6 +122,7 @@ class Foreground:
     _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
     _waits: str = field(init=False, default="")
     _no_room: str = field(init=False, default="")
+    _tried: str = field(init=False, default="")
     _messages: dict[int, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -235,11 +237,7 @@ class Foreground:
         if pause_s is None or last is None or last.outcome != "not-started":
             self.voice.say(printable(waiting.reason))
             return
-        # An attempt that found no room is no news by itself: why, once, and then that it still is so.
-        why = str(last.ended.get("detail") or "the backend does not say why")
-        told = f"no room: {why}" if why != self._no_room else "still no room"
-        self._no_room = why
-        self.voice.say(printable(f"{told}; next try in {duration_text(pause_s)}"))
+        self.voice.say(f"next try in {duration_text(pause_s)}")
 
     def _on_look(self, watch: Watch) -> None:
         self._print_logs()
@@ -266,8 +264,24 @@ class Foreground:
 
     def _tell_news(self) -> None:
         for line in self._story.news():
-            if not _NO_ROOM.match(line):
-                self.voice.say(line.partition("; output ")[0])  # outputs are the last lines anyway
+            told = self._shortened(line)
+            if told:
+                self.voice.say(told)
+
+    def _shortened(self, line: str) -> str:
+        """*line*; of attempts that find no room why, once, and where the next one tries if that changes."""
+        if (missed := _NO_ROOM.fullmatch(line)) is not None:
+            why, before = missed["why"] or "the backend does not say why", self._no_room
+            self._no_room = why
+            last = self._story.state.current
+            is_full = last is not None and last.ended.get("failure") == "capacity"
+            return "" if why == before else f"{'no room' if is_full else 'not started'}: {why}"
+        if (begun := _ON.match(line)) is not None:
+            name, before = begun["name"], self._tried
+            self._tried = name
+            if begun["after"]:
+                return "" if name == before else begun["where"]
+        return line.partition("; output ")[0]  # outputs are the last lines anyway
 
     def _look_once_more(self) -> None:
         with suppress(EnvScalerError):

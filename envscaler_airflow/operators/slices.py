@@ -90,8 +90,13 @@ class Slice:
         """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
         controller = self._controller(stage)
         if event is None:
-            controller.check_newest()
-            check_store(self.store, self.prefix)
+            try:
+                controller.check_newest()
+            except StoreError:  # a folder that no run has written to is made by the check; no try owns it
+                check_store(self.store, self.prefix)
+                controller.check_newest()
+            else:
+                check_store(self.store, self.prefix)
             return controller.enter()
         return controller.resume(Wake.from_dict(event))
 

@@ -151,7 +151,7 @@ def test_an_offer_whose_node_does_not_come_is_followed_by_the_next(shell, tmp_pa
     result = shell("submit", "-f", "hello.yaml", "--name", "first", "--config", "settings.yaml")
 
     assert result.exit_code == 0, result.output
-    assert "none to be had: 0/1 nodes are available" in result.output
+    assert "no machine is available: 0/1 nodes are available" in result.output
     assert "hello from the pod" in result.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 
 import pytest
@@ -24,7 +25,7 @@ from envscaler_airflow.operators.argument_values import spec_path
 from envscaler_airflow.operators.asked import chosen_parameters
 from envscaler_airflow.operators.links import RunStoreLink, store_page
 from envscaler_airflow.protocol import log_name
-from envscaler_airflow.store import EventLog
+from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store.task_log import read_task_log
 
 
@@ -368,6 +369,15 @@ def test_the_link_leads_to_the_runs_folder(world):
     assert store_page("s3://b/a b/c").startswith(
         "https://s3.console.aws.amazon.com/s3/buckets/b?prefix=a%20b/c/"
     )
+
+
+def test_the_first_run_of_all_makes_the_stores_folder(world, tmp_path):
+    """Nothing was written yet: that is how a store in a folder begins (F3)."""
+    shutil.rmtree(tmp_path / "store")
+
+    world.execute(world.operator())
+
+    assert open_store(f"file://{tmp_path}/store").children(PREFIX)
 
 
 class TestRenderedTemplates:

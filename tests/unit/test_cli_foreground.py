@@ -23,6 +23,7 @@ from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend
 
 CPU = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4.0, usd_per_hour=0.36))
+BIG = Allocation(Offer("local", "", "cpu-2", "on-demand", 2, 8.0, usd_per_hour=0.72))
 LIVE = AttemptState(1, 1, CPU, phase="started", started_at=1000.0, intended_at=1000.0)
 KEY = RunKey("d", "shell", "nightly", "train")
 
@@ -164,14 +165,23 @@ def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
     body = {"generation": 1, "attempt": 1, "outcome": "not-started", "failure": "capacity", "detail": detail}
     log.append(2, "attempt-ended", body, actor=Actor("me"))
 
-    for seconds in (10.0, 80.0):
-        owner._on_wait(Waiting(Watching(3, 1, backoff_s=seconds), "after: not-started"))
+    owner._on_wait(Waiting(Watching(3, 1, backoff_s=10.0), "after: not-started"))
+    for attempt, number in ((2, 3), (3, 5)):
+        offer = CPU if attempt == 2 else BIG
+        intended = {"generation": 1, "attempt": attempt, "allocation": offer.to_dict()}
+        because = {"reason": f"after: not-started ({detail})"}
+        log.append(number, "attempt-intended", intended | because, actor=Actor("me"))
+        log.append(number + 1, "attempt-ended", body | {"attempt": attempt}, actor=Actor("me"))
+        owner._on_wait(Waiting(Watching(number + 2, 1, backoff_s=80.0), "after: not-started"))
 
     assert owner.voice.lines == [
         "generation 1 begins: r",
         "attempt 1 on local/cpu-1 ($0.3600/h): r",
-        f"no room: {detail}; next try in 10 s",
-        "still no room; next try in 1 min 20 s",
+        f"no room: {detail}",
+        "next try in 10 s",
+        "next try in 1 min 20 s",
+        "attempt 3 on local/cpu-2 ($0.7200/h)",
+        "next try in 1 min 20 s",
     ]
 
 
