@@ -23,7 +23,7 @@ from envscaler_airflow.cli.common import (
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_registry
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import EnvScalerError, SpecError
@@ -78,6 +78,7 @@ def run(
         _check_container_options()
     check_store(store)
     spec = load_spec(path, parameters=parameters, inputs=given, target=target, registry=spec_registry())
+    refuse_own_secrets(spec)
     name = options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
     key = shell_key(store, name, spec.name)
     if options["restore_from"] and (options["fresh"] or _begins(store, key)):

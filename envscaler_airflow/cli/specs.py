@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,11 @@ import click
 from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import parse_reference
+from envscaler_airflow.spec import EnvSpec, parse_reference
 from envscaler_airflow.store.base import open_store
 
+MIN_SECRET_CHARS = 8
+"""Shorter values are not looked for. Chosen: they are words that a spec has anyway, such as ``train``."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -75,6 +78,27 @@ def environment_secret(reference: str) -> str:
     if value is None:
         raise SpecError(f"{reference}: the variable {found.name} is not set")
     return value
+
+
+def refuse_own_secrets(spec: EnvSpec) -> None:
+    """Refuse what was given with ``--set`` or written when it is the value of one of the spec's references.
+
+    It would be stored with the run. Airflow's masker does this for the operator; a shell has none.
+
+    Raises:
+        SpecError: A value of the spec holds the value of such a variable; it is not repeated.
+    """
+    values = {
+        str(item.reference): os.environ.get(item.reference.name, "")
+        for item in spec.env
+        if item.is_secret and item.reference is not None and item.reference.kind == "env"
+    }
+    text = json.dumps(spec.to_dict(), ensure_ascii=False)
+    for reference, value in values.items():
+        if len(value) >= MIN_SECRET_CHARS and json.dumps(value, ensure_ascii=False)[1:-1] in text:
+            raise SpecError(
+                f"a value of the spec holds the secret of {reference}; leave it to that reference"
+            )
 
 
 def write_artefact(folder: Path, name: str, text: str, *, is_executable: bool) -> Path:

@@ -20,7 +20,7 @@ from envscaler_airflow.cli.common import (
     without_deadline,
 )
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_registry
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.spec import load_spec
@@ -63,6 +63,7 @@ def submit(
     spec = load_spec(
         path, parameters=parameters, inputs=inputs, target="kubernetes", registry=spec_registry()
     )
+    refuse_own_secrets(spec)
     spec = with_image(spec, image=backend.settings.image, repository=backend.settings.image_repository)
     name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
     key = shell_key(store, name, spec.name)

@@ -155,14 +155,14 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _mask_references(spec: EnvSpec, operator: EnvStageOperator) -> None:
-    """Register the values of the spec's own references with Airflow's masker, which redacts what it knows.
+    """Register the secrets that the spec refers to with Airflow's masker, which redacts what it knows.
 
     A value that was typed into the form is then found, too. A reference that cannot be resolved is
     reported where its value is needed.
     """
     resolve = _resolver(operator)
     for item in spec.env:
-        if item.reference is not None:
+        if item.is_secret:
             with contextlib.suppress(SpecError):
                 resolve(str(item.reference))
 

@@ -27,6 +27,7 @@ from envscaler_airflow.spec.fields import (
     Word,
     fault,
 )
+from envscaler_airflow.spec.literals import is_secret_name
 from envscaler_airflow.spec.quantities import memory_bytes
 from envscaler_airflow.spec.resources import Model, NodeRange, Resources
 from envscaler_airflow.spec.running import Checkpoint, Failure, Metrics, Scaling, Stall
@@ -206,6 +207,17 @@ class EnvVar(Model):
     def reference(self) -> Reference | None:
         """Where the value is taken from; None for a plain one."""
         return None if self.value_from is None else parse_reference(self.value_from, variable=self.name)
+
+    @property
+    def is_secret(self) -> bool:
+        """True for a reference whose value must not be shown: not for ``REGION`` of ``variable:region``."""
+        reference = self.reference
+        if reference is None:
+            return False
+        if reference.kind == "connection":
+            return reference.key not in ("host", "schema", "port", "login", "username")
+        names = (self.name, reference.name, reference.key or "")
+        return reference.kind == "secret" or any(map(is_secret_name, names))
 
     @field_validator("value_from")
     @classmethod

@@ -282,6 +282,17 @@ def test_a_secret_that_the_stage_reads_by_reference_is_refused_in_the_form(world
     assert world.log.read() == []
 
 
+def test_a_reference_to_what_is_no_secret_hides_nothing_of_the_spec(world, monkeypatch):
+    """``REGION`` may stand in the spec, too (B5)."""
+    monkeypatch.setenv("UNIT_REGION", "train")
+    text = SPEC.replace("env: [", "env: [{name: REGION, value_from: 'env:UNIT_REGION'}, ")
+    (world.dag_file.parent / "train.yaml").write_text(text)
+
+    world.execute(world.operator(parameters={"note": "train"}))
+
+    assert len(world.backend.live) == 1
+
+
 def test_a_masked_value_of_the_wrong_type_is_not_repeated(world):
     """The loader's message would name it."""
     mask_secret("hunter2-hunter2")

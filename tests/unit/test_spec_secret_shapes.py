@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from envscaler_airflow.cli.specs import refuse_own_secrets
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.spec.literals import has_secret_shape, mask
@@ -213,6 +214,38 @@ def test_a_secret_typed_into_a_form_is_refused(tmp_path, value):
 
     with pytest.raises(SpecError, match="looks like a secret"):
         load_spec(path, parameters={"x": value})
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_secret"),
+    [
+        ({"name": "DB_PASSWORD", "value_from": "variable:db"}, True),
+        ({"name": "DB", "value_from": "secret:db/key"}, True),
+        ({"name": "DB", "value_from": "connection:db/password"}, True),
+        ({"name": "DB", "value_from": "env:DB_TOKEN"}, True),
+        ({"name": "DB_HOST", "value_from": "connection:db/host"}, False),
+        ({"name": "REGION", "value_from": "variable:region"}, False),
+        ({"name": "REGION", "value": "x"}, False),
+    ],
+)
+def test_references_whose_value_is_a_secret(tmp_path, entry, is_secret):
+    """By kind, field and names (B5)."""
+    assert load(tmp_path, env=[entry]).env[0].is_secret is is_secret
+
+
+def test_a_shell_refuses_the_secret_of_an_own_reference(tmp_path, monkeypatch):
+    """Given with ``--set``, it would be stored with the run; what is no secret may be (B5)."""
+    monkeypatch.setenv("UNIT_TOKEN", "w0rd-of-this-test")
+    token = {"name": "OWN_TOKEN", "value_from": "env:UNIT_TOKEN"}
+    region = {"name": "REGION", "value_from": "env:UNIT_TOKEN"}
+
+    refuse_own_secrets(load(tmp_path, env=[token], description="fine"))
+    refuse_own_secrets(
+        load(tmp_path, env=[{**region, "value_from": "env:HOME"}], description="w0rd-of-this-test")
+    )
+    with pytest.raises(SpecError, match="holds the secret of env:UNIT_TOKEN") as caught:
+        refuse_own_secrets(load(tmp_path, env=[token], description="is w0rd-of-this-test"))
+    assert "w0rd" not in str(caught.value)
 
 
 def test_messages_blank_known_forms():
