@@ -62,7 +62,7 @@ def test_a_slice_in_between_begins_nothing_anew(world):
         waiting = owner.resume(Wake("status"))
 
     assert wake.kind == "overdue"
-    assert ages_of(world.store, world.prefix) == {"stopping-g1-a1": OVERDUE_S}
+    assert ages_of(world.store, world.prefix) == {"stopping-g1-a1": OVERDUE_S, "quiet-g1-a1-n0": 90.0}
 
 
 def test_a_kill_is_repeated_after_a_minute_and_not_at_once(world):
@@ -116,7 +116,7 @@ def test_one_word_ends_the_silence(world):
     world.clock.advance(30)
 
     assert watch.poll() is None
-    assert watch.ages() == {"silent-g1-a1": 30.0}
+    assert watch.ages() == {"silent-g1-a1": 30.0, "quiet-g1-a1-n0": 30.0}
 
 
 def test_ages_of_another_attempt_count_for_nothing(world):
