@@ -29,7 +29,7 @@ from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
-from envscaler_airflow.store.folders import read_manifest
+from envscaler_airflow.store.folders import newest_manifest
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.outputs import open_folder
 
@@ -135,7 +135,7 @@ def _check_origin(uri: str) -> None:
     """
     try:
         origin, prefix = open_folder(uri)
-        kind = read_manifest(origin, prefix).kind
+        kind = newest_manifest(origin, prefix).kind
     except EnvScalerError as err:
         raise SpecError(f"--restore-from {uri}: {err}") from err
     if kind != "checkpoint":

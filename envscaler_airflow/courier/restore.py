@@ -23,15 +23,12 @@ from envscaler_airflow.protocol import (
     Progress,
     Status,
     is_safe_name,
-    manifest_name,
     parse_checkpoint_name,
-    parse_manifest_name,
     status_name,
 )
 from envscaler_airflow.store import checkpoints, folders
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.names import MANIFEST
 from envscaler_airflow.store.outputs import open_folder
 from envscaler_airflow.store.root import Root
 
@@ -267,8 +264,7 @@ def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Pa
 
 def _manifest_at(store: Store, prefix: str) -> Manifest:
     """The manifest of the folder that a URI names: of another run, whose claims are not known here."""
-    claims = [claim for part in store.children(prefix) if (claim := parse_manifest_name(part)) is not None]
-    manifest = folders.read_manifest(store, prefix, name=manifest_name(max(claims)) if claims else MANIFEST)
+    manifest = folders.newest_manifest(store, prefix)
     if manifest.kind != "checkpoint":
         raise CheckpointError(f"it is a {manifest.kind}, not a checkpoint")
     return manifest

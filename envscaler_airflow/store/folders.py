@@ -28,7 +28,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.protocol import MAX_MANIFEST_BYTES, Manifest, ManifestFile, is_safe_relative_path
+from envscaler_airflow.protocol import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ManifestFile,
+    is_safe_relative_path,
+    manifest_name,
+    parse_manifest_name,
+)
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MANIFEST, join
 from envscaler_airflow.store.root import Root
@@ -334,6 +341,17 @@ def read_manifest(store: Store, prefix: str, *, name: str = MANIFEST) -> Manifes
         return Manifest.from_json(body, where=f"{store.uri(prefix)}/{name}")
     except ProtocolError as err:
         raise CheckpointError(f"torn manifest: {err}") from err
+
+
+def newest_manifest(store: Store, prefix: str) -> Manifest:
+    """The manifest of a folder that is known by its URI alone: of a checkpoint that of the highest claim.
+
+    Raises:
+        CheckpointError: Absent (never completed) or torn.
+        StoreError: The store does not answer.
+    """
+    claims = [claim for part in store.children(prefix) if (claim := parse_manifest_name(part)) is not None]
+    return read_manifest(store, prefix, name=manifest_name(max(claims)) if claims else MANIFEST)
 
 
 def check_sizes(store: Store, prefix: str, manifest: Manifest) -> None:

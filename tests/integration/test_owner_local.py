@@ -342,7 +342,7 @@ def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
     code, output = shell.run(
         "run", "-f", shell.spec(total=40, name="b.yaml"), "--name", "two", "--restore-from", uri
     )
-    (checkpoints[-1] / "step").write_text("9999")
+    (checkpoints[-1] / "n0-c1/step").write_text("9999")
     torn_code, torn = shell.run(
         "run", "-f", shell.spec(total=40, name="c.yaml"), "--name", "three", "--restore-from", uri
     )
