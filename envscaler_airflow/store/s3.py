@@ -336,7 +336,7 @@ def _client(options: Mapping[str, Any]) -> S3Client:
     chosen = {name: value for name, value in options.items() if value is not None}
     try:
         return _made_client(chosen)
-    except (refusals.BotoCoreError, ValueError, TypeError) as err:
+    except (refusals.BotoCoreError, ValueError) as err:
         raise SpecError(f"store s3://: {err}: set the store connection's options, or AWS_PROFILE") from err
 
 

@@ -195,7 +195,7 @@ class Cluster:
         self.queue.attach(self._loop)
         config = uvicorn.Config(
             Server(self), log_config=None, access_log=False, lifespan="off", ws="wsproto",
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=1, date_header=False,
             timeout_keep_alive=600,
         )  # fmt: skip
         if self._certificate:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import urllib.parse
 from collections.abc import Awaitable, Callable, MutableMapping
+from email.utils import formatdate
 from typing import TYPE_CHECKING, Any
 
 from fakes.kubernetes import deletion, discovery, errors, execs, watching
 from fakes.kubernetes.access import PUBLIC, Question, User
 from fakes.kubernetes.api import Options
 from fakes.kubernetes.bodies import decoded
+from fakes.kubernetes.clock import Clock
 from fakes.kubernetes.errors import ApiError
 from fakes.kubernetes.faults import DroppedError
 from fakes.kubernetes.objects import Object
@@ -41,6 +43,7 @@ class Server:
             await execs.answer(self.cluster, scope, receive, send)
         if scope["type"] != "http":
             return
+        send = _Dated(send, self.cluster.clock)
         self.cluster.requests.append((scope["method"], scope["path"] + "?" + scope["query_string"].decode()))
         try:
             await self._answer(scope, receive, send)
@@ -132,9 +135,24 @@ class Server:
             self.cluster.watches.remove(watch)
 
 
+class _Dated:
+    """Sends what it is given, with the cluster's own time as ``Date``, as the objects have it."""
+
+    def __init__(self, send: Send, clock: Clock) -> None:
+        """Send by *send*, dated by *clock*."""
+        self.send, self._clock = send, clock
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        """Date the head of an answer; a body goes as it is."""
+        if message["type"] == "http.response.start":
+            date = formatdate(self._clock.now(), usegmt=True).encode()
+            message = {**message, "headers": [*message.get("headers", ()), (b"date", date)]}
+        await self.send(message)
+
+
 async def _drop(send: Send) -> None:
     """Close the connection at once; uvicorn's cycle behind *send* knows it."""
-    cycle: Any = getattr(send, "__self__", None)
+    cycle: Any = getattr(getattr(send, "send", send), "__self__", None)
     cycle.transport.abort()
     while not cycle.disconnected:  # noqa: ASYNC110 - a flag, and no event
         await asyncio.sleep(0)

@@ -227,6 +227,7 @@ def test_hours_in_the_schedulers_queue_are_no_money_spent(cluster, connect):
     cluster.add_node("node-1")
     cluster.advance(60)
     running(backend, handle)
+    cluster.advance(3600)
 
     spent = usd_of(attempt_of(handle), backend.usage(handle), now=STARTED + 4 * 3600)
 
