@@ -1,6 +1,7 @@
 """Which checkpoints count, which one is resumed from, and which may go."""
 
 import itertools
+from collections import Counter
 
 import pytest
 from fakes.store_reader import newest_good
@@ -17,6 +18,7 @@ from envscaler_airflow.store.checkpoints import (
     resume_order,
 )
 from envscaler_airflow.store.file import FileStore
+from envscaler_airflow.testing import FaultyStore
 
 A1, A2, A3 = "g1-step-00000100-a1", "g1-step-00000200-a1", "g1-step-00000300-a1"
 SECOND = "g1-step-00000250-a2"
@@ -290,3 +292,25 @@ def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch
     with pytest.raises(StoreError):
         pruned(store)
     assert complete_checkpoints(store, 1) == (A3, A2)
+
+
+@pytest.mark.parametrize("files", [3, 300])
+def test_a_prune_asks_as_little_however_many_files_a_checkpoint_has(store, tmp_path, files):
+    """One list tells all sizes: 100,000 files are not 100,000 requests at each prune (B7)."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number}.bin").write_bytes(BYTES)
+    for step in (100, 200, 300, 400):
+        name = f"checkpoints/g1-step-{step:08d}-a1"
+        sent = folders.upload(store, name, folders.walk(folder))
+        manifest = Manifest(files=sent, step=step, generation=1, attempt=1)
+        folders.write_manifest(store, name, manifest, name="manifest-c1.json")
+    counted = FaultyStore(store)
+
+    gone = prune(counted, generation=1, attempt=1, claim=1, candidates=(), keep=2)
+
+    asked = Counter(method for method, _ in counted.calls)
+    assert gone == (A2, A1)
+    assert asked["sizes"] == 2
+    assert asked["size"] <= 16  # of manifests, controls and claims: 4 checkpoints have few
