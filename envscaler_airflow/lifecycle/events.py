@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.lifecycle.bodies import check_body
 from envscaler_airflow.protocol import SCHEMA, read_object
 
 MAX_EVENT_BYTES = 1 << 18
@@ -119,7 +118,7 @@ class Event:
         Raises:
             ProtocolError: Larger than :data:`MAX_EVENT_BYTES`, or not JSON.
         """
-        check_body(self.type, self.body, where=f"event {self.number}")
+        _check_body(self.type, self.body, where=f"event {self.number}")
         actor = self.actor.to_dict() if self.actor else None
         whole = {
             "schema": SCHEMA,
@@ -159,7 +158,14 @@ class Event:
             raise ProtocolError(f"{where}: number: got {number!r:.80}, expected a whole number from 1 on")
         if type(at) not in (int, float) or not 0 <= at < MOST:
             raise ProtocolError(f"{where}: at: got {at!r:.80}, expected seconds since the epoch")
-        check_body(whole["type"], body, where=where)
+        _check_body(whole["type"], body, where=where)
         writer = str(whole.get("writer", ""))
         by = Actor.from_dict(actor) if actor is not None else None
         return cls(number, whole["type"], body, writer, float(at), by)
+
+
+def _check_body(event_type: str, body: Mapping[str, Any], *, where: str) -> None:
+    """Raise ProtocolError where a field of *body* is of another type; pydantic loads with the first event."""
+    from envscaler_airflow.lifecycle.bodies import check_body  # noqa: PLC0415  (see above)
+
+    check_body(event_type, body, where=where)

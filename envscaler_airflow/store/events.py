@@ -10,6 +10,7 @@ from typing import Any
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.dates import STEP_S
 from envscaler_airflow.store.names import check_prefix, join
 
 SNAPSHOT_EVERY = 500
@@ -129,7 +130,7 @@ class EventLog:
         while (found := self._dated(number)) is not None:
             (text, date), where = found, self._where(number)
             event = Event.from_json(text, where=where)
-            if date is not None and date < event.at:  # no writer's clock goes before the store's
+            if date is not None and date + STEP_S < event.at:  # no writer's clock goes before the store's
                 event = replace(event, at=date)
             if event.number != number:
                 raise ProtocolError(f"{where}: says that it is event {event.number}")

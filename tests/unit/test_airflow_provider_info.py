@@ -59,8 +59,8 @@ def test_the_version_is_the_packages():
 
 
 def test_the_connection_form_hides_nothing_that_is_used():
-    """The hook reads login, password and the three fields; none of them is hidden."""
+    """The hook reads host, login, password and the two fields; none of them is hidden."""
     form = envscaler_airflow.get_provider_info()["connection-types"][0]
 
-    assert set(form["conn-fields"]) == {"store_url", "region_name", "endpoint_url"}
-    assert not {"login", "password"} & set(form["ui-field-behaviour"]["hidden-fields"])
+    assert set(form["conn-fields"]) == {"region_name", "endpoint_url"}
+    assert not {"host", "login", "password"} & set(form["ui-field-behaviour"]["hidden-fields"])

@@ -43,7 +43,7 @@ class TaskLogView:
         self.append(
             "attempt-intended", allocation=allocation, reason="why", candidates=[], spec_hash="0" * 64, **of
         )
-        self.append("attempt-started", handle={"name": f"a{attempt}"}, **of)
+        self.append("attempt-started", handle={"backend": "scripted", "name": f"a{attempt}"}, **of)
 
     def print(self, *lines, node=0):
         """The training prints *lines*, in a chunk of their own."""

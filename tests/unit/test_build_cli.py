@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_one_message(call, tmp_path, output, r
 
 def test_what_a_reader_leaves_unread_is_no_error_of_ours(call, monkeypatch):
     """A pipe that is closed, as by ``| head``, stays click's own business."""
-    monkeypatch.setattr("envscaler_airflow.cli.validate.load_spec", closed_pipe)
+    monkeypatch.setattr("envscaler_airflow.cli.validate.load_with_sources", closed_pipe)
 
     got = call("validate")
 
