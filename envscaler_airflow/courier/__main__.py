@@ -75,4 +75,8 @@ def _site(options: argparse.Namespace) -> Site:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # Python's own end puts the default back, which would kill it
+    sys.exit(status)

@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 """Source: linux/prctl.h."""
 
 
+LAUNCHER_S = 5.0
+"""Longest wait for the launching process to be gone, seconds. Chosen: it only has to exit."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Become a daemon and run the node in FOLDER to its end."""
     parser = argparse.ArgumentParser(prog="python -m envscaler_airflow.backends.local.node")
@@ -35,9 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lock-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     os.set_inheritable(options.lock_fd, False)
+    launcher = os.getpid()
     if os.fork():
-        return 0  # whoever started us reaps this one; the node is a child of init from here on
+        os._exit(0)  # at once: the owner waits for this process; the node is a child of init from here on
     os.setsid()
+    until = time.monotonic() + LAUNCHER_S
+    while os.getppid() == launcher and time.monotonic() < until:
+        time.sleep(0.001)  # it runs for this node too: a node that ends at once would kill it as a leftover
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _ignore)  # not SIG_IGN, which the training would inherit
     run_guard(options.folder)
