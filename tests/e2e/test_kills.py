@@ -30,7 +30,9 @@ def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
 
     run.wait_gone()
     assert run.wait_end() == "failed"
-    assert run.state().pending[-1].type == "stop-requested"
+    run.until("the recorded end", lambda: run.state().status == "stopped")
+    assert "stop-requested" in [event.type for event in run.events()]
+    assert [attempt.outcome for attempt in run.state().attempts] == ["stopped"]
     run.check()
 
 

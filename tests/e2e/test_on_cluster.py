@@ -78,7 +78,8 @@ def test_mark_failed_ends_the_pod(begin: Callable):
 
     run.wait_gone(timeout_s=90)
     assert run.wait_end() == "failed"
-    assert run.state().pending[-1].type == "stop-requested"
+    run.until("the recorded end", lambda: run.state().status == "stopped")
+    assert "stop-requested" in [event.type for event in run.events()]
     run.check()
 
 
