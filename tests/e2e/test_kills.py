@@ -160,7 +160,7 @@ def test_clear_after_success_begins_a_new_generation(begin: Callable):
 @together
 def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
     """``execution_timeout`` counts deferred time; a retry does not override it, a clear does (A3)."""
-    run = begin("stage_with_timeout", steps=60)
+    run = begin("stage_with_timeout", steps=120)
 
     assert run.wait_end() == "failed"
     assert run.state().failure == "timeout"
