@@ -29,7 +29,7 @@ $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 	touch $@
 
 # The files that take longest, which build images, come first: else a worker begins one when the others are done.
-test: venv  ## Run everything that needs no Airflow services (10 minutes on 2 cores).
+test: venv  ## Run everything that needs no Airflow services (10 to 23 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/integration tests/contract tests/compat tests/unit $(ARGS)
 
@@ -37,7 +37,7 @@ test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
-e2e: venv  ## Run the rest against one real Airflow (14 minutes on 2 cores).
+e2e: venv  ## Run the rest against one real Airflow (25 minutes on 2 cores).
 	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
