@@ -336,8 +336,12 @@ def _client(options: Mapping[str, Any]) -> S3Client:
     chosen = {name: value for name, value in options.items() if value is not None}
     try:
         return _made_client(chosen)
-    except (refusals.BotoCoreError, ValueError) as err:
-        raise SpecError(f"store s3://: {err}: set the store connection's options, or AWS_PROFILE") from err
+    except (refusals.BotoCoreError, ValueError, TypeError) as err:  # names alone, no values
+        names = ", ".join(chosen) or "no options"
+        raise SpecError(
+            f"store s3://: cannot be opened with {names}: {err}: set the store connection's options, "
+            "or AWS_PROFILE"
+        ) from err
 
 
 def _made_client(chosen: Mapping[str, Any]) -> S3Client:
