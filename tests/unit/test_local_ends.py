@@ -107,3 +107,12 @@ def test_what_a_killed_wrapper_said_last_is_kept_with_its_end():
 
     assert said == Status(attempt=3, sequence=42, phase="ended", progress=Progress(step=7), ended=ended)
     assert say_end(b"{", NodeEnd(None, 9, "deadline-exceeded", "d")).ended == ended
+
+
+def test_a_command_that_outlived_its_grace_was_killed_though_its_wrapper_spoke_first():
+    """The wrapper sees the command die by SIGKILL and says "stopped" before it is killed itself."""
+    said = Ended(exit_code=None, signal=9, reason="stopped")
+
+    end = tell_end(87, said=said, ended_by=("killed", "stopped; what was left after 0.5 s was killed"))
+
+    assert (end.signal, end.reason) == (9, "killed")

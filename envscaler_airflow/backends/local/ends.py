@@ -82,6 +82,10 @@ def tell_end(
         )
     if ended_by and ended_by[0] == "killed" and number == signal.SIGTERM:
         return NodeEnd(code, number, "stopped", "ended at the first word")
+    if (
+        ended_by and ended_by[0] == "killed" and number == signal.SIGKILL
+    ):  # the wrapper may have said it first
+        return NodeEnd(code, number, *ended_by)
     if ended_by and reason != "succeeded" and (returncode is None or ended_by[0] in _BY_NODE_MAIN):
         return NodeEnd(code, number, *ended_by)
     return NodeEnd(code, number, reason, detail)
