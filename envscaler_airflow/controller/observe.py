@@ -79,7 +79,10 @@ class Sight:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What this observer remembers of the live attempt since its last change in place."""
+    """What this observer remembers of the live attempt since its last change in place.
+
+    Points are of one pod of node 0, that of *claim*; each pod's seconds count from its own start.
+    """
 
     key: tuple[int, int, int]
     since_s: float
@@ -89,6 +92,7 @@ class _Attempt:
     sampled: dict[int, int] = field(default_factory=dict)
     earlier: Speed | None = None
     unit: str = ""
+    claim: int = 0
 
 
 class Observer:
@@ -336,6 +340,10 @@ class Observer:
             mine.points.clear()
             mine.earlier = None
         mine.unit = work.unit
+        if mine.points and (head.claim != mine.claim or at_s < mine.points[-1][0]):
+            mine.earlier = merged(mine.earlier, measure(mine.points))  # of a pod that was replaced
+            mine.points.clear()
+        mine.claim = head.claim
         if not mine.points or at_s > mine.points[-1][0]:
             mine.points.append((at_s, done))
             del mine.points[:-MAX_POINTS]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.protocol import is_safe_link, is_safe_relative_path
-from envscaler_airflow.store.folders import TreeFile
+from envscaler_airflow.store.folders import TreeFile, entries, tree_file
 from envscaler_airflow.store.root import Root
 
 
@@ -58,9 +58,7 @@ def look(folder: Path, *, parent: Path | None = None) -> Tree:
                 links[path] = target
         elif stat.S_ISREG(facts.st_mode):
             many[path] = facts.st_nlink
-            files.append(
-                TreeFile(path, root, path, facts.st_size, facts.st_mtime_ns, facts.st_ino, facts.st_ctime_ns)
-            )
+            files.append(tree_file(path, root, path, facts))
     names = Counter(item.inode for item in files)
     left_out |= {
         item.path: "a hard link to a file outside" for item in files if many[item.path] > names[item.inode]
@@ -70,13 +68,7 @@ def look(folder: Path, *, parent: Path | None = None) -> Tree:
 
 
 def _entries(root: Root, here: str) -> Iterator[tuple[str, stat_result]]:
-    try:
-        entries = root.scan(here)
-    except (FileNotFoundError, NotADirectoryError):
-        if not here:
-            raise
-        return
-    for name, facts in entries:
+    for name, facts in entries(root, here):
         path = posixpath.join(here, name)
         if stat.S_ISDIR(facts.st_mode):
             yield from _entries(root, path)

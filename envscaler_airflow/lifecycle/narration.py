@@ -8,7 +8,7 @@ from typing import Any
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle.events import Event
 from envscaler_airflow.lifecycle.state import AttemptState, RunState
-from envscaler_airflow.planning.amounts import duration_text, usd_text
+from envscaler_airflow.planning.amounts import SAME, duration_less, duration_text, usd_less, usd_text
 from envscaler_airflow.planning.offers import Allocation
 
 
@@ -84,15 +84,15 @@ def allocation_name(allocation: Mapping[str, Any]) -> str:
 
 
 def _against_static(bill: Mapping[str, Any]) -> str:
-    """``; this run cost $0.0008 more and took 20 s less``."""
+    """``; this run cost $0.0008 more and took 20 s less``, or ``, the same as this run``."""
     saved, wall_s, hours = bill.get("saved_usd"), bill.get("wall_s"), bill["static"].get("hours")
     if saved is None:
         return ""
-    words = f"; this run cost {usd_text(abs(saved))} {'less' if saved >= 0 else 'more'}"
+    usd = usd_less(saved, of=bill["static"]["usd"])
     if wall_s is None or hours is None:
-        return words
-    sooner_s = hours * 3600 - wall_s
-    return f"{words} and took {duration_text(abs(sooner_s))} {'less' if sooner_s >= 0 else 'more'}"
+        return f"; this run cost {usd}"
+    time = duration_less(hours * 3600 - wall_s)
+    return ", the same as this run" if usd == time == SAME else f"; this run cost {usd} and took {time}"
 
 
 def _usd(usd: float | None) -> str:
@@ -132,6 +132,11 @@ def _to_target(body: Mapping[str, Any]) -> str:
     return f"{target}: {str(body.get('reason', '')).removeprefix(f'{target} ')}"
 
 
+def _with_reason(words: str) -> Callable[[Mapping[str, Any], RunState], str]:
+    """Describes an event by *words* and the reason in its body."""
+    return lambda body, _state: f"{words}: {body.get('reason', '')}"
+
+
 def _generation(body: Mapping[str, Any], _state: RunState) -> str:
     return f"generation {body.get('generation', '?')} begins: {body.get('reason', '')}"
 
@@ -158,17 +163,9 @@ def _move_requested(body: Mapping[str, Any], _state: RunState) -> str:
     return f"the sensor requests a move to {_to_target(body)}"
 
 
-def _stop_requested(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"a stop is requested: {body.get('reason', '')}"
-
-
 def _move_accepted(body: Mapping[str, Any], _state: RunState) -> str:
     when = "at the end of the epoch" if body.get("align") == "epoch" else "now"
     return f"attempt {body['attempt']} saves {when} and moves to {_to_target(body)}"
-
-
-def _move_refused(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"move refused: {body.get('reason', '')}"
 
 
 def _move_deferred(body: Mapping[str, Any], _state: RunState) -> str:
@@ -212,21 +209,13 @@ def _succeeded(body: Mapping[str, Any], _state: RunState) -> str:
     )
 
 
-def _failed(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"the stage failed: {body.get('reason', '')}"
-
-
-def _stopped(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"the run stopped: {body.get('reason', '')}"
-
-
 def _release_failed(body: Mapping[str, Any], _state: RunState) -> str:
     return f"attempt {body['attempt']} is not released, and is tried again: {body.get('detail', '')}"
 
 
 def _released(body: Mapping[str, Any], _state: RunState) -> str:
     usd = body.get("usd")
-    cost = "" if usd is None else f"; it cost {usd_text(usd)} in all"
+    cost = "" if not usd else f"; it cost {usd_text(usd)} in all"
     return f"attempt {body['attempt']} is released{cost}"
 
 
@@ -241,13 +230,13 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any], RunState], str]] = {
     "attempt-released": _released,
     "move-requested": _move_requested,
     "move-accepted": _move_accepted,
-    "move-refused": _move_refused,
+    "move-refused": _with_reason("move refused"),
     "move-deferred": _move_deferred,
     "change-intended": _change_intended,
     "changed": _changed,
     "change-undone": _change_undone,
-    "stop-requested": _stop_requested,
+    "stop-requested": _with_reason("a stop is requested"),
     "succeeded": _succeeded,
-    "failed": _failed,
-    "stopped": _stopped,
+    "failed": _with_reason("the stage failed"),
+    "stopped": _with_reason("the run stopped"),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from math import floor, isfinite, log10
+from math import floor, isclose, isfinite, log10
 
 _DIGITS = 3
 """Significant digits of an amount below ten cents. Chosen: one percent shows."""
+SAME = "the same"
+"""How two amounts compare whose difference is nothing."""
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
@@ -33,6 +35,20 @@ def duration_text(seconds: float) -> str:
     if left < _DAY_S:
         return _two(left, _HOUR_S, "h", _MINUTE_S, "min")
     return _two(left, _DAY_S, "d", _HOUR_S, "h")
+
+
+def usd_less(saved: float, *, of: float) -> str:
+    """``$0.48 less``, ``$0.0008 more`` for -0.0008; ``the same`` where only last digits of *of* differ."""
+    if isclose(of, of - saved, rel_tol=1e-9):
+        return SAME
+    return f"{usd_text(abs(saved))} {'less' if saved > 0 else 'more'}"
+
+
+def duration_less(sooner_s: float) -> str:
+    """``20 s less``, ``5 s more`` for -5; ``the same`` below half a second."""
+    if round(sooner_s) == 0:
+        return SAME
+    return f"{duration_text(abs(sooner_s))} {'less' if sooner_s > 0 else 'more'}"
 
 
 def _two(seconds: int, big_s: int, big: str, small_s: int, small: str) -> str:

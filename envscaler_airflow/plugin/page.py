@@ -19,7 +19,7 @@ from markupsafe import Markup
 from envscaler_airflow.controller.report import run_bill, why_ended
 from envscaler_airflow.cost import Bill, Split
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
-from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.planning.amounts import usd_less, usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin.facts import ANSWERS, MOST_NODES, RunFacts
@@ -209,8 +209,9 @@ def _cost(bill: Bill) -> dict[str, Any]:
         "unknown": [name for name in names if getattr(bill.usd_split, name) is None],
         "static": money(static.usd) if static else None,
         "static_name": static.allocation.name if static else "",
-        "saved": saved,
-        "saved_words": money(abs(saved)) if saved is not None else "",
+        "saved": ""
+        if saved is None or static is None or static.usd is None
+        else usd_less(saved, of=static.usd),
         "notes": bill.notes[:20],
         "sources": sorted(source for source in sources if source),
     }

@@ -173,22 +173,31 @@ def one_file(path: Path, *, parent: Path | None = None) -> TreeFile:
     seen = root.stat(real)
     if not stat.S_ISREG(seen.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
-    return _tree_file(path.name, root, real, seen)
+    return tree_file(path.name, root, real, seen)
 
 
-def _tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFile:
+def entries(root: Root, here: str) -> list[tuple[str, os.stat_result]]:
+    """What the folder *here* below *root* holds: nothing when it vanished meanwhile.
+
+    Raises:
+        OSError: It cannot be read, or *root* itself is gone.
+    """
+    try:
+        return root.scan(here)
+    except (FileNotFoundError, NotADirectoryError):
+        if not here:
+            raise
+        return []
+
+
+def tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFile:
+    """The file *path*, found as *real*, with the facts of *seen*."""
     return TreeFile(path, root, real, seen.st_size, seen.st_mtime_ns, seen.st_ino, seen.st_ctime_ns)
 
 
 def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterator[TreeFile]:
     """Files below the folder *here* of *root*, called *prefix*; *above* are those on the way."""
-    try:
-        entries = root.scan(here)
-    except (FileNotFoundError, NotADirectoryError):
-        if not here:
-            raise
-        return
-    for name, facts in entries:
+    for name, facts in entries(root, here):
         found = _landed(root, join(here, name), facts)
         if found is None:
             continue
@@ -200,7 +209,7 @@ def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterato
             path = prefix + name
             if not is_safe_relative_path(path):
                 raise CheckpointError(f"{root.path / here}: the name {path!r:.200} cannot be kept; rename it")
-            yield _tree_file(path, root, real, seen)
+            yield tree_file(path, root, real, seen)
 
 
 def _landed(root: Root, path: str, facts: os.stat_result) -> tuple[str, os.stat_result] | None:

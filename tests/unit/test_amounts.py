@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.planning.amounts import duration_text, usd_text
+from envscaler_airflow.planning.amounts import duration_less, duration_text, usd_less, usd_text
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,26 @@ def test_an_amount_is_as_small_as_it_is(usd, text):
 def test_a_duration_has_two_units_at_most(seconds, text):
     """A person reads how long, not how exactly."""
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (0.48, "$0.48 less"),
+        (-0.0008, "$0.0008 more"),
+        (0.0, "the same"),
+        (1e-15, "the same"),
+        (-1e-15, "the same"),
+    ],
+)
+def test_a_difference_of_nothing_is_none(saved, text):
+    """Sums of floats differ in their last digits; nothing is "$0.00 less" (F11)."""
+    assert usd_less(saved, of=1.36) == text
+
+
+@pytest.mark.parametrize(
+    ("sooner_s", "text"), [(20.0, "20 s less"), (-5.0, "5 s more"), (0.4, "the same"), (-0.4, "the same")]
+)
+def test_times_that_read_alike_are_the_same(sooner_s, text):
+    """Nothing takes "0 s less" (F11)."""
+    assert duration_less(sooner_s) == text

@@ -63,11 +63,15 @@ class Story:
         usd = place.usd_per_hour * 1000 / 3600
         self.add("attempt-ended", **key, outcome=outcome, usage=usage, usd=usd, **told, **ended)
 
-    def bill(self):
-        """What the command says."""
-        got = CliRunner().invoke(main, ["report", "one", "--json", "--store", self.url])
+    def report(self, *options):
+        """What the command prints."""
+        got = CliRunner().invoke(main, ["report", "one", *options, "--store", self.url])
         assert got.exit_code == 0, got.output
-        return json.loads(got.stdout)["bill"]
+        return got.stdout
+
+    def bill(self):
+        """The same for programs."""
+        return json.loads(self.report("--json"))["bill"]
 
 
 @pytest.fixture
@@ -87,6 +91,25 @@ def test_a_run_that_never_moved_costs_as_much_as_itself(story, total_steps):
     assert bill["usd"] == pytest.approx(1000 / 3600)
     assert bill["saved_usd"] == pytest.approx(0.0, abs=1e-12)
     assert bill["static"]["hours"] == pytest.approx(bill["wall_s"] / 3600)
+
+
+def test_a_run_that_never_moved_is_the_same_as_its_static_plan(story):
+    """Not "$0.00 less" and "0 s less" (F11)."""
+    story.attempt(SMALL, outcome="succeeded", start_step=0, step=800, total_steps=800)
+    story.add("succeeded", outputs={})
+
+    line = next(line for line in story.report().splitlines() if line.startswith("static plan"))
+
+    assert line == ("static plan (scripted/cpu-1 throughout): $0.28 in 16 min 40 s, the same as this run")
+
+
+def test_a_run_that_cost_more_says_by_how_much(story):
+    """1,000 s twice for the work of 1,000 s (F11)."""
+    story.attempt(SMALL, outcome="lost", start_step=0, step=800, checkpoint_step=400)
+    story.attempt(SMALL, outcome="succeeded", start_step=400, step=800)
+    story.add("succeeded", outputs={})
+
+    assert "; this run cost $0.28 more and took 16 min 40 s more" in " ".join(story.report().split())
 
 
 def test_a_run_that_never_moved_and_tells_no_steps_costs_as_much_as_itself(story):

@@ -9,7 +9,7 @@ from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.protocol import Ended, Progress, Status, status_name
+from envscaler_airflow.protocol import Ended, Progress, Status, claim_name, status_name
 from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
@@ -66,13 +66,14 @@ class Scene:
             clock=self.clock.time,
         )
 
-    def say(self, node=0, *, cpu=90.0, step=10, elapsed_s=None, **more):
+    def say(self, node=0, *, cpu=90.0, step=10, elapsed_s=None, claim=1, **more):
         """Let a node speak."""
         self.sequences[node] = self.sequences.get(node, 0) + 1
         status = Status(
             generation=1,
             attempt=1,
             node=node,
+            claim=claim,
             sequence=self.sequences[node],
             phase=more.pop("phase", "running"),
             progress=Progress(
@@ -85,7 +86,11 @@ class Scene:
             usage={"cpu_percent": cpu, "memory_bytes": 1e9, "gpu0_utilization_percent": 50.0},
             **more,
         )
-        self.store.write(f"{KEY.prefix}/{status_name(1, 1, node)}", status.to_json())
+        self.store.write(f"{KEY.prefix}/{status_name(1, 1, node, claim)}", status.to_json())
+
+    def replace_pod(self, *, claim):
+        """Another pod claims node 0."""
+        self.store.write(f"{KEY.prefix}/{claim_name(1, 1, 0, claim)}", b"{}")
 
 
 @pytest.fixture
@@ -244,6 +249,26 @@ def test_a_speed_is_measured_by_the_nodes_own_clock(scene):
         seen = observer.look().check.observation
 
     assert seen.speeds["2 x scripted/cpu-1/on-demand"].mean == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("first_s", [15.0, 200.0])
+def test_a_replaced_pod_adds_to_the_speed_from_its_first_word_on(scene, first_s):
+    """2 steps a second for 100 s, then 4 for 100 s on a pod whose clock starts anew: 3 in all.
+
+    Whether its time is below that of the pod before it, or beyond it already.
+    """
+    observer, name = scene.observer(), "2 x scripted/cpu-1/on-demand"
+    for step, elapsed_s in [(100, 50.0), (200, 100.0), (300, 150.0)]:
+        scene.say(0, step=step, elapsed_s=elapsed_s)
+        old = observer.look().check.observation
+    scene.replace_pod(claim=2)
+    found = []
+    for number in range(3):
+        scene.say(0, step=300 + 200 * number, elapsed_s=first_s + 50 * number, claim=2)
+        found.append(observer.look().check.observation.speeds[name].mean)
+
+    assert old.speeds[name].mean == pytest.approx(2.0)
+    assert found == [pytest.approx(2.0), pytest.approx((200 + 200) / 150), pytest.approx(3.0)]
 
 
 def test_a_silent_node_is_of_unknown_health(scene):
