@@ -6,6 +6,7 @@ import pytest
 
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
 from envscaler_airflow.courier.site import Site
+from envscaler_airflow.courier.snapshots import Snapshots
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.protocol import Control, Ended, Manifest, Progress, Status, control_name, status_name
 from envscaler_airflow.store import folders
@@ -168,3 +169,19 @@ def make_bench(tmp_path, store):
 def bench(make_bench):
     """Node 0 of attempt 2."""
     return make_bench()
+
+
+@pytest.fixture
+def trained(make_bench, tmp_path):
+    """A running attempt whose code saves into ``ck``, and its snapshots."""
+
+    def make(every=None, **options):
+        bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")}, **options)
+        bench.ck = tmp_path / "ck"
+        bench.ck.mkdir(exist_ok=True)
+        bench.site.memory.update(is_laid_out=True, start_step=0)
+        bench.wrapper_says(progress={"step": 0})
+        bench.snapshots = Snapshots(bench.site, every or {"seconds": 60})
+        return bench
+
+    return make

@@ -1,6 +1,4 @@
-"""What goes up: chunks in order, checkpoints with their manifest last, outputs at the end."""
-
-import shutil
+"""Checkpoints that go up: files first, their manifest last, old ones pruned, nodes waited for."""
 
 import pytest
 
@@ -9,103 +7,14 @@ from envscaler_airflow.courier.loop import compose
 from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.site import WorkInterruptedError
 from envscaler_airflow.courier.snapshots import snapshot_facts
-from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, Chunks, Outputs
+from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints
 from envscaler_airflow.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
 
 NAME = "g1-step-00000300-a2"
+
+
 MANIFEST = f"checkpoints/{NAME}/manifest-c1.json"
-
-
-def chunk(bench, folder, name, text):
-    """A chunk that the wrapper wrote."""
-    (bench.exchange.root / folder / name).write_text(text)
-
-
-def left(bench, folder):
-    """Names that still lie in the exchange."""
-    return sorted(path.name for path in (bench.exchange.root / folder).iterdir())
-
-
-# -- chunks
-
-
-def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
-    """Numbers in the store are those of the exchange; an open one stays."""
-    for number in (3, 1, 2):
-        chunk(bench, "logs", f"{number:06d}.log", f"line {number}")
-    chunk(bench, "logs", "000004.open", "half")
-    chunk(bench, "metrics", "000001.jsonl", "{}")
-
-    assert Chunks(bench.site).step(has_ended=False)
-
-    expected = [f"logs/g1-a2-n0-c1-{number:06d}.log" for number in (1, 2, 3)]
-    assert store.puts == [*expected, "metrics/g1-a2-n0-c1-000001.jsonl"]
-    assert store.read("logs/g1-a2-n0-c1-000002.log") == b"line 2"
-    assert left(bench, "logs") == ["000004.open"]
-
-
-def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
-    """Tried again after two, then four seconds; nothing is lost, and nothing overtakes."""
-    chunks = Chunks(bench.site)
-    for number in (1, 2):
-        chunk(bench, "logs", f"{number:06d}.log", str(number))
-    store.down = True
-    assert not chunks.step(has_ended=False)
-    assert bench.site.messages.text() == "logs and metrics wait: the store is down"
-    bench.clock.now += 2
-    assert not chunks.step(has_ended=False)
-    store.down = False
-    bench.clock.now += 3.9
-    assert not chunks.step(has_ended=False)
-    assert store.puts == []
-
-    bench.clock.now += 0.1
-    assert chunks.step(has_ended=False)
-
-    assert store.puts == ["logs/g1-a2-n0-c1-000001.log", "logs/g1-a2-n0-c1-000002.log"]
-    assert bench.site.messages.text() == ""
-
-
-def test_a_courier_killed_after_an_upload_repeats_it_under_the_same_number(bench, store, monkeypatch):
-    """The chunk was uploaded and not yet deleted: the same name, the same bytes, once more."""
-    chunk(bench, "logs", "000007.log", "x")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "envscaler_airflow.store.root.Root.remove",
-            lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
-        )
-        with pytest.raises(KeyboardInterrupt):
-            Chunks(bench.site).step(has_ended=False)
-
-    Chunks(bench.restarted()).step(has_ended=False)
-
-    assert store.puts == ["logs/g1-a2-n0-c1-000007.log"] * 2
-    assert store.children("logs") == ["g1-a2-n0-c1-000007.log"]
-
-
-def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
-    """Its last lines are what says why it was killed; empty ones are no chunk."""
-    chunk(bench, "logs", "000002.open", "MemoryError")
-    chunk(bench, "metrics", "000001.open", "")
-
-    Chunks(bench.site).step(has_ended=True)
-
-    assert store.read("logs/g1-a2-n0-c1-000002.log") == b"MemoryError"
-    assert store.children("metrics") == []
-
-
-def test_a_link_among_the_chunks_is_not_followed(bench, store, tmp_path):
-    """The training could point it at what only the courier may read."""
-    (tmp_path / "secret").write_text("token")
-    (bench.exchange.root / "logs/000001.log").symlink_to(tmp_path / "secret")
-
-    Chunks(bench.site).step(has_ended=True)
-
-    assert store.puts == []
-
-
-# -- checkpoints
 
 
 def test_files_first_then_the_manifest_then_done(bench, store):
@@ -270,7 +179,8 @@ def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path)
         checkpoints.step()
 
     assert saving.waiting(bench.exchange.checkpoints) == []
-    assert [name for name in left(bench, "checkpoints") if not name.endswith(".done")] == [NAME]
+    names = sorted(path.name for path in bench.exchange.checkpoints.iterdir())
+    assert [name for name in names if not name.endswith(".done")] == [NAME]
     assert Checkpoints(bench.site, 3).step()  # a courier that is started again
     assert complete_checkpoints(store, 1) == ()
 
@@ -352,9 +262,6 @@ def test_facts_that_are_no_numbers_end_no_courier(bench, store, facts):
     assert read_checkpoint(store, NAME).step == 300
     said = Status.from_json(compose(bench.site, None, is_over=False).to_json(), where="test")
     assert (said.last_checkpoint, said.last_checkpoint_step, said.checkpoint_s) == (NAME, 300, 0.0)
-
-
-# -- several nodes
 
 
 def test_node_0_writes_the_manifest_when_all_lists_are_there(make_bench, store):
@@ -465,111 +372,6 @@ def test_what_an_attempt_began_from_stays_while_nodes_can_come(make_bench, store
     if stays:
         again = make_bench(node=1, nodes=2)
         assert restore(again.site, control).source == began
-
-
-# -- outputs
-
-
-@pytest.fixture
-def finished(make_bench, tmp_path):
-    """A node with two outputs on the disk."""
-    bench = make_bench(
-        layout={"outputs": {"model": f"{tmp_path}/out/model", "report": f"{tmp_path}/out/r.json"}}
-    )
-    (tmp_path / "out/model").mkdir(parents=True)
-    (tmp_path / "out/model/w").write_text("W")
-    (tmp_path / "out/r.json").write_text("{}")
-    return bench
-
-
-def test_outputs_go_up_with_their_uris(finished, store):
-    """Each below the generation, by its name."""
-    assert Outputs(finished.site).step()
-
-    assert finished.state.outputs == {
-        "model": store.uri("outputs/g1/model"),
-        "report": store.uri("outputs/g1/report"),
-    }
-
-
-def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
-    """The command succeeded and did not do what the spec says."""
-    (tmp_path / "out/r.json").unlink()
-
-    assert Outputs(finished.site).step()
-
-    assert (
-        finished.state.failed
-        == f"output 'report': {tmp_path}/out/r.json does not exist; the command must write it"
-    )
-
-
-def test_outputs_wait_for_the_store(finished, store):
-    """One is up, the store goes away, the other follows later; the first is not repeated."""
-    outputs = Outputs(finished.site)
-    real = store._store.write
-
-    def fail(name, data):
-        if name == "outputs/g1/report/manifest.json":
-            raise OSError(5, "I/O error")
-        real(name, data)
-
-    store._store.write = fail
-    assert not outputs.step()
-    assert finished.site.messages.text() == "output report waits: [Errno 5] I/O error"
-    store._store.write = real
-    store.puts.clear()
-    finished.clock.now += 2
-
-    assert outputs.step()
-    assert {name.split("/")[2] for name in store.puts} == {"report"}
-
-
-def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
-    """A later attempt has begun: its outputs are the run's."""
-    store.write(control_name(1, 3), Control().to_json())
-
-    assert Outputs(finished.site).step()
-
-    assert "a later attempt has begun" in finished.state.failed
-    assert store.children("outputs") == []
-
-
-def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_path):
-    """The training laid its output folder elsewhere, where a folder of that name lies: not its own."""
-    finished.site.remember_places()
-    (tmp_path / "etc/model").mkdir(parents=True)
-    (tmp_path / "etc/model/shadow").write_text("secret")
-    (tmp_path / "out").rename(tmp_path / "gone")
-    (tmp_path / "out").symlink_to(tmp_path / "etc")
-
-    assert Outputs(finished.site).step()
-
-    assert f"leads to {tmp_path}/etc, and was {tmp_path}/out before the start" in finished.state.failed
-    assert store.children("outputs") == []
-
-
-def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, tmp_path):
-    """Neither is the store copied into itself."""
-    finished.site.remember_places()
-    shutil.rmtree(tmp_path / "out/model")
-    (tmp_path / "out/model").symlink_to(tmp_path / "store")
-
-    assert Outputs(finished.site).step()
-
-    assert f"the link leads to {tmp_path}/store" in finished.state.failed
-    assert store.children("outputs") == []
-
-
-def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(finished, store, monkeypatch):
-    """A million of small files would be uploaded for an hour, and then not count."""
-    monkeypatch.setattr("envscaler_airflow.store.folders.MAX_MANIFEST_BYTES", 150)
-    (finished.root / "out/model/v").write_text("V")
-
-    assert Outputs(finished.site).step()
-
-    assert "a manifest of 2 files has" in finished.state.failed
-    assert store.puts == []
 
 
 @pytest.mark.parametrize(("processes", "waits"), [(6, "[1, 2]"), (4, "[1]"), (2, None), (None, "[1, 2, 3]")])

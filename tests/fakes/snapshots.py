@@ -1,0 +1,47 @@
+"""What tests of snapshots do and look at, on a courier's bench."""
+
+import json
+import os
+
+
+def run(bench, seconds):
+    """Let *seconds* pass, a look every second."""
+    for _ in range(seconds):
+        bench.clock.now += 1
+        bench.snapshots.step()
+
+
+def saved(bench):
+    """Names of the local saves."""
+    return bench.exchange.saved(bench.who)
+
+
+def facts(bench, name):
+    """What is known of a snapshot."""
+    return json.loads((bench.exchange.checkpoints / f"{name}.snapshot.json").read_bytes())
+
+
+def answer(bench):
+    """What snapshot.done says."""
+    return json.loads(bench.exchange.snapshot_done.read_bytes())
+
+
+def notice(bench):
+    """What the training's log is to say; None when nothing."""
+    body = bench.exchange.read_json(bench.exchange.root / "notice.json")
+    return body and body["text"]
+
+
+def replace_with(bench, **files):
+    """Save each file under another name and rename it."""
+    for name, data in files.items():
+        (bench.ck / f"{name}.tmp").write_bytes(data)
+        (bench.ck / f"{name}.tmp").replace(bench.ck / name)
+
+
+def end(bench, *, age_s, **ended):
+    """The command ends *age_s* seconds after the last write."""
+    newest = max(path.stat().st_mtime for path in bench.ck.rglob("*") if path.is_file())
+    bench.wrapper_says(ended=ended, progress={"step": 8})
+    os.utime(bench.exchange.wrapper, (newest + age_s,) * 2)
+    run(bench, 1)

@@ -1,0 +1,110 @@
+"""Outputs of a command that succeeded."""
+
+import shutil
+
+import pytest
+
+from envscaler_airflow.courier.uploads import Outputs
+from envscaler_airflow.protocol import Control, control_name
+
+
+@pytest.fixture
+def finished(make_bench, tmp_path):
+    """A node with two outputs on the disk."""
+    bench = make_bench(
+        layout={"outputs": {"model": f"{tmp_path}/out/model", "report": f"{tmp_path}/out/r.json"}}
+    )
+    (tmp_path / "out/model").mkdir(parents=True)
+    (tmp_path / "out/model/w").write_text("W")
+    (tmp_path / "out/r.json").write_text("{}")
+    return bench
+
+
+def test_outputs_go_up_with_their_uris(finished, store):
+    """Each below the generation, by its name."""
+    assert Outputs(finished.site).step()
+
+    assert finished.state.outputs == {
+        "model": store.uri("outputs/g1/model"),
+        "report": store.uri("outputs/g1/report"),
+    }
+
+
+def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
+    """The command succeeded and did not do what the spec says."""
+    (tmp_path / "out/r.json").unlink()
+
+    assert Outputs(finished.site).step()
+
+    assert (
+        finished.state.failed
+        == f"output 'report': {tmp_path}/out/r.json does not exist; the command must write it"
+    )
+
+
+def test_outputs_wait_for_the_store(finished, store):
+    """One is up, the store goes away, the other follows later; the first is not repeated."""
+    outputs = Outputs(finished.site)
+    real = store._store.write
+
+    def fail(name, data):
+        if name == "outputs/g1/report/manifest.json":
+            raise OSError(5, "I/O error")
+        real(name, data)
+
+    store._store.write = fail
+    assert not outputs.step()
+    assert finished.site.messages.text() == "output report waits: [Errno 5] I/O error"
+    store._store.write = real
+    store.puts.clear()
+    finished.clock.now += 2
+
+    assert outputs.step()
+    assert {name.split("/")[2] for name in store.puts} == {"report"}
+
+
+def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
+    """A later attempt has begun: its outputs are the run's."""
+    store.write(control_name(1, 3), Control().to_json())
+
+    assert Outputs(finished.site).step()
+
+    assert "a later attempt has begun" in finished.state.failed
+    assert store.children("outputs") == []
+
+
+def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_path):
+    """The training laid its output folder elsewhere, where a folder of that name lies: not its own."""
+    finished.site.remember_places()
+    (tmp_path / "etc/model").mkdir(parents=True)
+    (tmp_path / "etc/model/shadow").write_text("secret")
+    (tmp_path / "out").rename(tmp_path / "gone")
+    (tmp_path / "out").symlink_to(tmp_path / "etc")
+
+    assert Outputs(finished.site).step()
+
+    assert f"leads to {tmp_path}/etc, and was {tmp_path}/out before the start" in finished.state.failed
+    assert store.children("outputs") == []
+
+
+def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, tmp_path):
+    """Neither is the store copied into itself."""
+    finished.site.remember_places()
+    shutil.rmtree(tmp_path / "out/model")
+    (tmp_path / "out/model").symlink_to(tmp_path / "store")
+
+    assert Outputs(finished.site).step()
+
+    assert f"the link leads to {tmp_path}/store" in finished.state.failed
+    assert store.children("outputs") == []
+
+
+def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(finished, store, monkeypatch):
+    """A million of small files would be uploaded for an hour, and then not count."""
+    monkeypatch.setattr("envscaler_airflow.store.folders.MAX_MANIFEST_BYTES", 150)
+    (finished.root / "out/model/v").write_text("V")
+
+    assert Outputs(finished.site).step()
+
+    assert "a manifest of 2 files has" in finished.state.failed
+    assert store.puts == []

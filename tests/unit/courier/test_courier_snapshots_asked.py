@@ -1,0 +1,122 @@
+"""Checkpoints of code that knows nothing of us: when the owner asks, and when nothing is taken."""
+
+from fakes.checkpoint_files import put
+from fakes.snapshots import answer, run, saved
+
+
+def test_asked_to_leave_it_copies_what_is_new_and_answers(trained):
+    """The wrapper waits for the answer before it sends SIGTERM."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"1"})
+    bench.wrapper_says(progress={"step": 3})
+    bench.heard(sequence=9, action="leave")
+
+    run(bench, 5)
+    assert not bench.exchange.snapshot_done.exists()
+    run(bench, 1)
+
+    assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": True, "name": "g1-step-00000003-a2"}
+
+
+def test_asked_with_nothing_new_it_answers_at_once(trained):
+    """The training need not wait for a copy of what is there already."""
+    bench = trained()
+    bench.heard(sequence=9, action="leave")
+
+    run(bench, 1)
+
+    assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": False, "name": None}
+
+
+def test_asked_at_an_epoch_it_waits_for_the_next_save(trained):
+    """Such code's own save is its boundary: what lies there now is older than need be."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"old"})
+    bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=600)
+    run(bench, 100)
+    assert not bench.exchange.snapshot_done.exists()
+
+    put(bench.ck, {"model.pt": b"fresh"})
+    run(bench, 7)
+
+    assert answer(bench)["taken"]
+    assert (bench.exchange.checkpoints / answer(bench)["name"] / "model.pt").read_bytes() == b"fresh"
+
+
+def test_asked_at_an_epoch_that_never_comes_it_takes_what_is_there(trained):
+    """After align_timeout."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"old"})
+    bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=60)
+
+    run(bench, 62)
+
+    assert answer(bench)["taken"]
+
+
+def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
+    """After the grace it answers without one, and says why."""
+    bench = trained()
+    bench.heard(sequence=9, action="leave", grace_s=30)
+    for count in range(40):
+        (bench.ck / "log").write_bytes(b"x" * (count + 1))
+        run(bench, 1)
+
+    assert answer(bench)["taken"] is False
+    assert "no snapshot: log: changed less than 5 s ago" in bench.site.messages.text()
+
+
+def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
+    """``checkpoint``: save now and go on."""
+    bench = trained()
+    put(bench.ck, {"model.pt": b"1"})
+    bench.heard(sequence=4, action="checkpoint")
+    run(bench, 7)
+    first = answer(bench)
+    bench.exchange.done(first["name"]).touch()
+    put(bench.ck, {"model.pt": b"22"})
+
+    run(bench, 30)
+
+    assert first["taken"]
+    assert saved(bench) == []
+
+
+def test_code_that_saves_by_itself_is_left_alone(trained):
+    """Session saves: no copies, and an ask is answered at once."""
+    bench = trained(every={"seconds": 1})
+    (bench.exchange.root / "progress").mkdir()
+    (bench.exchange.root / "progress/rank-0.json").write_text(
+        '{"schema":"1.0","cooperates":true,"saves":true}'
+    )
+    put(bench.ck, {"model.pt": b"1"})
+    bench.heard(sequence=2, action="leave")
+
+    run(bench, 20)
+
+    assert saved(bench) == []
+    assert answer(bench)["sequence"] == 2
+
+
+def test_code_that_only_reports_is_copied(trained):
+    """A Session that never saves does not protect anything."""
+    bench = trained(every={"seconds": 1})
+    (bench.exchange.root / "progress").mkdir()
+    (bench.exchange.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true}')
+    put(bench.ck, {"model.pt": b"1"})
+
+    run(bench, 8)
+
+    assert len(saved(bench)) == 1
+
+
+def test_other_nodes_copy_nothing(trained):
+    """Node 0's folder is the checkpoint; the others only answer."""
+    bench = trained(every={"seconds": 1}, node=1, nodes=2)
+    put(bench.ck, {"model.pt": b"1"})
+    bench.heard(sequence=2, action="leave")
+
+    run(bench, 20)
+
+    assert saved(bench) == []
+    assert answer(bench)["sequence"] == 2
