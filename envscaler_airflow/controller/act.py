@@ -87,7 +87,7 @@ class Controller(Releasing):
             raise RuntimeError("execute needs the spec")
         state = self._log.load()
         self._check_newest(state)
-        frozen = freeze.freeze(self._stage.spec)
+        frozen = freeze.freeze(self._stage.spec, self._store)
         try:
             state = self._entered(state, frozen)
         finally:

@@ -17,7 +17,7 @@ from envscaler_airflow.lifecycle import AttemptState
 from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.spec import EnvSpec, parse_reference, spec_hash
 from envscaler_airflow.store.archive import pack_workdir
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.base import Store, folder_of
 from envscaler_airflow.store.keys import RunKey
 
 ARCHIVE_FIELD = "workdir_archive"
@@ -54,8 +54,8 @@ class Frozen:
             self.archive.unlink(missing_ok=True)
 
 
-def freeze(spec: EnvSpec) -> Frozen:
-    """Pack the workdir and hash everything that decides what runs.
+def freeze(spec: EnvSpec, store: Store) -> Frozen:
+    """Pack the workdir, less a *store* that lies in it, and hash everything that decides what runs.
 
     Raises:
         SpecError: It runs nothing, its global batch cannot be kept on every number of nodes that it allows,
@@ -69,7 +69,7 @@ def freeze(spec: EnvSpec) -> Frozen:
     folder = spec.resolve_path("workdir")
     if folder is None:
         return Frozen(digest, document)
-    packed = pack_workdir(folder)
+    packed = pack_workdir(folder, store=folder_of(store))
     whole = hashlib.sha256(f"{digest} {packed.sha256}".encode()).hexdigest()
     return Frozen(whole, {**document, ARCHIVE_FIELD: packed.name}, packed.path, packed.name)
 

@@ -1,9 +1,9 @@
 """The user's code, shipped with a run: a deterministic, content-hashed ``tar.zst``.
 
 Packing leaves out what ``.gitignore`` files leave out (nested ones and those of the folders above,
-up to the repository's root) unless git's index holds it, and always ``.git``, caches and virtual
-environments. Equal content gives an equal hash: names are sorted; times, owners and modes carry
-nothing but the executable bit.
+up to the repository's root) unless git's index holds it, and always ``.git``, caches, virtual
+environments, and the run store where that lies in the folder. Equal content gives an equal hash:
+names are sorted; times, owners and modes carry nothing but the executable bit.
 
 Symbolic links are kept as links when they are relative and stay inside the folder. Links that are
 absolute or lead outside are refused when packing (the machine that unpacks has no such place) and
@@ -93,17 +93,27 @@ class _Entry:
     link: str | None
 
 
-def pack_workdir(folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | None = None) -> Archive:
+def pack_workdir(
+    folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | None = None, store: Path | None = None
+) -> Archive:
     """Pack *folder* into a new file in *scratch* (the system's temporary folder when None).
 
+    *store*: the folder of the run store. It is not part of the code: each run changes it.
+
     Raises:
-        SpecError: *folder* does not exist, cannot be read, is larger than *max_bytes*, or holds a link that
-            leads outside.
+        SpecError: *folder* does not exist, cannot be read, is larger than *max_bytes*, is the store itself,
+            or holds a link that leads outside.
     """
     if not folder.is_dir():
         raise SpecError(f"workdir: {folder} is no folder")
+    root, left_out = folder.resolve(), None if store is None else store.resolve()
+    if root == left_out:
+        raise SpecError(
+            f"workdir: {folder} is the run store itself, which each run changes; put the store into a folder "
+            "of its own"
+        )
     try:
-        entries = sorted(_entries(folder.resolve()), key=lambda item: item.path)
+        entries = sorted(_below(root, "", _rules_above(root), left_out), key=lambda item: item.path)
     except OSError as err:
         raise SpecError(_unreadable(folder, err)) from err
     total = sum(item.size for item in entries)
@@ -112,7 +122,7 @@ def pack_workdir(folder: Path, *, max_bytes: int = MAX_BYTES, scratch: Path | No
     handle, name = tempfile.mkstemp(suffix=".tar.zst", dir=scratch)
     try:
         with os.fdopen(handle, "wb") as out:
-            digest, unpacked = _write(Root.real(folder.resolve()), entries, out)
+            digest, unpacked = _write(Root.real(root), entries, out)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -180,10 +190,6 @@ def _add(tar: tarfile.TarFile, root: Root, item: _Entry) -> None:
             raise SpecError(f"workdir: {item.path} changed while it was packed: {err}") from err
 
 
-def _entries(root: Path) -> Iterator[_Entry]:
-    yield from _below(root, "", _rules_above(root), root)
-
-
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """What git leaves out and keeps in a folder.
@@ -238,9 +244,9 @@ def _rules_above(root: Path) -> _Rules:
 
 
 def _below(
-    here: Path, prefix: str, rules: _Rules, root: Path, *, is_left_out: bool = False
+    here: Path, prefix: str, rules: _Rules, store: Path | None, *, is_left_out: bool = False
 ) -> Iterator[_Entry]:
-    """Files below *here*; of a folder that is left out those alone that the index holds."""
+    """Files below *here*, without *store*; of a folder left out those alone that the index holds."""
     rules = rules.within(here)
     with os.scandir(here) as found:
         entries = list(found)
@@ -248,12 +254,13 @@ def _below(
         is_folder = entry.is_dir(follow_symlinks=False)
         path = Path(entry.path)
         is_out = is_left_out or rules.leaves_out(path, is_folder=is_folder)
-        if entry.name in ALWAYS_LEFT_OUT or (is_out and not rules.keeps(path, is_folder=is_folder)):
+        is_never_shipped = entry.name in ALWAYS_LEFT_OUT or path == store
+        if is_never_shipped or (is_out and not rules.keeps(path, is_folder=is_folder)):
             continue
         name = prefix + entry.name
         _check_utf8(name)
         if is_folder:
-            yield from _below(path, name + "/", rules, root, is_left_out=is_out)
+            yield from _below(path, name + "/", rules, store, is_left_out=is_out)
         elif entry.is_symlink():
             yield _Entry(name, path, 0, executable=False, link=_link_inside(name, path))
         elif entry.is_file(follow_symlinks=False):

@@ -315,8 +315,13 @@ def deployment_of(store: Store, configured: str | None) -> str:
         raise ProtocolError(f"{store.uri(DEPLOYMENT)} holds no deployment's uuid: {err!r}") from err
 
 
+def folder_of(store: Store) -> Path | None:
+    """The folder of this machine in which *store* lies; None for any other store."""
+    return Path(store.url.removeprefix(_FILE)) if store.url.startswith(_FILE) else None
+
+
 def _kept_deployment(store: Store) -> bytes:
-    if Path(store.url.removeprefix(_FILE)).exists():
+    if (folder := folder_of(store)) is not None and folder.exists():
         text = store.read(DEPLOYMENT)
         if text is not None:
             return text

@@ -184,12 +184,12 @@ def test_an_older_try_that_slept_while_it_packed_writes_nothing(world, monkeypat
 
     freeze, found = act.freeze.freeze, {}
 
-    def slept(spec):
+    def slept(spec, store):
         monkeypatch.setattr(act.freeze, "freeze", freeze)
         (world.dag_file.parent / "train.yaml").write_text(SPEC.replace("train.py", "other.py"))
         world.execute(world.operator(), Ti(2))
         found.update(world.files())
-        return freeze(spec)
+        return freeze(spec, store)
 
     monkeypatch.setattr(act.freeze, "freeze", slept)
     with pytest.raises(AirflowFailException, match="is older than the owner"):

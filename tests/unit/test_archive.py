@@ -264,3 +264,11 @@ def test_a_bomb_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="more than 10 files or 41943040 bytes"):
         unpack(path, target, sha256=sha256, max_bytes=40 << 20, max_files=10)
     assert not list(target.iterdir())
+
+
+def test_a_store_that_is_the_workdir_itself_is_refused(tmp_path):
+    """Nothing would be left of the code without it, and with it each start would ship other code."""
+    folder = make(tmp_path / "work", {"a": "x"})
+
+    with pytest.raises(SpecError, match="the run store itself"):
+        pack_workdir(folder, store=folder, scratch=tmp_path)

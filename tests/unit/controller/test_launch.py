@@ -32,7 +32,7 @@ def stage(*, nodes="1..2", **distributed):
 def asked(tmp_path, spec, nodes):
     """The request of an attempt on *nodes* nodes."""
     store = open_store(f"file://{tmp_path}")
-    frozen = freeze.freeze(spec)
+    frozen = freeze.freeze(spec, store)
     freeze.write(store, KEY, frozen)
     live = AttemptState(1, 1, Allocation(cpu_offer(), nodes))
     return freeze.attempt_request(
@@ -46,7 +46,9 @@ def test_a_launch_names_the_frozen_spec_that_it_was_made_from(tmp_path):
 
     request = asked(tmp_path, spec, 1)
 
-    assert request.spec_name == freeze.spec_name(freeze.freeze(spec).spec_hash)
+    assert request.spec_name == freeze.spec_name(
+        freeze.freeze(spec, open_store(f"file://{tmp_path}")).spec_hash
+    )
     assert request.spec_name in open_store(f"file://{tmp_path}").children(KEY.prefix)
 
 
@@ -95,7 +97,7 @@ def test_a_stage_that_launches_itself_is_left_alone(tmp_path):
     assert asked(tmp_path, stage(launcher="none"), 2).command == ("python", "train.py")
 
 
-def test_a_batch_that_no_size_could_keep_is_refused_before_anything_starts():
+def test_a_batch_that_no_size_could_keep_is_refused_before_anything_starts(tmp_path):
     """65 samples do not divide over two nodes."""
     with pytest.raises(SpecError, match=r"65 cannot be kept with 2 nodes \(2 copies\); write 130"):
-        freeze.freeze(stage(global_batch=65))
+        freeze.freeze(stage(global_batch=65), open_store(f"file://{tmp_path}"))

@@ -40,7 +40,7 @@ def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
     world.controller().enter()
     world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
     dying = world.controller(max_tries=9)
-    frozen = freeze.freeze(dying._stage.spec)
+    frozen = freeze.freeze(dying._stage.spec, world.store)
     freeze.write(world.store, dying._key, frozen)
     retry = world.controller()
     retry.enter()
@@ -196,3 +196,15 @@ def test_a_start_that_went_through_before_the_refusal_is_adopted(world):
     assert isinstance(got, Waiting)
     assert world.state.live.phase == "started"
     assert len(world.state.attempts) == 1
+
+
+def test_a_store_inside_the_workdir_is_not_part_of_the_code(world):
+    """Each run changes its store; a start with the same code goes on with what runs and stops nothing."""
+    world.spec_path.write_text(world.spec_path.read_text() + "workdir: .\n")
+    world.controller().enter()
+    world.say()
+
+    world.controller(max_tries=7).enter()
+
+    assert [event.type for event in world.log.read()][-1] == "owner"
+    assert len({name for name in world.files() if "/workdir-" in name}) == 1
