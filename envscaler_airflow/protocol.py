@@ -408,6 +408,23 @@ END_REASONS = (
 
 
 @dataclass(frozen=True)
+class Transfer(Message):
+    """What the sidecar moves between its node and a store, as far as it is.
+
+    Attributes:
+        doing: ``uploading``, ``restoring`` or ``fetching``.
+        name: Of what, such as ``checkpoint 440`` or ``output model``.
+        done_bytes: Moved so far.
+        total_bytes: To move in all.
+    """
+
+    doing: str = ""
+    name: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Status(Message):
     """What a node last said (``status/g1-a3-n0-c2.json``, every 15 s and on change).
 
@@ -434,6 +451,7 @@ class Status(Message):
             ``memory_peak_bytes``, ``gpu0_utilization_percent``; absent when not measured.
         address: Where node 0 can be reached by the other nodes.
         ended: None while the command runs.
+        transfer: What the sidecar moves now; its change alone writes no status. None while it moves nothing.
         outputs: Output name to the URI of its folder, once uploaded with a manifest.
         agent_version: Version of the agent that wrote it.
         message: One line for people.
@@ -462,6 +480,7 @@ class Status(Message):
     usage: Dict[str, float] = field(default_factory=dict)
     address: Optional[str] = None
     ended: Optional[Ended] = None
+    transfer: Optional[Transfer] = None
     outputs: Dict[str, str] = field(default_factory=dict)
     agent_version: str = ""
     message: str = ""

@@ -32,6 +32,7 @@ from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.controller.report import run_report
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.lifecycle.narration import transfer_text
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
@@ -438,6 +439,9 @@ def progress_words(status: Status) -> str:
         parts.append(f"{progress.steps_per_s:.1f} steps/s")
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")
+    moving = transfer_text(status)
+    if moving:
+        parts.append(moving)
     return ", ".join(parts) if parts else status.phase
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from envscaler_airflow.controller.report import run_bill
 from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.lifecycle.narration import transfer_text
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.protocol import Status
 
@@ -17,6 +18,8 @@ _PHASES = {
     "ended": "ended",
 }
 """What a node does, for people."""
+_SLOW = ("checkpointing", "leaving", "uploading")
+"""Phases that are said beside the step."""
 
 
 def progress_line(status: Status | None, state: RunState, *, now: float) -> str:
@@ -30,11 +33,19 @@ def progress_line(status: Status | None, state: RunState, *, now: float) -> str:
         return ""
     cost = run_bill(state, now=now).usd
     parts = progress_parts(status)
-    if not parts or status.phase in ("checkpointing", "leaving", "uploading"):
+    moving = transfer_text(status)
+    if not _says_phase(status, moving) and (not parts or status.phase in _SLOW):
         parts.append(_PHASES.get(status.phase, status.phase))
+    if moving:
+        parts.append(moving)
     if cost is not None:
         parts.append(usd_text(cost))
     return ", ".join(parts)
+
+
+def _says_phase(status: Status, moving: str) -> bool:
+    """True where *moving* describes what the phase does, so that one of them is enough."""
+    return bool(moving) and status.phase in ("setup", "restoring", "uploading")
 
 
 def progress_parts(status: Status) -> list[str]:

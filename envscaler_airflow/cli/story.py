@@ -73,10 +73,11 @@ class StageStory:
         return lines
 
     def marks(self) -> tuple[object, ...]:
-        """What changes whenever the run goes on: its events, phase, step, checkpoint, and what it printed."""
+        """What changes whenever the run goes on: events, phase, step, checkpoint, bytes moved, and output."""
         status = self.status
         said = () if status is None else (status.phase, status.progress.step, status.last_checkpoint_step)
-        return (self.state.number, *said, *sorted(self._cursors.items()))
+        moved = () if status is None or status.transfer is None else (status.transfer.done_bytes,)
+        return (self.state.number, *said, *moved, *sorted(self._cursors.items()))
 
     def attempt(self) -> AttemptState | None:
         """The current attempt, while it runs and nobody has asked it to go."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from envscaler_airflow.controller.report import why_ended
 from envscaler_airflow.lifecycle import RunState
-from envscaler_airflow.lifecycle.narration import allocation_name, printable, totals
+from envscaler_airflow.lifecycle.narration import allocation_name, printable, totals, transfer_text
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.protocol import Status
 
@@ -146,7 +146,8 @@ def _node_line(node: Status) -> str:
     speed = f", {progress.steps_per_s:.2f} steps/s" if progress.steps_per_s else ""
     loss = f", loss {progress.loss:.4g}" if progress.loss is not None else ""
     message = f": {printable(node.message)}" if node.message else ""
-    return f"node {node.node}: {node.phase}, {node.health}, step {step}{speed}{loss}{message}"
+    moving = f", {words}" if (words := transfer_text(node)) else ""
+    return f"node {node.node}: {node.phase}{moving}, {node.health}, step {step}{speed}{loss}{message}"
 
 
 def print_report(body: Mapping[str, Any], console: Console | None = None) -> None:

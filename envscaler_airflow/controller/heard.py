@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from envscaler_airflow.protocol import Progress, Status
+from envscaler_airflow.protocol import Progress, Status, Transfer
 
 MOST = 2**53
 """Largest count or amount believed. Source: beyond it doubles, and most JSON readers, skip whole numbers."""
@@ -26,7 +26,12 @@ def believable(status: Status) -> Status:
     """*status* with every number unknown that no training can mean: negative, or beyond :data:`MOST`."""
     known = _without_nonsense(status)
     usage = {name: value for name, value in status.usage.items() if _is_sane(value)}
-    return replace(known, progress=_without_nonsense(status.progress), usage=usage)
+    transfer = status.transfer if _is_possible(status.transfer) else None
+    return replace(known, progress=_without_nonsense(status.progress), usage=usage, transfer=transfer)
+
+
+def _is_possible(transfer: Transfer | None) -> bool:
+    return transfer is not None and 0 <= transfer.done_bytes <= transfer.total_bytes <= MOST
 
 
 def _without_nonsense(said: _Said) -> _Said:

@@ -136,7 +136,9 @@ class Speaker:
 def _matter(status: Status) -> Status:
     """The parts of a status whose change is written at once."""
     progress = dataclasses.replace(type(status.progress)(), epoch=status.progress.epoch)
-    return dataclasses.replace(status, sequence=0, progress=progress, cpu_seconds=None, usage={})
+    return dataclasses.replace(
+        status, sequence=0, progress=progress, cpu_seconds=None, usage={}, transfer=None
+    )
 
 
 def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
@@ -154,6 +156,7 @@ def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
         address=site.address or base.address,
         phase=phase,
         ended=ended,
+        transfer=None if is_over else site.transferring(),
         start_step=state.start_step,
         restored_from=state.restored_from,
         restored_claim=state.restored_claim,

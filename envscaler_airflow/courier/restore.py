@@ -256,9 +256,11 @@ def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Pa
     mine = folders.for_node(manifest, site.who.node)
     root = site.exchange.made_folder(target)
     node, between = site.who.node, site.wanted
-    site.patiently(
-        lambda: folders.fetch(store, prefix, mine, root, node=node, between=between), what=target.name
-    )
+    with site.transfer("restoring", checkpoints.words(target.name)) as moved:
+        site.patiently(
+            lambda: folders.fetch(store, prefix, mine, root, node=node, between=between, moved=moved),
+            what=target.name,
+        )
     return mine
 
 

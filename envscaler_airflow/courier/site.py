@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -13,8 +14,9 @@ import tenacity
 
 from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
 from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolError, StoreError
-from envscaler_airflow.protocol import Ended
+from envscaler_airflow.protocol import Ended, Transfer
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.moved import Moved
 
 _T = TypeVar("_T")
 
@@ -84,6 +86,26 @@ class Site:
     address: str | None = None
     rendezvous: str | None = None
     patience_s: float = 900.0
+    _transfer: tuple[str, str, Moved] | None = None
+
+    @contextmanager
+    def transfer(self, doing: str, name: str) -> Iterator[Moved]:
+        """Show in the status how far the block is with *doing* something to *name*, by the bytes it counts.
+
+        One at a time: all transfers of a node follow each other.
+        """
+        self._transfer = (doing, name, moved := Moved())
+        try:
+            yield moved
+        finally:
+            self._transfer = None
+
+    def transferring(self) -> Transfer | None:
+        """What is moved now; None for nothing, or while it is not known how much it is."""
+        if self._transfer is None:
+            return None
+        doing, name, moved = self._transfer
+        return None if not moved.total else Transfer(doing, name, moved.done, moved.total)
 
     def ended(self) -> Ended | None:
         """How the command ended, as the wrapper says; None while it runs or when that cannot be read."""

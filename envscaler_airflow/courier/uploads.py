@@ -158,15 +158,17 @@ class Checkpoints:
         skip = set() if is_snapshot else {_AGENT}
         files = [item for item in folders.files_of(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
-        done = folders.upload(
-            site.store,
-            prefix,
-            files,
-            node=site.who.node,
-            claim=site.who.claim,
-            between=site.between,
-            shares_names=is_snapshot,
-        )
+        with site.transfer("uploading", checkpoints.words(name)) as moved:
+            done = folders.upload(
+                site.store,
+                prefix,
+                files,
+                node=site.who.node,
+                claim=site.who.claim,
+                between=site.between,
+                shares_names=is_snapshot,
+                moved=moved,
+            )
         self._write_back()
         if site.who.node != 0:
             part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
@@ -444,14 +446,14 @@ class Outputs:
         site = self._site
         who = site.who
         site.check_place(path)
-        uri = outputs.put_output(
-            site.store,
-            name,
-            path,
-            parent=site.place(path),
-            generation=who.generation,
-            attempt=who.attempt,
-            between=site.between,
-            check=partial(self._check_standing, name),
-        )
+        with site.transfer("uploading", f"output {name}") as moved:
+            uri = outputs.put_output(
+                site.store,
+                name,
+                path,
+                parent=site.place(path),
+                generation=who.generation,
+                attempt=who.attempt,
+                hooks=outputs.Hooks(site.between, partial(self._check_standing, name), moved),
+            )
         site.memory.update(outputs={**site.memory.state.outputs, name: uri})

@@ -8,8 +8,19 @@ from typing import Any
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle.events import Event
 from envscaler_airflow.lifecycle.state import AttemptState, RunState
-from envscaler_airflow.planning.amounts import SAME, duration_less, duration_text, usd_less, usd_text
+from envscaler_airflow.planning.amounts import (
+    SAME,
+    bytes_text,
+    duration_less,
+    duration_text,
+    usd_less,
+    usd_text,
+)
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import Status
+
+MOST_NAME = 100
+"""Longest name of what a node moves, letters. Chosen: with its percentage it is one line."""
 
 
 def describe(event: Event, state: RunState) -> str | None:
@@ -46,6 +57,16 @@ def resumed(state: RunState, start_step: int, *, earlier: int | None = None) -> 
     if not start_step:
         return None
     return f"attempt {current.number} resumes from step {start_step}{_again(state, start_step)}"
+
+
+def transfer_text(status: Status) -> str:
+    """``uploading checkpoint 440: 37 % of 1.2 GiB``; empty while the node moves nothing."""
+    moving = status.transfer
+    if moving is None or moving.total_bytes <= 0:
+        return ""
+    percent = min(100, max(0, 100 * moving.done_bytes // moving.total_bytes))
+    what = printable(f"{moving.doing} {moving.name}"[:MOST_NAME])
+    return f"{what}: {percent} % of {bytes_text(moving.total_bytes)}"
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Amounts of money and time as text, as small as they are."""
+"""Amounts of money, time and data as text, as small as they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _DIGITS = 3
 """Significant digits of an amount below ten cents. Chosen: one percent shows."""
 SAME = "the same"
 """How two amounts compare whose difference is nothing."""
+_BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
@@ -35,6 +36,15 @@ def duration_text(seconds: float) -> str:
     if left < _DAY_S:
         return _two(left, _HOUR_S, "h", _MINUTE_S, "min")
     return _two(left, _DAY_S, "d", _HOUR_S, "h")
+
+
+def bytes_text(size: int) -> str:
+    """``700 bytes``, ``512 MiB``, ``1.2 GiB``: one decimal below ten of a unit."""
+    amount, unit = float(size), 0
+    while amount >= 1024 and unit < len(_BYTE_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    decimals = 1 if unit and amount < 10 else 0
+    return f"{amount:.{decimals}f} {_BYTE_UNITS[unit]}"
 
 
 def usd_less(saved: float, *, of: float) -> str:

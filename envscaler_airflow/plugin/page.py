@@ -19,6 +19,7 @@ from markupsafe import Markup
 from envscaler_airflow.controller.report import run_bill, why_ended
 from envscaler_airflow.cost import Bill, Split
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
+from envscaler_airflow.lifecycle.narration import transfer_text
 from envscaler_airflow.planning.amounts import usd_less, usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
@@ -159,7 +160,7 @@ def _in_turn(texts: Iterable[str]) -> str:
 
 def _node(status: Status) -> tuple[str, str]:
     progress = status.progress
-    parts = [f"{status.phase}, {status.health}"]
+    parts = [part for part in (status.phase, transfer_text(status), status.health) if part]
     if progress.step is not None:
         parts.append(f"step {progress.step}")
     parts += [

@@ -53,6 +53,12 @@ def checkpoint_prefix(name: str) -> str:
     return f"{FOLDER}/{name}"
 
 
+def words(name: str) -> str:
+    """``checkpoint 440`` for a person; *name* itself when it is not a checkpoint's."""
+    key = parse_checkpoint_name(name)
+    return name if key is None else f"checkpoint {key[1]}"
+
+
 def is_complete(store: Store, name: str) -> bool:
     """True when a valid manifest of it is in the store.
 

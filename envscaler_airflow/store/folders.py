@@ -37,6 +37,7 @@ from envscaler_airflow.protocol import (
     parse_manifest_name,
 )
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.names import MANIFEST, join
 from envscaler_airflow.store.root import Root
 
@@ -238,23 +239,27 @@ def upload(
     claim: int = 0,
     between: Callable[[], None] = _no_pause,
     shares_names: bool = False,
+    moved: Moved | None = None,
 ) -> tuple[ManifestFile, ...]:
     """Put *files* below *prefix*, without a manifest; *between* runs before each file and may raise.
 
     With a *claim* to the *node* they get a part of the folder for themselves, so that two pods of one node,
     and two nodes whose files have one name, never overwrite each other's.
 
-    Small files go up side by side. *shares_names*: the sidecar itself made hard links to them.
+    Small files go up side by side. *shares_names*: the sidecar itself made hard links to them. *moved* counts
+    the bytes.
 
     Raises:
         CheckpointError: A file changed while it was read.
         StoreError: The store did not take one; the call can be repeated.
     """
     _check_count(prefix, files)
+    counted = moved or Moved()
+    counted.begin(sum(item.size for item in files))
 
     def put(item: TreeFile) -> ManifestFile:
         try:
-            return _put_one(store, prefix, item, (node, claim), shares_names=shares_names)
+            return _put_one(store, prefix, item, (node, claim), counted, shares_names=shares_names)
         except ProtocolError as err:
             raise CheckpointError(f"{prefix}: {item.path}: {err}") from err
 
@@ -262,13 +267,14 @@ def upload(
 
 
 def _put_one(
-    store: Store, prefix: str, item: TreeFile, by: tuple[int, int], *, shares_names: bool
+    store: Store, prefix: str, item: TreeFile, by: tuple[int, int], moved: Moved, *, shares_names: bool
 ) -> ManifestFile:
     node, claim = by
     with item.open(shares_names=shares_names) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         found = ManifestFile(path=item.path, size=item.size, sha256=digest, node=node, claim=claim)
-        store.put_file(_name(prefix, found), stream)
+        with moved.sending(stream, item.size):
+            store.put_file(_name(prefix, found), stream)
         after = os.fstat(stream.fileno())
     if (after.st_size, after.st_mtime_ns) != (item.size, item.mtime_ns):
         raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")
@@ -389,12 +395,13 @@ def fetch(
     *,
     node: int = 0,
     between: Callable[[], None] = _no_pause,
+    moved: Moved | None = None,
 ) -> None:
     """Lay the files of *manifest* out below *target*, as *node* gets them, each checked by size and sha256.
 
     Files that lie there already with the right hash are not fetched again, so a call that was cut
     short can be repeated. *between* runs before each file and may raise. Nothing is written through a link
-    below *target*.
+    below *target*. *moved* counts the bytes.
 
     Raises:
         CheckpointError: Missing, truncated, or of another hash; what was laid out is of no use.
@@ -404,10 +411,15 @@ def fetch(
     check_sizes(store, prefix, manifest)
     root = target if isinstance(target, Root) else Root.real(Path(os.path.realpath(target, strict=True)))
 
+    counted = moved or Moved()
+    counted.begin(sum(item.size for item in manifest.files))
+
     def get(item: ManifestFile) -> None:
         try:
-            if not _is_good(root, item):
-                _fetch_one(store, prefix, item, root)
+            if _is_good(root, item):
+                counted.add(item.size)
+            else:
+                _fetch_one(store, prefix, item, root, counted)
         except (ProtocolError, OSError) as err:
             if isinstance(err, OSError) and err.errno not in _NEVER_SAVED:
                 raise
@@ -432,11 +444,14 @@ def lay_links(manifest: Manifest, root: Root) -> None:
         root.symlink(path, target)
 
 
-def _fetch_one(store: Store, prefix: str, item: ManifestFile, root: Root, path: str | None = None) -> None:
+def _fetch_one(
+    store: Store, prefix: str, item: ManifestFile, root: Root, moved: Moved, path: str | None = None
+) -> None:
     name = path or item.path
     part = f".part-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     with root.landing(name, temporary=part) as stream:
-        store.get_file(_name(prefix, item), stream)
+        with moved.arriving(stream, item.size):
+            store.get_file(_name(prefix, item), stream)
         stream.seek(0, os.SEEK_END)
         if stream.tell() != item.size or _digest(stream) != item.sha256:
             raise CheckpointError(
@@ -458,7 +473,7 @@ def verify(
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         root = Root.of(Path(folder))
         for item in manifest.files:
-            _fetch_one(store, prefix, item, root, "file")
+            _fetch_one(store, prefix, item, root, Moved(), "file")
     return manifest
 
 

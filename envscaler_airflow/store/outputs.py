@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,26 @@ from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.protocol import Manifest, is_safe_name
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store, open_store
+from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.names import MANIFEST
 
 _OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}/[^/]+)/?\Z")
 _CHECKPOINT_URI = re.compile(r"(.+)/(checkpoints/[^/]+)/?\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the caller does while an output goes up.
+
+    Attributes:
+        between: Runs before each file, and may raise.
+        check: Runs before the old output stops counting and before the new one counts, and may raise.
+        moved: Counts the bytes.
+    """
+
+    between: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None
+    moved: Moved | None = None
 
 
 def output_prefix(generation: int, name: str) -> str:
@@ -58,14 +75,11 @@ def put_output(
     generation: int,
     attempt: int,
     parent: Path | None = None,
-    between: Callable[[], None] = lambda: None,
-    check: Callable[[], None] = lambda: None,
+    hooks: Hooks | None = None,
 ) -> str:
     """Upload the folder or file at *path* as output *name* of the run; returns its URI.
 
     *parent*: where the folder above really is, when that is known from before the training ran.
-
-    *check* runs before the old output stops counting and before the new one counts, and may raise.
 
     What an earlier attempt left under this name stops counting first, so a reader sees the old
     output, none, or the new one, never a mixture.
@@ -74,7 +88,7 @@ def put_output(
         CheckpointError: *path* does not exist, or changes meanwhile, or holds a link that leads outside.
         StoreError: Not uploaded; the call can be repeated.
     """
-    prefix = output_prefix(generation, name)
+    prefix, during = output_prefix(generation, name), hooks or Hooks()
     if path.is_file():
         tree: tuple[folders.TreeFile, ...] = (folders.one_file(path, parent=parent),)
         kind = "file"
@@ -82,10 +96,10 @@ def put_output(
         tree, kind = folders.walk(path, parent=parent), "directory"
     else:
         raise CheckpointError(f"output {name!r}: {path} does not exist; the command must write it")
-    check()
+    during.check()
     store.delete(f"{prefix}/{MANIFEST}")
-    files = folders.upload(store, prefix, tree, between=between)
+    files = folders.upload(store, prefix, tree, between=during.between, moved=during.moved)
     manifest = Manifest(kind=kind, files=files, generation=generation, attempt=attempt)
-    check()
+    during.check()
     folders.write_manifest(store, prefix, manifest)
     return store.uri(prefix)

@@ -19,14 +19,44 @@ from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.lifecycle.narration import transfer_text
+from envscaler_airflow.protocol import Status
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.events import EventLog, event_name
 from envscaler_airflow.store.lease import renew_lease, waits_of
 from envscaler_airflow.triggers.sensor_lease import SensorWatch
-from envscaler_airflow.triggers.tail import Tail, labelled
+from envscaler_airflow.triggers.tail import Shown, Tail, labelled
 
 LOG_BYTES_PER_LOOK = 64 << 10
 """Most of the training's output shown at each look, bytes. Chosen: 45 MB of task log an hour at most."""
+
+
+TRANSFER_S = 60.0
+"""How long a transfer lasts before the log says how far it is, and between two such lines, seconds. Chosen:
+what is over sooner is nothing that a person waits for."""
+
+
+class TransferNews:
+    """How far the nodes' long transfers are, now and then."""
+
+    def __init__(self, *, nodes: int, monotonic: Callable[[], float]) -> None:
+        """Nothing was seen yet."""
+        self._nodes, self._monotonic = nodes, monotonic
+        self._seen: dict[int, tuple[str, float, str]] = {}
+
+    def lines(self, statuses: Mapping[int, Status]) -> list[str]:
+        """A line for each node whose transfer lasts, and went on, since its last line."""
+        found, now = [], self._monotonic()
+        for node, status in statuses.items():
+            text = transfer_text(status)
+            what = text.rpartition(":")[0]
+            before, since, said = self._seen.get(node, ("", now, ""))
+            if what != before:
+                self._seen[node] = (what, now, text)
+            elif text != said and now - since >= TRANSFER_S:
+                self._seen[node] = (what, now, text)
+                found += labelled(Shown(node, [text]), nodes=self._nodes)
+        return found
 
 
 class Look:
@@ -75,6 +105,7 @@ class Look:
             holder=holder,
             monotonic=monotonic,
         )
+        self._transfers = TransferNews(nodes=self._nodes, monotonic=monotonic)
         self._sensor: SensorWatch | None = None
         if watching.attempt and _is_scaled(store, prefix):
             self._sensor = SensorWatch(store, prefix, monotonic=monotonic)
@@ -114,6 +145,8 @@ class Look:
         if wake is not None:
             self._keep_ages()
         self._tell_waits(say)
+        for line in self._transfers.lines(self._watch.statuses):
+            say(line)
         return wake.to_dict() if wake else None
 
     def _keep_ages(self) -> None:

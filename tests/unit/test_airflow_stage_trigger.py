@@ -17,7 +17,7 @@ from envscaler_airflow.controller.stage import Watching
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import control_name, log_name
+from envscaler_airflow.protocol import Status, Transfer, control_name, log_name, status_name
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, read_lease, renew_lease
 from envscaler_airflow.store.task_log import read_task_log
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
@@ -253,6 +253,22 @@ def test_shows_what_it_read_even_when_the_next_look_fails(world):
         look.once(lines.append)
 
     assert lines == ["step 1"]
+
+
+def test_says_how_far_a_transfer_is_that_lasts(world):
+    """After a minute, and each minute in which it went on; what is over sooner says nothing (F6)."""
+    now = [0.0]
+    watching = Watching.from_dict(world.watching())
+    look = Look(world.store, KEY.prefix, watching, compute="x", holder="t", monotonic=lambda: now[0])
+    shown = []
+    for now[0], done in [(0, 0), (30, 10), (59, 20), (61, 30), (90, 40), (121, 50), (200, 50), (260, None)]:
+        moving = None if done is None else Transfer("restoring", "checkpoint 440", done, 100)
+        status = Status(generation=1, attempt=1, phase="restoring", transfer=moving)
+        world.store.write(f"{KEY.prefix}/{status_name(1, 1, 0)}", status.to_json())
+        shown.append(said(look))
+
+    line = "restoring checkpoint 440: {} % of 100 bytes"
+    assert shown == [[], [], [], [line.format(30)], [], [line.format(50)], [], []]
 
 
 def test_says_once_what_the_machines_wait_for(world):

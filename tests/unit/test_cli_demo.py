@@ -26,7 +26,7 @@ from envscaler_airflow.cli.demo import (
 from envscaler_airflow.cli.story import StageStory
 from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Progress, Status, log_name, status_name
+from envscaler_airflow.protocol import Progress, Status, Transfer, log_name, status_name
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.testing.airflow_api import AirflowApi
@@ -257,7 +257,10 @@ def test_shows_progress_as_far_as_it_is_known():
     """A phase alone before the first step."""
     busy = Progress(step=5, total_steps=9, epoch=1, epochs=3, steps_per_s=2.0, loss=0.5)
 
+    moving = Status(phase="restoring", transfer=Transfer("restoring", "checkpoint 440", 1, 8))
+
     assert progress_words(Status(phase="setup")) == "setup"
+    assert progress_words(moving) == "restoring checkpoint 440: 12 % of 8 bytes"
     assert progress_words(Status(progress=busy)) == "epoch 1/3, step 5/9, 2.0 steps/s, loss 0.500"
 
 

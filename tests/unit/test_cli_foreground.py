@@ -17,7 +17,7 @@ from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import NoOfferError, StoreError
 from envscaler_airflow.lifecycle import Actor, AttemptState, RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Progress, Status
+from envscaler_airflow.protocol import Progress, Status, Transfer
 from envscaler_airflow.store import EventLog, check_store, open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend
@@ -26,6 +26,8 @@ CPU = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4.0, usd_per_hour=0
 BIG = Allocation(Offer("local", "", "cpu-2", "on-demand", 2, 8.0, usd_per_hour=0.72))
 LIVE = AttemptState(1, 1, CPU, phase="started", started_at=1000.0, intended_at=1000.0)
 KEY = RunKey("d", "shell", "nightly", "train")
+
+MIB = 1 << 20
 
 
 class Heard(Voice):
@@ -101,6 +103,29 @@ def test_progress_is_one_line(progress, phase, line):
     """Step, speed, time to the end, loss and cost, as far as they are known (F6)."""
     state = RunState(status="active", generation=1, attempts=(LIVE,))
     status = Status(generation=1, attempt=1, phase=phase, progress=Progress(**progress))
+
+    assert progress_line(status, state, now=1100.0) == line
+
+
+@pytest.mark.parametrize(
+    ("progress", "phase", "moving", "line"),
+    [
+        ({"step": 450, "total_steps": 900}, "running",
+         Transfer("uploading", "checkpoint 440", 37 * MIB, 100 * MIB),
+         "step 450 of 900 (50 %), uploading checkpoint 440: 37 % of 100 MiB, $0.01"),
+        ({}, "restoring", Transfer("restoring", "checkpoint 440", 3, 25),
+         "restoring checkpoint 440: 12 % of 25 bytes, $0.01"),
+        ({"step": 9, "total_steps": 9}, "uploading", Transfer("uploading", "output model", 0, 5 << 30),
+         "step 9 of 9 (100 %), uploading output model: 0 % of 5.0 GiB, $0.01"),
+        ({}, "restoring", Transfer("restoring", "checkpoint 440", 0, 0), "restoring a checkpoint, $0.01"),
+        ({}, "restoring", Transfer("x\x1b[2J\n" * 99, "y", 9, 3),
+         f"{('x [2J ' * 99)[:100]}: 100 % of 3 bytes, $0.01"),
+    ],
+)  # fmt: skip
+def test_progress_says_how_far_a_transfer_is(progress, phase, moving, line):
+    """In place of the phase that it is; nonsense of a node stays one line and below 100 % (F6)."""
+    state = RunState(status="active", generation=1, attempts=(LIVE,))
+    status = Status(generation=1, attempt=1, phase=phase, progress=Progress(**progress), transfer=moving)
 
     assert progress_line(status, state, now=1100.0) == line
 

@@ -16,7 +16,7 @@ from envscaler_airflow.cost import Held, Use, bill
 from envscaler_airflow.lifecycle import Event, RunState
 from envscaler_airflow.lifecycle.narration import describe
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.protocol import Status, Transfer
 
 
 @pytest.mark.parametrize("words", ["no such file: [/data/x]", "[bold]loud", "[link=http://x]here[/link]"])
@@ -39,6 +39,16 @@ def test_nothing_that_a_node_says_steers_the_terminal(capsys):
     assert "\x1b" not in shown
     assert sum(line.startswith("node ") for line in shown.splitlines()) == 1
     assert told == "the stage failed:  [2Jx y"
+
+
+def test_a_node_says_how_far_a_transfer_is(capsys):
+    """In ``envscaler status`` (F6)."""
+    moving = Transfer("uploading", "checkpoint 440", 37, 100)
+
+    print_run(RunRow("d/run", "active"), [Status(phase="running", transfer=moving)])
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert "node 0: running, uploading checkpoint 440: 37 % of 100 bytes, ok, step -" in said
 
 
 def test_what_a_run_waits_for_is_its_last_line(capsys):

@@ -10,7 +10,7 @@ from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.folders import stored_path, walk
-from envscaler_airflow.store.outputs import is_output_uri, open_folder, put_output
+from envscaler_airflow.store.outputs import Hooks, is_output_uri, open_folder, put_output
 
 WHO = {"generation": 1, "attempt": 2}
 
@@ -214,7 +214,7 @@ def test_a_file_that_grows_meanwhile_is_refused(store, model):
             file.write(b"4")
 
     with pytest.raises(CheckpointError, match=r"weights.bin changed while it was uploaded"):
-        put_output(store, "model", model, **WHO, between=grow)
+        put_output(store, "model", model, **WHO, hooks=Hooks(between=grow))
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", "x" * 200])

@@ -21,7 +21,7 @@ from envscaler_airflow.plugin import page as page_module
 from envscaler_airflow.plugin.charts import Axis
 from envscaler_airflow.plugin.facts import MOST_CHUNKS, MOST_NODES, Rate, read_facts, speeds
 from envscaler_airflow.plugin.page import MOST_TEXT, POLICY, message_page, moment, run_page, shown
-from envscaler_airflow.protocol import Progress, Status, status_name
+from envscaler_airflow.protocol import Progress, Status, Transfer, status_name
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import events as store_events
 
@@ -244,6 +244,17 @@ def test_the_newest_word_of_a_node_is_told(store):
     assert "running, ok, step 7, cpu 80 %, gpu0 93 %" in text
 
 
+def test_how_far_a_transfer_is_is_told(store):
+    """Beside the phase (F6)."""
+    begin(store)
+    moving = Transfer("restoring", "checkpoint 440", 12, 100)
+    say(store, Status(generation=1, attempt=1, phase="restoring", transfer=moving).to_json())
+
+    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+
+    assert "restoring, restoring checkpoint 440: 12 % of 100 bytes, ok" in text
+
+
 HARMLESS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "code", "bdi", "dl", "div"),
     *("dt", "dd", "figure", "figcaption", "svg", "g", "line", "text", "rect", "polyline", "table", "thead"),
@@ -260,6 +271,7 @@ def hostile(store, words):
         generation=1,
         attempt=1,
         message=words,
+        transfer=Transfer(words, words, 1, 2),
         progress=Progress(step=1, phase=words),
         usage={f"{words}_utilization_percent": 1.0},
     )

@@ -10,7 +10,7 @@ from envscaler_airflow.controller.heard import LINES_BYTES, believable, shortene
 from envscaler_airflow.controller.stage import Delivered, Waiting, Wake
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import RunFailedError
-from envscaler_airflow.protocol import Ended, Progress, Status, status_name
+from envscaler_airflow.protocol import Ended, Progress, Status, Transfer, status_name
 
 
 def write_status(world, text):
@@ -90,6 +90,22 @@ def test_one_line_that_is_too_long_alone_is_cut():
 
     assert line.startswith("😀" * 1000)
     assert len(json.dumps(line)) <= LINES_BYTES
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "is_shown"),
+    [(3, 8, True), (8, 8, True), (9, 8, False), (-1, 8, False), (1, -8, False), (1, 2**60, False)],
+)
+def test_bytes_that_no_transfer_can_have_are_unknown(world, done, total, is_shown):
+    """More than there are, fewer than none, more than any disk holds; the rest of the status counts (F6)."""
+    waiting = world.controller().enter()
+    moving = Transfer("uploading", "checkpoint 440", done, total)
+    write_status(world, Status(generation=1, attempt=1, phase="running", transfer=moving).to_json())
+
+    status = read_status(world.store, world.prefix, attempt=(1, 1), node=0)
+
+    assert (status.phase, status.transfer) == ("running", moving if is_shown else None)
+    assert world.watch(waiting).poll() is None
 
 
 def test_what_is_believable_stays_as_it_is():

@@ -1,0 +1,136 @@
+"""What a status says of what the sidecar moves, at the rhythm of all statuses."""
+
+import os
+from contextlib import suppress
+
+import pytest
+
+from envscaler_airflow.courier.loop import Courier
+from envscaler_airflow.protocol import Status, Transfer, status_name
+from envscaler_airflow.store.moved import Moved
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def node(make_bench, store, tmp_path):
+    """A node whose courier has laid all out, with one output."""
+    store.write("spec-0.json", b"{}")
+    bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}})
+    bench.owner_asks()
+    bench.courier = Courier(bench.site)
+    return bench
+
+
+@pytest.fixture
+def halfway(node, store, monkeypatch):
+    """While half of a file is moved, 16 s pass with a round each half second; what was written then."""
+    seen = []
+
+    def rounds():
+        before = len(store.puts)
+        for _ in range(32):
+            node.clock.now += 0.5
+            node.courier.step()
+        seen.append((node.status(), store.puts[before:].count(status_name(1, 2, 0))))
+
+    def put(name, stream, real=store._store.put_file):
+        if name.startswith(("checkpoints/", "outputs/")):
+            os.lseek(stream.fileno(), MIB // 2, os.SEEK_SET)
+            rounds()
+        real(name, stream)
+
+    def get(name, stream, real=store._store.get_file):
+        stream.write(bytes(MIB // 4))
+        stream.flush()
+        rounds()
+        real(name, stream)
+
+    monkeypatch.setattr(store._store, "put_file", put)
+    monkeypatch.setattr(store._store, "get_file", get)
+    return seen
+
+
+def begin(node):
+    """Lay out, and let the training speak."""
+    node.courier.heavy.step()
+    node.wrapper_says(progress={"step": 440})
+    node.courier.step()
+
+
+def test_a_status_says_how_far_an_upload_is_and_is_written_no_more_often(node, halfway):
+    """Half of 1 MiB is up after 16 s, which is one status; afterwards nothing is moved (F6)."""
+    begin(node)
+    node.session_saves("g1-step-00000440-a2", {"model.bin": bytes(MIB)}, step=440)
+
+    node.courier.heavy.step()
+    node.courier.step()
+
+    [(status, writes)] = halfway
+    assert status.transfer == Transfer("uploading", "checkpoint 440", MIB // 2, MIB)
+    assert (status.phase, writes) == ("running", 1)
+    assert node.status().transfer is None
+
+
+def test_a_status_says_how_far_an_output_is(node, halfway, tmp_path):
+    """The command has ended; what is left is named (F6)."""
+    begin(node)
+    (tmp_path / "model").write_bytes(bytes(MIB))
+    node.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
+    for _ in range(4):
+        node.courier.heavy.step()
+        node.courier.snapshot()
+        node.courier.step()
+
+    status, _ = halfway[-1]
+    assert status.transfer == Transfer("uploading", "output model", MIB // 2, MIB)
+    assert status.phase == "uploading"
+    assert (node.status().phase, node.status().transfer) == ("ended", None)
+
+
+def test_a_status_says_how_far_a_restore_is(node, halfway):
+    """A quarter of a checkpoint of attempt 1 is here (F6)."""
+    name = node.in_store("g1-step-00000440-a1", {"model.bin": bytes(MIB)})
+    halfway.clear()
+    node.owner_asks(candidates=(name,))
+
+    node.courier.heavy.step()
+
+    [(status, _)] = halfway
+    assert status.transfer == Transfer("restoring", "checkpoint 440", MIB // 4, MIB)
+    assert status.phase == "restoring"
+
+
+def test_what_a_training_says_of_transfers_is_not_passed_on(node):
+    """It moves nothing; the sidecar alone knows (F6)."""
+    begin(node)
+    node.wrapper_says(progress={"step": 441}, transfer=Transfer("uploading", "all", -1, 2**62))
+    node.clock.now += 16
+
+    node.courier.step()
+
+    assert (node.status().progress.step, node.status().transfer) == (441, None)
+
+
+def test_a_status_without_a_transfer_is_as_it_was():
+    """What is not moved takes no room in the store."""
+    assert b"transfer" not in Status().to_json()
+
+
+def test_files_that_fail_and_come_again_count_once(tmp_path):
+    """Half of the second of two files, an error, and both again: never more than there is."""
+    (tmp_path / "a").write_bytes(bytes(100))
+    moved = Moved()
+    moved.begin(200)
+    moved.add(100)
+    with (tmp_path / "a").open("rb") as stream:
+        with suppress(OSError), moved.sending(stream, 100):
+            os.lseek(stream.fileno(), 50, os.SEEK_SET)
+            half = moved.done
+            raise OSError
+        after = moved.done
+        moved.begin(200)
+        with moved.sending(stream, 100):
+            again = moved.done
+
+    assert (half, after, again, moved.done) == (150, 100, 0, 100)
