@@ -426,7 +426,7 @@ class Transfer(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """What a node last said (``status/g1-a3-n0-c2.json``, every 15 s and on change).
+    """The last report of a node (``status/g1-a3-n0-c2.json``, every 15 s and on change).
 
     Attributes:
         generation, attempt, node: Whose status this is.

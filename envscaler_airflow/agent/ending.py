@@ -98,7 +98,7 @@ class End:
 
     @property
     def is_cut_short(self) -> bool:
-        """True when a signal, or what was asked, may be why the command ended: its 0 is no success then."""
+        """True when a signal or a request may have ended the command: exit code 0 is then not a success."""
         if self.is_done:
             return False
         if self.signalled or self.wrapper_signalled:

@@ -135,8 +135,8 @@ class Chunks:
 class Lines:
     """Splits a stream into lines, and keeps the last hundred as a terminal would show them.
 
-    A progress bar is one line that never ends: what it writes between two carriage returns (or runs of
-    backspaces) is a line of its own for whoever searches it.
+    A progress bar is one line that never ends: a search takes what it writes between two carriage returns (or
+    runs of backspaces) as a line of its own.
     """
 
     def __init__(self) -> None:

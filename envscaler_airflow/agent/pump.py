@@ -51,7 +51,7 @@ class Pump:
         self._is_at_start = True
 
     def finish(self) -> bool:
-        """Pass on what is held back and close the chunk: the command has ended.
+        """Pass on what was kept back and close the chunk: the command has ended.
 
         True when a pattern found a value in it.
         """

@@ -47,7 +47,7 @@ def complete(checkpoints: Path, name: str, facts: Mapping[str, Any]) -> Path:
 
 
 def is_empty(checkpoints: Path, name: str) -> bool:
-    """True when nothing was saved into the partial folder *name*: folders alone are no checkpoint."""
+    """True when nothing was saved into the partial folder *name*: folders alone are not a checkpoint."""
     return not any(path.is_file() for path in partial_folder(checkpoints, name).rglob("*"))
 
 

@@ -51,7 +51,7 @@ SIGTERM_GRACE_S = 25.0
 """Chosen: 5 s below the 30 s after which a kubelet kills."""
 TOGETHER_S = 0.25
 """How long after a command's exit code 0 a signal may still arrive that was sent to it and to the wrapper at
-once. Chosen: whoever signals a group does so within milliseconds, and a busy machine is slower."""
+once. Chosen: a signal to a group reaches both within milliseconds, and later on a busy machine."""
 MAX_MESSAGE_CHARS = 500
 """Longest message in a status. Chosen: a line that a person reads."""
 MAX_PHASE_CHARS = 100

@@ -115,7 +115,7 @@ class NodeStatus:
 SILENT = "silent"
 """Reason of a ``lost`` node whose machine does not answer: it may live on, cut off from the backend alone."""
 QUIET_S = 180.0
-"""A node whose status in the store changed within so many seconds is not given up for silence. Chosen: twelve
+"""A node whose status in the store changed within so many seconds is not lost for silence. Chosen: twelve
 times the interval of statuses."""
 
 
@@ -149,10 +149,10 @@ class UsageInterval:
 
     Attributes:
         node: Index.
-        start: When it was first held.
-        end: When it was given back; None while it is held.
-        now: The provider's own time when it was asked, to which an open interval is billed; None where the
-            provider does not tell it.
+        start: When it was allocated.
+        end: When it was released; None while it is allocated.
+        now: The provider's own time of its answer, up to which an open interval is billed; None where the
+            provider does not report it.
     """
 
     node: int
@@ -231,10 +231,10 @@ class MendsNodes(Protocol):
     """A backend that can have lost nodes of a live attempt made again."""
 
     def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
-        """Give up what is lost, so that it is replaced; names of what was. For the owner alone.
+        """Delete lost nodes so that the backend replaces them; returns their names. For the owner alone.
 
         *quiet_s* is how long each node's status in the store has not changed, by a watcher's clock. A node
-        that is silent to the backend alone, or of which nothing is known, is not given up.
+        that is silent to the backend alone, or whose state is unknown, is not deleted.
         """
 
 

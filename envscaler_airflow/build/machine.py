@@ -107,7 +107,7 @@ class Here:
         has_path: Tells whether a path exists.
         is_mounted: Tells whether something is mounted at a path.
         has_variable: Tells whether the environment has a variable.
-        installed_versions: Tells versions of the system packages that are there; None when nobody can.
+        installed_versions: Versions of the system packages that are there; None when no tool reports them.
         has_docker: Tells whether a docker daemon answers.
         has_uv: Tells whether uv is installed.
         has_program: Tells whether a program is on the path.

@@ -173,7 +173,7 @@ def requirement_of(line: str) -> Requirement | None:
 
 
 def applies(requirement: Requirement, python: str) -> bool:
-    """True when its marker holds on Linux with *python*; the machine is taken for an x86_64."""
+    """True when its marker matches Linux with *python* on x86_64."""
     if requirement.marker is None:
         return True
     full = python if python.count(".") > 1 else f"{python}.0"

@@ -79,7 +79,7 @@ _PARTITION = "cloud.google.com/gke-gpu-partition-size"
 _MIG = re.compile(r"\d+g\.(\d+)gb", re.IGNORECASE)
 """A MIG profile: slices of compute and GB. Source: NVIDIA Multi-Instance GPU user guide."""
 _VIRTUAL = (("type", "virtual-kubelet"), ("eks.amazonaws.com/compute-type", "fargate"))
-"""Labels of nodes that are no machines. Source: Virtual Kubelet; EKS Fargate."""
+"""Labels of nodes that are not machines. Source: Virtual Kubelet; EKS Fargate."""
 
 _MOST = 2.0**60
 """Amounts from here on are none of a node. Chosen: an exbibyte, in bytes."""
@@ -108,7 +108,7 @@ class ClusterNode:
         gpu_product: As feature discovery says it.
         gpu_memory_gb: Nominal; of a shared GPU the part of one share.
         gpu_shares: Pods that a GPU is shared by; 1 for none.
-        runs_linux: False for a node of another system or architecture, and for one that is no machine.
+        runs_linux: False for a node of another system or architecture, and for a virtual node.
     """
 
     name: str

@@ -21,7 +21,7 @@ class Bar:
     """How far one piece of work is.
 
     Attributes:
-        title: What is done, for people.
+        title: What is done, as shown.
         total: Of what; None while that is unknown.
         done: So far.
     """

@@ -86,7 +86,7 @@ class _Cancel:
         except OwnerGoneError as err:
             return self._stop_orphan(load_state(self.store, self.prefix), replace(owner, why=str(err)))
         if after.status == "active":
-            self.say("its owner has heard it")
+            self.say("its owner has received the request")
             return "asked"
         return self._told(after)
 

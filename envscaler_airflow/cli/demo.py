@@ -42,8 +42,8 @@ from envscaler_airflow.testing.airflow_services import AirflowServices
 DAG_ID = "retrain_text_classifier"
 STAGES = ("prepare", "train", "score")
 STUCK_S = 600.0
-"""After so many seconds without any progress the demo gives up. Chosen: the longest that nothing is seen to
-move on a loaded machine, an Airflow's start of a task, takes two minutes."""
+"""After so many seconds without any progress the demo stops. Chosen: five times the longest pause seen on
+a loaded machine, Airflow's start of a task."""
 LOOK_S = 0.5
 ASK_S = 2.0
 """Between two questions to the API server, which shares the cores with the training."""
@@ -156,7 +156,7 @@ class Demo:
     def _pipeline(
         self, airflow: AirflowServices, on_end: Callable[[dict[str, Any]], None] | None, *, is_kept: bool
     ) -> int:
-        """One run of the DAG; with *is_kept* a failure is said and ends nothing, so that the UI shows it."""
+        """One run of the DAG; with *is_kept* a failure is printed and the UI stays up to show it."""
         try:
             run_id = airflow.trigger_dag(DAG_ID, conf=self._conf, timeout_s=STUCK_S)
             self._say("demo", f"triggered {DAG_ID} ({run_id})")
@@ -322,7 +322,7 @@ class Demo:
 
 
 class Patience:
-    """Gives up when nothing has moved for :data:`STUCK_S`; as long as something does, it waits."""
+    """Waits while something moves; stops once nothing has for :data:`STUCK_S`."""
 
     def __init__(self, now: float) -> None:
         """Begin at *now*, seconds of a monotonic clock."""

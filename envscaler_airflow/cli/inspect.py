@@ -57,7 +57,7 @@ STATUSES = (
     callback=lambda _ctx, _param, given: _known_statuses(given),
     help=f"Only runs of this status; repeat. {', '.join(STATUSES)}.",
 )
-@click.option("--match", help="Only runs whose name holds this text.")
+@click.option("--match", help="Only runs whose name contains this text.")
 @click.option(
     "--since", "since_s", callback=duration_option, metavar="AGE", help="Only runs begun within, such as 7d."
 )

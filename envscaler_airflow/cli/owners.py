@@ -35,10 +35,10 @@ class Ownership:
     """What is known of the owner of a run.
 
     Attributes:
-        name: For people: ``ana@build-3:4711`` (its process), ``Airflow, try 2``, ``-``.
+        name: As shown: ``ana@build-3:4711`` (its process), ``Airflow, try 2``, ``-``.
         presence: ``there`` while a process watches the run; ``gone`` when it is known that none does.
         why: How that is known; "" where it is not.
-        is_by_age: True when the age of the lease told it, not the process itself.
+        is_by_age: True when it is known from the age of the lease, not from the process itself.
     """
 
     name: str
@@ -73,8 +73,8 @@ def _user() -> str:
 def owner_of(store: Store, prefix: str, state: RunState) -> Ownership:
     """Who owns the run, and whether that process is there.
 
-    On the machine of a shell that owns it the process itself tells; elsewhere the age of the lease does, by
-    the store's own clock. Where the store tells no dates it is unknown.
+    On the machine of a shell that owns it, by its process; elsewhere by the age of the lease on the store's
+    own clock. Where the store reports no dates it is unknown.
 
     Raises:
         StoreError: The store cannot be read.
@@ -131,7 +131,7 @@ def _by_lease(store: Store, prefix: str, name: str) -> Ownership:
 
 
 def _age_s(store: Store, name: str) -> float | None:
-    """Seconds since *name* was written, by the store's clock; None where the store does not tell."""
+    """Seconds since *name* was written, by the store's clock; None where the store does not report dates."""
     found = store.read_dated(name, max_bytes=MAX_LEASE_BYTES)
     if found is None or found[1] is None:
         return None
@@ -139,7 +139,7 @@ def _age_s(store: Store, name: str) -> float | None:
 
 
 def shown_status(state: RunState, presence: Presence) -> str:
-    """The status of a run for people: ``failed to start`` and ``orphaned`` are told apart from ``active``."""
+    """The status of a run as shown: ``failed to start`` and ``orphaned`` are distinct from ``active``."""
     has_begun = bool(state.attempts_of(state.generation)) if state.generation else False
     if state.status == "none":
         return {"there": "starting", "unknown": "none", "gone": "failed to start"}[presence]

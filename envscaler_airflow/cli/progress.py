@@ -17,9 +17,9 @@ _PHASES = {
     "uploading": "storing outputs",
     "ended": "ended",
 }
-"""What a node does, for people."""
+"""What a node does, as shown."""
 _SLOW = ("checkpointing", "leaving", "uploading")
-"""Phases that are said beside the step."""
+"""Phases that are shown beside the step."""
 
 
 def progress_line(status: Status | None, state: RunState, *, now: float) -> str:

@@ -165,7 +165,7 @@ def elastic(  # noqa: PLR0913  # one argument for each option
 
 
 def _counted(shown: Bar, times: int) -> Callable[[int], None]:
-    """Moves *shown* on by a job; there are as many as told, so many times."""
+    """Moves *shown* on by one job of the number given times *times*."""
     return lambda many: shown.to(shown.done + 1, many * times)
 
 

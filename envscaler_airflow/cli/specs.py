@@ -86,7 +86,7 @@ def refuse_own_secrets(spec: EnvSpec) -> None:
     It would be stored with the run. Airflow's masker does this for the operator; a shell has none.
 
     Raises:
-        SpecError: A value of the spec holds the value of such a variable; it is not repeated.
+        SpecError: A value of the spec contains the value of such a variable; it is not repeated.
     """
     values = {
         str(item.reference): os.environ.get(item.reference.name, "")
@@ -97,7 +97,7 @@ def refuse_own_secrets(spec: EnvSpec) -> None:
     for reference, value in values.items():
         if len(value) >= MIN_SECRET_CHARS and json.dumps(value, ensure_ascii=False)[1:-1] in text:
             raise SpecError(
-                f"a value of the spec holds the secret of {reference}; leave it to that reference"
+                f"a value of the spec contains the secret of {reference}; leave it to that reference"
             )
 
 

@@ -54,7 +54,7 @@ class StageStory:
             return lines
 
     def skip(self) -> None:
-        """Tell nothing of what has happened so far.
+        """Leave out what has happened so far.
 
         Raises:
             StoreError: The store cannot be read.

@@ -40,9 +40,9 @@ class RunRow:
 
     Attributes:
         prefix: Its folder.
-        status: For people, such as ``orphaned``.
+        status: As shown, such as ``orphaned``.
         state: Fold of its events.
-        owner: For people.
+        owner: As shown.
         usd: What the current generation has cost; None when that is unknown.
         age_s: Seconds since it began; None when it has not.
     """

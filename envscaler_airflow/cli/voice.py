@@ -30,7 +30,7 @@ class Voice:
         self._said = ""
 
     def say(self, line: str) -> None:
-        """One line, unless it is the one that was said last."""
+        """Print one line, unless it is the same as the last."""
         if line != self._said:
             self._said = line
             self._write(f"-- {line}\n", is_error=True)

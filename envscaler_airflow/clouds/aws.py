@@ -39,7 +39,7 @@ _ORDINARY = {
     "operation": "RunInstances",
     "licenseModel": "No License required",
 }
-"""What tells capacity blocks, other operations and licences of one's own apart; absent counts as ordinary.
+"""What distinguishes capacity blocks, other operations and own licences; absent counts as ordinary.
 
 Source: docs.aws.amazon.com/awsaccountbilling/latest/aboutv2, "Reading the service price list files"."""
 TERMS: Mapping[str, Commitment] = {"1yr": "1y", "3yr": "3y"}
@@ -183,7 +183,7 @@ def read_product(product: Mapping[str, Any], region: str) -> Iterator[Quote]:
 
 
 def _current(terms: Iterable[Mapping[str, Any]], now: datetime) -> list[Mapping[str, Any]]:
-    """The newest of *terms* that holds *now*; the list names what is to come, too."""
+    """The newest of *terms* in force *now*; the list names future ones, too."""
     held = [term for term in terms if is_in_force(term.get("effectiveDate"), None, now)]
     return sorted(held, key=lambda term: str(term.get("effectiveDate") or ""))[-1:]
 

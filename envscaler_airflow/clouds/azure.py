@@ -24,7 +24,7 @@ _OTHER = re.compile(
     re.IGNORECASE,
 )
 """Products and meters with the same armSkuName that are not a Linux virtual machine's ordinary price:
-classic cloud services, hosts, licences, what is no longer sold. Source: names in Azure Retail Prices."""
+classic cloud services, hosts, licences, discontinued products. Source: names in Azure Retail Prices."""
 _HOURLY = frozenset({"1 Hour", "1/Hour"})
 
 
@@ -85,7 +85,7 @@ def _rank(item: Mapping[str, Any]) -> tuple[bool, bool, float]:
 
 
 def read_item(item: Mapping[str, Any], *, now: datetime | None = None) -> Quote | None:
-    """One meter as a quote; None for other services and systems, other units and what is no price *now*."""
+    """One meter as a quote; None for other services, systems and units, and prices not in force *now*."""
     name, sku, product = (str(item.get(key) or "") for key in ("armSkuName", "skuName", "productName"))
     usd = usd_of(item.get("retailPrice"), currency=item.get("currencyCode"))
     words = f"{product} | {sku} | {item.get('meterName') or ''}"

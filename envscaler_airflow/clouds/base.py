@@ -89,7 +89,7 @@ def instant(value: object) -> datetime | None:
 
 
 def is_in_force(begin: object, end: object, now: datetime) -> bool:
-    """True for a price that holds at *now*; a list keeps what ended and names what is to come."""
+    """True for a price in force at *now*; a list keeps ended prices and names future ones."""
     begins, ends = instant(begin), instant(end)
     return (begins is None or begins <= now) and (ends is None or now < ends)
 

@@ -133,7 +133,7 @@ def _which(sku: Mapping[str, Any]) -> tuple[str, str, CapacityType, Commitment] 
 
 
 def _current(prices: list[Any], now: datetime) -> Any:
-    """Of several prices the newest that holds *now*; one that says no time counts as the last."""
+    """The newest of *prices* in force *now*; without times the last one."""
     held = [item for item in prices if is_in_force(item.get("effectiveTime"), None, now)]
     dated = [item for item in held if instant(item.get("effectiveTime")) is not None]
     return max(dated, key=lambda item: instant(item["effectiveTime"]) or now) if dated else held[-1]

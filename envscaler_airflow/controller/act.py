@@ -102,7 +102,7 @@ class Controller(Releasing):
         return state
 
     def check_newest(self) -> None:
-        """Refuse to go on where a newer try owns the run; to be called before anything is written.
+        """Raise where a newer try owns the run; the caller does so before it writes anything.
 
         Raises:
             SupersededError: A newer try of this DAG run, or a later DAG run of the same name, owns it.
@@ -227,7 +227,7 @@ class Controller(Releasing):
         )
 
     def _reserve_usd(self, state: RunState, observed: Observed | None, wake: Wake) -> float:
-        """What the live attempt costs until it is gone, were it asked to go now; 0 where none lives."""
+        """What the live attempt still costs if it is drained now; 0 without one."""
         if self._stage.budget_usd is None or state.live is None or observed is None:
             return 0.0
         check_s = max(wake.check_s, limits.BUDGET_EVERY_S)
@@ -376,7 +376,7 @@ class Controller(Releasing):
         )
 
     def _promise(self, state: RunState, live: AttemptState) -> None:
-        """Fence first, then list what the attempt may resume from; a later execution lists anew."""
+        """Fence first, then list what the attempt may resume from; a later execution lists again."""
         control = Control(
             action="run" if live.generation == state.generation else "stop",
             restore_from=state.begun.get("restore_from"),

@@ -20,7 +20,7 @@ takes over, seconds. Chosen: the last saves of a large model fit."""
 def is_passing(err: EnvScalerError) -> bool:
     """True for what may pass by itself: no answer of the backend, or whatever the store says.
 
-    A store that refuses, as by credentials that have expired, stops no training; somebody will notice.
+    A store that refuses, as with expired credentials, stops no training; the log of each execution says so.
     """
     return isinstance(err, StoreError) or (isinstance(err, BackendError) and err.transient)
 

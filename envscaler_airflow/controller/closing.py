@@ -58,7 +58,7 @@ def close(
 
     Raises:
         StoreError, BackendError: No answer for an hour.
-        ProtocolError: The run cannot be told.
+        ProtocolError: The run's events cannot be read.
     """
     events = EventLog(store, prefix, snapshots=False)
     actor = _asked(events, ti_id, try_number)

@@ -38,7 +38,7 @@ class Frozen:
 
     Attributes:
         spec_hash: Over the resolved spec, parameters, inputs, and the content of the workdir.
-        document: What the frozen spec's file holds.
+        document: Content of the frozen spec's file.
         archive: Packed workdir on this machine, None without one; the caller deletes it.
         archive_name: Its name in the store.
     """
@@ -105,7 +105,7 @@ def key_of(store: Store, prefix: str) -> RunKey:
     try:
         key = RunKey.from_dict(json.loads(store.read(name, max_bytes=MAX_KEY_BYTES) or b"{}")["key"])
     except (ValueError, KeyError, TypeError) as err:
-        raise ProtocolError(f"{store.uri(name)}: holds no key of a run: {err!r}") from err
+        raise ProtocolError(f"{store.uri(name)}: expected the key of a run, got {err!r}") from err
     if key.prefix != prefix:
         raise ProtocolError(f"{store.uri(name)}: is the key of {key.prefix}")
     return key
@@ -162,7 +162,7 @@ def differences(store: Store, prefix: str, spec_hash: str, frozen: Frozen) -> st
 
     Raises:
         StoreError: The store cannot be read.
-        ProtocolError: There is no such spec.
+        ProtocolError: The spec does not exist.
     """
     found = sorted(_differing(read_document(store, prefix, spec_hash), frozen.document, ""))
     more = len(found) - MAX_DIFFERENCES

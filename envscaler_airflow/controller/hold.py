@@ -35,7 +35,7 @@ class Holder:
         store, prefix, backend, actor: Of the run, for watching and the lease.
         on_wait: Told the reason whenever it changes.
         on_look: Called at every look with the watch, to show logs and progress.
-        on_trouble: Told each error of the store while it waits.
+        on_trouble: Called with each error of the store while it waits.
         sleep, monotonic: Time.
     """
 

@@ -70,7 +70,7 @@ def judge(
 
 
 def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Mapping[str, int]:
-    """Nodes available beside those that the stage has; nothing where it cannot be told.
+    """Nodes available beside those that the stage has; empty where the backend does not report it.
 
     What the stage itself uses counts as free: it stops before it starts elsewhere.
     """

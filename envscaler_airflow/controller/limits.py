@@ -45,7 +45,7 @@ def grace_s(state: RunState, said: Status | None = None) -> float:
 
 
 def measured_s(state: RunState, said: Status | None = None) -> float | None:
-    """Seconds of the last checkpoint that an attempt of this generation told of; None when none did."""
+    """Seconds of the last checkpoint that an attempt of this generation reported; None when none did."""
     measured = None if said is None else said.checkpoint_s
     for attempt in reversed(state.attempts_of(state.generation)):
         if measured is None:
@@ -65,7 +65,7 @@ def reserve_usd(
         allocation: What it is on.
         check_s: Seconds between two looks at the money.
         checkpoint_s: Of earlier attempts; None when none was measured.
-        said: What node 0 last said, whose own checkpoint and steps count; None when unknown.
+        said: Last status of node 0, whose own checkpoint and steps count; None when unknown.
     """
     price = allocation.usd_per_hour
     if price is None:

@@ -73,7 +73,7 @@ class Releasing(Asking):
         return "whether it still runs is unknown" if is_unseen else ""
 
     def _bill(self, attempt: AttemptState) -> dict[str, Any]:
-        """The last word of the backend on what was held, where the end could not tell all of it."""
+        """The backend's last bill of the attempt, where the bill at its end was not complete."""
         if not facts.may_be_held(attempt):
             return {}
         usage, now = facts.usage_of(self._backend, attempt), self._clock()
@@ -82,7 +82,7 @@ class Releasing(Asking):
         return found if usd is None else found | {"usd": usd}
 
     def _until_released(self, state: RunState) -> Waiting | None:
-        """A short wait where a run that is over holds machines that may soon be given back; None for none."""
+        """A short wait while machines of an ended run are still to be released; None for none."""
         now = self._clock()
         for attempt in state.attempts:
             why = self._holding.get((attempt.generation, attempt.number))

@@ -48,7 +48,7 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
 def _before(store: Store, prefix: str, attempt: AttemptState, last: Status) -> dict[str, Any]:
     """What the pods did that node 0 had before its *last* one, within the same attempt.
 
-    ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod made again. ``start_step``:
+    ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated. ``start_step``:
     where the first of them began.
     """
     key = (attempt.generation, attempt.number)

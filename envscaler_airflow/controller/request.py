@@ -84,7 +84,7 @@ def kill_quietly(
     """What a user's kill of a deferred task does: ask the attempt to save and go, wait for nothing.
 
     Acts only while the run's last owner is the try (*ti_id*, *try_number*), where the number is known: on a
-    clear, the old try is told after the new one has begun. Returns whether it acted.
+    clear, the kill of the old try comes after the new one has begun. Returns whether it acted.
 
     Raises:
         StoreError: The store cannot be read or written; the lease ends the attempt then.

@@ -73,8 +73,8 @@ def until_now(
 ) -> tuple[UsageInterval, ...]:
     """*intervals*, those still open ended at the provider's own now: the same clock as their start.
 
-    Where the provider does not tell its time, as long after the attempt was made as the store's clock counted
-    since the start was recorded: two clocks are never subtracted.
+    Where the provider does not report its time, as long after the attempt was made as the store's clock
+    counted since the start was recorded: two clocks are never subtracted.
 
     Args:
         intervals: By the provider's clock.

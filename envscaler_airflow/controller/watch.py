@@ -55,7 +55,7 @@ def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: in
 def read_claimed(
     store: Store, prefix: str, *, attempt: tuple[int, int], claim: int, node: int = 0
 ) -> Status | None:
-    """What the pod of that claim last said, whoever claimed the node since. Raises as :func:`read_status`."""
+    """Last status of the pod of that claim, also after a later claim. Raises as :func:`read_status`."""
     name = join(prefix, protocol.status_name(*attempt, node, claim))
     try:
         text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
@@ -68,7 +68,7 @@ def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> Attem
     """*observed*, where a node that is silent to the backend alone is unknown, and not lost. Pure.
 
     A kubelet may be dead, or cut off, while the containers of its pods train on: their status in the store
-    changes, and whoever replaced the pod would have two of them train.
+    changes, and a replacement would make two of them train.
     """
 
     def heard(node: NodeStatus) -> NodeStatus:
@@ -95,8 +95,8 @@ class Watch:
     ) -> None:
         """Begin at *watching*; ages count from now, by *monotonic*.
 
-        *clock* is the run's, to which a bill runs whose provider does not tell its own time; the store's when
-        None. *poll_s* is the time between two looks.
+        *clock* is the run's, to which a bill runs whose provider does not report its own time; the store's
+        when None. *poll_s* is the time between two looks.
         """
         self._store = store
         self._prefix = prefix
@@ -153,7 +153,7 @@ class Watch:
         is_paused = elapsed < self._watching.pause_s
         wake = self._new_events() or self._request
         if wake is not None and is_paused and wake.kind != "superseded":
-            self._request, wake = wake, None  # told once the pause is over
+            self._request, wake = wake, None  # the owner gets it once the pause is over
         if wake is not None:
             self._request = None
             return wake
@@ -294,7 +294,7 @@ class Watch:
             found.append(Wake("status", detail="stalled"))
         silent = self._silent_s()
         if silent >= LOST_AFTER_S:
-            found.append(Wake("silent", silent_s=silent, detail="neither backend nor nodes were heard"))
+            found.append(Wake("silent", silent_s=silent, detail="neither backend nor nodes have reported"))
         return found
 
     def _overdue(self) -> list[Wake]:

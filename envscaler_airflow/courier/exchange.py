@@ -65,7 +65,7 @@ class Layout(BaseModel):
     """Where things lie on this node, as the backend says (``layout.json``).
 
     ``spec`` is the name of the frozen spec in the run's folder: the one that this attempt was launched with,
-    whatever later owners write. ``processes_per_node`` is told where nodes come and go during the attempt.
+    whatever later owners write. ``processes_per_node`` is set where nodes come and go during the attempt.
     ``own`` is a folder that outlives the sidecar's process and that the training cannot write, where the
     backend has one.
     """

@@ -133,7 +133,7 @@ def units(tree: Tree) -> tuple[Unit, ...]:
 
 
 def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mapping[str, str]) -> list[Unit]:
-    """Those of *known* that a snapshot holds: whole, and of some families the newest alone."""
+    """Those of *known* that belong into a snapshot: whole, and of some families the newest alone."""
     whole = [unit for unit in known if is_whole(unit)]
     pointed = {trees.resolved(path, links) for path in links}
     newest: dict[tuple[str, str], Unit] = {}

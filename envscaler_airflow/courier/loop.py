@@ -251,7 +251,7 @@ class Courier:
         self._snapshots.step()
 
     def step(self) -> bool:
-        """One quick round; True when all is done and said. Nothing is written before the node is claimed."""
+        """One quick round; True when all is done and reported. Before its claim it writes nothing."""
         site = self._site
         if not site.who.claim:
             return False

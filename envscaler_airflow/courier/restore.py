@@ -49,7 +49,7 @@ class Restored:
     Attributes:
         source: Its name, or the URI that it was named by.
         path: Folder.
-        manifest: What the writer said of it, with the files that this node gets.
+        manifest: Its manifest, with the files that this node gets.
         claim: Of the manifest in its folder; None for a URI.
     """
 
@@ -162,8 +162,8 @@ class _NodeZero:
     """Node 0 as the other nodes see it: what the pod that claimed it last reports.
 
     That pod may be gone, with its last status left behind, when this node's pod replaces an earlier one: both
-    may have been lost. Then only a status that changes while this node looks counts, and an end of node 0 is
-    not taken at its word before a replacement had time to come.
+    may have been lost. Then only a status that changes while this node looks counts, and an end of node 0
+    only after a replacement had time to start.
     """
 
     def __init__(self, site: Site) -> None:
@@ -173,7 +173,7 @@ class _NodeZero:
         self._last: tuple[int, int] = (0, 0)
 
     def decided(self) -> Status | None:
-        """Its status, once that holds its choice; None before.
+        """Its status, once that names its choice; None before.
 
         Raises:
             CheckpointError, SetupCancelledError: It has ended.

@@ -157,7 +157,7 @@ class Settling:
 
         Args:
             hurry: A snapshot is overdue: what is closed counts though it is saved all the time.
-            is_over: The command has ended, so that nobody writes any more.
+            is_over: The command has ended, so that no process writes any more.
             died_ns: When it was killed or failed, and may have been writing; None when it ended well.
         """
         tree = self._tree
@@ -274,7 +274,7 @@ class Settling:
         return sorted(set(found))
 
     def _is_a_log(self, item: TreeFile, newest: float) -> bool:
-        """True for what is kept open and written, and is no part of a save that began at *newest*."""
+        """True for a file that is kept open and written, and was not begun by a save at *newest*."""
         seen = self._seen[item.path]
         if seen.torn is not None:
             return self.quiet_s(item) >= SAVE_S

@@ -33,12 +33,12 @@ class Silence:
         self._checkpoints = site.memory.state.checkpoints
 
     def saved(self) -> None:
-        """Begin anew: something was saved."""
+        """Something was saved: count from now."""
         self._since = self._site.monotonic()
         self._say(None)
 
     def step(self, selection: Selection | None, progress: Progress) -> None:
-        """Say so when it is time; *selection*: what the folder holds, None for code that saves by itself."""
+        """Say so when it is time; *selection*: the folder's content, None for code that saves by itself."""
         site = self._site
         if site.who.node != 0 or (self._every is None and site.layout.checkpoint_path is None):
             return
@@ -75,7 +75,7 @@ class Silence:
             begin = "waits for" if selection.is_empty or selection.waits_for else "nothing new; left out:"
             return f"{head}{begin} {', '.join(words[:MOST_NAMED])}{more}"
         if selection.is_empty:
-            return f"{head}holds no files; does the training save there?"
+            return f"{head}has no files; does the training save there?"
         names = [unit.name for unit in selection.units]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return f"{head}nothing new since the last one ({', '.join(names[:MOST_NAMED])}{more})"

@@ -38,10 +38,10 @@ def http_server(connection: Any, what: str) -> HttpServer:
     """The server that *connection* names.
 
     The scheme is the host's own (``https://prom.example.org``), else the connection's schema, else its
-    type (``https`` of an ``https://`` URI), else http. A schema that is no scheme is a path, as Airflow
-    reads ``https://host/prometheus``. A port goes behind the host, before its path. A password without
-    a login is a token. Extras: ``headers``, ``tenant``, ``token``, ``verify``; any other with a dash in its
-    name is a header, as for Airflow's HTTP connections.
+    type (``https`` of an ``https://`` URI), else http. A schema other than http and https is a path, as
+    Airflow reads ``https://host/prometheus``. A port goes behind the host, before its path. A password
+    without a login is a token. Extras: ``headers``, ``tenant``, ``token``, ``verify``; any other with a
+    dash in its name is a header, as for Airflow's HTTP connections.
 
     Args:
         connection: Of Airflow.
@@ -71,7 +71,7 @@ def server_of_url(url: str, where: str, what: str) -> HttpServer:
     """The same of a *url* that a setting names.
 
     Raises:
-        SpecError: It is no address of HTTP.
+        SpecError: It is not an HTTP address.
     """
     text = url.strip()
     parts = _split(text if "://" in text else f"http://{text}", where, what)
@@ -127,7 +127,9 @@ def _split(url: str, name: str, what: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
-        raise SpecError(f"{name}: its host is no address of {what}; write https://host:443/path") from None
+        raise SpecError(
+            f"{name}: its host is not an address of {what}; write https://host:443/path"
+        ) from None
     if parts.scheme.lower() not in _SCHEMES:
         raise SpecError(f"{name}: {parts.scheme!r:.20} is not http or https; write https://host:443/path")
     if not parts.hostname:

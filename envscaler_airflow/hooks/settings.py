@@ -81,7 +81,7 @@ def store_place(store_url: str | None = None, store_conn_id: str | None = None) 
 
 
 def _option(name: str, value: object) -> object:
-    """A value of an extra; a connection's URI holds text alone."""
+    """A value of an extra; a connection's URI has only text."""
     return verify_of(value) if name == "verify" else object_of(value)
 
 

@@ -1,4 +1,4 @@
-"""What each event of the owner holds, typed and bounded: a field of another type never reaches the fold.
+"""The body of each event of the owner, typed and bounded: a field of another type never reaches the fold.
 
 Requests are anyone's and are not here: the owner judges them, and refuses what it cannot read.
 """

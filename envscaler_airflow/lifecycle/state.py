@@ -403,7 +403,7 @@ def _unreleased(state: RunState, event: Event) -> RunState:
 
 
 def _released(state: RunState, event: Event) -> RunState:
-    """What the backend said last of its bill stands, where it said more than at the end."""
+    """The backend's last bill counts, where it is more complete than the one at the end."""
     body = event.body
     ended = next((one.ended for one in state.attempts if _is_named(one, body)), {})
     told = {name: body[name] for name in ("usage", "usd") if body.get(name) is not None}

@@ -122,7 +122,7 @@ class Facts:
         observed: The live attempt; None when none is live or nothing could be learned.
         spent_usd: Metered cost of this generation; None when a price is unknown.
         budget_usd: Most that this generation may cost; None for no bound.
-        reserve_usd: What the live attempt still costs until it is gone, if it is asked to go now.
+        reserve_usd: What the live attempt still costs if it is drained now.
         backoff_is_over: True when this call comes after the wait that the last one asked for.
         is_overdue: True when an attempt that was asked to go did not within its time.
         memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.

@@ -56,7 +56,7 @@ def spec_path(spec: str, dag_file: str) -> str:
     """*spec* as it can be opened: relative to the folder of *dag_file*; a registry reference as it is.
 
     Raises:
-        SpecError: It is no text.
+        SpecError: It is not text.
     """
     if not isinstance(spec, str):
         raise SpecError(f"spec: got {spec!r:.80}, expected text: the path of a spec file")

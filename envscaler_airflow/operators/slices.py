@@ -149,7 +149,7 @@ def life_of(context: Context) -> str | None:
     except AirflowRuntimeError as err:
         if (err.error.detail or {}).get("status_code") == HTTPStatus.NOT_FOUND:
             raise SupersededError("Airflow no longer knows this try: another took its place") from err
-        log.warning("the life of this DAG run cannot be read: %s; a retry is told by its try number", err)
+        log.warning("the life of this DAG run cannot be read: %s; its try number shows a retry", err)
         return None
     return found if isinstance(found, str) else None
 
@@ -184,7 +184,7 @@ def postponed(
             return None
         known, prefix = found, part.prefix
     else:
-        return None  # not begun, as far as anyone can tell: an ordinary retry
+        return None  # no attempt was begun, as far as is known: an ordinary retry
     wake = Wake() if event is None else Wake.from_dict(event)
     watched_s = float((watched or {}).get("watched_s", 0.0))
     after = again(known, wake, watched_s=watched_s, least_s=settle_s())

@@ -136,7 +136,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def has_secret_shape(text: str) -> bool:
-    """True when *text* holds a key of a known form, or gives one in JSON, a connection string or a header."""
+    """True when *text* is or contains a key of a known form: in JSON, a connection string, a header."""
     text = text.strip()
     return (
         has_known_form(text)

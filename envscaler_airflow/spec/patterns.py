@@ -35,7 +35,7 @@ def compiled(pattern: str) -> Any:
     """*pattern* for :func:`matches`.
 
     Raises:
-        ValueError: It is too long, no regular expression, or one that cannot be matched in linear time.
+        ValueError: It is too long, not valid, or cannot be matched in linear time.
     """
     import re2  # noqa: PLC0415  (10 ms that most DAG files do without)
 
@@ -44,7 +44,7 @@ def compiled(pattern: str) -> Any:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as err:
-        raise ValueError(f"is no regular expression: {err}; write one such as [a-z]+") from err
+        raise ValueError(f"is not a valid regular expression: {err}; write one such as [a-z]+") from err
     options = re2.Options()
     options.log_errors = False
     try:

@@ -3,7 +3,7 @@
 No entropy is measured: digests, uuids and base64 data have as much of it as keys have.
 
 Source: the prefixes and lengths that the providers document, after the rule ids of gitleaks 8
-(config/gitleaks.toml, MIT), written anew and without its rules that need a product's name nearby.
+(config/gitleaks.toml, MIT), rewritten, without its rules that need a product's name nearby.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _FIELDS = (
 
 @cache
 def _shapes() -> Any:
-    """All of them; RE2 finds them in linear time, whatever a text holds."""
+    """All of them; RE2 finds them in linear time, whatever the text."""
     import re2  # noqa: PLC0415  (10 ms that most DAG files do without)
 
     return re2.compile("|".join((*_BLOCKS, *_PREFIXES, *_ADDRESSES, *_FIELDS)))

@@ -1,6 +1,6 @@
 """What people type never becomes a part of a script: templates within ``bash -c`` and ``python -c``.
 
-A text parameter is filled in by whoever may trigger the DAG, who need not be allowed to read the stage's
+Any user who may trigger the DAG fills in a text parameter, and need not be allowed to read the stage's
 secrets. Within a script it is accepted when it can hold nothing that a shell acts on: one of ``values``, a
 ``pattern`` without such characters, or quoted by the filter ``quote`` where quoting works.
 """

@@ -85,7 +85,7 @@ def parse(text: str) -> nodes.Template:
     """The tree of template *text*, unchecked.
 
     Raises:
-        TemplateError: It is no template.
+        TemplateError: It is not a valid template.
     """
     return _ENV.parse(_without_go_dots(text))
 

@@ -310,7 +310,7 @@ class _Reader:
         if not isinstance(event, yaml.ScalarEvent):
             line_text = self.lines[line - 1] if line <= len(self.lines) else ""
             is_template = _has_bare_template(line_text)
-            self.stop(event, path, _UNQUOTED if is_template else "a key that is no text; write a name")
+            self.stop(event, path, _UNQUOTED if is_template else "a key that is not text; write a name")
         assert isinstance(event, yaml.ScalarEvent)
         if event.style is None and _BOOL_1_1.match(event.value):
             self.fault(line, _join(path, event.value), _key_trap(event.value))

@@ -1,7 +1,7 @@
 """The user's code, shipped with a run: a deterministic, content-hashed ``tar.zst``.
 
 Packing leaves out what ``.gitignore`` files leave out (nested ones and those of the folders above,
-up to the repository's root) unless git's index holds it, and always ``.git``, caches, virtual
+up to the repository's root) unless git's index lists it, and always ``.git``, caches, virtual
 environments, and the run store where that lies in the folder. Equal content gives an equal hash:
 names are sorted; times, owners and modes carry nothing but the executable bit.
 
@@ -246,7 +246,7 @@ def _rules_above(root: Path) -> _Rules:
 def _below(
     here: Path, prefix: str, rules: _Rules, store: Path | None, *, is_left_out: bool = False
 ) -> Iterator[_Entry]:
-    """Files below *here*, without *store*; of a folder left out those alone that the index holds."""
+    """Files below *here*, without *store*; of a folder left out those alone that the index lists."""
     rules = rules.within(here)
     with os.scandir(here) as found:
         entries = list(found)

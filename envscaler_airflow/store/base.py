@@ -56,14 +56,14 @@ class Store(Protocol):
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """Bytes of *name* and when it was written by the store's clock, seconds since the epoch.
 
-        None when it is absent; the date alone is None where the store does not tell it. Raises as
+        None when it is absent; the date alone is None where the store does not report it. Raises as
         :meth:`read`.
         """
 
     def now(self) -> float:
         """The store's time, seconds since the epoch: the date of its last answer, and what has passed since.
 
-        Asks the store where no answer told a date yet. Where it tells none at all, this machine's time.
+        Asks the store where no answer had a date yet. Where none has one at all, this machine's time.
         """
 
     def write(self, name: str, data: bytes) -> None:

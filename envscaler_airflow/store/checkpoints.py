@@ -246,7 +246,8 @@ def fence_of(store: Store, generation: int, attempt: int) -> Fence:
     """What the owner's controls of later attempts mean for this one.
 
     ``held``: the owner prepares a later attempt, so this one publishes and deletes nothing, and trains on.
-    ``over``: a later attempt runs, so this one is void and ends. A later control that cannot be read holds.
+    ``over``: a later attempt runs, so this one is void and ends. A later control that cannot be read counts
+    as ``held``.
 
     Raises:
         StoreError: The store does not answer.
@@ -293,9 +294,8 @@ def prune(
     this attempt's own and the owner's candidates. Never deleted: the :data:`NEVER_DELETED` newest good ones,
     whatever *keep* says; *spare*; one without a manifest of this attempt (it is being written); anything
     when a later attempt is prepared or has begun, when another pod than that of *claim* speaks for node 0, or
-    when no good one is found. One of an older attempt that
-    is no candidate goes when it is older than all that are kept and these are as many as are wanted, or it is
-    not complete.
+    when no good one is found. One of an older attempt that is not a candidate is deleted when it is
+    incomplete, or older than all that are kept where these are as many as are wanted.
 
     Controls and claims are read after the list is made and before anything is deleted. So once a later
     control is in the store no deletion begins, and one that was on its way spares the newest.

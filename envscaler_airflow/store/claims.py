@@ -23,7 +23,7 @@ class Claim(Message):
 
     Attributes:
         uid: Of the pod or node process; no two have the same.
-        boot_id: Of the machine that it runs on, for people; "" when unknown.
+        boot_id: Of the machine that it runs on, to be shown; "" when unknown.
     """
 
     uid: str = ""

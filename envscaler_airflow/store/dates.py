@@ -11,11 +11,11 @@ STEP_S = 2.0
 """Largest step that a new date does not make, seconds. Chosen: HTTP dates are cut to whole seconds, and an
 answer takes a while; a larger step is a clock that was set."""
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
-"""Where filesystems tell when an object was written. Source: ossfs, adlfs, gcsfs, sftp and memory."""
+"""Where filesystems report when an object was written. Source: ossfs, adlfs, gcsfs, sftp and memory."""
 
 
 class StoreDates:
-    """The newest date that a store told, laid over the monotonic clock here. Safe in several threads."""
+    """The newest date of a store's answers, advanced by the monotonic clock here. Safe in several threads."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         """Nothing is known yet."""
@@ -24,7 +24,7 @@ class StoreDates:
         self._seen_at = 0.0
 
     def seen(self, date: float | None) -> None:
-        """The store has just told *date*, seconds since the epoch; None: its answer held none."""
+        """The store has just answered with *date*, seconds since the epoch; None without one."""
         if date is None:
             return
         at = self._monotonic()
@@ -34,7 +34,7 @@ class StoreDates:
         self._ahead_s, self._seen_at = ahead_s, at
 
     def now(self, *, max_age_s: float = float("inf")) -> float | None:
-        """The store's time; None where no answer of the last *max_age_s* seconds told a date."""
+        """The store's time; None where no answer of the last *max_age_s* seconds had a date."""
         at = self._monotonic()
         if self._ahead_s is None or at - self._seen_at > max_age_s:
             return None
@@ -42,9 +42,9 @@ class StoreDates:
 
 
 def date_of(value: object) -> float | None:
-    """Seconds since the epoch of a time as stores tell it: seconds, a datetime, ISO 8601 or an HTTP date.
+    """Seconds since the epoch of a time as stores report it: seconds, a datetime, ISO 8601 or an HTTP date.
 
-    A time without a zone is UTC. None when it is no time.
+    A time without a zone is UTC. None for anything else.
     """
     if isinstance(value, bool):
         return None
@@ -66,6 +66,6 @@ def _parsed(text: str) -> dt.datetime | None:
 
 
 def written_at(facts: Mapping[str, object]) -> float | None:
-    """When an object was written, from what its filesystem tells of it; None when it does not tell."""
+    """When an object was written, from what its filesystem reports; None when it does not report it."""
     dates = (date_of(facts.get(name)) for name in _TIMES)
     return next((date for date in dates if date is not None), None)

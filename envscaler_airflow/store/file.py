@@ -274,7 +274,7 @@ class FileStore:
         inode = os.fstat(descriptor).st_ino
         if self._inode not in (None, inode):
             os.close(descriptor)
-            told = "is another folder than before: was it unmounted, or replaced? start anew to use this one"
+            told = "is another folder than before: was it unmounted, or replaced? restart to use this one"
             raise StoreError(f"store folder {self.root} {told}", transient=True)
         self._inode = inode
         return descriptor

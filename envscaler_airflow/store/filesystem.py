@@ -92,7 +92,7 @@ class FilesystemStore:
     def now(self) -> float:
         """By what an object got as its time that was written there within the hour.
 
-        fsspec hands out no dates of answers: one is written and removed. A filesystem that tells no times,
+        fsspec hands out no dates of answers: one is written and removed. A filesystem that reports no times,
         or does not answer, leaves this machine's.
         """
         known = self._dates.now(max_age_s=_ASK_EVERY_S)
@@ -244,7 +244,7 @@ class FilesystemStore:
     def _walk(self, path: str) -> Iterator[tuple[str, Any]]:
         try:
             entries = self._fs.ls(path or "/", detail=True)
-        except FileNotFoundError:  # one that is gone by now holds nothing
+        except FileNotFoundError:  # deleted meanwhile: empty
             return
         for entry in entries:
             name = str(entry["name"])
@@ -282,7 +282,7 @@ class FilesystemStore:
         return None if facts is None else int(facts["size"])
 
     def _info(self, path: str) -> Mapping[str, Any] | None:
-        """What the filesystem tells of the file *path*; None when there is none."""
+        """What the filesystem reports of the file *path*; None when there is none."""
         self._fs.invalidate_cache()
         try:
             facts: Mapping[str, Any] = self._fs.info(path)

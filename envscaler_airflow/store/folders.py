@@ -42,7 +42,7 @@ from envscaler_airflow.store.names import MANIFEST, join
 from envscaler_airflow.store.root import Root
 
 _NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
-"""What a manifest that names a file and a folder alike, or what no disk holds, meets; and a link."""
+"""Errors of names that no disk can have: a file and a folder of one name, too long; and of a link."""
 
 
 SMALL_BYTES = 4 << 20
@@ -178,7 +178,7 @@ def one_file(path: Path, *, parent: Path | None = None) -> TreeFile:
 
 
 def entries(root: Root, here: str) -> list[tuple[str, os.stat_result]]:
-    """What the folder *here* below *root* holds: nothing when it vanished meanwhile.
+    """Entries of the folder *here* below *root*: none when it vanished meanwhile.
 
     Raises:
         OSError: It cannot be read, or *root* itself is gone.

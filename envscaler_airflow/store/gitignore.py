@@ -44,7 +44,7 @@ class IgnoreFile:
     patterns: tuple[_Pattern, ...]
 
     def verdict(self, path: str, *, is_folder: bool) -> bool | None:
-        """True where *path* is left out, False where it is taken back, None where nothing is said of it."""
+        """True where *path* is left out, False where it is taken back, None where no pattern matches it."""
         name = os.fsencode(path)
         last = name.rpartition(b"/")[2]
         for pattern in reversed(self.patterns):
@@ -56,7 +56,7 @@ class IgnoreFile:
 
 
 def read_ignore_file(path: Path) -> IgnoreFile | None:
-    """The rules in *path*; None where there is no such plain file. A link is not followed, as by git.
+    """The rules in *path*; None unless it is a plain file: like git, this follows no link.
 
     Raises:
         OSError: It cannot be read.
@@ -192,7 +192,7 @@ def tracked_names(repository: Path) -> frozenset[bytes]:
 
 
 def info_exclude(repository: Path) -> Path:
-    """The rules of a repository that no commit holds: ``.git/info/exclude``."""
+    """The rules of a repository outside its commits: ``.git/info/exclude``."""
     return (_git_folder(repository) or repository / ".git") / "info" / "exclude"
 
 

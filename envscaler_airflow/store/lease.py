@@ -27,7 +27,7 @@ MAX_LEASE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What the owner's side last said.
+    """What the owner's side last wrote.
 
     Attributes:
         counter: Grows with every renewal; the only thing that ages are told by.
@@ -105,7 +105,7 @@ def renew_lease(
     waits: str | None = None,
     ages: Mapping[str, float] | None = None,
 ) -> Lease:
-    """Raise the counter by one, and say what else is given; None keeps what was said before.
+    """Raise the counter by one, and write what else is given; None keeps the value before.
 
     A lease that cannot be understood is begun anew: to renew it is this side's job alone.
 

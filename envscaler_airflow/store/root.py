@@ -1,6 +1,6 @@
 """A folder that other processes write to, read and written without ever leaving it.
 
-The same idea as ``os.Root`` of Go 1.24. The folder is held by a descriptor; every part of a name is
+The same idea as ``os.Root`` of Go 1.24. The folder is an open descriptor; every part of a name is
 opened below the part before it with O_NOFOLLOW; symbolic links are resolved here, part by part, and
 only while they stay inside. So no link that the training swaps in, at whatever moment, leads a
 process with more rights than its own to a file outside.
@@ -359,7 +359,7 @@ class _Walk:
             raise self._outside(part)
 
     def _turn(self, part: str) -> bool:
-        """Go where the link *part* leads; False when it is no link."""
+        """Go where the link *part* leads; False when it is not a link."""
         try:
             target = os.readlink(part, dir_fd=self.open[-1])
         except OSError:

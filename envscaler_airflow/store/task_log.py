@@ -1,6 +1,6 @@
 """How far the task's log in Airflow shows a run: ``lease/log.json``, written by trigger and execution.
 
-Airflow opens a trigger's log anew at each deferral and drops what it held; it appends to the log of an
+Airflow truncates a trigger's log at each deferral; it appends to the log of an
 execution. So an execution that defers again first writes what the trigger before it showed, and the next
 trigger begins where the execution ended.
 """
@@ -32,7 +32,7 @@ class TaskLog:
     Attributes:
         shown: How far the newest trigger, or an execution after it, shows what each node printed; keys are
             those of :func:`log_key`.
-        kept: How far an execution's log holds it.
+        kept: How far an execution's log has it.
         host: Machine of the trigger that wrote last; "" before one did.
         event: Number of the newest event that an execution described; 0 before.
     """

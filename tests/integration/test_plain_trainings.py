@@ -277,4 +277,4 @@ def test_a_training_that_saves_elsewhere_is_told_so_in_its_log(plain):
 
     said = run.until(r"\[envscaler\] no checkpoint after")
 
-    assert "holds no files; does the training save there?" in said
+    assert "has no files; does the training save there?" in said

@@ -120,7 +120,7 @@ def test_verify_is_a_switch_in_every_form(server, value, verify):
     [
         ({"conn_type": "http"}, "names no host of a Prometheus server"),
         ({"conn_type": "http", "host": "ftp://prom"}, "'ftp' is not http or https"),
-        ({"conn_type": "http", "host": "http://prom:99999"}, "is no address"),
+        ({"conn_type": "http", "host": "http://prom:99999"}, "is not an address"),
         ({"conn_type": "http", "host": "http://prom:9090", "port": 80}, "its port 80 is not the 9090"),
         ({"conn_type": "http", "host": "prom", "extra": "[1]"}, "extra is not a JSON object"),
         ({"conn_type": "http", "host": "prom", "extra": {"headers": "a"}}, "headers: is not a map"),

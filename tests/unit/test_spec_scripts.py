@@ -178,7 +178,7 @@ def test_a_pattern_is_matched_in_linear_time(tmp_path):
         (r"(?=a)b", "cannot be matched in linear time"),
         (r"(a)\1", "cannot be matched in linear time"),
         ("a" * 501, "write a pattern of at most 500"),
-        ("(", "is no regular expression"),
+        ("(", "is not a valid regular expression"),
     ],
 )
 def test_a_pattern_without_a_linear_matcher_is_refused(tmp_path, pattern, words):

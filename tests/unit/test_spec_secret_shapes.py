@@ -243,7 +243,7 @@ def test_a_shell_refuses_the_secret_of_an_own_reference(tmp_path, monkeypatch):
     refuse_own_secrets(
         load(tmp_path, env=[{**region, "value_from": "env:HOME"}], description="w0rd-of-this-test")
     )
-    with pytest.raises(SpecError, match="holds the secret of env:UNIT_TOKEN") as caught:
+    with pytest.raises(SpecError, match="contains the secret of env:UNIT_TOKEN") as caught:
         refuse_own_secrets(load(tmp_path, env=[token], description="is w0rd-of-this-test"))
     assert "w0rd" not in str(caught.value)
 

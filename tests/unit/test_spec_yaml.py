@@ -55,7 +55,7 @@ def test_every_value_knows_its_line_and_path():
         ("t: 1e999", "spec:1: t: 1e999 is too large a number; write a smaller one, or quote it"),
         ("5: x", 'spec:1: 5: key 5 is no text for YAML; write "5":'),
         ("true: x", 'spec:1: true: key true is no text for YAML; write "true":'),
-        ("? [a]\n: x", "spec:1: a key that is no text; write a name"),
+        ("? [a]\n: x", "spec:1: a key that is not text; write a name"),
         ("a: 1\nb: 2\na: 3", "spec:3: a: written twice, first in line 1; write it once"),
         ("a:\n\tb: 1", "spec:2: a tab where YAML wants spaces; indent by spaces"),
         ("a: &x [*x]", "spec:1: a[0]: anchor 'x' holds itself; write the value out"),

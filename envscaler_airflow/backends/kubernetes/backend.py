@@ -417,7 +417,7 @@ class KubernetesBackend:
         return sorted(found, key=lambda one: one[0])
 
     def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
-        """Give up pods on nodes that do not answer, so that their Job replaces them; names of the pods.
+        """Delete pods on nodes that do not answer, so that their Job recreates them; returns the pods' names.
 
         Not one whose status in the store changed lately: the node may be cut off from the API server alone.
 
@@ -438,7 +438,7 @@ class KubernetesBackend:
         return usage_of(self._look_back(handle))
 
     def _look_back(self, handle: Handle) -> list[tuple[Part, Seen]]:
-        """The same as :meth:`_look`, with the events that bills depend on; what they tell is kept longer."""
+        """The same as :meth:`_look`, with the events that bills depend on, which are remembered longer."""
         found = [(part, with_history(self.cluster, part, seen)) for part, seen in self._look(handle)]
         for part, seen in found:
             if came_late(seen, part):

@@ -64,7 +64,7 @@ _BY_EXIT_CODE = {
     EXIT_NOT_FOUND: "not-found",
 }
 _BEFORE = {"capacity": "scheduling", "placement": "scheduling", "image": "pulling", "refused": "config"}
-"""What a wait that is over was before: once the attempt is given up, it is given up only once."""
+"""The reason of a wait before it timed out: an attempt that is stopping does not time out again."""
 _PENDING = HOPELESS | {"gated"}
 _REFUSED = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "Unexpected")
 """How the kubelet names a pod that it does not take. Source: recorded; a prefix of status.reason."""

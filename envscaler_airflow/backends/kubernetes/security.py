@@ -1,4 +1,4 @@
-"""What the containers of a pod may do, and who holds which credentials. Pure.
+"""What the containers of a pod may do, and which credentials each has. Pure.
 
 The training runs code of its authors' choice: it gets no token of the cluster, no key of the store and no
 identity of the cloud. The sidecar gets them alone.
@@ -40,7 +40,7 @@ def main_security(user: int | None) -> dict[str, Any]:
 def agent_security(user: int | None, *, reads_training: bool) -> dict[str, Any]:
     """Of the sidecar and the installer.
 
-    Without *user* the training's files belong to the user of its image, whom a pod cannot tell in advance. So
+    Without *user* the training's files belong to the user of its image, which is not known in advance. So
     the sidecar, which must read and remove them, is root with the right over files and no other.
     """
     context: dict[str, Any] = {

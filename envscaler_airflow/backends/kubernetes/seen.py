@@ -61,7 +61,7 @@ def any_condition(body: Json, kind: str) -> Json | None:
 
 
 def index_of(pod: Json) -> int | None:
-    """The pod's completion index; None when it is no pod of an Indexed Job."""
+    """The pod's completion index; None when it does not belong to an Indexed Job."""
     metadata = pod["metadata"]
     for marks in (metadata.get("labels"), metadata.get("annotations")):
         text = (marks or {}).get(names.INDEX)
@@ -86,7 +86,7 @@ def indexes(text: str | None) -> frozenset[int]:
 
 
 def stop_asked(job: Json) -> Json | None:
-    """What :data:`names.STOP` holds; None when nobody asked."""
+    """The value of the annotation :data:`names.STOP`; None without a request to stop."""
     text = (job["metadata"].get("annotations") or {}).get(names.STOP)
     try:
         body = json.loads(text) if text else None
@@ -107,7 +107,7 @@ def container(pod: Json, name: str, *, init: bool = False) -> Json | None:
 
 
 def container_state(one: Json | None, kind: str) -> Json | None:
-    """What is said of the state *kind* (waiting, running, terminated); None when it is in another."""
+    """The container's state *kind* (waiting, running, terminated); None when it is in another."""
     return ((one or {}).get("state") or {}).get(kind)
 
 

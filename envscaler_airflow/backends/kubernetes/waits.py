@@ -184,7 +184,7 @@ def _waiting_containers(pod: Json) -> Iterable[Json]:
 
 
 def is_waiting_silently(pod: Json) -> bool:
-    """True for a pod that is bound to a node and does not say what it waits for: only events may tell."""
+    """True for a pod that is bound to a node and gives no reason for its wait: its events may have it."""
     if (pod.get("status") or {}).get("phase") != "Pending" or not (pod.get("spec") or {}).get("nodeName"):
         return False
     states = [container_state(one, "waiting") or {} for one in _waiting_containers(pod)]

@@ -101,7 +101,7 @@ class LocalBackend:
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
         """Nodes of each offer that fit on this machine now beside what runs but *without*, by its name.
 
-        Shared offers are not counted, and not told. Raises BackendError.
+        Shared offers are not counted and left out. Raises BackendError.
         """
         if not self.root.exists():  # nothing ran here yet
             taken = []

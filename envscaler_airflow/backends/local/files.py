@@ -11,7 +11,7 @@
     ballast       takes room that is given back once the training has ended, for what is still to be said
     exchange/ work/ root/ output/
 
-``<root>/<run>-saves/n<i>/`` holds what the training saves to ``checkpoint.path``: at one place in every
+``<root>/<run>-saves/n<i>/`` has what the training saves to ``checkpoint.path``: at one place in every
 attempt of a run, empty when one begins.
 """
 
@@ -35,7 +35,7 @@ NODE, STOP, END = "node.json", "stop.json", "end.json"
 BALLAST, BALLAST_BYTES = "ballast", 1 << 20
 """Room that a training which fills the disk cannot have. Chosen: a hundred times the files of an end."""
 SAVES = "-saves"
-"""What the name of a run is followed by in the folder that holds its checkpoint folder in every attempt."""
+"""Suffix to the name of a run: the folder with its checkpoint folder, the same in every attempt."""
 EXCHANGE, WORK, ROOT, OUTPUT, COURIER_OUTPUT = "exchange", "work", "root", "output", "courier-output"
 MOUNTS = "mounts"
 """Where a command's own view of the file system is built, see mounted.py; empty for all others."""

@@ -29,7 +29,7 @@ class Claim:
         memory_bytes: Memory that counts as taken.
         cpus: CPUs that the training is pinned to; () for a shared slice, which is not pinned.
         gpus: GPUs that it sees.
-        run: Folder of the run in the store, for people; "" where an older version claimed.
+        run: Folder of the run in the store, to be shown; "" where an older version claimed.
     """
 
     attempt: str
@@ -42,7 +42,7 @@ class Claim:
 
     @property
     def holder(self) -> str:
-        """Who uses it, for people: the run without its deployment, else the attempt's folder."""
+        """Human-readable name of its user: the run without its deployment, else the attempt's folder."""
         run = self.run.partition("/")[2].removesuffix("/-1") or self.attempt
         return f"{run} (node {self.node})"
 

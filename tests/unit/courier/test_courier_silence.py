@@ -10,7 +10,7 @@ from envscaler_airflow.courier.snapshots import Snapshots
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({}, "holds no files; does the training save there?"),
+        ({}, "has no files; does the training save there?"),
         ({"model.pt": ZIP[:-9]}, "waits for model.pt (zip without its end)"),
         ({"model.pt.tmp": b"x"}, "waits for model.pt.tmp (a temporary name)"),
         (
