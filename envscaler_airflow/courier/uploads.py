@@ -381,9 +381,9 @@ def _merge(lists: list[tuple[ManifestFile, ...]]) -> tuple[tuple[ManifestFile, .
     merged: dict[str, list[ManifestFile]] = {}
     for item in (item for files in lists for item in files):
         merged.setdefault(item.path, []).append(item)
-    differ = [path for path, items in sorted(merged.items()) if len({item.sha256 for item in items}) > 1]
-    kept = {path: items if path in differ else items[:1] for path, items in merged.items()}
-    return tuple(item for path in sorted(kept) for item in kept[path]), differ
+    differ = {path for path, items in merged.items() if len({item.sha256 for item in items}) > 1}
+    kept = (items if path in differ else items[:1] for path, items in sorted(merged.items()))
+    return tuple(item for items in kept for item in items), sorted(differ)
 
 
 def _links(facts: Mapping[str, Any]) -> dict[str, str]:

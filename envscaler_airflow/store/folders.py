@@ -52,8 +52,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _SWAPPED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What opening meets where a link or a file took the place of a folder or file, by O_NOFOLLOW."""
-_ENTRY_BYTES = len('{"path":"","size":0,"sha256":"","node":0},') + 64
-"""Bytes of JSON for each file in a manifest beside its path, at least."""
+_ENTRY_BYTES = len('{"path":"","size":,"sha256":"","node":0,"claim":0},') + 64
+"""Bytes of JSON for each file in a manifest beside its path and size, at least."""
 
 
 def _no_pause() -> None:
@@ -318,7 +318,7 @@ def side_by_side(
 
 def _check_count(prefix: str, files: Sequence[TreeFile]) -> None:
     """Refuse before the first byte goes up what no manifest could name."""
-    least = sum(len(item.path) + _ENTRY_BYTES for item in files)
+    least = sum(len(item.path) + len(str(item.size)) + _ENTRY_BYTES for item in files)
     if least > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{prefix}: a manifest of {len(files)} files has {least} bytes or more, at most "

@@ -1,5 +1,7 @@
 """Checkpoints that go up: files first, their manifest last, old ones pruned, nodes waited for."""
 
+import time
+
 import pytest
 
 from envscaler_airflow.agent import saving
@@ -7,9 +9,12 @@ from envscaler_airflow.courier.loop import compose
 from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.site import WorkInterruptedError
 from envscaler_airflow.courier.snapshots import snapshot_facts
-from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints
-from envscaler_airflow.protocol import Control, Status, control_name, status_name
+from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, _merge
+from envscaler_airflow.protocol import Control, ManifestFile, Status, control_name, status_name
+from envscaler_airflow.store import folders
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
+from envscaler_airflow.store.folders import TreeFile
+from envscaler_airflow.store.root import Root
 
 NAME = "g1-step-00000300-a2"
 
@@ -401,3 +406,31 @@ def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
     assert (manifest.links, manifest.cooperative) == ({"latest": "step_1"}, False)
     assert complete_checkpoints(store, 1) == ("g1-step-00000001-a2",)
     assert "leaves the folder" in bench.site.messages.text()
+
+
+def test_files_of_two_nodes_that_differ_are_merged_in_one_pass():
+    """20,000 each: seconds of CPU when each path is looked up in a list (B7)."""
+    files = [
+        [ManifestFile(f"{number:05d}", 1, f"{node}" * 64, node, 1) for number in range(20_000)]
+        for node in (0, 1)
+    ]
+    began = time.process_time()
+
+    merged, differ = _merge([tuple(part) for part in files])
+
+    assert time.process_time() - began < 2.0
+    assert (len(merged), len(differ)) == (40_000, 20_000)
+    assert [(item.path, item.node) for item in merged[:3]] == [("00000", 0), ("00000", 1), ("00001", 0)]
+
+
+def test_a_hundred_thousand_files_fit_into_a_manifest(store, tmp_path):
+    """With paths of 150 letters: what is refused would be refused before the first file (B7)."""
+    root = Root.of(tmp_path)
+    path = "x" * 144
+    files = [TreeFile(f"{path}{number:06d}", root, "", 100, 0, 0) for number in range(100_000)]
+
+    def stop():
+        raise WorkInterruptedError("the first file goes up")
+
+    with pytest.raises(WorkInterruptedError):
+        folders.upload(store, "checkpoints/x", files, between=stop)
