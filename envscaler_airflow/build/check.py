@@ -19,12 +19,13 @@ from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.venv import install_command
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.spec import parse_reference
-from envscaler_airflow.spec.gpus import MEMORY_GB
+from envscaler_airflow.spec.gpus import MEMORY_GB, is_share
 from envscaler_airflow.spec.models import EnvSpec
 from envscaler_airflow.spec.resources import GIB, Gpu, Resources
 
 if TYPE_CHECKING:
     from envscaler_airflow.backends.kubernetes.offers import Room
+    from envscaler_airflow.catalog.accelerators import Accelerator
 
 TARGETS = ("local", "docker", "kubernetes", "vm")
 """What ``missing_on`` looks at."""
@@ -247,14 +248,10 @@ def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[
     done = kubectl(["get", "nodes", "-o", "json"])
     if done.code != 0:
         raise BackendError(f"the cluster cannot be asked: {_last_line(done.err)}", transient=True)
-    from envscaler_airflow.backends.kubernetes.offers import (  # noqa: PLC0415 (only who asks a cluster)
-        is_usable,
-        kind_of,
-        room_of,
-    )
+    from envscaler_airflow.backends.kubernetes.offers import is_usable, kinds_of  # noqa: PLC0415 (only who asks a cluster)
 
     items = [item for item in json.loads(done.out).get("items", []) if is_usable(item)]
-    nodes = [_Node(kind_of(item).gpu_name, room_of(item)) for item in items]
+    nodes = [_Node(kind.gpu, room) for item in items for kind, room in kinds_of(item).items()]
     # Several pods of a stage may share a node: one that fits is enough to start, and a cluster may grow.
     if any(node.fits(need) for need in spec.resources.alternatives for node in nodes):
         return []
@@ -262,7 +259,7 @@ def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[
     parts = [f"{need.cpu} cores" if need.cpu else "", need.memory or "", _gpu_text(need.gpu)]
     text = ", ".join(part for part in parts if part) or "anything"
     wanted = f"{spec.num_nodes.min} x ({text})"
-    return [f"nodes: none of {len(nodes)} fits {wanted}; add a node pool that does, or ask for less"]
+    return [f"nodes: none of {len(items)} fits {wanted}; add a node pool that does, or ask for less"]
 
 
 def _gpu_text(gpu: Gpu | None) -> str:
@@ -276,7 +273,7 @@ def _gpu_text(gpu: Gpu | None) -> str:
 class _Node:
     """A node of a cluster: its GPUs, as far as its labels say, and what a training can have of it."""
 
-    gpu_name: str | None
+    gpu: Accelerator | None
     room: Room
 
     def fits(self, need: Resources) -> bool:
@@ -287,10 +284,12 @@ class _Node:
             return False
         if gpu is None or need.cpu_fallback:
             return True
-        if gpu.count > self.room.gpus:
+        if self.gpu is None or gpu.count > (1 if self.gpu.is_single else self.room.gpus):
             return False
-        has_gb = MEMORY_GB.get(self.gpu_name or "")
+        if is_share(self.gpu.name):
+            return self.gpu.name in gpu.type
+        has_gb = MEMORY_GB.get(self.gpu.name)
         if has_gb is None:  # nothing is known of them
             return True
         is_large = gpu.memory_gb is None or has_gb >= gpu.memory_gb
-        return is_large and (not gpu.type or self.gpu_name in gpu.type)
+        return is_large and (not gpu.type or self.gpu.name in gpu.type)

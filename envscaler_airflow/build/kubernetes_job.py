@@ -10,6 +10,7 @@ from envscaler_airflow.build.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.build.distributed import PORT, batch_env, launch_command
 from envscaler_airflow.build.dockerfile import UID
 from envscaler_airflow.spec import parse_reference, spec_hash
+from envscaler_airflow.spec.gpus import vendor_of
 from envscaler_airflow.spec.models import EnvSpec, EnvVar, Volume
 from envscaler_airflow.spec.resources import GIB, Gpu, Resources
 
@@ -171,13 +172,19 @@ def _resources(need: Resources) -> dict[str, Any]:
     requests = {"cpu": asked.cpu, "memory": asked.memory, "ephemeral-storage": need.disk_size}
     limits = {"cpu": most.cpu, "memory": most.memory}
     if asked.gpu is not None:
-        vendor = "amd.com/gpu" if asked.gpu.vendor == "amd" else "nvidia.com/gpu"
-        requests[vendor] = limits[vendor] = str(asked.gpu.count)
+        resource = _gpu_resource(asked.gpu)
+        requests[resource] = limits[resource] = str(asked.gpu.count)
     kept = {
         "requests": {key: value for key, value in requests.items() if value is not None},
         "limits": {key: value for key, value in limits.items() if value is not None},
     }
     return {key: value for key, value in kept.items() if value}
+
+
+def _gpu_resource(gpu: Gpu) -> str:
+    """By the vendor: of Intel's the driver is not known, and most have ``i915``."""
+    vendor = gpu.vendor or (vendor_of(gpu.type[0]) if gpu.type else "nvidia")
+    return {"amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}.get(vendor, "nvidia.com/gpu")
 
 
 def _volumes(spec: EnvSpec, need: Resources) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -226,7 +233,7 @@ def _shm_bytes(spec: EnvSpec, need: Resources) -> int | None:
 
 
 def _node_terms(gpu: Gpu | None) -> list[dict[str, Any]]:
-    if gpu is None or gpu.vendor == "amd":
+    if gpu is None or _gpu_resource(gpu) != "nvidia.com/gpu":
         return []
     terms: list[dict[str, Any]] = []
     products = [label for name in gpu.type for label in PRODUCTS.get(name, ())]

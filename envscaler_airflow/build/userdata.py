@@ -16,6 +16,7 @@ from envscaler_airflow.build.distributed import PORT, batch_env, launch_command
 from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.build.venv import render_venv
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.spec.gpus import vendor_of
 from envscaler_airflow.spec.models import EnvSpec, Volume
 
 HOME = "/opt/envscaler/stage"
@@ -133,12 +134,12 @@ def _word(word: str, rank: str) -> str:
 
 
 def _nvidia_gpus(spec: EnvSpec) -> int:
-    """GPUs that a driver of NVIDIA is for; AMD's come with the machine's image."""
+    """GPUs that a driver of NVIDIA is for; drivers of others come with the machine's image."""
     need = spec.resources.alternatives[0].requests.gpu
-    is_amd = need is not None and (
-        need.vendor == "amd" or (need.type != () and all(name.startswith("MI") for name in need.type))
-    )
-    return 0 if need is None or is_amd else need.count
+    if need is None:
+        return 0
+    vendors = {need.vendor} if need.vendor else set(map(vendor_of, need.type)) or {"nvidia"}
+    return need.count if "nvidia" in vendors else 0
 
 
 _GPU_HEAD = """\

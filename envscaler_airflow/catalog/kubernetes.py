@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envscaler_airflow.catalog.gpus import canonical_gpu, nominal_memory_gb
+from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, Accelerator, accelerators, slice_name
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.requirements import Requirements
 from envscaler_airflow.planning.table import OfferTable
-from envscaler_airflow.spec.gpus import MEMORY_GB
 
 GIB = 2**30
 _TYPE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
@@ -35,23 +34,8 @@ SPOT_LABELS: Mapping[str, tuple[str, str]] = {
 }
 """Labels that say spot. Source: documentation of EKS, Karpenter, GKE, AKS; the last is ours."""
 
-GPU_PRODUCT = "nvidia.com/gpu.product"
-"""Source: NVIDIA GPU feature discovery."""
-_GPU_NAME = (
-    GPU_PRODUCT,
-    "amd.com/gpu.product-name",
-    "cloud.google.com/gke-accelerator",
-    "karpenter.k8s.aws/instance-gpu-name",
-    "k8s.amazonaws.com/accelerator",
-    "kubernetes.azure.com/accelerator-name",
-)
-_GPU_MIB = ("nvidia.com/gpu.memory", "karpenter.k8s.aws/instance-gpu-memory")
-GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 _CLOUDS = {"aws": "aws", "gce": "gcp", "azure": "azure", "alicloud": "alibaba", "qcloud": "tencent"}
 _ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
-UNNAMED_GPU = "GPU"
-"""Name of a GPU that no label names: GPU feature discovery is not installed there."""
-
 GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
     ("nvidia.com/gpu", None),
     ("amd.com/gpu", None),
@@ -60,24 +44,6 @@ GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
 """Taints that keep other pods off GPU nodes: GKE and the GPU operator, AMD's, AKS' documented one."""
 SPOT_TAINTED = ("gke", "aks")
 """Conventions of :data:`SPOT_LABELS` by which spot nodes bear the same as a taint. Source: GKE, AKS."""
-_SHARED = "-SHARED"
-_STRATEGY = ("nvidia.com/gpu.sharing-strategy", "cloud.google.com/gke-gpu-sharing-strategy")
-_SHARES = ("nvidia.com/gpu.replicas", "cloud.google.com/gke-max-shared-clients-per-gpu")
-"""How a device plugin offers one GPU to several pods: time slicing or MPS, and to how many.
-
-Source: NVIDIA device plugin for Kubernetes, "Shared access to GPUs", and GPU feature discovery; GKE, "Share
-GPUs with multiple workloads". A pod gets one share, whatever it asks for: more is refused, or no more time.
-"""
-_REAL_GPUS = (
-    "nvidia.com/gpu.count",
-    "karpenter.k8s.aws/instance-gpu-count",
-    "eks.amazonaws.com/instance-gpu-count",
-    "cloud.google.com/gke-accelerator-count",
-)
-"""GPUs that the machine has, whatever its device plugin counts. Of MIG slices the first counts the slices."""
-_PARTITION = "cloud.google.com/gke-gpu-partition-size"
-_MIG = re.compile(r"\d+g\.(\d+)gb", re.IGNORECASE)
-"""A MIG profile: slices of compute and GB. Source: NVIDIA Multi-Instance GPU user guide."""
 _VIRTUAL = (("type", "virtual-kubelet"), ("eks.amazonaws.com/compute-type", "fargate"))
 """Labels of nodes that are not machines. Source: Virtual Kubelet; EKS Fargate."""
 
@@ -98,23 +64,20 @@ class ClusterNode:
 
     Attributes:
         name: Of the node.
-        vcpus, memory_gib, gpus: What can be allocated; 0 where the object does not say it readably.
+        vcpus, memory_gib: What can be allocated; 0 where the object does not say it readably.
         is_usable: It takes pods: not cordoned, and not said to be unready.
         capacity_type: By the labels of any convention.
         instance_type, region, zone, pool: None where no label says it.
         cloud: As the catalog names it, by the node's provider; None for another, or none.
         arch: As an offer names it.
-        gpu_name: Canonical; :data:`UNNAMED_GPU` where no label names it; None without GPU.
+        gpus: By resource, whole ones first; () without.
         gpu_product: As feature discovery says it.
-        gpu_memory_gb: Nominal; of a shared GPU the part of one share.
-        gpu_shares: Pods that a GPU is shared by; 1 for none.
         runs_linux: False for a node of another system or architecture, and for a virtual node.
     """
 
     name: str
     vcpus: float
     memory_gib: float
-    gpus: int
     is_usable: bool
     capacity_type: CapacityType
     instance_type: str | None = None
@@ -123,16 +86,9 @@ class ClusterNode:
     pool: str | None = None
     cloud: str | None = None
     arch: str | None = None
-    gpu_name: str | None = None
+    gpus: tuple[Accelerator, ...] = ()
     gpu_product: str | None = None
-    gpu_memory_gb: float | None = None
-    gpu_shares: int = 1
     runs_linux: bool = True
-
-    @property
-    def pod_gpus(self) -> int:
-        """GPUs, or the one share, that a pod of ours gets at most."""
-        return min(1, self.gpus) if self.gpu_shares > 1 else self.gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +127,13 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
     """What *node* says, as the API server gives it."""
     meta, spec, status = (node.get(part) or {} for part in ("metadata", "spec", "status"))
     found, labels = status.get("allocatable") or {}, meta.get("labels") or {}
-    gpus = int(sum(_amount(found.get(resource)) for resource in GPU_RESOURCES))
-    shares = _shares(labels, gpus)
-    name, gpu_gb = _gpu(labels, shares) if gpus else (None, None)
+    gpus = accelerators(labels, found, _amount)
     conditions = status.get("conditions") or ()
     ready = next((one.get("status") for one in conditions if one.get("type") == "Ready"), "True")
     return ClusterNode(
         name=str(meta.get("name", "")),
         vcpus=_amount(found.get("cpu")),
         memory_gib=_amount(found.get("memory")) / GIB,
-        gpus=gpus,
         is_usable=ready == "True" and not spec.get("unschedulable"),
         capacity_type="spot" if _is_spot(labels) else "on-demand",
         instance_type=_first(labels, _TYPE),
@@ -189,12 +142,24 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
         pool=_first(labels, _POOL),
         cloud=_CLOUDS.get(str(spec.get("providerID", "")).partition(":")[0]),
         arch=_ARCHES.get(labels.get("kubernetes.io/arch", "")),
-        gpu_name=name,
+        gpus=gpus,
         gpu_product=labels.get(GPU_PRODUCT) if gpus else None,
-        gpu_memory_gb=gpu_gb,
-        gpu_shares=shares,
         runs_linux=_runs_linux(labels, found),
     )
+
+
+def keeps_off(item: Mapping[str, Any]) -> str | None:
+    """Why that node takes no pod of a stage: ``has the taint dedicated=web``; None where it does."""
+    node = read_node(item)
+    if not node.runs_linux:
+        return "is not a Linux machine of a known architecture that takes pods"
+    if not node.is_usable:
+        return "is cordoned or not ready"
+    for taint in (item.get("spec") or {}).get("taints") or ():
+        if not bears(taint, node):
+            value = f"={taint['value']}" if taint.get("value") else ""
+            return f"has the taint {taint.get('key')}{value}"
+    return None if node.vcpus and node.memory_gib else "does not say which CPUs and memory it has"
 
 
 def bears(taint: Mapping[str, Any], node: ClusterNode) -> bool:
@@ -214,20 +179,6 @@ def _runs_linux(labels: Mapping[str, str], allocatable: Mapping[str, Any]) -> bo
     is_ours = labels.get("kubernetes.io/os", "linux") == "linux" and (not arch or arch in _ARCHES)
     is_virtual = any(labels.get(key) == value for key, value in _VIRTUAL)
     return is_ours and not is_virtual and str(allocatable.get("pods", "")) != "0"
-
-
-def _shares(labels: Mapping[str, str], gpus: int) -> int:
-    """Pods that each GPU of the node is shared by."""
-    told = int(text) if (text := _first(labels, _SHARES)) and text.isdigit() else 1
-    strategy = _first(labels, _STRATEGY)
-    real = int(text) if (text := _first(labels, _REAL_GPUS)) and text.isdigit() else None
-    product = labels.get(GPU_PRODUCT, "")
-    is_shared = product.endswith(_SHARED) or strategy in ("time-slicing", "time-sharing", "mps")
-    is_more = real is not None and gpus > real > 0 and "-MIG-" not in product and _PARTITION not in labels
-    if not is_shared and not is_more:
-        return max(1, told)
-    by_count = gpus // real if real and gpus > real else 2
-    return told if told > 1 else by_count
 
 
 def node_pools(
@@ -250,17 +201,15 @@ def node_pools(
     """
     alike: dict[tuple[str, str | None], list[tuple[Offer, ClusterNode]]] = {}
     for item in nodes:
-        node = read_node(item)
-        taints = (item.get("spec") or {}).get("taints") or ()
-        if not node.runs_linux or not all(bears(taint, node) for taint in taints):
+        if keeps_off(item) is not None:
             continue
-        if node.is_usable and node.vcpus and node.memory_gib:
-            offer = _offer(node)
+        node = read_node(item)
+        for offer in [_offer(node, gpu) for gpu in node.gpus] or [_offer(node, None)]:
             alike.setdefault((offer.name, offer.gpu_name), []).append((offer, node))
-    with_gpus = {name for name, gpu in alike if gpu is not None}
+    with_gpus = {_offer(node, None).name for found in alike.values() for _, node in found if node.gpus}
     pools = []
-    for (name, gpu), found in alike.items():
-        if gpu is None and name in with_gpus:
+    for (name, gpu_name), found in alike.items():
+        if gpu_name is None and name in with_gpus:
             continue  # nodes whose device plugin is not up yet: what the others of their type have tells more
         usd, source = _dearest((node for _, node in found), prices, cluster_prices or {})
         offer = replace(
@@ -287,19 +236,20 @@ def _dearest(
     return max(found, key=lambda price: (price[0] is None, price[0] or 0.0, price[1]))
 
 
-def _offer(node: ClusterNode) -> Offer:
-    """All of one node, without a price."""
+def _offer(node: ClusterNode, gpu: Accelerator | None) -> Offer:
+    """All of one node with its GPUs of one resource, without a price."""
+    unit = "" if gpu is None or gpu.is_plain else f":{slice_name(gpu.resource)}"
     return Offer(
         cloud="kubernetes",
         region=node.region or "",
-        instance_type=_type_of(node),
+        instance_type=_type_of(node) + unit,
         capacity_type=node.capacity_type,
         vcpus=node.vcpus,
         memory_gib=node.memory_gib,
         zone=node.zone,
-        gpu_name=node.gpu_name,
-        gpus=node.pod_gpus,
-        gpu_memory_gb=node.gpu_memory_gb,
+        gpu_name=None if gpu is None else gpu.name,
+        gpus=0 if gpu is None else gpu.per_pod,
+        gpu_memory_gb=None if gpu is None else gpu.memory_gb,
         arch=node.arch,
     )
 
@@ -341,32 +291,6 @@ def node_price(
 
 def _is_spot(labels: Mapping[str, str]) -> bool:
     return any(labels.get(key) == value for key, value in SPOT_LABELS.values())
-
-
-def _gpu(labels: Mapping[str, str], shares: int) -> tuple[str, float | None]:
-    """Name and memory of what a pod gets as one GPU: of a share, and of a MIG slice, names of their own."""
-    name, memory = _whole_gpu(labels)
-    partition = labels.get(_PARTITION)
-    if partition and "MIG" not in name:
-        name = f"{name}-MIG-{partition}"
-    slice_gb = _MIG.search(name)
-    if slice_gb is not None and "MIG" in name:
-        memory = float(slice_gb.group(1))
-    if shares == 1:
-        return name, memory
-    return f"{name}-shared", None if memory is None else round(memory / shares, 2)
-
-
-def _whole_gpu(labels: Mapping[str, str]) -> tuple[str, float | None]:
-    said, mib = _first(labels, _GPU_NAME), _first(labels, _GPU_MIB)
-    # Discovery tells MiB, which for a GPU of 80 GB are about 81,000.
-    measured = round(float(mib) * 1.048576 / 1000, 1) if mib and re.fullmatch(r"\d+", mib) else None
-    if said is None:
-        return UNNAMED_GPU, measured
-    name = canonical_gpu(said.removesuffix(_SHARED), measured)
-    if measured is None:
-        return name, MEMORY_GB.get(name)
-    return name, nominal_memory_gb(name, measured)
 
 
 def _first(labels: Mapping[str, str], names: Iterable[str]) -> str | None:

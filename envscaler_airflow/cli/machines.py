@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -22,7 +23,7 @@ MOST_USD = 1e12
 
 def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
     """The nodes of a cluster as offers."""
-    from envscaler_airflow.catalog.kubernetes import node_pools, read_node  # noqa: PLC0415  (few look at a cluster)
+    from envscaler_airflow.catalog.kubernetes import keeps_off, node_pools, read_node  # noqa: PLC0415  (few look at a cluster)
 
     try:
         body = json.load(file)
@@ -35,7 +36,9 @@ def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTa
             f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
         ) from err
     if not pools:
-        raise SpecError(f"--nodes {file.name}: no node there is ready and lets pods in")
+        reasons = Counter(reason for node in nodes if (reason := keeps_off(node)))
+        found = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "there is no node"
+        raise SpecError(f"--nodes {file.name}: no node there takes pods of stages: {found}")
     known |= {pool.offer.instance_type for pool in pools}
     if unknown := sorted(told.keys() - known - {"*"}):
         listed = ", ".join(sorted(known))

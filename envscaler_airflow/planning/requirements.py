@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.spec.gpus import is_share, vendor_of
 
 if TYPE_CHECKING:
     from envscaler_airflow.spec import EnvSpec, NodeRange, Resources
@@ -32,7 +33,7 @@ class Requirements(Record):
             Chosen: half an hour of work is lost without regret.
         arch: ``x86_64`` or ``arm64``; None: any. An offer of unknown architecture passes.
         exact_gpus: A node with more GPUs than asked for will not do.
-        gpu_vendor: ``nvidia`` or ``amd``; None: any.
+        gpu_vendor: ``nvidia``, ``amd`` or ``intel``; None: any but Intel's.
         model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups count.
         max_usd_per_hour: Highest price of all nodes together; None: no limit.
         disk_gib: Disk per node, GiB, which is paid for and excludes no offer; 0: what comes with the machine.
@@ -215,20 +216,21 @@ def _gpu_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None
 OTHER_CHIPS = frozenset({"Gaudi", "Gaudi HL-205", "Inferentia", "Inferentia2", "Trainium", "Trainium2"})
 """Accelerators that run no code written for GPUs: had only when they are asked for by name."""
 
-AMD = frozenset({"MI250", "MI300X", "MI325X", "MI355X", "Radeon Pro V520", "Radeon Pro V620"})
-"""GPUs of AMD; the others that are named are of NVIDIA."""
-
-
-VENDORS = ("nvidia", "amd")
+VENDORS = ("nvidia", "amd", "intel")
 """Makers that can be asked for instead of a type."""
 
 
 def _kind_misfit(vendor: str | None, name: str) -> Misfit | None:
-    """A GPU of any type was asked for."""
+    """Whole GPUs of any type were requested."""
     if name in OTHER_CHIPS:
         return Misfit("gpu.type", f"{name} is no GPU; it must be asked for by name")
-    if vendor is not None and vendor != (made_by := "amd" if name in AMD else "nvidia"):
+    if is_share(name):
+        return Misfit("gpu.type", f"{name} is a part of a GPU; write gpu.type: {name} to use it")
+    made_by = vendor_of(name)
+    if vendor is not None and vendor != made_by:
         return Misfit("gpu.vendor", f"{name} is of {made_by}, {vendor} asked")
+    if vendor is None and made_by == "intel":
+        return Misfit("gpu.vendor", f"{name} runs no CUDA; write gpu.vendor: intel to use it")
     return None
 
 

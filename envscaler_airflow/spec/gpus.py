@@ -81,6 +81,15 @@ _BY_BARE = {re.sub(r"[^a-z0-9]", "", name): found for name, found in _BY_LOWER.i
 """The same without what separates words: ``rtx4090`` for ``RTX 4090``."""
 _PREFIX = re.compile(r"(nvidia-)?(tesla-|geforce-)?(amd-)?(instinct-)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}\Z")
+_SHARE = re.compile(
+    r"(?P<gpu>.+?)-(?P<share>(?:MIG-\d+g\.\d+gb(?:\.[a-z.]+)?|[SDTQC]PX)(?:-shared)?|shared)\Z", re.IGNORECASE
+)
+"""Names of parts of a GPU: ``T4-shared``, ``A100-MIG-1g.5gb``, ``MI300X-CPX``.
+
+Source: NVIDIA Multi-Instance GPU user guide (profiles); AMD, compute partitioning of the MI300 series.
+"""
+_OF_AMD = re.compile(r"MI\d|Radeon|AMD\b", re.IGNORECASE)
+_OF_INTEL = re.compile(r"Intel\b", re.IGNORECASE)
 _SUFFIXED = re.compile(r"(s|d|x|g|e|ti|super|max-?q|laptop|nvl|sxm[0-9]?|pcie|hbm[0-9]e?)\Z")
 """What vendors append to a model's name for another of its kind. Source: NVIDIA's and AMD's product lists."""
 _OTHER_MODELS = frozenset({"gb200", "gb300", "mi300a", "mi325a", "l40g"})
@@ -111,15 +120,31 @@ def _bare(key: str) -> str:
     return re.sub(r"[^a-z0-9]", "", key)
 
 
+def vendor_of(name: str) -> str:
+    """``nvidia``, ``amd`` or ``intel``, by a GPU's canonical name."""
+    if _OF_AMD.match(name):
+        return "amd"
+    return "intel" if _OF_INTEL.match(name) else "nvidia"
+
+
+def is_share(name: str) -> bool:
+    """True for the name of a part of a GPU: of a shared or a partitioned one."""
+    return _SHARE.match(name) is not None
+
+
 def resolve(name: str, memory_gb: float | None = None) -> tuple[str, ...]:
     """Canonical names that *name* means, at least *memory_gb* each.
 
     ``nvidia-a100`` names a model of two sizes: both fit, and 40 GB is counted on unless *memory_gb*
-    says more. A name of one size with a larger *memory_gb* means the larger sibling.
+    says more. A name of one size with a larger *memory_gb* means the larger sibling. Of a part of a GPU
+    *memory_gb* is the part's, which no name tells.
 
     Raises:
         ValueError: A misspelt name, or no size of the model has that much memory.
     """
+    part = _SHARE.match(name.strip())
+    if part is not None:
+        return tuple(f"{gpu}-{part['share']}" for gpu in resolve(part["gpu"]))
     found = canonical(name)
     if found is None:
         return (_unknown(name),)

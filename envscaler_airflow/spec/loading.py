@@ -12,7 +12,7 @@ from typing import Any
 from envscaler_airflow.spec import parameters as params
 from envscaler_airflow.spec.compose import Composition, Registry, gather, merge, prune
 from envscaler_airflow.spec.faults import Faults
-from envscaler_airflow.spec.gpus import MEMORY_GB, nearest
+from envscaler_airflow.spec.gpus import MEMORY_GB, is_share, nearest
 from envscaler_airflow.spec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.spec.models import UNHASHED_FIELDS, EnvSpec
 from envscaler_airflow.spec.secrets import check_secrets
@@ -293,7 +293,9 @@ def _warnings(spec: EnvSpec) -> list[str]:
     distributed = spec.distributed
     for need in spec.resources.alternatives:
         unknown = [
-            name for name in (need.requests.gpu.type if need.requests.gpu else ()) if name not in MEMORY_GB
+            name
+            for name in (need.requests.gpu.type if need.requests.gpu else ())
+            if name not in MEMORY_GB and not is_share(name)
         ]
         found += [f"resources: GPU {name} is not in the catalog{_hint(name)}" for name in unknown]
     if distributed is not None:

@@ -62,7 +62,7 @@ class Gpu(Model):
 
     count: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     type: GpuTypes = ()
-    vendor: Literal["nvidia", "amd"] | None = None
+    vendor: Literal["nvidia", "amd", "intel"] | None = None
     memory: GpuMemory | None = None
     memory_max: GpuMemory | None = None
 

@@ -237,10 +237,12 @@ def test_a_cluster_is_told_what_it_lacks():
         ({"memory": "24GB"}, "Tesla-T4", True),
         ({"memory": "16GB"}, "Tesla-T4", False),
         ({"count": 2, "type": "T4"}, "Tesla-T4", True),
+        ({}, "Tesla-T4-SHARED", True),
+        ({"type": "T4-shared"}, "Tesla-T4-SHARED", False),
     ],
 )
 def test_gpus_of_a_cluster_count_by_the_labels_of_its_nodes(gpu, product, lacks):
-    """Nodes without labels may have any."""
+    """Nodes without labels may have any; a share is for those who name it (D13)."""
     labels = {"nvidia.com/gpu.product": product} if product else {}
 
     got = missing_on(

@@ -46,6 +46,24 @@ def test_a_name_becomes_a_label_that_no_other_name_becomes(name, expected):
     assert (got == name) == (name == "train")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "resource"),
+    [
+        ({"type": "T4"}, "nvidia.com/gpu"),
+        ({"type": "MI300X"}, "amd.com/gpu"),
+        ({"vendor": "amd"}, "amd.com/gpu"),
+        ({"vendor": "intel"}, "gpu.intel.com/i915"),
+    ],
+)
+def test_a_job_requests_the_resource_of_its_gpus_vendor(gpu, resource):
+    """Also where only the type says whose it is (D13)."""
+    spec = EnvSpec.from_dict({"version": "v1", "name": "s", "resources": {"requests": {"gpu": gpu}}})
+
+    pod = kubernetes_documents(spec, "r.example.com/base:1", is_built=False)[0]["spec"]["template"]["spec"]
+
+    assert pod["containers"][0]["resources"]["limits"] == {resource: "1"}
+
+
 def test_a_private_base_and_its_pull_secret_go_together():
     """The reference's own secret on Kubernetes, one to be made for other kinds of reference."""
 

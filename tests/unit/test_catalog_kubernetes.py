@@ -247,7 +247,7 @@ def test_a_shared_gpu_is_one_share_under_a_name_of_its_own(labels):
     [
         (
             {PRODUCT: "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", MEMORY: "4864", "nvidia.com/gpu.count": "7"},
-            "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb",
+            "A100-MIG-1g.5gb",
             5.0,
         ),
         (
@@ -270,6 +270,9 @@ def test_slices_of_a_gpu_are_none_of_the_whole_one(labels, name, gib):
     (pool,) = node_pools([found])
 
     assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == (name, 7, gib)
+
+
+TAINT = {"key": "dedicated", "value": "web", "effect": "NoSchedule"}
 
 
 def tainted(key, value="", effect="NoSchedule"):
@@ -379,8 +382,14 @@ def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
         ("[]", (), "kubectl get nodes"),
         ('{"items": 3}', (), "kubectl get nodes"),
         ('{"items": [3]}', (), "kubectl get nodes"),
-        ('{"items": []}', (), "no node there is ready"),
-        (json.dumps(node(ready="False")), (), "no node there is ready"),
+        ('{"items": []}', (), "there is no node"),
+        (json.dumps(node(ready="False")), (), "1 is cordoned or not ready"),
+        (
+            json.dumps({"items": [node(ready="False"), node(spec={"taints": [TAINT]})]}),
+            (),
+            "no node there takes pods of stages: 1 is cordoned or not ready, 1 has the taint dedicated=web",
+        ),
+        (json.dumps(node(labels={"type": "virtual-kubelet"})), (), "1 is not a Linux machine"),
         (json.dumps(EKS), ("--node-price", "gpu"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "gpu=nan"), "POOL=USD"),
         (json.dumps(EKS), ("--node-price", "gpu=-1"), "POOL=USD"),
@@ -390,7 +399,7 @@ def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_no_list_of_nodes_is_refused(shell, text, more, words):
-    """With what to write."""
+    """With what to write, and what keeps pods off the nodes there (D13)."""
     got = shell(text, *more)
 
     assert got.exit_code != 0

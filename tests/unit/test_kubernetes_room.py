@@ -52,22 +52,24 @@ def test_more_than_all_nodes_can_never_be_had():
     """Two nodes of 8.1 CPUs have room for two pods of 4.1, one each: by what pods ask, not by the slice."""
     nodes = [node("a"), node("b")]
     four = offer_of(nodes, vcpus=4.0)
-    whole, small = Need.of(pod("4", "1Gi")), Need.of(pod("200m", "128Mi"))
+    whole, small = pod("4", "1Gi"), pod("200m", "128Mi")
 
-    assert shortfall(whole, AllocationPart(four, 2), nodes) is None
-    assert shortfall(whole, AllocationPart(four, 3), nodes) == (
+    assert shortfall(whole, AllocationPart(four, 2), nodes, Settings()) is None
+    assert shortfall(whole, AllocationPart(four, 3), nodes, Settings()) == (
         "cpu: 3 pods of 4.1 CPUs and 1.25 GiB asked; the cluster has room for 2"
     )
-    assert shortfall(small, AllocationPart(four, 54), nodes) is None
-    assert shortfall(small, AllocationPart(four, 55), nodes) is not None
+    assert shortfall(small, AllocationPart(four, 54), nodes, Settings()) is None
+    assert shortfall(small, AllocationPart(four, 55), nodes, Settings()) is not None
 
 
 def test_gpus_are_counted_by_their_limit():
     """Two pods of two GPUs on a node of four."""
     nodes = [node(gpus=4)]
-    need = Need.of(pod("1", "1Gi", gpus=2))
+    two = pod("1", "1Gi", gpus=2)
 
-    found = [shortfall(need, AllocationPart(offer_of(nodes, gpus=2), count), nodes) for count in (2, 3)]
+    found = [
+        shortfall(two, AllocationPart(offer_of(nodes, gpus=2), count), nodes, Settings()) for count in (2, 3)
+    ]
 
     assert found[0] is None
     assert found[1].startswith("cpu: 3 pods of 2 GPUs, 1.1 CPUs")

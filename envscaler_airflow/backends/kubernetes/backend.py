@@ -29,7 +29,7 @@ from envscaler_airflow.backends.kubernetes.render import (
 )
 from envscaler_airflow.backends.kubernetes.rescale import is_removable, rescale_patch
 from envscaler_airflow.backends.kubernetes.resize import ask, state_of
-from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.room import free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
 from envscaler_airflow.backends.kubernetes.seen import Seen, index_of, job_end, stop_asked
 from envscaler_airflow.backends.kubernetes.settings import Settings
@@ -350,7 +350,7 @@ class KubernetesBackend:
                 return
             raise
         for part, rendered in zip(request.allocation.parts, parts, strict=True):
-            missing = shortfall(Need.of(rendered["job"]["spec"]["template"]), part, nodes)
+            missing = shortfall(rendered["job"]["spec"]["template"], part, nodes, self.settings)
             if missing is not None:
                 raise NoOfferError(f"{request.run_label}: {missing}")
 

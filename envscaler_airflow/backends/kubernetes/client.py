@@ -107,6 +107,24 @@ def connect(*, context: str | None = None, kubeconfig: str | None = None, in_clu
         raise SpecError(f"kubernetes: {where}{kubeconfig or 'the kubeconfig'}: {err}") from err
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request to the server.
+
+    Attributes:
+        method, path, query, body: As HTTP has them; the body is sent as JSON.
+        content: What kind of JSON the body is, by the names of :data:`_CONTENT`.
+        read_timeout_s: Longest silence of the answer, seconds.
+    """
+
+    method: str
+    path: str
+    query: Mapping[str, Any] | None = None
+    body: Mapping[str, Any] | None = None
+    content: str = "json"
+    read_timeout_s: float = TIMEOUT_S
+
+
 class Cluster:
     """Calls on one API server."""
 
@@ -208,7 +226,7 @@ class Cluster:
         self, path: str, query: Mapping[str, Any], *, read_timeout_s: float = TIMEOUT_S
     ) -> Iterator[bytes]:
         """The answer as it comes, one line at a time. Raises BackendError."""
-        response = self._send("GET", path, query, None, "json", read_timeout_s=read_timeout_s)
+        response = self._send(_Call("GET", path, query, read_timeout_s=read_timeout_s))
         with closing(response):
             self._check("GET", path, response)
             rest = b""
@@ -240,19 +258,12 @@ class Cluster:
             sleep=self._sleep,
             reraise=True,
         )
-        answer: Answer = retrying(self._once, method, path, query, body, content, shape)
+        answer: Answer = retrying(self._once, _Call(method, path, query, body, content), shape)
         return answer
 
-    def _once(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, Any] | None,
-        body: Mapping[str, Any] | None,
-        content: str,
-        shape: Callable[[Json], Json] | None,
-    ) -> Answer:
-        response = self._granted(method, path, query, body, content)
+    def _once(self, call: _Call, shape: Callable[[Json], Json] | None) -> Answer:
+        method, path = call.method, call.path
+        response = self._granted(call)
         with closing(response):
             self._check(method, path, response)
             try:
@@ -264,30 +275,23 @@ class Cluster:
                 raise BackendError(f"{method} {path}: the answer is no JSON: {err}", transient=True) from err
             return Answer(found, _date(response.headers.get("Date")))
 
-    def _granted(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, Any] | None,
-        body: Mapping[str, Any] | None,
-        content: str,
-    ) -> Any:
+    def _granted(self, call: _Call) -> Any:
         """The answer; a refusal by roles is final only if the server knows its roles.
 
         Raises:
             RefusedError: It has just started; try again.
         """
-        response = self._send(method, path, query, body, content)
+        response = self._send(call)
         if int(response.status) != 403:
             return response
         with closing(response):
-            refusal = _refusal(method, path, response)
+            refusal = _refusal(call.method, call.path, response)
         if "cannot" in str(refusal) and self._is_starting():
             message = f"{refusal}; the API server has just started and does not know its roles yet"
             raise RefusedError(message, status=403, reason="Forbidden", retry_after_s=None, is_starting=True)
         if "cannot" not in str(refusal):
             raise refusal
-        return self._send(method, path, query, body, content)  # it may have learned them since
+        return self._send(call)  # it may have learned them since
 
     def _is_starting(self) -> bool:
         """True while the server has not read its roles: it is not ready, or refuses what everybody may ask.
@@ -295,7 +299,7 @@ class Cluster:
         Source: Kubernetes, API server health endpoints (``informer-sync``); default roles
         ``system:public-info-viewer`` and ``system:basic-user``, of which hardened clusters lack the first.
         """
-        ready = self._status_of("GET", "/readyz", None)
+        ready = self._status_of(_Call("GET", "/readyz"))
         if ready not in (401, 403, 404):
             return ready >= 500
         review = {
@@ -303,44 +307,37 @@ class Cluster:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": {"verb": "get", "resource": "pods"}},
         }
-        asked = self._status_of("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        asked = self._status_of(_Call("POST", path, body=review))
         return asked == 403 or asked >= 500
 
-    def _status_of(self, method: str, path: str, body: Mapping[str, Any] | None) -> int:
-        with closing(self._send(method, path, None, body, "json")) as response:
+    def _status_of(self, call: _Call) -> int:
+        with closing(self._send(call)) as response:
             response.read(1 << 20)
             return int(response.status)
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, Any] | None,
-        body: Mapping[str, Any] | None,
-        content: str,
-        *,
-        read_timeout_s: float = TIMEOUT_S,
-    ) -> Any:
+    def _send(self, call: _Call) -> Any:
         import urllib3  # noqa: PLC0415  # comes with the client
 
-        url = self.host + quote(path) + (f"?{urlencode(query)}" if query else "")
+        url = self.host + quote(call.path) + (f"?{urlencode(call.query)}" if call.query else "")
         headers = {"Accept": "application/json", "User-Agent": "envscaler-airflow"}
-        if body is not None:
-            headers["Content-Type"] = _CONTENT[content]
+        if call.body is not None:
+            headers["Content-Type"] = _CONTENT[call.content]
         try:
             headers |= self._credentials()
             return self._api.rest_client.pool_manager.request(
-                method,
+                call.method,
                 url,
                 headers=headers,
-                body=None if body is None else json.dumps(body).encode(),
-                timeout=urllib3.Timeout(connect=10.0, read=read_timeout_s),
+                body=None if call.body is None else json.dumps(call.body).encode(),
+                timeout=urllib3.Timeout(connect=10.0, read=call.read_timeout_s),
                 preload_content=False,
                 retries=False,
                 redirect=False,
             )
         except self._transport_errors() as err:
-            raise BackendError(f"{method} {self.host}{path}: no answer: {err}", transient=True) from err
+            where = f"{call.method} {self.host}{call.path}"
+            raise BackendError(f"{where}: no answer: {err}", transient=True) from err
 
     def _credentials(self) -> dict[str, str]:
         """Headers of the configuration, with a token that it renews by itself."""

@@ -10,6 +10,7 @@ from typing import Any
 from envscaler_airflow.backends.kubernetes.render import COURIER_CPUS, COURIER_MEMORY_BYTES
 from envscaler_airflow.backends.kubernetes.scheduling import BY_GPU, SPOT, UNLABELLED, borne_taints
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.catalog.accelerators import Accelerator, slice_name
 from envscaler_airflow.catalog.columns import packaged
 from envscaler_airflow.catalog.kubernetes import GIB, ClusterNode, node_price, read_node
 from envscaler_airflow.planning.offers import CapacityType, Offer
@@ -27,28 +28,31 @@ class Kind:
         instance_type: As an offer names it.
         capacity_type: ``spot`` or ``on-demand``.
         arch: As an offer names it; None is unknown.
-        gpu_name: Canonical; None without GPU.
-        gpu_memory_gb: Nominal; None is unknown.
+        gpu: What a pod gets there as one GPU, less the number of them; None without GPU.
         region: As its labels say; None is unknown.
-        is_shared: True when a pod gets one share of a GPU at most.
     """
 
     instance_type: str
     capacity_type: CapacityType
     arch: str | None
-    gpu_name: str | None
-    gpu_memory_gb: float | None = None
+    gpu: Accelerator | None = None
     region: str | None = None
-    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What can be had of one node."""
+    """What can be had of one node.
+
+    Attributes:
+        vcpus, memory_gib: Amounts.
+        gpus: Of one resource.
+        of_gpus: Part of all GPUs of the node that these are.
+    """
 
     vcpus: float
     memory_gib: float
     gpus: int
+    of_gpus: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +81,20 @@ def derived_offers(
     costs: dict[Kind, Price] = {}
     priced: dict[ClusterNode, Price] = {}
     for node in nodes:
-        seen, kind, room = read_node(node), kind_of(node), room_of(node)
-        if room.vcpus < 1 or room.memory_gib <= 0 or not _may_ever_run(node, seen):
+        seen = read_node(node)
+        if not _may_ever_run(node, seen):
             continue
-        takes_now = seen.is_usable and is_borne(node, kind, settings)
-        if takes_now == is_later or not _is_addressed(node, kind, settings):
-            continue
-        known = rooms.get(kind)
-        rooms[kind] = room if known is None else _least(known, room)
-        alike = replace(seen, name="", vcpus=0.0, memory_gib=0.0)
-        if alike not in priced:
-            priced[alike] = _price(alike, kind, settings, prices)
-        costs[kind] = _dearer(costs.get(kind), priced[alike])
+        for kind, room in kinds_of(node).items():
+            takes_now = seen.is_usable and is_borne(node, kind, settings)
+            is_wanted = room.vcpus >= 1 and room.memory_gib > 0 and takes_now != is_later
+            if not is_wanted or not _is_addressed(node, kind, settings):
+                continue
+            known = rooms.get(kind)
+            rooms[kind] = room if known is None else _least(known, room)
+            alike = replace(seen, name="", vcpus=0.0, memory_gib=0.0)
+            if alike not in priced:
+                priced[alike] = _price(alike, kind, settings, prices)
+            costs[kind] = _dearer(costs.get(kind), priced[alike])
     offers = [
         offer for kind, room in rooms.items() for offer in _slices(kind, room, settings, price=costs[kind])
     ]
@@ -127,35 +133,36 @@ def _is_addressed(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bo
 
 
 def _least(one: Room, other: Room) -> Room:
-    return Room(min(one.vcpus, other.vcpus), min(one.memory_gib, other.memory_gib), min(one.gpus, other.gpus))
-
-
-def kind_of(node: Mapping[str, Any]) -> Kind:
-    """What an offer says of this node."""
-    seen = read_node(node)
-    by_gpu = BY_GPU + seen.gpu_product if seen.gpu_product else UNLABELLED
-    return Kind(
-        seen.instance_type or by_gpu,
-        seen.capacity_type,
-        seen.arch,
-        seen.gpu_name,
-        seen.gpu_memory_gb,
-        seen.region,
-        seen.gpu_shares > 1,
+    return Room(
+        min(one.vcpus, other.vcpus),
+        min(one.memory_gib, other.memory_gib),
+        min(one.gpus, other.gpus),
+        max(one.of_gpus, other.of_gpus),
     )
 
 
-def room_of(node: Mapping[str, Any]) -> Room:
-    """What the training of one pod can have of this node when it is empty."""
-    whole = whole_of(node)
-    cpus = round(whole.vcpus - COURIER_CPUS, 3)  # whole millicores
-    return Room(cpus, whole.memory_gib - COURIER_MEMORY_BYTES / GIB, whole.gpus)
-
-
-def whole_of(node: Mapping[str, Any]) -> Room:
-    """What all pods can have of this node when it is empty."""
+def kinds_of(node: Mapping[str, Any]) -> dict[Kind, Room]:
+    """What offers say of this node, by resource of GPUs, and what a pod's training can have of each."""
     seen = read_node(node)
-    return Room(seen.vcpus, seen.memory_gib, seen.gpus)
+    by_gpu = BY_GPU + seen.gpu_product if seen.gpu_product else UNLABELLED
+    kind = Kind(seen.instance_type or by_gpu, seen.capacity_type, seen.arch, None, seen.region)
+    cpus = round(seen.vcpus - COURIER_CPUS, 3)  # whole millicores
+    memory = seen.memory_gib - COURIER_MEMORY_BYTES / GIB
+    if not seen.gpus:
+        return {kind: Room(cpus, memory, 0)}
+    total = sum(one.count * one.of_gpu for one in seen.gpus)
+    return {
+        replace(kind, gpu=replace(gpu, count=0)): Room(
+            cpus, memory, gpu.count, gpu.count * gpu.of_gpu / total
+        )
+        for gpu in seen.gpus
+    }
+
+
+def whole_of(node: Mapping[str, Any], resource: str | None) -> Room:
+    """What all pods can have of this node when it is empty; *resource* is that of their GPUs."""
+    seen = read_node(node)
+    return Room(seen.vcpus, seen.memory_gib, sum(one.count for one in seen.gpus if one.resource == resource))
 
 
 def is_usable(node: Mapping[str, Any]) -> bool:
@@ -165,7 +172,7 @@ def is_usable(node: Mapping[str, Any]) -> bool:
 
 def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
     """True when pods of such an offer bear every taint that keeps others off the node."""
-    ours = borne_taints(settings, has_gpus=kind.gpu_name is not None, is_spot=kind.capacity_type == "spot")
+    ours = borne_taints(settings, has_gpus=kind.gpu is not None, is_spot=kind.capacity_type == "spot")
     taints = (node.get("spec") or {}).get("taints") or ()
     return all(
         any(one["key"] == taint.get("key") and one.get("value") in (None, taint.get("value")) for one in ours)
@@ -175,7 +182,8 @@ def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
 
 
 def _slices(kind: Kind, room: Room, settings: Settings, *, price: Price) -> list[Offer]:
-    full = room.gpus or math.floor(room.vcpus)
+    gpu = kind.gpu
+    full = room.gpus / room.of_gpus if gpu is not None else math.floor(room.vcpus)
     whole = Offer(
         cloud="kubernetes",
         region=kind.region or settings.region,
@@ -183,14 +191,16 @@ def _slices(kind: Kind, room: Room, settings: Settings, *, price: Price) -> list
         capacity_type=kind.capacity_type,
         vcpus=room.vcpus,
         memory_gib=room.memory_gib,
-        gpu_name=kind.gpu_name,
+        gpu_name=None if gpu is None else gpu.name,
         gpus=room.gpus,
-        gpu_memory_gb=kind.gpu_memory_gb,
+        gpu_memory_gb=None if gpu is None else gpu.memory_gb,
         usd_per_hour=price.usd,
         price_source=price.source,
         arch=kind.arch,
     )
-    return [_slice(whole, count, full) for count in ([1] if kind.is_shared else _counts(full))]
+    unit = "cpu" if gpu is None else slice_name(gpu.resource)
+    counts = [1] if gpu is not None and gpu.is_single else _counts(room.gpus or math.floor(room.vcpus))
+    return [_slice(whole, count, full, unit) for count in counts]
 
 
 def _counts(full: int) -> Sequence[int]:
@@ -198,12 +208,12 @@ def _counts(full: int) -> Sequence[int]:
     return powers if full in powers else [*powers, full]
 
 
-def _slice(whole: Offer, count: int, full: int) -> Offer:
+def _slice(whole: Offer, count: int, full: float, unit: str) -> Offer:
     """*count* of the *full* number of GPUs, or of CPUs, with their share of the rest."""
     share, usd = count / full, whole.usd_per_hour
     return replace(
         whole,
-        instance_type=f"{whole.instance_type}:{'gpu' if whole.gpus else 'cpu'}-{count}",
+        instance_type=f"{whole.instance_type}:{unit}-{count}",
         vcpus=float(max(1, math.floor(whole.vcpus * share)) if whole.gpus else count),
         memory_gib=math.floor(whole.memory_gib * share * 100) / 100,
         gpus=count if whole.gpus else 0,

@@ -14,7 +14,13 @@ from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names, security
 from envscaler_airflow.backends.kubernetes.override import merge_pod
 from envscaler_airflow.backends.kubernetes.rescale import node_bound
-from envscaler_airflow.backends.kubernetes.scheduling import affinity, grace_s, placement, tolerations
+from envscaler_airflow.backends.kubernetes.scheduling import (
+    affinity,
+    gpu_resource,
+    grace_s,
+    placement,
+    tolerations,
+)
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.courier import store_keys
 from envscaler_airflow.errors import SpecError
@@ -408,8 +414,9 @@ class _Attempt:
             limits["cpu"] = f"{round(cpu_cores(cpu) * 1000)}m"
         if need.get("disk_size"):
             requests["ephemeral-storage"] = str(need["disk_size"])
-        if offer.gpus and ((need.get("requests") or {}).get("gpu") or {}).get("count"):
-            limits[gpu_resource(need, offer.gpu_name)] = str(offer.gpus)
+        resource = gpu_resource(offer, self.settings)
+        if resource is not None and ((need.get("requests") or {}).get("gpu") or {}).get("count"):
+            limits[resource] = str(offer.gpus)
         return {"requests": requests, "limits": limits}
 
     def _add_shm(self, mounts: at.Mounts) -> None:
@@ -446,13 +453,6 @@ class _Attempt:
         if self.settings.store_secret:
             mounts.volumes.append(security.keys_volume(self.settings.store_secret))
             mounts.courier.append({"name": "store-keys", "mountPath": security.STORE_KEYS, "readOnly": True})
-
-
-def gpu_resource(need: Mapping[str, Any], gpu_name: str | None) -> str:
-    """Name of the extended resource, by vendor."""
-    vendor = ((need.get("requests") or {}).get("gpu") or {}).get("vendor")
-    is_amd = vendor == "amd" or (vendor is None and (gpu_name or "").startswith("MI"))
-    return "amd.com/gpu" if is_amd else "nvidia.com/gpu"
 
 
 def escaped(text: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.catalog.kubernetes import GPU_PRODUCT, GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
+from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, resource_of
+from envscaler_airflow.catalog.kubernetes import GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
 from envscaler_airflow.planning.offers import Offer
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
@@ -58,6 +59,17 @@ LEAST_GRACE_S = 30
 def node_type(offer: Offer) -> str:
     """Instance type of the offer's nodes, without the slice: ``g5.12xlarge`` of ``g5.12xlarge:gpu-1``."""
     return offer.instance_type.partition(":")[0]
+
+
+def gpu_resource(offer: Offer, settings: Settings) -> str | None:
+    """The resource that pods of the offer request as GPUs; None without GPU."""
+    if offer.gpu_name is None:
+        return None
+    chosen = settings.node_class(offer)
+    if chosen is not None and chosen.gpu_resource is not None:
+        return chosen.gpu_resource
+    unit = offer.instance_type.partition(":")[2].rpartition("-")[0]
+    return resource_of("gpu" if chosen is not None or not unit else unit, offer.gpu_name)
 
 
 def affinity(offer: Offer, settings: Settings) -> dict[str, Any]:

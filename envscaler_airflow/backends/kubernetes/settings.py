@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from envscaler_airflow.catalog.accelerators import is_gpu_resource
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.spec.quantities import duration_s
@@ -19,6 +20,7 @@ class NodeClass(BaseModel):
     """A kind of node that can be had, for clusters whose nodes may not be read.
 
     ``name`` is the offer's instance type. ``usd_per_hour`` is the price of one pod of this size.
+    ``gpu_resource`` is what its pods request as GPUs, where that is not ``gpu`` of the GPU's vendor.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,6 +30,7 @@ class NodeClass(BaseModel):
     gpu: str | None = None
     gpus: Annotated[int, Field(ge=0)] = 0
     gpu_memory_gb: float | None = None
+    gpu_resource: str | None = None
     capacity_type: Literal["spot", "on-demand"] = "on-demand"
     zone: str | None = None
     arch: str | None = None
@@ -39,6 +42,11 @@ class NodeClass(BaseModel):
     def _check_offer(self) -> Self:
         """What no offer can be is told here, by the offer's own words."""
         self.offer("")
+        if self.gpu_resource is not None and not is_gpu_resource(self.gpu_resource):
+            raise ValueError(
+                f"gpu_resource: {self.gpu_resource!r:.60} is not a resource of GPUs; write one of the node's "
+                "allocatable ones, such as nvidia.com/mig-1g.5gb"
+            )
         return self
 
     def offer(self, region: str) -> Offer:

@@ -4,8 +4,9 @@ import time
 
 import pytest
 from fakes.kubernetes import Cluster, Program
+from integration.kubernetes.rig import Stagehand
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes import KubernetesBackend, client
 from envscaler_airflow.backends.kubernetes.watch import close_views
 
 
@@ -28,5 +29,16 @@ def connect(cluster, tmp_path):
         path = cluster.kubeconfig(tmp_path / f"config-{token is None}", token=token)
         settings = {"image": "train:1", "wait_for_node_s": 0, "sleep": lambda _s: time.sleep(0.01)} | settings
         return KubernetesBackend(kubeconfig=str(path), **settings)
+
+    return make
+
+
+@pytest.fixture
+def stage(cluster, connect, tmp_path, monkeypatch):
+    """Makes one stage; the API server's clock is the cluster's."""
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
+
+    def make(*, settings=None, **spec):
+        return Stagehand(tmp_path, connect(**(settings or {})), **spec)
 
     return make

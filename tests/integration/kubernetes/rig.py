@@ -2,11 +2,74 @@
 
 import time
 
-from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.controller.act import Controller
+from envscaler_airflow.controller.stage import Stage, Waiting, Wake
+from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
 
 OFFER = Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0)
+
+KEY = RunKey("deployment", "dag", "run", "train")
+
+
+class Stagehand:
+    """One stage on the cluster, whose owner is called by hand."""
+
+    def __init__(self, folder, backend, **spec):
+        """Start nothing yet."""
+        body = {
+            "version": "v1",
+            "name": "train",
+            "entrypoint": ["python", "train.py"],
+            "resources": {"requests": {"cpu": "1", "memory": "64Mi"}},
+            **spec,
+        }
+        self.backend = backend
+        self.store = open_store(f"file://{folder}/store")
+        check_store(self.store)
+        self.log = EventLog(self.store, KEY.prefix)
+        self.owner = Controller(
+            store=self.store,
+            key=KEY,
+            backend=backend,
+            actor=Actor("ti", 1, 3),
+            stage=Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0),
+        )
+
+    def begin(self):
+        """Start it, and wait until all nodes of the first attempt run."""
+        self.owner.enter()
+        running(self.backend, self.handle)
+
+    @property
+    def state(self):
+        """Fold of its events."""
+        return self.log.load()
+
+    @property
+    def handle(self):
+        """Of the newest attempt."""
+        return Handle.from_dict(self.state.attempts[-1].handle)
+
+    def node(self):
+        """What the backend says of node 0."""
+        return self.backend.observe(self.handle).nodes[0]
+
+    def goes_on(self, claim, *, reason="backoff", seconds=30):
+        """Call the owner until *claim* of the state holds, as its trigger does on a change."""
+
+        def call():
+            got = self.owner.resume(Wake(reason))
+            assert isinstance(got, Waiting)
+            return self.state
+
+        return eventually(call, claim, seconds=seconds)
 
 
 def request_for(**changes):

@@ -3,92 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from fakes.kubernetes import CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, PODS, QUOTAS, Pace, Program
-from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
+from fakes.kubernetes import CLAIMS, CONFIG_MAPS, JOBS, PODS, QUOTAS, Pace, Program
+from integration.kubernetes.rig import KEY, OFFER, eventually, ours, over, request_for, running
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import client
 from envscaler_airflow.controller import closing
-from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.request import kill_quietly
-from envscaler_airflow.controller.stage import Stage, Waiting, Wake
 from envscaler_airflow.errors import BackendError, NoOfferError, RunFailedError, SpecError
-from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.store.base import check_store, open_store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.stockouts import stockouts
 
-KEY = RunKey("deployment", "dag", "run", "train")
 CLAIM = {"name": "d", "source": "pvc://data", "mount_path": "/data"}
-
-
-class Stagehand:
-    """One stage on the cluster, whose owner is called by hand."""
-
-    def __init__(self, folder, backend, **spec):
-        """Start nothing yet."""
-        body = {
-            "version": "v1",
-            "name": "train",
-            "entrypoint": ["python", "train.py"],
-            "resources": {"requests": {"cpu": "1", "memory": "64Mi"}},
-            **spec,
-        }
-        self.backend = backend
-        self.store = open_store(f"file://{folder}/store")
-        check_store(self.store)
-        self.log = EventLog(self.store, KEY.prefix)
-        self.owner = Controller(
-            store=self.store,
-            key=KEY,
-            backend=backend,
-            actor=Actor("ti", 1, 3),
-            stage=Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0),
-        )
-
-    @property
-    def state(self):
-        """Fold of its events."""
-        return self.log.load()
-
-    @property
-    def handle(self):
-        """Of the newest attempt."""
-        return Handle.from_dict(self.state.attempts[-1].handle)
-
-    def node(self):
-        """What the backend says of node 0."""
-        return self.backend.observe(self.handle).nodes[0]
-
-    def goes_on(self, claim, *, seconds=30):
-        """Call the owner until *claim* of the state holds, as its trigger does on a change."""
-
-        def call():
-            got = self.owner.resume(Wake("backoff"))
-            assert isinstance(got, Waiting)
-            return self.state
-
-        return eventually(call, claim, seconds=seconds)
-
-
-@pytest.fixture
-def stage(cluster, connect, tmp_path, monkeypatch):
-    """Makes one stage; the API server's clock is the cluster's."""
-    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
-
-    def make(*, settings=None, **spec):
-        return Stagehand(tmp_path, connect(**(settings or {})), **spec)
-
-    return make
-
-
-def standard(cluster):
-    """Enforce the restricted pod security standard."""
-    labels = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-    cluster.api.patch(NAMESPACES, "", "default", "application/merge-patch+json", labels)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +45,7 @@ def test_a_refusal_that_is_told_late_fails_the_run(cluster, stage, refuse, spec,
 def test_a_pod_that_is_made_again_and_refused_ends_the_run(cluster, stage):
     """A policy came while it ran: its next pod is refused, and nothing waits for ever (D3)."""
     run = stage()
-    run.owner.enter()
-    running(run.backend, run.handle)
+    run.begin()
     cluster.deny_pods("frozen")
 
     cluster.pod("").evict()
@@ -244,8 +168,7 @@ def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, s
     """Ten minutes overdue: its node counts as lost, and the next attempt starts beside it (D4)."""
     cluster.add_node("node-1")
     run = stage(checkpoint={"every": "10m"})
-    run.owner.enter()
-    running(run.backend, run.handle)
+    run.begin()
     pod = cluster.pod("")
     pod.hold()
     pod.delete(30)
@@ -306,8 +229,7 @@ def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monke
     """What its trigger does: the pod saves and ends, and the run has its end, its cost and no pod (D6)."""
     monkeypatch.setattr(closing.time, "sleep", lambda _s: cluster.advance(5))
     run = stage()
-    run.owner.enter()
-    running(run.backend, run.handle)
+    run.begin()
     cluster.advance(1800)
 
     assert kill_quietly(run.store, KEY.prefix, run.backend, ti_id="ti", reason="marked failed")
@@ -429,8 +351,7 @@ def test_an_evicted_pod_without_room_goes_on_elsewhere_after_three_minutes(clust
     kind = "node.kubernetes.io/instance-type"
     cluster.node("node-0").edit(lambda node: node["metadata"]["labels"].update({kind: "small"}))
     run = stage(settings={"wait_for_node_s": 900}, checkpoint={"every": "10m"})
-    run.owner.enter()
-    running(run.backend, run.handle)
+    run.begin()
     cluster.advance(600)
     cluster.node("node-0").cordon()
     cluster.add_node("other", labels={kind: "large"})
@@ -448,8 +369,7 @@ def test_an_evicted_pod_without_room_goes_on_elsewhere_after_three_minutes(clust
 def test_memory_is_bounded_without_a_limit_and_raised_with_its_request(cluster, stage):
     """Four times the request; after an out-of-memory as much is requested as is allowed (D11)."""
     run = stage()
-    run.owner.enter()
-    running(run.backend, run.handle)
+    run.begin()
 
     def memory():
         [main] = [one for one in cluster.pod("").object["spec"]["containers"] if one["name"] == "main"]

@@ -3,75 +3,34 @@
 from __future__ import annotations
 
 from fakes.kubernetes import JOBS, PODS
-from integration.kubernetes.rig import eventually, running
+from integration.kubernetes.rig import KEY, running
 
-from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.backends.kubernetes import client
-from envscaler_airflow.controller.act import Controller
 from envscaler_airflow.controller.request import request_move
-from envscaler_airflow.controller.stage import Stage, Waiting, Wake
+from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Progress, Status, status_name
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.store.base import check_store, open_store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing import ManualClock
 
-KEY = RunKey("deployment", "dag", "run", "train")
+CHECKPOINT = {"every": "10m"}
+ELASTIC = {
+    "checkpoint": CHECKPOINT,
+    "num_nodes": {"min": 1, "max": 1},
+    "scaling": {"min_nodes": 1, "max_nodes": 3},
+    "distributed": {"launcher": "torchrun", "elastic": True},
+}
 
 
-class Run:
-    """A run on the cluster, and what its training says."""
-
-    def __init__(self, folder, backend, **spec):
-        """Begin it."""
-        body = {
-            "version": "v1",
-            "name": "train",
-            "entrypoint": ["python", "train.py"],
-            "resources": {"requests": {"cpu": "1", "memory": "64Mi"}},
-            "checkpoint": {"every": "10m"},
-            **spec,
-        }
-        self.backend = backend
-        self.store = open_store(f"file://{folder}/store")
-        check_store(self.store)
-        self.log = EventLog(self.store, KEY.prefix)
-        stage = Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0)
-        self.owner = Controller(
-            store=self.store, key=KEY, backend=backend, actor=Actor("ti", 1, 3), stage=stage
-        )
-        self.owner.enter()
-        running(backend, self.handle)
-
-    @property
-    def live(self):
-        """The running attempt."""
-        return self.log.load().live
-
-    @property
-    def handle(self):
-        """Of the running attempt."""
-        return Handle.from_dict(self.live.handle)
-
-    def move(self, target):
-        """Ask for *target*, as a person does, and let the owner answer until nothing is under way."""
-        for node in range(self.live.allocation.nodes):
-            said = Progress(step=10, total_steps=1000, epoch=1, epochs=100, elapsed_s=60.0)
-            status = Status(generation=1, attempt=1, node=node, sequence=1, phase="running", progress=said)
-            self.store.write(f"{KEY.prefix}/{status_name(1, 1, node)}", status.to_json())
-        because = {"reason": "test", "forced": True}
-        request_move(self.store, KEY.prefix, target=target, from_attempt=(1, 1), because=because)
-        eventually(self._slice, lambda _got: self.live.change is None)
-        return self.log.read()[-1]
-
-    def _slice(self):
-        got = self.owner.resume(Wake("request"))
-        assert isinstance(got, Waiting)
-        return got
+def move(run, target):
+    """Ask for *target*, as a person does, and let the owner answer until no change is under way."""
+    for node in range(run.state.live.allocation.nodes):
+        said = Progress(step=10, total_steps=1000, epoch=1, epochs=100, elapsed_s=60.0)
+        status = Status(generation=1, attempt=1, node=node, sequence=1, phase="running", progress=said)
+        run.store.write(f"{KEY.prefix}/{status_name(1, 1, node)}", status.to_json())
+    because = {"reason": "test", "forced": True}
+    request_move(run.store, KEY.prefix, target=target, from_attempt=(1, 1), because=because)
+    run.goes_on(lambda state: state.live.change is None, reason="request")
+    return run.log.read()[-1]
 
 
 def offer_of(backend, cpus):
@@ -79,47 +38,46 @@ def offer_of(backend, cpus):
     return next(offer for offer in backend.offers() if offer.name.endswith(f":cpu-{cpus}/on-demand"))
 
 
-def test_a_pod_gets_more_cpu_and_memory_while_it_runs(cluster, connect, tmp_path):
+def test_a_pod_gets_more_cpu_and_memory_while_it_runs(cluster, stage):
     """The vertical policy's move: the same pod, other requests, and no second Job."""
-    backend = connect()
-    run = Run(tmp_path, backend, scaling={"policy": "vertical", "cooldown": "1s"})
+    run = stage(checkpoint=CHECKPOINT, scaling={"policy": "vertical", "cooldown": "1s"})
+    run.begin()
     [before] = cluster.list(PODS, "default")
-    target = Allocation(offer_of(backend, 2))
+    target = Allocation(offer_of(run.backend, 2))
 
-    last = run.move(target)
+    last = move(run, target)
 
     [after] = cluster.list(PODS, "default")
     main = next(one for one in after["spec"]["containers"] if one["name"] == "main")
-    assert (last.type, run.live.number, run.live.allocation) == ("changed", 1, target)
+    assert (last.type, run.state.live.number, run.state.live.allocation) == ("changed", 1, target)
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert main["resources"]["requests"]["cpu"] in ("2", "2000m")
     assert len(cluster.list(JOBS, "default")) == 1
 
 
-def test_an_elastic_stage_gets_nodes_while_it_runs(cluster, connect, tmp_path):
+def test_an_elastic_stage_gets_nodes_while_it_runs(cluster, stage):
     """One Job of three pods in the end; the first pod is the one that began."""
-    backend = connect()
-    run = Run(
-        tmp_path, backend, num_nodes={"min": 1, "max": 1}, scaling={"min_nodes": 1, "max_nodes": 3},
-        distributed={"launcher": "torchrun", "elastic": True},
-    )  # fmt: skip
+    run = stage(**ELASTIC)
+    run.begin()
     [first] = cluster.list(PODS, "default")
 
-    last = run.move(Allocation(run.live.allocation.offer, 3))
+    last = move(run, Allocation(run.state.live.allocation.offer, 3))
 
     pods = cluster.list(PODS, "default")
-    assert (last.type, run.live.number, run.live.allocation.nodes) == ("changed", 1, 3)
+    assert (last.type, run.state.live.number, run.state.live.allocation.nodes) == ("changed", 1, 3)
     assert len(pods) == 3
     assert first["metadata"]["uid"] in {pod["metadata"]["uid"] for pod in pods}
-    running(backend, run.handle)
+    running(run.backend, run.handle)
 
 
-def test_growing_beyond_what_is_free_is_refused(cluster, connect, tmp_path):
+def test_growing_beyond_what_is_free_is_refused(cluster, stage):
     """The cluster adds no nodes: a hundred more have no room, and the training is left alone."""
-    backend = connect()
-    run = Run(tmp_path, backend, num_nodes={"min": 1, "max": 1}, scaling={"min_nodes": 1, "max_nodes": 200})
+    run = stage(
+        checkpoint=CHECKPOINT, num_nodes={"min": 1, "max": 1}, scaling={"min_nodes": 1, "max_nodes": 200}
+    )
+    run.begin()
 
-    last = run.move(Allocation(run.live.allocation.offer, 101))
+    last = move(run, Allocation(run.state.live.allocation.offer, 101))
 
     assert last.type == "move-refused"
     assert "100 more nodes" in last.body["reason"]
@@ -127,13 +85,13 @@ def test_growing_beyond_what_is_free_is_refused(cluster, connect, tmp_path):
     assert len(cluster.list(PODS, "default")) == 1
 
 
-def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, connect, tmp_path):
+def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, stage):
     """Before 1.33 there is no such subresource: the attempt saves and goes."""
-    backend = connect()
-    run = Run(tmp_path, backend, scaling={"policy": "vertical", "cooldown": "1s"})
+    run = stage(checkpoint=CHECKPOINT, scaling={"policy": "vertical", "cooldown": "1s"})
+    run.begin()
     cluster.next_error("patch", "pods/resize", 404)
 
-    last = run.move(Allocation(offer_of(backend, 2)))
+    last = move(run, Allocation(offer_of(run.backend, 2)))
 
     assert (last.type, last.body["why"]) == ("attempt-stopping", "move")
     assert last.body["reason"].endswith("in place it is infeasible")
@@ -145,13 +103,10 @@ def reported(run, sequence):
     run.store.write(f"{KEY.prefix}/{status_name(1, 1, 0)}", status.to_json())
 
 
-def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_hear_it(
-    cluster, connect, monkeypatch, tmp_path
-):
+def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_hear_it(cluster, stage):
     """Its containers train on for ten minutes: one pod. Once they are silent too it is replaced (D1)."""
-    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
-    backend = connect()
-    run = Run(tmp_path, backend)
+    run = stage(checkpoint=CHECKPOINT)
+    run.begin()
     [first] = cluster.list(PODS, "default")
     cluster.node("node-0").silence()
     cluster.add_node("node-1")
@@ -160,7 +115,7 @@ def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_he
     watch = Watch(
         store=run.store,
         prefix=KEY.prefix,
-        backend=backend,
+        backend=run.backend,
         watching=waiting.watching,
         monotonic=clock.monotonic,
     )
@@ -179,4 +134,4 @@ def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_he
     assert wake.quiet_s[0] >= 180
     [second] = [pod for pod in cluster.list(PODS, "default") if pod["status"]["phase"] == "Running"]
     assert second["metadata"]["uid"] != first["metadata"]["uid"]
-    assert run.live.number == 1
+    assert run.state.live.number == 1
