@@ -227,6 +227,14 @@ class SharesWatch(Protocol):
 
 
 @runtime_checkable
+class HasAddress(Protocol):
+    """A backend that another process may reach elsewhere than at the usual place."""
+
+    def address(self) -> dict[str, Any]:
+        """Arguments of ``create_backend`` by which a later process reaches the same place; no secrets."""
+
+
+@runtime_checkable
 class MendsNodes(Protocol):
     """A backend that can have lost nodes of a live attempt made again."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.local.machine import USABLE_MEMORY
 from envscaler_airflow.backends.local.volumes import volume_faults
@@ -26,6 +26,7 @@ from envscaler_airflow.spec.resources import GIB, Gpu, Resources
 if TYPE_CHECKING:
     from envscaler_airflow.backends.kubernetes.offers import Room
     from envscaler_airflow.catalog.accelerators import Accelerator
+    from envscaler_airflow.planning.offers import Offer
 
 TARGETS = ("local", "docker", "kubernetes", "vm")
 """What ``missing_on`` looks at."""
@@ -64,6 +65,18 @@ def missing_on(
     if target == "vm":
         return _on_rented(spec)
     return [*_here(target, spec, requirements, here or look_here()), *lacking_extras(spec, store_url)]
+
+
+def cluster_offers(kubectl: Callable[[list[str]], Output] | None = None) -> tuple[Offer, ...]:
+    """What the nodes of kubectl's cluster offer, by what they say of themselves.
+
+    Raises:
+        BackendError: The cluster cannot be asked.
+    """
+    from envscaler_airflow.backends.kubernetes.offers import derived_offers  # noqa: PLC0415 (only who asks a cluster)
+    from envscaler_airflow.backends.kubernetes.settings import Settings  # noqa: PLC0415 (as above)
+
+    return derived_offers(_nodes(kubectl or _kubectl()), Settings())
 
 
 def _on_rented(spec: EnvSpec) -> list[str]:
@@ -245,12 +258,9 @@ def _last_line(text: str) -> str:
 
 
 def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[str]:
-    done = kubectl(["get", "nodes", "-o", "json"])
-    if done.code != 0:
-        raise BackendError(f"the cluster cannot be asked: {_last_line(done.err)}", transient=True)
     from envscaler_airflow.backends.kubernetes.offers import is_usable, kinds_of  # noqa: PLC0415 (only who asks a cluster)
 
-    items = [item for item in json.loads(done.out).get("items", []) if is_usable(item)]
+    items = [item for item in _nodes(kubectl) if is_usable(item)]
     nodes = [_Node(kind.gpu, room) for item in items for kind, room in kinds_of(item).items()]
     # Several pods of a stage may share a node: one that fits is enough to start, and a cluster may grow.
     if any(node.fits(need) for need in spec.resources.alternatives for node in nodes):
@@ -260,6 +270,13 @@ def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[
     text = ", ".join(part for part in parts if part) or "anything"
     wanted = f"{spec.num_nodes.min} x ({text})"
     return [f"nodes: none of {len(items)} fits {wanted}; add a node pool that does, or ask for less"]
+
+
+def _nodes(kubectl: Callable[[list[str]], Output]) -> list[dict[str, Any]]:
+    done = kubectl(["get", "nodes", "-o", "json"])
+    if done.code != 0:
+        raise BackendError(f"the cluster cannot be asked: {_last_line(done.err)}", transient=True)
+    return list(json.loads(done.out).get("items", []))
 
 
 def _gpu_text(gpu: Gpu | None) -> str:

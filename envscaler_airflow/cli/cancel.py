@@ -18,7 +18,7 @@ from envscaler_airflow.cli.cluster import settings_of
 from envscaler_airflow.cli.common import load_state, output_option, shell_backend, store_option
 from envscaler_airflow.cli.foreground import Foreground, shell_actor
 from envscaler_airflow.cli.inspect import followed
-from envscaler_airflow.cli.owners import SILENT_S, Ownership, owner_of, write_owner
+from envscaler_airflow.cli.owners import SILENT_S, Ownership, address_of, owner_of, write_owner
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.freeze import key_of
 from envscaler_airflow.controller.request import kill_quietly, request_stop
@@ -102,8 +102,8 @@ class _Cancel:
 
     def _as_owner(self, state: RunState) -> RunState:
         """Become the owner, and stop it."""
-        actor = shell_actor(self.store, self.prefix)
-        write_owner(self.store, self.prefix, actor.ti_id)
+        actor, backend = shell_actor(self.store, self.prefix), self._backend_of(state)
+        write_owner(self.store, self.prefix, actor.ti_id, backend)
         _append(self.store, self.prefix, "owner", {"reason": "to stop it: no owner watches it"}, actor)
         if state.live is None:
             body = {"generation": state.generation, "reason": REASON}
@@ -113,7 +113,7 @@ class _Cancel:
             self.store,
             key_of(self.store, self.prefix),
             Stage(spec=None, spec_source=""),
-            backend_of(state),
+            backend,
             Voice(to_stderr=True),
             actor,
         )
@@ -121,12 +121,20 @@ class _Cancel:
             owner.go_on()
         return load_state(self.store, self.prefix)
 
+    def _backend_of(self, state: RunState) -> Backend:
+        """The backend of the live attempt, where its last shell reached it; else the local one."""
+        handle = state.live.handle if state.live is not None else None
+        if handle is not None and handle.get("backend") == "kubernetes":
+            return create_backend("kubernetes", settings_of(None, {}) | address_of(self.store, self.prefix))
+        return shell_backend()
+
     def _beside_airflow(self, state: RunState) -> str:
         """What a kill of the task does: its next try finds the request; what still runs saves and ends."""
         owner = state.owner
         acted = False
         if owner is not None and state.live is not None:
-            acted = kill_quietly(self.store, self.prefix, backend_of(state), ti_id=owner.ti_id, reason=REASON)
+            backend = self._backend_of(state)
+            acted = kill_quietly(self.store, self.prefix, backend, ti_id=owner.ti_id, reason=REASON)
         if acted:
             self.say("asked what still runs to save and stop; the next try of its task records the end")
             return "asked"
@@ -142,14 +150,6 @@ def _append(store: Store, prefix: str, kind: str, body: Mapping[str, Any], actor
         if log.append(state.number, kind, body, actor=actor):
             return log.load()
     return state
-
-
-def backend_of(state: RunState) -> Backend:
-    """The backend of the live attempt, as this shell reaches it; the local one where nothing runs."""
-    handle = state.live.handle if state.live is not None else None
-    if handle is not None and handle.get("backend") == "kubernetes":
-        return create_backend("kubernetes", settings_of(None, {}))
-    return shell_backend()
 
 
 class OwnerGoneError(BackendError):

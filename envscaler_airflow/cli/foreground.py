@@ -150,7 +150,7 @@ class Foreground:
     def own(self) -> Delivered:
         """Until the run is delivered. Raises as :meth:`Controller.enter`, and SystemExit after a signal."""
         self._story.skip()
-        write_owner(self.store, self.prefix, self.actor.ti_id)
+        write_owner(self.store, self.prefix, self.actor.ti_id, self.backend)
         return self._until_end(resuming=False)
 
     def go_on(self) -> Delivered:

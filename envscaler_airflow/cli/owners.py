@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.errors import ProtocolError
@@ -47,8 +48,8 @@ class Ownership:
     is_by_age: bool = False
 
 
-def write_owner(store: Store, prefix: str, ti_id: str) -> None:
-    """Say that this process owns the run at *prefix* as *ti_id*.
+def write_owner(store: Store, prefix: str, ti_id: str, backend: Backend) -> None:
+    """Say that this process owns the run at *prefix* as *ti_id*, on *backend*.
 
     Raises:
         StoreError: The store cannot be written.
@@ -60,8 +61,19 @@ def write_owner(store: Store, prefix: str, ti_id: str) -> None:
         "user": _user(),
         "machine": this_identity().to_dict(),
         "process": None if process is None else process.to_dict(),
+        "address": backend.address() if isinstance(backend, HasAddress) else {},
     }
     store.write(join(prefix, OWNER), json.dumps(body).encode())
+
+
+def address_of(store: Store, prefix: str) -> dict[str, Any]:
+    """Where the last shell that owned the run reached its backend; {} where that is not known.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    found = (_written(store, prefix) or {}).get("address")
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _user() -> str:

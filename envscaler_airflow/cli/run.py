@@ -23,11 +23,10 @@ from envscaler_airflow.cli.common import (
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.folders import newest_manifest
 from envscaler_airflow.store.keys import RunKey
@@ -77,7 +76,7 @@ def run(
     if target == "docker":
         _check_container_options()
     check_store(store)
-    spec = load_spec(path, parameters=parameters, inputs=given, target=target, registry=spec_registry())
+    spec = spec_to_run(path, parameters=parameters, inputs=given, target=target)
     refuse_own_secrets(spec)
     name = options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
     key = shell_key(store, name, spec.name)

@@ -14,7 +14,8 @@ import click
 from envscaler_airflow.build.registry import SpecRegistry
 from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec, parse_reference
+from envscaler_airflow.scaling.registry import check_policy
+from envscaler_airflow.spec import EnvSpec, load_spec, parse_reference
 from envscaler_airflow.store.base import open_store
 
 MIN_SECRET_CHARS = 8
@@ -46,6 +47,19 @@ def spec_options(command: _F) -> _F:
 def spec_registry() -> SpecRegistry:
     """The registry on the default store, opened when a spec refers to it."""
     return SpecRegistry(lambda: open_store(default_store_url()))
+
+
+def spec_to_run(
+    path: str, *, parameters: dict[str, str], inputs: dict[str, str] | None, target: str
+) -> EnvSpec:
+    """The spec as it would run on *target*, with a scaling policy that is installed here.
+
+    Raises:
+        SpecError: It has faults.
+    """
+    spec = load_spec(path, parameters=parameters, inputs=inputs, target=target, registry=spec_registry())
+    check_policy(spec)
+    return spec
 
 
 def pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:

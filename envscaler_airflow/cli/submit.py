@@ -20,10 +20,9 @@ from envscaler_airflow.cli.common import (
     without_deadline,
 )
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_registry
+from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage
-from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.base import Store, check_store
 
 
@@ -60,9 +59,7 @@ def submit(
     status, logs, cancel and report take the run's name, from any machine that reaches the store.
     """
     check_store(store)
-    spec = load_spec(
-        path, parameters=parameters, inputs=inputs, target="kubernetes", registry=spec_registry()
-    )
+    spec = spec_to_run(path, parameters=parameters, inputs=inputs, target="kubernetes")
     refuse_own_secrets(spec)
     spec = with_image(spec, image=backend.settings.image, repository=backend.settings.image_repository)
     name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")

@@ -11,6 +11,7 @@ from envscaler_airflow.backends.local.volumes import mount_faults, mount_warning
 from envscaler_airflow.build.distributed import batches
 from envscaler_airflow.build.needs import local_source_faults
 from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.cli.check import speedup_warnings
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.errors import SpecError
@@ -35,7 +36,7 @@ def validate(
         )
         spec = loaded.spec
         faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
-        faults += [_placed(fault, loaded.sources) for fault in _faults_of(_check_policy, spec)]
+        faults += [_placed(fault, loaded.sources) for fault in _faults_of(check_policy, spec)]
         if target in (None, "local"):
             faults += [_placed(fault, loaded.sources) for fault in local_source_faults(spec)]
         if target == "local":
@@ -49,11 +50,6 @@ def validate(
         _print(path, spec, faults)
     if faults:
         click.get_current_context().exit(2)
-
-
-def _check_policy(spec: EnvSpec) -> None:
-    if spec.scaling is not None:
-        check_policy(spec.scaling.policy)
 
 
 def _placed(fault: str, sources: Mapping[str, str]) -> str:
@@ -81,7 +77,9 @@ def _answer(path: str, spec: EnvSpec | None, faults: list[str]) -> dict[str, obj
 
 def _warnings(spec: EnvSpec) -> list[str]:
     """What stops nothing; also what this machine lacks where the spec may run on it."""
-    here = mount_warnings(spec.to_dict()) if spec.target in (None, "local") else []
+    if spec.target not in (None, "local"):
+        return list(spec.warnings)
+    here = [*mount_warnings(spec.to_dict()), *speedup_warnings(spec, "local")]
     return [*spec.warnings, *(f"on local: {warning}" for warning in here)]
 
 

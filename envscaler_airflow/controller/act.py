@@ -60,6 +60,7 @@ from envscaler_airflow.lifecycle import (
 )
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.protocol import Control
+from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.claims import creates_exclusively
 from envscaler_airflow.store.lease import renew_lease
@@ -311,6 +312,8 @@ class Controller(Releasing):
         if made.chosen is None and isinstance(self._backend, OffersLater):
             offers = (*offers, *self._backend.later_offers())
             made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
+        if not state.attempts and (warning := speedup_warning(spec, offers)) is not None:
+            log.warning("%s", warning)
         self._check_still_owner(state)
         choose.write_plan(self._store, self._prefix, made, spec, offers, **how)
         return made.pick()
@@ -432,7 +435,7 @@ class Controller(Releasing):
         if end.outcome == "not-started":
             refused = choose.refused_by(live, end.never_came)
             body["refused"] = [offer.name for offer in refused]
-            if end.failure is None:  # volumes that it does not reach say nothing of its stock
+            if end.failure == "capacity":  # volumes that it does not reach say nothing of its stock
                 self._remember(refused, end.detail)
         else:
             self._was_had(live)

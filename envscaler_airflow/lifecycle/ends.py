@@ -104,8 +104,8 @@ class Observed:
 class End:
     """How an attempt ended: what the ``attempt-ended`` event carries.
 
-    ``never_came``: nodes that no machine was available for. ``failure``: ``placement`` when machines were,
-    and reached no volume of the stage.
+    ``never_came``: nodes that no machine was available for. ``failure``: of an attempt that was not started,
+    ``capacity``, or ``placement`` when machines were available and reached no volume of the stage.
     """
 
     outcome: str
@@ -187,7 +187,6 @@ _NODE_KNOWS_BETTER = frozenset({"succeeded", "failed", "killed", "left", "stoppe
 def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) -> End:
     head = observed.head
     said = node.status.ended if node.status else None
-    is_placement = outcome == "not-started" and node.reason == "placement"
     return End(
         outcome=outcome,
         detail=detail,
@@ -200,5 +199,5 @@ def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) ->
         checkpoint_step=head.last_checkpoint_step if head else None,
         never_came=tuple(one.node for one in observed.nodes if _never_came(one)),
         outputs=dict(head.outputs) if head and outcome == "succeeded" else None,
-        failure="placement" if is_placement else None,
+        failure=node.reason if outcome == "not-started" else None,
     )

@@ -93,8 +93,7 @@ def _asked_anew(
     if isinstance(backend, KubernetesBackend):
         settings = backend.settings
         spec = with_image(spec, image=settings.image, repository=settings.image_repository)
-    if spec.scaling is not None:
-        check_policy(spec.scaling.policy)
+    check_policy(spec)
     _mask_references(spec, operator)
     _refuse_masked(spec.to_dict())
     return {

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from envscaler_airflow.planning import Speedup
+from envscaler_airflow.planning import Offer, Speedup, matched
 from envscaler_airflow.scaling.decision import PhaseNeed, Policy, ThresholdRule
 
 if TYPE_CHECKING:
     from envscaler_airflow.spec import EnvSpec
     from envscaler_airflow.spec.running import MetricRule
+
+_COUNT = re.compile(r"\d+ x ")
+"""What the name of an allocation of several nodes begins with."""
 
 
 def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
@@ -58,6 +63,29 @@ def speedups_of(spec: EnvSpec) -> tuple[Speedup, ...]:
         Speedup(item.offer, item.relative_to, item.mean, item.stdev, item.source)
         for item in spec.scaling.speedup
     )
+
+
+def speedup_warning(spec: EnvSpec, offers: Sequence[Offer]) -> str | None:
+    """Which names in the speed ratios of *spec* match no offer of a backend, and what to write; None: all do.
+
+    Args:
+        spec: Resolved.
+        offers: All that one backend has. Names of other backends are left to those.
+    """
+    ratios = speedups_of(spec)
+    stated = {name for item in ratios for name in (item.offer, item.relative_to)}
+    counts = {"", *(found.group() for name in stated if (found := _COUNT.match(name)))}
+    clouds = {offer.cloud for offer in offers}
+    _, unmatched = matched(ratios, (f"{count}{offer.name}" for offer in offers for count in counts))
+    wrong = [name for name in unmatched if " + " not in name and _cloud(name) in clouds]
+    if not wrong:
+        return None
+    places = ", ".join(sorted(offer.name for offer in offers))
+    return f"scaling.speedup names {', '.join(wrong)}, which matches no offer: write one of {places}"
+
+
+def _cloud(name: str) -> str:
+    return _COUNT.sub("", name).partition("/")[0]
 
 
 def _rule(rule: MetricRule) -> ThresholdRule:

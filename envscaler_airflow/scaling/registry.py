@@ -14,6 +14,7 @@ from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import POLICIES, Propose
 from envscaler_airflow.scaling.decision import Policy, Proposal, Want
 from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.spec.models import EnvSpec
 
 GROUP = "envscaler_airflow.policies"
 """Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""
@@ -32,12 +33,15 @@ def all_policies() -> Mapping[str, Propose]:
     return {**{point.name: _brought(point) for point in entry_points(group=GROUP)}, **POLICIES}
 
 
-def check_policy(name: str) -> None:
-    """Refuse a policy that neither we nor an installed package has; nothing is loaded for that.
+def check_policy(spec: EnvSpec) -> None:
+    """Refuse a scaling policy that neither we nor an installed package has; nothing is loaded for that.
 
     Raises:
         SpecError: No such policy is installed here.
     """
+    if spec.scaling is None:
+        return
+    name = spec.scaling.policy
     known = sorted({*POLICIES, *(point.name for point in entry_points(group=GROUP))})
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

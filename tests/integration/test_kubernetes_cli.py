@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import yaml
 from click.testing import CliRunner
-from fakes.kubernetes import JOBS, PODS, Cluster
+from fakes.kubernetes import JOBS, NAMESPACES, PODS, Cluster
 from fakes.kubernetes.processes import Processes
 from kubernetes_validate import validate
 from kubernetes_validate.utils import latest_version
@@ -107,6 +107,31 @@ def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):
         )
         assert len(shell.cluster.list(JOBS, "default")) == 1
         assert follower.communicate(timeout=30)[0].count("hello from the pod") == 1
+
+
+def test_a_run_whose_process_was_killed_is_stopped_on_its_own_cluster(shell, tmp_path, monkeypatch):
+    """Not on that of the shell's usual context, nor in its usual namespace (D6)."""
+    shell.cluster.create(NAMESPACES, {"metadata": {"name": "ml"}})
+    own = (tmp_path / "config").rename(tmp_path / "own-config")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    (tmp_path / "hello.yaml").write_text(
+        SPEC.replace("flush=True)", "flush=True); import time; time.sleep(600)")
+    )
+    where = ("--kubeconfig", own.name, "--cluster", "fake", "--namespace", "ml", "--config", "settings.yaml")
+    with ExitStack() as stack:
+        first = started(stack, "submit", "-f", "hello.yaml", "--name", "first", *where)
+        until(lambda: shell.cluster.list(PODS, "ml") and "hello from" in shell("logs", "first").output)
+        first.kill()
+        first.wait(10)
+
+    result = shell("cancel", "first", "--wait")
+
+    assert result.exit_code == 0, result.output
+    assert "no owner watches it" in result.output
+    assert "first/hello/-1: stopped" in result.output
+    [job] = shell.cluster.list(JOBS, "ml")
+    assert "stopped" in shell("status", "first").output
+    assert job["status"].get("active", 0) == 0
 
 
 def started(stack, *words):

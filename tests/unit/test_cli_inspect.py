@@ -23,6 +23,7 @@ from envscaler_airflow.protocol import Manifest
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog, event_name
 from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.testing import ScriptedBackend
 
 IN_CONTAINER = "d/shell/nightly/train/-1"
 NOT_BEGUN = "d/shell/other/train/-1"
@@ -114,7 +115,7 @@ class TestOwners:
     def owned(self, store):
         """A run that this very process owns."""
         EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("me"))
-        write_owner(store, BEGUN, "me")
+        write_owner(store, BEGUN, "me", ScriptedBackend(()))
         return load_state(store, BEGUN)
 
     def test_a_process_of_this_machine_that_runs_is_there(self, store, owned):

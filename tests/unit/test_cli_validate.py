@@ -46,3 +46,42 @@ def test_hdfs_on_local_is_a_fault_where_nothing_opens_it(tmp_path, monkeypatch):
     assert validate(tmp_path, HDFS, "--target", "vm")[0] == 0
     monkeypatch.setattr(needs, "_has_module", lambda name: True)
     assert validate(tmp_path, HDFS)[0] == 0
+
+
+@pytest.mark.parametrize("words", [["run", "--name", "a"], ["dry-run"]])
+def test_what_would_run_has_a_policy_that_is_installed(tmp_path, monkeypatch, words):
+    """It is refused before anything is built, looked for or started (D9)."""
+    monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "envscaler.yaml").write_text(HEAD + "scaling: {policy: nonsense}\n")
+
+    got = CliRunner().invoke(main, [*words, "-f", str(tmp_path / "envscaler.yaml")])
+
+    assert got.exit_code == 2
+    assert "scaling.policy: 'nonsense' is not installed here" in got.output
+
+
+SPEEDUP = """scaling:
+  max_nodes: 2
+  speedup:
+    - {offer: NAME, relative_to: local/cpu-1, mean: 1.7, stdev: 0.2, source: a}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_wrong"),
+    [
+        ("local/cpu-one", True),
+        ("2 x local/cpu-1", False),
+        ("3 x local/huge", True),
+        ("kubernetes/big", False),
+        ("1 x local/a + 1 x local/b", False),
+    ],
+)
+def test_a_stated_speed_of_no_offer_is_a_warning(tmp_path, name, is_wrong):
+    """Of names of this machine's offers; those of a cluster are left to it (D9)."""
+    code, text = validate(tmp_path, SPEEDUP.replace("NAME", name), "--target", "local")
+
+    assert code == 0
+    expected = f"on local: scaling.speedup names {name}, which matches no offer: write one of local/cpu-1"
+    assert (expected in text) is is_wrong

@@ -15,7 +15,7 @@ from envscaler_airflow.backends.base import (
     UsageInterval,
 )
 from envscaler_airflow.backends.kubernetes import names, paths
-from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect
+from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect, located
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
 from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily, with_history
 from envscaler_airflow.backends.kubernetes.lost import free_lost, status_of, unneeded
@@ -113,6 +113,10 @@ class KubernetesBackend:
     def namespace(self) -> str:
         """Where attempts run."""
         return self.settings.namespace
+
+    def address(self) -> dict[str, Any]:
+        """Context, kubeconfig and namespace, as they are now; {} of a client that a hook made."""
+        return {} if self._api is not None else {**located(**self._where), "namespace": self.namespace}
 
     def share_watch(self) -> None:
         """From now on look through the one watch of this process on the namespace."""

@@ -10,10 +10,11 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -105,6 +106,19 @@ def connect(*, context: str | None = None, kubeconfig: str | None = None, in_clu
     except config.ConfigException as err:
         where = f"context {context!r} of " if context else ""
         raise SpecError(f"kubernetes: {where}{kubeconfig or 'the kubeconfig'}: {err}") from err
+
+
+def located(*, context: str | None, kubeconfig: str | None, in_cluster: bool) -> dict[str, Any]:
+    """The arguments of :func:`connect` that mean the same cluster in another folder, and on another day."""
+    if in_cluster:
+        return {"in_cluster": True}
+    config = import_module("kubernetes.config")
+    place = kubeconfig or os.environ.get("KUBECONFIG") or config.KUBE_CONFIG_DEFAULT_LOCATION
+    paths = os.pathsep.join(str(Path(path).expanduser().absolute()) for path in place.split(os.pathsep))
+    if context is None:
+        with suppress(config.ConfigException):  # connect() says what is wrong with it
+            context = config.list_kube_config_contexts(config_file=paths)[1]["name"]
+    return {"context": context, "kubeconfig": paths}
 
 
 @dataclass(frozen=True, slots=True)

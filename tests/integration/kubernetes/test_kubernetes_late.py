@@ -164,6 +164,20 @@ def test_a_volume_that_no_node_reaches_in_time_leads_to_the_next_offer(cluster, 
     assert stockouts(run.store, now=cluster.clock.now()) == []
 
 
+def test_no_node_in_time_is_a_lack_of_machines(cluster, stage):
+    """The attempt says so itself, by what the shell and the page go by (D4)."""
+    run = stage(settings={"wait_for_node_s": 300})
+    cluster.node("node-0").cordon()
+    run.owner.enter()
+    cluster.advance(310)
+    assert run.node().reason == "capacity"
+
+    state = run.goes_on(lambda state: state.attempts[0].outcome)
+
+    first = state.attempts[0]
+    assert (first.outcome, first.ended["failure"]) == ("not-started", "capacity")
+
+
 def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, stage):
     """Ten minutes overdue: its node counts as lost, and the next attempt starts beside it (D4)."""
     cluster.add_node("node-1")
