@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.billing import BILLING
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -46,6 +47,8 @@ class Use(Record):
         first_step, last_step: Step that it began at, and the last one that it did.
         kept_step: Step that the next attempt resumed from, or the result holds; None: not known yet.
         repeated_steps: Steps that were made twice within the attempt, after a pod of it was replaced.
+        is_least: True where *held* is only what its nodes' statuses prove, since the provider has no times
+            of it any more.
     """
 
     generation: int
@@ -59,6 +62,7 @@ class Use(Record):
     last_step: int | None = None
     kept_step: int | None = None
     repeated_steps: int = 0
+    is_least: bool = False
 
     def __post_init__(self) -> None:
         """Refuse NaN and negative amounts."""
@@ -126,6 +130,7 @@ class Line(Record):
         wall_s: From the first node held to the last one given back; None: unknown or never held.
         usd_per_node_hour: Price, the mean of its parts where it is of two offers; None: unknown.
         usd: Billed hours of each node at the price of its offer; None: one of them is unknown.
+        least_usd: Where that is unknown, what it cost at least; None: not known either.
         steps: Steps done; None: unknown.
         lost_steps: Of these, done again; None: unknown.
         hours: Node-hours by what they went to.
@@ -137,6 +142,7 @@ class Line(Record):
     wall_s: float | None = None
     usd_per_node_hour: float | None = None
     usd: float | None = None
+    least_usd: float | None = None
     steps: int | None = None
     lost_steps: int | None = None
     hours: Split = field(default_factory=Split)
@@ -169,7 +175,7 @@ class Bill(Record):
         lines: One for each attempt.
         pauses: Between attempts.
         usd: All attempts; None when any of them is unknown.
-        known_usd: Those that are known.
+        known_usd: Those that are known, and of others what they cost at least.
         node_hours: All attempts; None when unknown for any.
         wall_s: First node held to last node given back; None without an attempt.
         steps, lost_steps: All attempts; None when unknown for any.
@@ -222,7 +228,7 @@ def bill(
         lines=lines,
         pauses=tuple(sorted(pauses, key=lambda item: (item.before, item.after))),
         usd=usd,
-        known_usd=fsum(item for item in usds if item is not None),
+        known_usd=fsum(item for line in lines for item in (line.usd, line.least_usd) if item is not None),
         node_hours=_sum([line.node_hours for line in lines]),
         wall_s=_wall_s([held for use in ordered for held in use.held or ()], now),
         steps=None if steps is None else int(steps),
@@ -242,6 +248,9 @@ def spent_usd(uses: Iterable[Use], *, now: float) -> float | None:
 
 def _line(use: Use, now: float) -> Line:
     node_hours, usd = _node_hours(use, now), _usd(use, now)
+    least_usd = None
+    if use.is_least:
+        node_hours, usd, least_usd = None, None, usd
     price = use.allocation.offer.usd_per_hour
     if use.allocation.is_mixed:
         price = usd / node_hours if usd is not None and node_hours else _mean_price(use.allocation)
@@ -251,9 +260,10 @@ def _line(use: Use, now: float) -> Line:
     return Line(
         use=use,
         node_hours=node_hours,
-        wall_s=_wall_s(use.held or (), now),
+        wall_s=None if use.is_least else _wall_s(use.held or (), now),
         usd_per_node_hour=price,
         usd=usd,
+        least_usd=least_usd,
         steps=steps,
         lost_steps=lost_steps,
         hours=hours,
@@ -406,7 +416,12 @@ def _steps_kept(lines: Sequence[Line]) -> int | None:
 def _notes(lines: Sequence[Line], static: StaticPlan | None) -> list[str]:
     notes = []
     for line in lines:
-        if line.node_hours is None:
+        if line.least_usd is not None:
+            notes.append(
+                f"{line.use.name}: cost at least {usd_text(line.least_usd)}, by the statuses of its nodes; "
+                "the provider has no times of it any more"
+            )
+        elif line.node_hours is None:
             notes.append(f"{line.use.name}: the provider did not say how long it was held")
         elif line.usd is None:
             notes.append(f"{line.use.name}: the price of {_unpriced(line.use.allocation)} is unknown")

@@ -127,12 +127,14 @@ def _described(store: Store, prefix: str, state: RunState) -> RunRow:
     owner = owner_of(store, prefix, state)
     is_over = state.status in ("succeeded", "failed", "stopped")
     began = state.begun_at
+    bill = run_bill(state, now=now)
     return RunRow(
         prefix,
         shown_status(state, owner.presence),
         state,
         owner="-" if is_over else owner.name,
-        usd=run_bill(state, now=now).usd if state.attempts_of(state.generation) else 0.0,
+        usd=bill.usd if state.attempts_of(state.generation) else 0.0,
+        known_usd=bill.known_usd,
         age_s=None if began is None else max(0.0, now - began),
     )
 

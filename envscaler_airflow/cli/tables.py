@@ -44,6 +44,7 @@ class RunRow:
         state: Fold of its events.
         owner: As shown.
         usd: What the current generation has cost; None when that is unknown.
+        known_usd: What it has cost at least.
         age_s: Seconds since it began; None when it has not.
     """
 
@@ -52,6 +53,7 @@ class RunRow:
     state: RunState = field(default_factory=RunState)
     owner: str = "-"
     usd: float | None = None
+    known_usd: float = 0.0
     age_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,6 +65,7 @@ class RunRow:
             "reason": self.state.reason,
             "age_s": self.age_s,
             "usd": self.usd,
+            "known_usd": self.known_usd,
             "owner": None if self.owner == "-" else self.owner,
             "generation": self.state.generation,
             "attempts": len(self.state.attempts_of(self.state.generation)),
@@ -88,7 +91,7 @@ def print_runs(rows: Sequence[RunRow], console: Console | None = None) -> None:
             printable(shown),
             row.status,
             "-" if row.age_s is None else duration_text(row.age_s),
-            "?" if row.usd is None else usd_text(row.usd),
+            _cost(row.usd, row.known_usd),
             printable(row.owner),
             current.allocation.name if current else "-",
         )
@@ -108,7 +111,7 @@ def print_run(
     reason = f": {printable(state.reason)}" if state.reason else ""
     console.print(Text.assemble(f"{row.prefix}: ", (row.status, "bold"), reason))
     age = "not begun" if row.age_s is None else f"began {duration_text(row.age_s)} ago"
-    cost = "cost unknown" if row.usd is None else f"cost {usd_text(row.usd)}"
+    cost = f"cost {_cost(row.usd, row.known_usd)}".replace("?", "unknown").replace(">", "at least ")
     console.print(f"{age}, {cost}, owner {printable(row.owner)}")
     if parameters:
         told = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
@@ -164,7 +167,7 @@ def print_report(body: Mapping[str, Any], console: Console | None = None) -> Non
             allocation_name(use["allocation"]),
             _number(line.get("wall_s"), ".0f"),
             _number(line.get("usd_per_node_hour"), ".4f"),
-            _amount(line.get("usd")).removeprefix("$"),
+            _cost(line.get("usd"), line.get("least_usd")).replace("$", ""),
             _shown(line.get("steps")),
             _shown(line.get("lost_steps")),
             use.get("why_ended") or "runs",
@@ -206,8 +209,11 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _amount(usd: float | None) -> str:
-    return "?" if usd is None else usd_text(usd)
+def _cost(usd: float | None, least_usd: float | None) -> str:
+    """``$0.48``; ``>$0.48`` where that is the least it was; ``?``."""
+    if usd is not None:
+        return usd_text(usd)
+    return f">{usd_text(least_usd)}" if least_usd else "?"
 
 
 def _number(value: float | None, form: str) -> str:

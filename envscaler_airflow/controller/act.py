@@ -420,16 +420,17 @@ class Controller(Releasing):
         live, end = live_of(state), action.end
         if end is None or live.handle is None:
             raise RuntimeError("an end needs a started attempt")
-        if len(end.never_came) >= live.allocation.nodes:  # none of it ran
-            usage = facts.usage_of(self._backend, live)
-        else:
-            usage = facts.known_usage(self._backend, live, now=self._clock())
+        usage = facts.usage_of(self._backend, live)
         body = {
             "generation": live.generation,
             "attempt": live.number,
             **end.to_dict(),
             **report.measured(self._store, self._prefix, live),
         }
+        has_run = len(end.never_came) < live.allocation.nodes
+        if has_run and facts.is_missing(usage, live, now=self._clock()):
+            usage = facts.least_usage(self._store, self._prefix, live)
+            body |= {"usage_is_least": True} if usage is not None else {}
         if end.outputs is not None:
             body["outputs"] = self._own_outputs(state, live, end.outputs)
         if end.outcome == "not-started":

@@ -10,7 +10,9 @@ from envscaler_airflow.controller.spans import billed_usd, cost_usd, spans_of, w
 from envscaler_airflow.controller.watch import read_status, unless_heard
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.lifecycle import AttemptState, NodeFacts, Observed, RunState
+from envscaler_airflow.protocol import MAX_JSON_BYTES, claim_name, status_name
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import join
 
 SOON_S = 60.0
 """Ran so briefly, an attempt may have been billed for no second, by times in whole seconds. Chosen."""
@@ -77,15 +79,33 @@ def may_be_held(attempt: AttemptState) -> bool:
     return not isinstance(rows, list) or any(row[2] is None for row in rows)
 
 
-def known_usage(backend: Backend, attempt: AttemptState, *, now: float) -> tuple[UsageInterval, ...] | None:
-    """Billed intervals of an attempt that ran and is over; None too where its times are gone with it.
+def is_missing(usage: tuple[UsageInterval, ...] | None, attempt: AttemptState, *, now: float) -> bool:
+    """True where the times of an attempt that ran and is over are gone with it.
 
-    Where somebody deleted what was held, a backend knows only when it was made: no time at all, for what
-    the owner saw started long ago, is unknown and not free.
+    Where what was held was deleted, a backend knows only when it was made: no time at all, for what the owner
+    saw started long ago, is unknown and not free.
     """
-    usage, since = usage_of(backend, attempt), attempt.started_at
     is_none = bool(usage) and all(item.end is not None and item.end <= item.start for item in usage or ())
-    return None if is_none and since is not None and now - since > SOON_S else usage
+    return is_none and attempt.started_at is not None and now - attempt.started_at > SOON_S
+
+
+def least_usage(store: Store, prefix: str, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
+    """What each pod held at least: from its claim to its last status, by the store's dates; None for nothing.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    found, key = [], (attempt.generation, attempt.number)
+    for node in range(max(attempt.allocation.nodes, *(one.allocation.nodes for one in attempt.earlier), 0)):
+        claim = 1
+        while claimed := store.read_dated(
+            join(prefix, claim_name(*key, node, claim)), max_bytes=MAX_JSON_BYTES
+        ):
+            said = store.read_dated(join(prefix, status_name(*key, node, claim)), max_bytes=MAX_JSON_BYTES)
+            if claimed[1] is not None and said is not None and said[1] is not None:
+                found.append(UsageInterval(node, claimed[1], max(claimed[1], said[1])))
+            claim += 1
+    return tuple(found) or None
 
 
 def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:
@@ -112,6 +132,8 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
     for attempt in state.attempts_of(state.generation):
         usd = attempt.ended.get("usd")
         part = float(usd) if isinstance(usd, int | float) else None
+        if attempt.ended.get("usage_is_least"):
+            part = None
         if attempt.is_live or may_be_held(attempt):
             part = usd_of(attempt, usage_of(backend, attempt), now=now)
         if part is None:

@@ -152,6 +152,7 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
         last_step=attempt.step,
         kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
         repeated_steps=_integer(attempt.ended, "repeated_steps") or 0,
+        is_least=attempt.ended.get("usage_is_least") is True,
     )
     if len(spans) == 1 or held is None:
         return [whole]

@@ -94,6 +94,7 @@ class _Ended(_Attempt):
     outputs: dict[str, str] | None = None
     usage: list[Held] | None = None
     usage_at: Amount | None = None
+    usage_is_least: bool = False
     usd: Amount | None = None
     setup_s: Amount | None = None
     restore_s: Amount | None = None

@@ -82,7 +82,9 @@ def totals(bill: Mapping[str, Any]) -> list[str]:
         f"{label} {usd_text(split[name])}" for name, label in names.items() if split.get(name) is not None
     ]
     where = f" ({', '.join(parts)})" if parts else ""
-    lines = [f"total {_usd(bill.get('usd'))} in {_duration(bill.get('wall_s'))}{where}"]
+    usd, known = bill.get("usd"), bill.get("known_usd")
+    total = f"at least {usd_text(known)}" if usd is None and known else _usd(usd)
+    lines = [f"total {total} in {_duration(bill.get('wall_s'))}{where}"]
     static = bill.get("static")
     if static and static.get("usd") is not None:
         hours = static.get("hours")

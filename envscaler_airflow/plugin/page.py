@@ -115,7 +115,7 @@ def _summary(
         ("attempts", str(len(attempts))),
         ("generation", str(state.generation)),
         ("step", "unknown" if step is None else f"{step}{total}"),
-        ("cost", money(bill.usd) if bill.usd is not None else f"{money(bill.known_usd)} known of it"),
+        ("cost", money(bill.usd) if bill.usd is not None else f"at least {money(bill.known_usd)}"),
     ]
     speed = progress.samples_per_s if progress else None
     if speed is not None and state.live is not None:

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.cost import Bill, Held, Pause, Split, StaticPlan, Use, bill, spent_usd
+from envscaler_airflow.lifecycle.narration import totals
 from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.planning.amounts import usd_text
 
 HOUR = 3600.0
 SMALL = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4, usd_per_hour=1.0))
@@ -128,6 +130,21 @@ def test_an_unknown_time_is_not_free():
     assert (got.usd, got.node_hours, got.wall_s) == (None, None, None)
     assert got.notes[0] == "g1-a1: the provider did not say how long it was held"
     assert spent_usd([replace(FIRST, held=None)], now=0) is None
+
+
+def test_a_bill_by_statuses_alone_is_the_least_that_it_was():
+    """Its total is not known, and neither is what it saved; the known part says that it is one (D5)."""
+    got = bill([FIRST, replace(SECOND, is_least=True)], now=0)
+
+    whole = bill([FIRST, SECOND], now=0)
+    least = whole.lines[1].usd
+    assert (got.usd, got.lines[1].usd, got.node_hours, got.saved_usd) == (None, None, None, None)
+    assert (got.lines[1].least_usd, got.known_usd) == (least, whole.usd)
+    assert got.notes[0] == (
+        f"g1-a2: cost at least {usd_text(least)}, by the statuses of its nodes; "
+        "the provider has no times of it any more"
+    )
+    assert totals(got.to_dict())[0].startswith(f"total at least {usd_text(whole.usd)} in ")
 
 
 def test_an_attempt_that_was_never_held_costs_nothing():

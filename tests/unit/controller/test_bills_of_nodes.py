@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.controller import facts
-from envscaler_airflow.controller.report import run_report
+from envscaler_airflow.controller.report import run_bill, run_report
 from envscaler_airflow.controller.spans import until_now, with_removed
 from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.lifecycle import AttemptState, RunState
 from envscaler_airflow.lifecycle.state import Before
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.backend import cpu_offer
 
 HOUR = 3600.0
+KEY = RunKey("deployment", "dag", "run", "train")
 OFFER = cpu_offer(1, usd_per_hour=1.0)
 
 
@@ -112,4 +116,31 @@ def test_what_was_deleted_with_its_times_is_not_free(world):
     [attempt] = world.state.attempts
     assert (attempt.outcome, attempt.ended.get("usd"), attempt.ended.get("usage")) == ("lost", None, None)
     price = attempt.allocation.usd_per_hour
+    assert facts.spent_usd(world.state, world.backend, now=world.clock.time()) == pytest.approx(10 * price)
+
+
+def test_what_was_deleted_with_its_times_is_billed_by_its_statuses(world):
+    """Two pods had the node, 4 h and 2.5 h by the store's dates; the budget still counts 10 h (D5)."""
+    owner = world.controller(budget_usd=100.0)
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    folder = Path(world.store.url.removeprefix("file://")) / KEY.prefix
+    hours = {"claims/g1-a1-n0-000001.json": 0, "status/g1-a1-n0-c1.json": 4}
+    hours |= {"claims/g1-a1-n0-000002.json": 5, "status/g1-a1-n0-c2.json": 7.5}
+    for name, hour in hours.items():
+        if not (folder / name).exists():
+            world.store.write(f"{KEY.prefix}/{name}", b"{}")
+        os.utime(folder / name, (1e6 + hour * HOUR, 1e6 + hour * HOUR))
+    world.clock.advance(10 * HOUR)
+    world.backend.lose(world.handle)
+    made = world.clock.time() - 10 * HOUR
+    world.backend.usage = lambda _handle: (UsageInterval(0, made, made),)
+
+    owner.resume(Wake("status"))
+
+    [attempt] = world.state.attempts
+    price = attempt.allocation.usd_per_hour
+    bill = run_bill(world.state, now=world.clock.time())
+    assert [end - start for _node, start, end in attempt.ended["usage"]] == [4 * HOUR, 2.5 * HOUR]
+    assert (bill.usd, bill.known_usd) == (None, pytest.approx(6.5 * price))
     assert facts.spent_usd(world.state, world.backend, now=world.clock.time()) == pytest.approx(10 * price)
