@@ -8,14 +8,28 @@ from typing import Literal
 
 ScriptKind = Literal["shell", "code"]
 
-_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh", "fish", "rbash"})
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh", "rbash", "yash", "osh"})
+_OTHER_SHELLS = frozenset({"fish", "csh", "tcsh", "nu", "elvish", "xonsh"})
+"""Shells whose quotes are not those of POSIX (in fish ``\\'`` is a quote within quotes), so that the filter
+``quote`` does not hold there."""
 _BY_COMMAND = frozenset({"su", "runuser", "flock", "script", "sg"})
 """Programs that hand the text after ``-c`` to a shell."""
 _REST_IS_SCRIPT = frozenset({"eval", "ssh", "watch", "parallel"})
 """Programs that join all that follows and hand it to a shell."""
+_SCRIPT_FIRST = {"awk": "-[Fv]", "gawk": "-[Fv]", "mawk": "-[Fv]", "nawk": "-[Fv]", "sed": "-[lE]"}
+"""Programs whose first word that is not an option is code that can run commands, and options with a value."""
 _CODE_FLAGS = {
     "python": r"-[A-Za-z]*c",
     "pypy": r"-[A-Za-z]*c",
+    "ipython": r"-c",
+    "expect": r"-c",
+    "gdb": r"-ex|--eval-command",
+    "sed": r"-[nErsz]*e|--expression",
+    "gawk": r"-e|--source",
+    "pwsh": r"-[cC](ommand)?",
+    "bun": r"-[ep]|--eval|--print",
+    "ts-node": r"-[ep]|--eval|--print",
+    "tsx": r"-[ep]|--eval|--print",
     "perl": r"-[A-Za-z0-9]*[eE]",
     "ruby": r"-[A-Za-z]*e",
     "node": r"-[a-z]*[ep]|--eval|--print",
@@ -27,6 +41,10 @@ _CODE_FLAGS = {
     "deno": r"eval",
 }
 """Flag after which each interpreter takes code, from its manual page."""
+_ATTACHED = re.compile(r"(-[cCeE]|--[a-z]+(?==)).+", re.DOTALL)
+"""Code in the word of its flag: ``-cprint(1)``, ``--eval=f()``."""
+_ENDS_OPTIONS = frozenset({"python", "pypy"})
+"""Interpreters that hand all that follows the first code to it."""
 _COMMAND = r"-[a-z]*c|--command"
 _TAKES_VALUE = re.compile(r"[-+][A-Za-z]*o|--rcfile|--init-file|-O")
 _VERSION = re.compile(r"[0-9.]+\Z")
@@ -45,8 +63,22 @@ def scripts(words: Sequence[object]) -> Iterator[tuple[int, ScriptKind]]:
             yield from ((at, "shell") for at in _after(texts, index + 1, _COMMAND))
         elif program in _REST_IS_SCRIPT:
             yield from ((at, "shell") for at in range(index + 1, len(texts)))
-        elif flag := _CODE_FLAGS.get(_VERSION.sub("", program)):
-            yield from ((at, "code") for at in _after(texts, index + 1, flag))
+        elif program in _OTHER_SHELLS:
+            yield from ((at, "code") for at in _after(texts, index + 1, _COMMAND))
+        else:
+            yield from ((at, "code") for at in _code(texts, index))
+
+
+def _code(texts: Sequence[str], index: int) -> Iterator[int]:
+    """Words of code that the interpreter at *index* is given."""
+    program = _VERSION.sub("", texts[index].rpartition("/")[2])
+    found = list(_after(texts, index + 1, flag)) if (flag := _CODE_FLAGS.get(program)) else []
+    if not found and (takes_value := _SCRIPT_FIRST.get(program)):
+        at = index + 1
+        while at < len(texts) and texts[at][:1] == "-":
+            at += 2 if re.fullmatch(takes_value, texts[at]) else 1
+        found = [at] if at < len(texts) else []
+    yield from found[:1] if program in _ENDS_OPTIONS else found
 
 
 def _shell_script(texts: Sequence[str], start: int) -> int | None:
@@ -61,13 +93,14 @@ def _shell_script(texts: Sequence[str], start: int) -> int | None:
 
 
 def _after(texts: Sequence[str], start: int, flag: str) -> Iterator[int]:
-    """Words that follow *flag*, and such as begin with it (``-cprint(1)``)."""
-    for at in range(start, len(texts)):
+    """Words after each *flag*, and those that begin with it (``-cprint(1)``)."""
+    at = start
+    while at < len(texts):
         if re.fullmatch(flag, texts[at]) and at + 1 < len(texts):
             yield at + 1
-            return
-        if texts[at][:2] == "-c" and re.fullmatch(flag, "-c") and len(texts[at]) > 2:
+            at += 1
+        elif (attached := _ATTACHED.fullmatch(texts[at])) and re.fullmatch(flag, attached[1]):
             yield at
-            return
-        if texts[at][:1] != "-" and flag != _COMMAND:
+        elif texts[at][:1] != "-" and flag != _COMMAND:
             return  # the program's own file: what follows are its arguments
+        at += 1
