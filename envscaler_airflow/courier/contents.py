@@ -1,9 +1,10 @@
 """What a file says of itself: whether it is whole, and of which step it is. Nothing in it is executed.
 
-Files whose format says where they end (zip, so ``torch.save``, ``.npz`` and ``.keras``; safetensors) are
-torn when they do not end there. Source: zip's end-of-central-directory record is written last (APPNOTE
+Files whose format says where they end (zip, so ``torch.save``, ``.npz`` and ``.keras``; safetensors; HDF5)
+are torn when they do not end there. Source: zip's end-of-central-directory record is written last (APPNOTE
 4.3.16); a safetensors file is 8 bytes of header length, the header, and the data up to the largest offset
-(format specification).
+(format specification); an HDF5 file ends at the end-of-file address of its superblock, which the library
+writes when it flushes or closes (HDF5 file format specification 3.0, II.A).
 """
 
 from __future__ import annotations
@@ -21,30 +22,83 @@ _MAX_HEADER_BYTES = 100 << 20  # source: safetensors, MAX_HEADER_SIZE
 _MAX_TEXT_BYTES = 1 << 20
 """Largest text and pickle that is searched for a step. Chosen: without tensors they are small."""
 _ZIP = b"PK\x03\x04"
+HEAD_BYTES = 1024
+"""Chosen: pickles and JSON texts say in it how long they are or what they count; a log never changes it."""
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_HDF5_HEAD_BYTES = 64
+"""More than any superblock holds before its end-of-file address."""
 STEP_KEYS = ("global_step", "step", "iteration", "iter", "steps", "n_iter", "epoch")
 """Names under which trainings keep their step. Source: Lightning, transformers, detectron2, mmengine."""
 
 
-def is_zip(item: TreeFile) -> bool:
-    """True for a zip from its first bytes on, whole or not."""
+def has_end(item: TreeFile) -> bool:
+    """True when its format says where the file ends, and it ends there.
+
+    Zip, HDF5, safetensors, a JSON object or array, and a pickle. A part of such a file never reads as a whole
+    one.
+    """
     try:
         with item.open(shares_names=True) as stream:
-            return stream.read(4) == _ZIP
+            head = stream.read(HEAD_BYTES)
+            if head[:4] == _ZIP or item.path.endswith(".safetensors"):
+                return _torn(item, head, stream) is None
+            if head.startswith(_HDF5):
+                return _hdf5_has_end(head, item.size) is True
+            if item.size > _MAX_TEXT_BYTES:
+                return False
+            stream.seek(0)
+            return _is_whole_text_or_pickle(stream.read(_MAX_TEXT_BYTES))
     except (OSError, CheckpointError):
         return False
 
 
-def torn(item: TreeFile) -> str | None:
-    """Why the file cannot be whole; None when its format does not say so."""
+def _is_whole_text_or_pickle(data: bytes) -> bool:
+    try:
+        if data[:1] != b"\x80":
+            return data.lstrip()[:1] in (b"{", b"[") and json.loads(data) is not None
+        end = 0
+        for _, _, at in pickletools.genops(data):
+            end = at or 0
+    except (ValueError, RecursionError):
+        return False
+    return end == len(data) - 1
+
+
+def _hdf5_has_end(head: bytes, size: int) -> bool | None:
+    """Whether the file of *size* bytes ends where its superblock says; None for a version not known here."""
+    version = head[8] if len(head) >= _HDF5_HEAD_BYTES else -1
+    if version in (0, 1):
+        width, at = head[13], 24 + 4 * version + 2 * head[13]
+    elif version in (2, 3):
+        width, at = head[9], 12 + 2 * head[9]
+    else:
+        return False if version < 0 else None
+    is_being_written = version == 3 and bool(head[11] & 1)
+    return int.from_bytes(head[at : at + width], "little") == size and not is_being_written
+
+
+def first_look(item: TreeFile) -> tuple[bytes, str | None]:
+    """Its first bytes, and why it cannot be whole; None when its format does not say so.
+
+    By the first bytes a file that is written anew is told from one that is added to.
+    """
     try:
         with item.open(shares_names=True) as stream:
-            head = stream.read(8)
-            if head[:4] == _ZIP:
-                return None if zipfile.is_zipfile(stream) else f"{item.path}: zip without its end"
-            if item.path.endswith(".safetensors"):
-                return _torn_safetensors(item, head, stream)
+            head = stream.read(HEAD_BYTES)
+            return head, _torn(item, head, stream)
     except (FileNotFoundError, ChangedError):
-        return f"{item.path}: vanished"
+        return b"", f"{item.path}: vanished"
+
+
+def _torn(item: TreeFile, head: bytes, stream: IO[bytes]) -> str | None:
+    if head[:4] == _ZIP:
+        return None if zipfile.is_zipfile(stream) else f"{item.path}: zip without its end"
+    if head.startswith(_HDF5):
+        is_torn = _hdf5_has_end(head, item.size) is False
+        return f"{item.path}: HDF5 without its end" if is_torn else None
+    if item.path.endswith(".safetensors"):
+        stream.seek(8)
+        return _torn_safetensors(item, head[:8], stream)
     return None
 
 

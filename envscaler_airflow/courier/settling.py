@@ -2,8 +2,9 @@
 
 A unit with its saver's mark counts at once. Any other counts when its files have been the same for
 :data:`QUIET_S`. Files that are saved more often than that count, once a snapshot is overdue, when they are
-renamed into place or their format says that they are whole: then all of them are copied as they are at one
-instant, as a kill would leave them. What else is written all the time is a log, and is left out.
+renamed into place, their format says that they are whole, or they are written anew each time and closed: then
+all of them are copied as they are at one instant, as a kill would leave them. What else is written all the
+time is a log, and is left out.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ class Seen:
         since: When these facts were first seen, by the watcher's own clock.
         streak: When the changes began of which this is the last, with less than :data:`QUIET_S` between two.
         is_replaced: True when another file was put in its place, as by a rename.
+        is_rewritten: True when it was written from its first bytes on and closed, as no log is.
         progress: What the training had reported by then.
         torn: Why it cannot be whole; None when its format does not say so.
+        head: Its first bytes.
     """
 
     facts: _Facts
@@ -55,7 +58,9 @@ class Seen:
     streak: float
     progress: Progress
     is_replaced: bool = False
+    is_rewritten: bool = False
     torn: str | None = None
+    head: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +139,20 @@ class Settling:
         last = self._seen.get(item.path)
         if last is not None and last.facts == facts:
             return last
-        seen = Seen(facts, now, now, progress, torn=contents.torn(item))
+        head, torn = contents.first_look(item)
+        seen = Seen(facts, now, now, progress, torn=torn, head=head)
         if last is None:
             return seen
         is_going_on = now - last.since < QUIET_S
         is_replaced = item.inode != last.facts[2] or (last.is_replaced and is_going_on)
-        return replace(seen, streak=last.streak if is_going_on else now, is_replaced=is_replaced)
+        is_added_to = item.size > last.facts[0] and seen.head.startswith(last.head)
+        is_rewritten = last.is_rewritten and is_going_on
+        return replace(
+            seen,
+            streak=last.streak if is_going_on else now,
+            is_replaced=is_replaced,
+            is_rewritten=is_rewritten or (not is_added_to and self._is_open(item) is False),
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -214,7 +227,7 @@ class Settling:
         is_loose = unit.kind in ("file", "set")
         for item in unit.files:
             is_quiet = item.mtime_ns <= died_ns - QUIET_S * 1e9
-            if not is_quiet and not (is_loose and self._is_settled(item)):
+            if not is_quiet and not (is_loose and self._is_settled(item, is_over=True)):
                 return f"it was written less than {QUIET_S:g} s before the command died"
         return None
 
@@ -225,16 +238,19 @@ class Settling:
         )
         return any(at >= unit.newest.mtime_ns for at in named_at)
 
-    def _is_settled(self, item: TreeFile) -> bool:
+    def _is_settled(self, item: TreeFile, *, is_over: bool = False) -> bool:
         """True for a file that is saved all the time and whole at this moment.
 
-        By a rename, by its format, or as a small text that names what it points to.
+        By a rename, by its format, as a small text that names what it points to, or as one that its writer
+        writes anew each time and has closed.
         """
         if layouts.is_log(item.path):
             return False
         if self._seen[item.path].is_replaced or item.path in self._pointers:
             return self.quiet_s(item) > 0 or not self._is_open(item)
-        return contents.is_zip(item) and not self._is_open(item)
+        if self._seen[item.path].is_rewritten and not is_over and self._is_open(item) is False:
+            return True  # its writer, which lives, has closed it
+        return contents.has_end(item) and not self._is_open(item)
 
     def _is_open(self, item: TreeFile) -> bool | None:
         """True when a process has it open for writing; None when the system does not say."""
@@ -278,7 +294,8 @@ class Settling:
         seen = self._seen[item.path]
         if seen.torn is not None:
             return self.quiet_s(item) >= SAVE_S
-        if seen.is_replaced or contents.is_zip(item) or item.path in self._pointers:
+        is_saved = seen.is_replaced or seen.is_rewritten or item.path in self._pointers
+        if is_saved or contents.has_end(item):
             return False
         return self._now - seen.streak >= SAVE_S or seen.streak < newest - QUIET_S
 

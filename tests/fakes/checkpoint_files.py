@@ -32,5 +32,11 @@ def safetensors(size, *, claimed=None):
     return struct.pack("<Q", len(header)) + header + bytes(size)
 
 
+def hdf5(size, *, claimed=None):
+    """A file of *size* bytes as h5py writes it, whose superblock of version 0 claims another size."""
+    head = b"\x89HDF\r\n\x1a\n" + bytes((0, 0, 0, 0, 0, 8, 8, 0)) + bytes(24)
+    return (head + struct.pack("<Q", claimed or size)).ljust(size, b"w")
+
+
 STATE = b'{"global_step": 10, "best_model_checkpoint": "/out/checkpoint-5"}'
 ZIP = whole_zip()

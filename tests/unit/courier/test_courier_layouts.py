@@ -9,7 +9,7 @@ import struct
 import zipfile
 
 import pytest
-from fakes.checkpoint_files import STATE, ZIP, put, safetensors
+from fakes.checkpoint_files import STATE, ZIP, hdf5, put, safetensors
 
 from envscaler_airflow.courier import contents, copying, trees
 from envscaler_airflow.courier.settling import Settling, is_open_for_writing
@@ -465,6 +465,9 @@ def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
         ("a.pt", ZIP[: len(ZIP) // 2], "zip without its end"),
         ("a.npz", ZIP[:-1], "zip without its end"),
         ("a.bin", b"anything", None),
+        ("a.h5", hdf5(64), None),
+        ("a.h5", hdf5(64, claimed=100), "HDF5 without its end"),
+        ("a.h5", hdf5(64)[:8] + b"\x09" + bytes(55), None),  # a version of tomorrow
         ("a.safetensors", safetensors(64), None),
         ("a.safetensors", safetensors(64)[:-1], "its header says"),
         ("a.safetensors", safetensors(64, claimed=128), "its header says"),
@@ -477,7 +480,7 @@ def test_files_that_say_where_they_end_must_be_whole(tmp_path, name, data, why):
     """A writer that was killed or is slow leaves such a file short."""
     put(tmp_path, {name: data})
 
-    found = contents.torn(trees.look(tmp_path).files[0])
+    _, found = contents.first_look(trees.look(tmp_path).files[0])
 
     assert (found is None) if why is None else (why in found)
 
