@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fakes.kubernetes import JOBS, PODS
 from integration.kubernetes.rig import KEY, running
 
+from envscaler_airflow.controller.observe import Observer
 from envscaler_airflow.controller.request import request_move
 from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.controller.watch import Watch
@@ -13,6 +16,7 @@ from envscaler_airflow.protocol import Progress, Status, status_name
 from envscaler_airflow.testing import ManualClock
 
 CHECKPOINT = {"every": "10m"}
+QUICK = {"warmup": "1s", "stabilization": "1s", "cooldown": "1s", "min_epochs_between": 0}
 ELASTIC = {
     "checkpoint": CHECKPOINT,
     "num_nodes": {"min": 1, "max": 1},
@@ -135,3 +139,52 @@ def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_he
     [second] = [pod for pod in cluster.list(PODS, "default") if pod["status"]["phase"] == "Running"]
     assert second["metadata"]["uid"] != first["metadata"]["uid"]
     assert run.state.live.number == 1
+
+
+def decision(run, usage):
+    """The last of the sensor's checks, one every 15 s: one for each aggregate of *usage*."""
+    clock = ManualClock()
+    observer = Observer(
+        store=run.store, prefix=KEY.prefix, backend=run.backend,
+        candidates=tuple(Allocation(offer) for offer in run.backend.offers()),
+        monotonic=clock.monotonic, clock=clock.time,
+    )  # fmt: skip
+    for look, used in enumerate(usage, 1):
+        progress = Progress(step=10 * look, total_steps=4000, epoch=look, epochs=400, elapsed_s=15.0 * look)
+        said = Status(generation=1, attempt=1, claim=1, sequence=look, phase="running", progress=progress)
+        status = replace(said, start_step=0, usage=used)
+        run.store.write(f"{KEY.prefix}/{status_name(1, 1, 0, 1)}", status.to_json())
+        clock.advance(15)
+        check = observer.look().check
+    return check.decision
+
+
+def test_a_steep_rise_of_a_pod_s_memory_is_met_at_the_third_look(stage):
+    """6 MiB/s towards its limit of 512 MiB: a larger pod is asked for before the kill (D8)."""
+    run = stage(checkpoint=CHECKPOINT, scaling={"policy": "vertical", **QUICK})
+    run.begin()
+    rise = [{"memory_bytes": mib << 20, "memory_limit_bytes": 512 << 20} for mib in (300, 390, 480)]
+
+    two, three = decision(run, rise[:2]), decision(run, rise)
+
+    assert two.action == "keep"
+    assert three.action == "move"
+    assert three.target.offer.memory_gib > run.state.live.allocation.offer.memory_gib
+    assert "memory will be full in" in three.reason
+
+
+def test_a_speedup_of_a_node_type_needs_no_capacity_type(stage):
+    """``kubernetes/big`` names the offer on demand, too, which is all that this cluster has (D9)."""
+    sizes = [
+        {"name": name, "vcpus": cpus, "memory_gib": cpus, "usd_per_hour": usd}
+        for name, cpus, usd in (("small", 1, 1.0), ("big", 2, 1.2))
+    ]
+    stated = {"offer": "kubernetes/big", "relative_to": "kubernetes/small", "mean": 9.0, "stdev": 0.1}
+    scaling = {"policy": "cost-to-finish", "speedup": [{**stated, "source": "measured before"}], **QUICK}
+    run = stage(settings={"cluster_prices": sizes}, checkpoint=CHECKPOINT, scaling=scaling)
+    run.begin()
+
+    got = decision(run, 4 * [{}])
+
+    assert (got.action, got.target.offer.instance_type) == ("move", "big")
+    assert run.state.live.allocation.offer.instance_type == "small"
