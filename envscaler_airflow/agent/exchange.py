@@ -198,7 +198,7 @@ class SetupFailedError(ProtocolError):
 
 
 def parse_notice(data: bytes) -> str:
-    """Read ``notice.json``: one line that the courier adds to the training's log.
+    """Read ``notice.json``: one line that the sidecar adds to the training's log.
 
     Raises:
         ProtocolError: It is not what the protocol says.

@@ -337,7 +337,7 @@ class Wrapper:
             self._ask = None  # taken back in time
 
     def _pass_notice(self, pump: Pump) -> None:
-        """Add what the courier has to say to the log."""
+        """Add the sidecar's notice to the log."""
         data = self._notice.changed() if self._notice is not None else None
         if data is not None:
             with contextlib.suppress(ProtocolError):

@@ -114,8 +114,8 @@ def print_run(
     cost = f"cost {_cost(row.usd, row.known_usd)}".replace("?", "unknown").replace(">", "at least ")
     console.print(f"{age}, {cost}, owner {printable(row.owner)}")
     if parameters:
-        told = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
-        console.print(f"parameters: {printable(told)}")
+        shown = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
+        console.print(f"parameters: {printable(shown)}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
         _add_column(table, column)

@@ -442,8 +442,8 @@ class Controller(Releasing):
             self._was_had(live)
         if usage is not None:
             body["usage"] = [[item.node, item.start, item.end] for item in usage]
-            told = [item.now for item in usage if item.end is None and item.now is not None]
-            body |= {"usage_at": max(told)} if told else {}
+            reported = [item.now for item in usage if item.end is None and item.now is not None]
+            body |= {"usage_at": max(reported)} if reported else {}
         usd = facts.usd_of(live, usage, now=self._clock())
         if usd is not None:
             body["usd"] = usd

@@ -138,7 +138,7 @@ def _get(site: Site, store: Store, name: str, root: Root, path: str | None = Non
     path = path or name
     size = site.patiently(lambda: store.size(name), what=name)
     if _size(root, path) == size:
-        return  # fetched before the courier was started again; it lands as a whole
+        return  # fetched before the sidecar was restarted; it lands as a whole
 
     def get() -> None:
         with root.landing(path) as stream:

@@ -33,7 +33,7 @@ _CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """Which node of which attempt this courier serves; *claim* is 0 before the node is claimed."""
+    """Which node of which attempt this sidecar serves; *claim* is 0 before it has claimed the node."""
 
     generation: int
     attempt: int
@@ -389,7 +389,7 @@ class Memory:
     """The courier's :class:`State`, kept in ``courier.json``; safe between its two threads."""
 
     def __init__(self, exchange: Exchange, *, own: Path | None = None) -> None:
-        """Take up what an earlier courier of this folder left.
+        """Take up what an earlier sidecar of this folder left.
 
         What the training must not change (where folders really were) is kept in the folder *own* where there
         is one, since ``courier.json`` lies where the training writes.

@@ -1,4 +1,4 @@
-"""What the frozen spec of a run says to the courier and, through ``start.json``, to the wrapper."""
+"""What the frozen spec of a run says to the sidecar and, through ``start.json``, to the wrapper."""
 
 from __future__ import annotations
 

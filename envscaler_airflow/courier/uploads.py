@@ -139,7 +139,7 @@ class Checkpoints:
         self._complete(name)
 
     def _is_in_store(self, name: str) -> bool:
-        """True when it is complete: by a courier that was killed, or by node 0 with what this node saved."""
+        """True when it is complete: by a sidecar that was killed, or by node 0 with what this node saved."""
         who, store = self._site.who, self._site.store
         claim = checkpoints.manifest_claim(store, name)
         if claim is None or (who.node == 0 and claim != who.claim):
@@ -347,7 +347,7 @@ class Checkpoints:
         site = self._site
         who = site.who
         try:
-            # From the store: what lies in the exchange the training can change.
+            # From the store: the training can change its copy in the spool.
             control = checkpoints.read_control(site.store, control_name(who.generation, who.attempt))
             if control is None:
                 return

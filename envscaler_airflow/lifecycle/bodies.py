@@ -193,5 +193,5 @@ def check_body(event_type: str, body: Mapping[str, Any], *, where: str) -> None:
         fault = err.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
         is_missing = fault["type"] == "missing"
-        told = "is missing" if is_missing else f"got {fault['input']!r:.80}, {fault['msg'].lower()}"
-        raise ProtocolError(f"{where}: {event_type}: {place}: {told}") from err
+        fault_text = "is missing" if is_missing else f"got {fault['input']!r:.80}, {fault['msg'].lower()}"
+        raise ProtocolError(f"{where}: {event_type}: {place}: {fault_text}") from err

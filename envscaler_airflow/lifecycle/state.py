@@ -406,8 +406,8 @@ def _released(state: RunState, event: Event) -> RunState:
     """The backend's last bill counts, where it is more complete than the one at the end."""
     body = event.body
     ended = next((one.ended for one in state.attempts if _is_named(one, body)), {})
-    told = {name: body[name] for name in ("usage", "usd") if body.get(name) is not None}
-    return _of_ended(state, event, ended={**ended, **told}, unreleased="", released_at=event.at)
+    reported = {name: body[name] for name in ("usage", "usd") if body.get(name) is not None}
+    return _of_ended(state, event, ended={**ended, **reported}, unreleased="", released_at=event.at)
 
 
 def _is_named(attempt: AttemptState, body: Mapping[str, Any]) -> bool:

@@ -169,8 +169,8 @@ def postponed(
     """The run and what to watch until *err* has passed; None where it is Airflow's to retry.
 
     Args:
-        err: What ended the slice.
-        part: The slice; None where not even the store could be opened.
+        err: What ended the execution.
+        part: The execution; None where it could not open the store.
         event: What it was for; None for ``execute``.
         watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None where none did.
     """

@@ -49,8 +49,8 @@ def vertical(observation: Observation, policy: Policy) -> Proposal:
         why = f"memory will be full in {oom_s:.0f} s"
         cap = policy.memory_cap_gib
         if cap is not None and limit >= CAPPED * cap * _GIB:
-            told = f"{why}, and resources.limits.memory allows {cap:.3g} GiB; raise it or leave it out"
-            return Proposal(reason=told, numbers=numbers)
+            reason = f"{why}, and resources.limits.memory allows {cap:.3g} GiB; raise it or leave it out"
+            return Proposal(reason=reason, numbers=numbers)
         grown = max(memory[-1][1] * HEADROOM * 1.25 / _GIB, here.offer.memory_gib * 1.25)
         wanted = (grown if cap is None else min(grown, cap), 0.0)
         return _propose(observation, policy, wanted, why, numbers, is_urgent=True)

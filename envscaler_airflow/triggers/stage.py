@@ -124,8 +124,8 @@ class StageTrigger(BaseTrigger):
             is_over = state in OVER
             acted = await in_thread(self._kill, timeout_s=KILL_S) if is_over else False
         except (EnvScalerError, AirflowException, AirflowRuntimeError, TimeoutError) as err:
-            told = str(err) or type(err).__name__
-            self.log.warning("kill: %s; the lease will end the attempt", told)
+            reason = str(err) or type(err).__name__
+            self.log.warning("kill: %s; the lease will end the attempt", reason)
             return
         why = "asked to go" if acted else "not ours any more" if is_over else f"the task is {state}"
         self.log.info("kill: %s", why)

@@ -3,7 +3,7 @@
     python -m envscaler_airflow.backends.kubernetes.sidecar --exchange E --store URL --prefix P
         --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--most-nodes N]
 
-The courier claims the node by the pod's uid: what a lost pod still writes is void once another replaces it.
+The sidecar claims the node by the pod's uid: what a lost pod still writes is void once another replaces it.
 Node 0 publishes its address in its status, with its choice of the checkpoint. The others take both from
 there; no DNS is needed.
 
