@@ -13,7 +13,13 @@ from envscaler_airflow.build.bases import facts
 from envscaler_airflow.build.cuda import broken_software, software
 from envscaler_airflow.build.kubernetes_job import resource_name
 from envscaler_airflow.build.machine import Here, look_here
-from envscaler_airflow.build.needs import lacking_code, lacking_extras, lacking_tools
+from envscaler_airflow.build.needs import (
+    lacking_code,
+    lacking_extras,
+    lacking_inputs,
+    lacking_program,
+    lacking_tools,
+)
 from envscaler_airflow.build.programs import Output, find_program, run_program
 from envscaler_airflow.build.requirements import Requirements, read_requirements
 from envscaler_airflow.build.venv import install_command
@@ -64,7 +70,8 @@ def missing_on(
         return _on_cluster(spec, kubectl or _kubectl())
     if target == "vm":
         return _on_rented(spec)
-    return [*_here(target, spec, requirements, here or look_here()), *lacking_extras(spec, store_url)]
+    found = [*lacking_inputs(spec), *_here(target, spec, requirements, here or look_here())]
+    return [*found, *lacking_extras(spec, store_url)]
 
 
 def cluster_offers(kubectl: Callable[[list[str]], Output] | None = None) -> tuple[Offer, ...]:
@@ -98,7 +105,8 @@ def _here(target: str, spec: EnvSpec, requirements: Requirements | None, machine
         *_variables(spec, machine),
     ]
     if target == "local":
-        found += [*lacking_code(spec), *lacking_tools(spec, wanted, machine)]
+        found += [*lacking_code(spec), *lacking_program(spec, wanted, machine)]
+        found += lacking_tools(spec, wanted, machine)
         return found + missing_packages(spec, machine)
     if not machine.has_docker():
         found.append("docker: no daemon answers that can build; install and start docker.io")

@@ -291,7 +291,10 @@ def _bring_base(
         words = builder.pull(base, access)
         image = builder.inspect(base)
         if image is None:
-            raise SpecError(f"base.image: {base} is not to be had: {words or 'it is not on this machine'}")
+            raise SpecError(
+                f"base.image: {base} is not available here: {words or 'it is not on this machine'}; check "
+                "its name and the way to its registry, or write an image that is on this machine"
+            )
     return base, options.base_digest or image.digest
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from envscaler_airflow.build.machine import Here
@@ -33,12 +34,45 @@ def lacking_code(spec: EnvSpec) -> list[str]:
         return []
     if script.is_absolute():  # a volume, or a folder of the image, may bring it
         is_brought = any(script.is_relative_to(volume.mount_path) for volume in spec.volumes)
-        return [] if is_brought or script.is_file() else [f"entrypoint: {script} is not there"]
+        return [] if is_brought or script.is_file() else [_absent(script)]
     if folder is None:
         return [f"entrypoint: {script} is not shipped: the spec has no workdir; write workdir: ."]
     if not Path(folder, script).is_file():
-        return [f"entrypoint: {script} is not in the workdir {folder}"]
+        return [f"entrypoint: {script} is not in the workdir {folder}; {_instead(script, Path(folder))}"]
     return []
+
+
+def _instead(script: Path, folder: Path) -> str:
+    words = str(script).split()
+    if len(words) > 1:
+        return f"write each word apart: [{', '.join(words)}]"
+    near = get_close_matches(str(script), [path.name for path in folder.glob("*.py")], n=1)
+    return f"write {near[0]}" if near else "write its path below that folder"
+
+
+def _absent(script: Path) -> str:
+    return (
+        f"entrypoint: {script} is not on this machine; write a path below the workdir, such as {script.name}"
+    )
+
+
+def lacking_program(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
+    """A command that is not here and looks misspelt; [] where packages or code of the stage may bring it."""
+    program = spec.entrypoint[0] if spec.entrypoint else "python"
+    is_brought = "/" in program or program.endswith(".py") or not requirements.is_empty
+    if is_brought or _PYTHON.fullmatch(program) or machine.has_program(program):
+        return []
+    near = get_close_matches(program, ("python", "bash", "torchrun", "accelerate"), n=1)
+    return [f"entrypoint: there is no command {program!r:.80} on this machine; write {name}" for name in near]
+
+
+def lacking_inputs(spec: EnvSpec) -> list[str]:
+    """Inputs that the spec uses and that were not given."""
+    return [
+        f"inputs: {name} is not given; add --input {name}=URI, as an earlier stage prints it"
+        for name in spec.input_names
+        if name not in spec.inputs
+    ]
 
 
 def _script(entrypoint: tuple[str, ...]) -> Path | None:

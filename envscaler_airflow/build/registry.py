@@ -213,8 +213,9 @@ class SpecRegistry:
             return entry
         version = newest(known_versions, wanted)
         if version is None:
-            listed = ", ".join(str(item) for item in known_versions) or "none"
-            raise SpecError(f"{reference}: no such version in {self.store.url} (published: {listed})")
+            listed = ", ".join(str(item) for item in known_versions)
+            fix = f"write one of {listed}" if listed else "`envscaler registry list` lists what is published"
+            raise SpecError(f"{reference}: no such version in {self.store.url}; {fix}")
         return self._cached(name, version) or self._fetch(name, version)
 
     def pull(self, reference: str) -> Path:

@@ -53,7 +53,7 @@ def with_image(spec: EnvSpec, *, image: str | None, repository: str | None) -> E
         why = "it installs packages on its base" if has_base else "it names no base.image"
         raise SpecError(
             f"{spec.name}: no image to run: {why}; set image_repository to where `envscaler build` puts "
-            "images, or name one as base.image, or as image of the deployment"
+            "images, or name one as base.image, or as image of the deployment (`envscaler submit --image`)"
         )
     return _based_on(image_name(spec, requirements, repository), spec)
 

@@ -31,6 +31,10 @@ class Amount(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read it."""
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            self.fail(f"{value!r:.40} is not a number; write one without a unit, such as 25", param, ctx)
         found: float = super().convert(value, param, ctx)
         if not math.isfinite(found):
             name = param.name if param is not None else "the number"

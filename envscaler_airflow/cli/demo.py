@@ -36,6 +36,7 @@ from envscaler_airflow.lifecycle.narration import transfer_text
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.protocol import Status
+from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
@@ -95,6 +96,7 @@ def demo(
             f"{folder}: there is no {DAG_ID}.py; run this in a clone, or give its dags/examples by --dags"
         )
     conf = {name: _value(text) for name, text in pairs(params, "--set").items()}
+    load_spec(folder / "envs" / "train.yaml", parameters=conf)  # refuses what the form of the DAG would
     cluster = OnCluster() if backend == "kubernetes" else None
     home = Path(tempfile.mkdtemp(prefix="envscaler-demo-"))
     place: Place = cluster or ThisMachine(home)

@@ -40,6 +40,8 @@ class Readable(click.File):
         """Open it."""
         if value == "-" and sys.stdin is None:
             self.fail("the standard input is closed; name a file", param, ctx)
+        if isinstance(value, str) and value != "-" and not Path(value).exists():
+            self.fail(f"{value!r}: no such file; `kubectl get nodes -o json > {value}` writes it", param, ctx)
         return super().convert(value, param, ctx)
 
 

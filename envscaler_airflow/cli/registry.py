@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
@@ -111,4 +112,5 @@ def init(name: str, folder: Path, *, force: bool, as_json: bool) -> None:
         return
     for path in paths:
         click.echo(path)
-    click.echo("next: envscaler validate, then envscaler run")
+    enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}, then "
+    click.echo(f"next: {enter}envscaler validate, then envscaler run")

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from envscaler_airflow.build.locks import LOCK
+from envscaler_airflow.build.needs import lacking_code
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
     load_state,
@@ -36,6 +37,16 @@ _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install
 """Options that a container would not heed: it is started, and nobody owns it."""
 
 
+class _Target(click.Choice[str]):
+    """Where a shell runs a stage itself; for a cluster there is another command."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Read it."""
+        if value == "kubernetes":
+            self.fail("run is for this machine; write `envscaler submit` for a cluster", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command()
 @spec_options
 @click.option("--name", callback=not_empty, help="Name of the run; the same name again goes on with it.")
@@ -49,7 +60,7 @@ _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install
 @click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
 @click.option("--restore-from", callback=not_empty, help="URI of a checkpoint of another run to begin from.")
 @click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
-@click.option("--target", default="local", type=click.Choice(["local", "docker"]), show_default=True)
+@click.option("--target", default="local", type=_Target(["local", "docker"]), show_default=True)
 @click.option("--locked", callback=not_empty, help="A run, or a lock.json: run in exactly that environment.")
 @click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -89,6 +100,8 @@ def run(
         )
         return
     spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
+    if absent := lacking_code(spec):
+        raise SpecError("\n".join(absent), faults=absent)
     made = local_environment(
         spec, lock=lock, install_system=options["install_system"], say=_say, resolve_secret=environment_secret
     )

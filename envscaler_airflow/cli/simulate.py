@@ -239,7 +239,10 @@ def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Sto
     prefix = find_run(store, run)
     checks = [check for check, _ in read_decisions(store, prefix)]
     if not checks:
-        raise SpecError(f"{run}: no scaling check is recorded")
+        raise SpecError(
+            f"{run}: no scaling check is recorded, so there is nothing to replay; name a run whose DAG has a "
+            "ScalingSensor for the stage"
+        )
     known = with_tables(store, prefix)
     if policy_name is not None and policy_name not in known:
         raise SpecError(f"--policy: got {policy_name!r}; known are {', '.join(sorted(known))}")

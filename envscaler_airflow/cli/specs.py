@@ -90,7 +90,7 @@ def environment_secret(reference: str) -> str:
         )
     value = os.environ.get(found.name)
     if value is None:
-        raise SpecError(f"{reference}: the variable {found.name} is not set")
+        raise SpecError(f"{reference}: the variable {found.name} is not set; export it")
     return value
 
 

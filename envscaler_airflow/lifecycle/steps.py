@@ -474,6 +474,8 @@ def _words(last: AttemptState, when: str) -> str:
     code = last.ended.get("exit_code")
     exits = f", exit code {code}" if code is not None else ""
     detail = last.ended.get("detail") or ""
+    if detail == f"exit code {code}":
+        detail = ""
     return f"{last.outcome} {when}{exits}" + (f": {detail}" if detail else "")
 
 

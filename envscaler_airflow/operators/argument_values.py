@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from datetime import datetime
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from envscaler_airflow.backends import BACKENDS
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.operators.params import RESTARTS
 from envscaler_airflow.planning import STRATEGIES
+from envscaler_airflow.spec.models import EnvSpec
 from envscaler_airflow.spec.quantities import duration_s
 
 
@@ -104,6 +107,20 @@ def _point(deadline: str | datetime | None) -> datetime | None:
         return None
 
 
+def meant(operator: type, unknown: Iterable[str]) -> str:
+    """``; startegy: write strategy``: what to write for each of *unknown*, where that can be guessed."""
+    made = (vars(kind).get("__init__") for kind in operator.__mro__)
+    own = {name for init in made if init is not None for name in signature(init).parameters}
+    found = ""
+    for name in sorted(set(unknown) - own):
+        near = get_close_matches(name, sorted(own - {"self", "args", "kwargs"}), n=1)
+        if name in EnvSpec.model_fields:
+            found += f"; {name}: it is a field of the spec, write it there"
+        elif near:
+            found += f"; {name}: write {near[0]}"
+    return found
+
+
 def check_literals(operator: Any) -> None:
     """Refuse literals of an EnvStageOperator that can only be wrong.
 
@@ -127,6 +144,7 @@ def _faults(operator: Any) -> Iterator[str]:
         "deadline": lambda: deadline_of(operator.deadline),
         "poll_interval": lambda: pause_s("poll_interval", operator.poll_interval),
         "spec": lambda: _check_file(operator),
+        "inputs": lambda: _check_inputs(operator.inputs),
     }
     for name, check in checks.items():
         if is_literal(getattr(operator, name)):
@@ -140,7 +158,16 @@ def is_literal(value: object) -> bool:
     """True for what a DAG file states outright: neither a template nor an output of another task."""
     if isinstance(value, str):
         return "{{" not in value and "{%" not in value
-    return isinstance(value, int | float | datetime)
+    return isinstance(value, int | float | datetime | timedelta | Mapping | list)
+
+
+def _check_inputs(inputs: object) -> None:
+    """Values are mostly outputs of other tasks; a literal that is nothing never becomes one."""
+    if not isinstance(inputs, Mapping):
+        raise SpecError(f"inputs: got {inputs!r:.80}, expected names: write {{'data': other.output['data']}}")
+    for name, value in inputs.items():
+        if value is None:
+            raise SpecError(f"inputs[{name!r}]: got None; write the URI of an output: other.output[{name!r}]")
 
 
 def _check_file(operator: Any) -> None:

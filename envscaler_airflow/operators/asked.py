@@ -224,7 +224,8 @@ def chosen_parameters(
 def _uri(name: str, value: object) -> str:
     if not isinstance(value, str) or not value or value.strip().lower() in _NOTHING:
         raise SpecError(
-            f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[{name!r}]"
+            f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[NAME], "
+            "where NAME stands under outputs in that stage's spec"
         )
     return value
 

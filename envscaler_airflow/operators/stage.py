@@ -105,8 +105,17 @@ class EnvStageOperator(_OnCluster):
         retry_delay: timedelta | float = timedelta(minutes=1),
         **kwargs: Any,
     ) -> None:
-        """Keep the arguments; nothing is read or checked while the DAG file is parsed."""
-        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        """Keep the arguments; nothing is read or checked here.
+
+        Raises:
+            TypeError: An argument of a name that is unknown; says which was meant.
+        """
+        try:
+            super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        except TypeError as err:  # Airflow's names what is unknown, and not what was meant
+            from envscaler_airflow.operators.argument_values import meant  # noqa: PLC0415  (lazy)
+
+            raise TypeError(f"{err}{meant(type(self), kwargs)}") from err
         self.spec = spec
         self.parameters = parameters
         self.inputs = inputs

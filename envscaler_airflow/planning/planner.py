@@ -147,7 +147,10 @@ class Plan(Record):
         reasons = "; ".join(item.reason for item in nearest.misfits)
         others = f" ({len(self.rejected)} offers looked at)" if len(self.rejected) > 1 else ""
         also = "".join(f"; {item.allocation.name}: {item.reason}" for item in self._by_other_needs())
-        raise NoOfferError(f"no offer fits{others}; the nearest, {nearest.allocation.name}: {reasons}{also}")
+        raise NoOfferError(
+            f"no offer fits{others}; the nearest, {nearest.allocation.name}: {reasons}{also}; "
+            "ask for less under resources, or look in more places"
+        )
 
     def _by_other_needs(self) -> list[Rejected]:
         """The nearest of those that miss one need alone, for each need but the nearest one's."""

@@ -63,7 +63,7 @@ class ScalingSensor(BaseSensorOperator):
         """Keep the arguments; nothing is looked at while the DAG file is parsed.
 
         Raises:
-            SpecError: *stage* is neither a task id nor an operator.
+            SpecError: *stage* is neither a task id nor an operator, or *timeout* is no time.
         """
         super().__init__(soft_fail=soft_fail, retries=retries, retry_delay=retry_delay, **kwargs)
         self.is_whole_id = not isinstance(stage, str)
@@ -76,21 +76,27 @@ class ScalingSensor(BaseSensorOperator):
         self.store_url = store_url
         self.store_conn_id = store_conn_id
         self.prometheus_conn_id = prometheus_conn_id
-        self.gives_up_after_s = None if timeout is None else self._coerce_timeout(timeout).total_seconds()
+        try:
+            self.gives_up_after_s = None if timeout is None else self._coerce_timeout(timeout).total_seconds()
+        except ValueError as err:
+            raise SpecError(
+                f"task {self.task_id}: timeout: got {timeout!r:.40}; write seconds or timedelta(hours=4)"
+            ) from err
 
     def prepare_template(self) -> None:
         """Refuse literals that can only be wrong, where a DAG file is parsed for the scheduler.
 
         Raises:
-            SpecError: *stage* names no stage of the DAG, or the pause between checks is not one.
+            SpecError: *stage* names no stage of the DAG, or one that never runs beside this sensor, or the
+                pause between checks is not one.
         """
         if get_parsing_context().task_id is not None:  # a worker: what runs is not ended for an edited file
             return
         from envscaler_airflow.operators.argument_values import is_literal, pause_s  # noqa: PLC0415  (lazy)
 
         if is_literal(self.stage):
-            self._task()
-        pause_s("check_interval", self.check_interval)
+            self._refuse_order(self._task().task_id)
+        pause_s(f"task {self.task_id}: check_interval", self.check_interval)
 
     def execute(self, context: Context) -> Any:
         """Defer until the stage should move or has ended."""
@@ -168,6 +174,15 @@ class ScalingSensor(BaseSensorOperator):
             f"task {self.task_id}: stage {self.stage!r} is not a stage of DAG {dag.dag_id}; "
             f"write one of: {', '.join(stages) or '(the DAG has no EnvStageOperator)'}"
         )
+
+    def _refuse_order(self, stage: str) -> None:
+        """Refuse a sensor that cannot run beside its stage."""
+        for way, result in (("before", "would wait for it for ever"), ("after", "would never check it")):
+            if stage in self.get_flat_relative_ids(upstream=way == "after"):
+                raise SpecError(
+                    f"task {self.task_id}: it comes {way} its stage {stage!r} and {result}; let both begin "
+                    f"together: what_comes_first >> [{stage}, {self.task_id}]"
+                )
 
     def _map_index(self, context: Context, task: Any) -> int | None:
         """-1 for a stage that is not mapped; this task's own index when it is mapped alike; None for all."""

@@ -164,8 +164,26 @@ def _explain(error: Any, node: Node | None, location: list[Any], *, is_document:
     if kind == "literal_error":
         return f"{got} is not known here; write {str(context['expected']).replace(' or ', ', ')}"
     wanted = _wanted(kind, context)
-    fits = example and (wanted not in ("write a list", "write a map") or example[0] in "[{")
+    fits = bool(example) and (wanted not in ("write a list", "write a map") or example[0] in "[{")
+    if not fits and wanted == "write a map":
+        is_top = all(isinstance(part, int) for part in location[1:])
+        example = _MAPS.get(str(location[0]), "") if is_top else ""
+        fits = bool(example)
     return f"got {got}; {wanted}" + (f", such as {example}" if fits else "")
+
+
+_MAPS = {
+    "env": '{name: EPOCHS, value: "3"}',
+    "outputs": "{model: /output/model}",
+    "parameters": "{epochs: {type: integer, default: 3}}",
+    "runtimes": '{type: python, version: "3.11", requirements: requirements.txt}',
+    "volumes": "{name: data, source: s3://bucket/data, mount_path: /data}",
+    "resources": "{requests: {cpu: 1, memory: 1Gi}}",
+    "checkpoint": "{path: /output/checkpoints, every: 10m}",
+    "scaling": "{policy: cost-to-finish}",
+    "base": '{image: "python:3.11-slim"}',
+}
+"""What a map of a field looks like, for those who wrote something else."""
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:

@@ -267,8 +267,11 @@ class FileStore:
         except FileNotFoundError:
             if not make or self._must_exist or self._inode is not None:
                 # A folder that is not mounted must not look like a store without runs.
-                raise StoreError(f"store folder {self.root} does not exist: nothing was written yet, or "
-                                 "it is not mounted here", transient=True) from None  # fmt: skip
+                raise StoreError(
+                    f"store folder {self.root} does not exist: nothing was written yet, or it is not mounted "
+                    "here; mount it, or name the store that the runs are in",
+                    transient=True,
+                ) from None
             self._make_root()
             descriptor = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
         inode = os.fstat(descriptor).st_ino

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.registry import known_implementations
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.dates import StoreDates, written_at
@@ -42,6 +43,10 @@ _ASK_EVERY_S = 3600.0
 """How old the last date may be, seconds. Chosen: three requests an hour, and clocks drift by milliseconds."""
 
 
+_PAGES = frozenset({"http", "https"})
+"""Schemes that fsspec reads pages by; nothing can be written there."""
+
+
 class FilesystemStore:
     """Objects below a URL that fsspec knows.
 
@@ -64,10 +69,16 @@ class FilesystemStore:
             SpecError: fsspec does not know the protocol, or its package is missing.
             StoreError: The filesystem connects at once, and cannot.
         """
+        scheme = url.partition("://")[0]
+        if scheme in _PAGES:
+            raise SpecError(
+                f"store {url}: nothing can be written over {scheme}; write file:///path, s3://bucket/path or "
+                "gs://bucket/path (the address of an S3-compatible server is the connection's endpoint URL)"
+            )
         try:
             self._fs, root = url_to_fs(url, **dict(options or {}))
         except ImportError as err:
-            raise SpecError(f"store {url}: {err}") from err
+            raise SpecError(f"store {url}: {err}; {_install(scheme)}") from err
         except ValueError as err:
             raise SpecError(
                 f"store {url}: {err}: write file:///path, s3://bucket/path or gs://bucket/path"
@@ -306,3 +317,9 @@ class FilesystemStore:
             raise StoreError(f"{self.uri(name)}: {err}") from err
         except Exception as err:  # filesystems of many makers, each with errors of its own
             raise StoreError(f"{self.uri(name)}: {type(err).__name__}: {err}", transient=True) from err
+
+
+def _install(scheme: str) -> str:
+    """What brings the filesystem of *scheme*, as fsspec names its class."""
+    package = str(known_implementations.get(scheme, {}).get("class", "fsspec")).partition(".")[0]
+    return "install what it names" if package == "fsspec" else f"run `pip install {package}`"

@@ -263,6 +263,7 @@ def parsed(monkeypatch, tmp_path, text, *, task=None):
 
     (tmp_path / "train.yaml").write_text(SPEC)
     (tmp_path / "a_dag.py").write_text(
+        "from datetime import timedelta\n"
         "from airflow.sdk import DAG\n"
         "from envscaler_airflow import EnvStageOperator, ScalingSensor\n"
         f"with DAG('d', schedule=None):\n    {text}\n"
@@ -285,6 +286,15 @@ def parsed(monkeypatch, tmp_path, text, *, task=None):
         ("compute='mars'", "compute: 'mars' must be one of local"),
         ("restart='again'", "restart: 'again' must be one of resume"),
         ("poll_interval=0", "poll_interval: got 0, expected seconds above 0"),
+        ("deadline=timedelta(hours=4)", "deadline: datetime.timedelta(seconds=14400): write '4h'"),
+        (
+            "inputs=['s3://b/x']",
+            "inputs: got ['s3://b/x'], expected names: write {'data': other.output['data']}",
+        ),
+        (
+            "inputs={'data': None}",
+            "inputs['data']: got None; write the URI of an output: other.output['data']",
+        ),
     ],
 )
 def test_a_literal_that_can_only_be_wrong_fails_where_the_dag_file_is_parsed(
@@ -294,6 +304,49 @@ def test_a_literal_that_can_only_be_wrong_fails_where_the_dag_file_is_parsed(
     text = f"EnvStageOperator(task_id='train', spec='train.yaml', {arguments})"
 
     assert f"task train: {words}" in parsed(monkeypatch, tmp_path, text)
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("spec='train.yaml', startegy='cost'", "; startegy: write strategy"),
+        ("spec='train.yaml', num_nodes=2", "; num_nodes: it is a field of the spec, write it there"),
+        ("spec={'version': 'v1'}", "spec: got {'version': 'v1'}, expected text: the path of a spec file"),
+    ],
+)
+def test_what_was_meant_is_said_where_the_dag_file_is_parsed(monkeypatch, tmp_path, arguments, words):
+    """Airflow says "Invalid arguments" alone (F7)."""
+    assert words in parsed(monkeypatch, tmp_path, f"EnvStageOperator(task_id='train', {arguments})")
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (
+            "sensor >> train",
+            "task scale: it comes before its stage 'train' and would wait for it for ever; let",
+        ),
+        (
+            "train >> other >> sensor",
+            "task scale: it comes after its stage 'train' and would never check it; ",
+        ),
+        ("other >> [train, sensor]", ""),
+    ],
+)
+def test_a_sensor_that_never_runs_beside_its_stage_is_refused(monkeypatch, tmp_path, order, words):
+    """Before the stage it waited for ever, after it it checked nothing, both in silence (F7)."""
+    text = (
+        "train = EnvStageOperator(task_id='train', spec='train.yaml')\n"
+        "    other = EnvStageOperator(task_id='other', spec='train.yaml')\n"
+        f"    sensor = ScalingSensor(task_id='scale', stage='train'); {order}"
+    )
+
+    found = parsed(monkeypatch, tmp_path, text)
+
+    assert words in found
+    assert bool(words) == bool(found)
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
@@ -313,7 +366,14 @@ def test_a_spec_that_is_missing_fails_where_the_dag_file_is_parsed(monkeypatch, 
             "stage 'trian' is not a stage of DAG d; write one of: train",
         ),
         ("ScalingSensor(task_id='scale', stage='scale')", "stage 'scale' is not a stage of DAG d"),
-        ("ScalingSensor(task_id='scale', stage='train', check_interval=0)", "check_interval: got 0"),
+        (
+            "ScalingSensor(task_id='scale', stage='train', check_interval=0)",
+            "task scale: check_interval: got 0",
+        ),
+        (
+            "ScalingSensor(task_id='scale', stage='train', timeout='4h')",
+            "task scale: timeout: got '4h'; write",
+        ),
     ],
 )
 def test_a_sensor_of_no_stage_fails_where_the_dag_file_is_parsed(monkeypatch, tmp_path, text, words):

@@ -45,7 +45,7 @@ def stage(tmp_path):
         ),
         ("entrypoint: [python, train.py]\n", "the spec has no workdir; write workdir: ."),
         ("workdir: code\nentrypoint: [python, train.py]\n", "is not a folder; name the folder of the code"),
-        ("entrypoint: [python, /nowhere/train.py]\n", "entrypoint: /nowhere/train.py is not there"),
+        ("entrypoint: [python, /nowhere/train.py]\n", "entrypoint: /nowhere/train.py is not on this machine"),
         ("workdir: .\n", "entrypoint: is empty; write entrypoint: [python, train.py]"),
     ],
 )

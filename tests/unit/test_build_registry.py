@@ -176,7 +176,7 @@ def test_a_missing_version_names_those_that_exist(registry):
     """So that the reference can be written anew without another look."""
     registry.publish("team/base", "1.0.0", MODULE)
 
-    with pytest.raises(SpecError, match=r"no such version .*published: 1\.0\.0"):
+    with pytest.raises(SpecError, match=r"no such version .*; write one of 1\.0\.0"):
         registry.find("team/base@2")
 
 

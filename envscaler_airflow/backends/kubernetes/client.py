@@ -105,7 +105,10 @@ def connect(*, context: str | None = None, kubeconfig: str | None = None, in_clu
         return config.new_client_from_config(config_file=place, context=context)
     except config.ConfigException as err:
         where = f"context {context!r} of " if context else ""
-        raise SpecError(f"kubernetes: {where}{kubeconfig or 'the kubeconfig'}: {err}") from err
+        raise SpecError(
+            f"kubernetes: {where}{kubeconfig or 'the kubeconfig'}: {err}; `kubectl config get-contexts` "
+            "lists the contexts; name the file by KUBECONFIG or --kubeconfig"
+        ) from err
 
 
 def located(*, context: str | None, kubeconfig: str | None, in_cluster: bool) -> dict[str, Any]:
