@@ -334,7 +334,7 @@ def exit_code(state: RunState) -> int:
     if state.status == "stopped":
         return EXIT_STOPPED
     last = state.current
-    if last is None or state.failure in ("budget", "timeout", "start"):
+    if last is None or state.failure in ("budget", "timeout", "start", "spec", "no-offer"):
         return FAULT
     code, number = last.ended.get("exit_code"), last.ended.get("signal")
     if isinstance(number, int) and number > 0:

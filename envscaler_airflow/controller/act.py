@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +17,17 @@ from envscaler_airflow import protocol
 from envscaler_airflow.backends.base import Handle, MendsNodes, OffersLater, RunsMixed
 from envscaler_airflow.controller import (
     choose,
-    deadline_table,
     facts,
-    fence,
-    foretold,
     freeze,
     inplace,
+    intent,
     judge,
     limits,
     losses,
     report,
 )
-from envscaler_airflow.controller.observe import START_S
+from envscaler_airflow.controller.intent import Intending
 from envscaler_airflow.controller.owner import live_of
-from envscaler_airflow.controller.release import Releasing
 from envscaler_airflow.controller.stage import (
     Delivered,
     StoppedError,
@@ -42,7 +39,6 @@ from envscaler_airflow.controller.stage import (
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
-    CapacityError,
     NoOfferError,
     ProtocolError,
     RunFailedError,
@@ -58,20 +54,17 @@ from envscaler_airflow.lifecycle import (
     fold,
     next_action,
 )
-from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.protocol import Control
+from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.from_spec import speedup_warning
-from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.claims import creates_exclusively
-from envscaler_airflow.store.lease import renew_lease
-from envscaler_airflow.store.stockouts import forget, remember
+from envscaler_airflow.store.stockouts import forget
 
 log = logging.getLogger(__name__)
 
 _Result = RunState | Waiting | Delivered
 
 
-class Controller(Releasing):
+class Controller(Intending):
     """Acts for one run, on behalf of one try of its stage's task."""
 
     def enter(self) -> Waiting | Delivered:
@@ -259,8 +252,12 @@ class Controller(Releasing):
     # -- actions: each returns the state after it, or what ends the slice
 
     def _start(self, state: RunState, action: Action) -> _Result:
-        allocation = self._allocation(state, action)
-        self._check_claims(allocation)
+        try:
+            allocation = self._allocation(state, action)
+            self._check_claims(allocation)
+        except (SpecError, NoOfferError, BudgetError) as err:
+            self._append(state, "failed", intent.failed_body(state, err))
+            raise
         attempt = len(state.attempts_of(state.generation)) + 1
         body = {
             "generation": state.generation,
@@ -317,99 +314,6 @@ class Controller(Releasing):
         self._check_still_owner(state)
         choose.write_plan(self._store, self._prefix, made, spec, offers, **how)
         return made.pick()
-
-    def _carry_out(self, state: RunState, action: Action) -> _Result:
-        del action
-        live = live_of(state)
-        spec_hash = live.spec_hash or state.spec_hash
-        self._check_still_owner(state)
-        renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
-        self._promise(state, live)
-        self._build_tables(state, live)
-        request = freeze.attempt_request(
-            self._store,
-            self._key,
-            self._stage,
-            self._thaw(spec_hash),
-            live,
-            spec_hash=spec_hash,
-            grace_s=limits.grace_s(state),
-            deadline_s=self._machine_deadline_s(state, live),
-        )
-        request = replace(request, restore_from=state.begun.get("restore_from"))
-        self._check_still_owner(state)
-        try:
-            handle = self._backend.submit(request)
-        except (CapacityError, NoOfferError, BackendError) as err:
-            if isinstance(err, BackendError) and err.transient:
-                raise
-            found = self._backend.find(request)  # an earlier slice may have got as far as starting it
-            if found is None:
-                return self._not_started(state, live, err)
-            handle = found
-        body = {"generation": live.generation, "attempt": live.number, "handle": handle.to_dict()}
-        return self._append(state, "attempt-started", body)
-
-    def _build_tables(self, state: RunState, live: AttemptState) -> None:
-        """What the sensor's policy looks up, built here: nothing decides for long in a triggerer."""
-        scaling, deadline_s = self._spec(state).scaling, self._stage.deadline_s
-        if scaling is not None and scaling.policy == "phase":
-            foretold.publish(self._store, self._key)
-        if scaling is None or scaling.policy != "deadline" or deadline_s is None:
-            return
-        left_s = deadline_s - (0.0 if state.begun_at is None else self._clock() - state.begun_at)
-        start_s = facts.start_s(state)
-        job = deadline_table.job_of(
-            live.allocation,
-            self._backend.offers(),
-            deadline_s=left_s,
-            start_s=START_S if start_s is None else start_s,
-        )
-        if job is not None:
-            deadline_table.publish(self._store, self._prefix, job)
-
-    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
-        deadline_s = self._stage.deadline_s
-        since = 0.0 if state.begun_at is None else self._clock() - state.begun_at
-        return limits.machine_deadline_s(
-            usd_left=self._usd_left(state, live),
-            usd_per_hour=live.allocation.usd_per_hour,
-            deadline_left_s=None if deadline_s is None else deadline_s - since,
-            deadline_s=deadline_s,
-        )
-
-    def _promise(self, state: RunState, live: AttemptState) -> None:
-        """Fence first, then list what the attempt may resume from; a later execution lists again."""
-        control = Control(
-            action="run" if live.generation == state.generation else "stop",
-            restore_from=state.begun.get("restore_from"),
-            orphan_after_s=self._spec(state).failure.orphan_after_s,
-            grace_s=limits.grace_s(state),
-            checkpoint_every_s=live.checkpoint_every_s,
-        )
-        store = for_run(self._store, self._prefix)
-        fence.hold(store, control, generation=live.generation, attempt=live.number)
-        found = fence.list_candidates(store, generation=live.generation, attempt=live.number)
-        self._check_still_owner(state)
-        fence.promise(store, control, found, generation=live.generation, attempt=live.number)
-
-    def _not_started(self, state: RunState, live: AttemptState, err: Exception) -> _Result:
-        if isinstance(err, CapacityError):  # for other runs on this store; says nothing of a full machine
-            self._remember(choose.refused_by(live, ()), str(err))
-        body = {
-            "generation": live.generation,
-            "attempt": live.number,
-            "outcome": "not-started",
-            "failure": "capacity" if isinstance(err, CapacityError) else "backend",
-            "detail": str(err),
-            "usage": [],
-            "usd": 0.0,
-        }
-        return self._append(state, "attempt-ended", body)
-
-    def _remember(self, offers: Iterable[Offer], said: str) -> None:
-        for offer in offers:
-            remember(self._store, offer, "", said, now=self._clock())
 
     def _was_had(self, live: AttemptState) -> None:
         """What was kept against its offers is over."""
@@ -583,7 +487,8 @@ class Controller(Releasing):
 
     _ACTIONS: Mapping[str, Callable[[Controller, RunState, Action], _Result]] = {
         "start": _start,
-        "carry-out": _carry_out,
+        "carry-out": Intending.carry_out,
+        "discard": Intending.discard,
         "end": _end,
         "stop": _stop,
         "kill": _kill,

@@ -153,6 +153,8 @@ def refused_offers(state: RunState) -> frozenset[str]:
     for attempt in reversed(state.attempts_of(state.generation)):
         if attempt.outcome != "not-started":
             break
+        if attempt.ended.get("failure") == "spec":
+            continue  # says nothing of the offer
         names += attempt.ended.get("refused") or [part.offer.name for part in attempt.allocation.parts]
     return frozenset(names)
 

@@ -16,7 +16,7 @@ from envscaler_airflow.controller.hold import Holder
 from envscaler_airflow.controller.request import owns
 from envscaler_airflow.controller.stage import Delivered, Stage, StoppedError, SupersededError, Waiting
 from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, RunFailedError
-from envscaler_airflow.lifecycle import Action, Actor, RunState
+from envscaler_airflow.lifecycle import FINAL_STOPS, Action, Actor, RunState
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 
@@ -79,7 +79,7 @@ def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None
         owner = state.owner
         if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
             return None
-        if state.live is not None and state.live.phase == "stopping":
+        if state.live is not None and state.live.stop_why in FINAL_STOPS:
             return owner
         if any(request.type == "stop-requested" for request in state.pending):
             return owner

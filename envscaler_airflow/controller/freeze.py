@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,28 @@ def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
         yield path
 
 
+def named_request(store: Store, key: RunKey, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
+    """As much of a request as tells the attempt from any other: enough to find what was started of it.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: There is no such spec.
+    """
+    document = read_document(store, key.prefix, spec_hash)
+    document["resources"] = _resized(document.get("resources") or {}, live)
+    return AttemptRequest(
+        store_url=store.url,
+        run_prefix=key.prefix,
+        run_label=f"{key.dag_id}.{key.task_id}",
+        generation=live.generation,
+        attempt=live.number,
+        allocation=live.allocation,
+        command=(),
+        spec=document,
+        spec_name=spec_name(spec_hash),
+    )
+
+
 def attempt_request(
     store: Store,
     key: RunKey,
@@ -196,22 +218,13 @@ def attempt_request(
     Raises:
         SpecError: A secret cannot be resolved, or so many nodes cannot keep the global batch.
     """
-    document = read_document(store, key.prefix, spec_hash)
-    document["resources"] = _resized(document.get("resources") or {}, live)
     plain = {item.name: item.value for item in spec.env if item.value is not None}
     nodes = live.allocation.nodes
-    return AttemptRequest(
-        store_url=store.url,
-        run_prefix=key.prefix,
-        run_label=f"{key.dag_id}.{key.task_id}",
-        generation=live.generation,
-        attempt=live.number,
-        allocation=live.allocation,
+    return replace(
+        named_request(store, key, live, spec_hash=spec_hash),
         command=_command(spec, nodes),
         env=plain | batch_env(spec, nodes),
         secret_env=_secrets(stage, spec),
-        spec=document,
-        spec_name=spec_name(spec_hash),
         store_options=stage.store_options,
         grace_s=grace_s,
         deadline_s=deadline_s,

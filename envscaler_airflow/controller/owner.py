@@ -89,9 +89,11 @@ class Owner:
                 f"run {self._prefix} is owned by {_name(state.owner)}, not by {_name(self._actor)}"
             )
 
-    def _check_still_owner(self, state: RunState) -> None:
-        """Look once more, right before the world is touched: this process may have slept since *state*."""
-        self._check_owner(fold(self._log.read(after=state.number), state))
+    def _check_still_owner(self, state: RunState) -> RunState:
+        """State by now, right before the world is touched: this process may have slept since *state*."""
+        now = fold(self._log.read(after=state.number), state)
+        self._check_owner(now)
+        return now
 
 
 def _name(actor: Actor | None) -> str:

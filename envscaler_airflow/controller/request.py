@@ -83,6 +83,7 @@ def kill_quietly(
 ) -> bool:
     """What a user's kill of a deferred task does: ask the attempt to save and go, wait for nothing.
 
+    Between two attempts the request alone is written: no further one starts.
     Acts only while the run's last owner is the try (*ti_id*, *try_number*), where the number is known: on a
     clear, the kill of the old try comes after the new one has begun. Returns whether it acted.
 
@@ -94,11 +95,13 @@ def kill_quietly(
     while True:
         state = log.load()
         live = state.live
-        if live is None or not owns(state.owner, ti_id, try_number):
+        if state.status != "active" or not owns(state.owner, ti_id, try_number):
             return False
         event = log.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
             break  # else the number was taken, perhaps by a new owner: look again
+    if live is None:
+        return True
     grace_s = _grace_s(store, prefix, state, live)
     name = f"{prefix}/{protocol.control_name(live.generation, live.number)}"
     control = replace(

@@ -13,10 +13,11 @@ from envscaler_airflow.lifecycle.state import (
     fold,
     is_cleared,
 )
-from envscaler_airflow.lifecycle.steps import Action, Entry, Facts, enter, next_action
+from envscaler_airflow.lifecycle.steps import FINAL_STOPS, Action, Entry, Facts, enter, next_action
 
 __all__ = [
     "EVENT_TYPES",
+    "FINAL_STOPS",
     "MAX_EVENT_BYTES",
     "OUTCOMES",
     "Action",

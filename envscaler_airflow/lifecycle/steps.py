@@ -31,7 +31,7 @@ _HOPELESS = {
     "capacity": "no machine is available",
 }
 _NOT_HAD = {"capacity": "no machine is available", "placement": "no machine of it reaches the volumes"}
-_FINAL_STOPS = ("stop", "timeout", "budget", "image", "refused")
+FINAL_STOPS = ("stop", "timeout", "budget", "image", "refused")
 """Stop reasons after which only a clear of the task starts another attempt."""
 
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
@@ -148,9 +148,9 @@ class Action:
     """One thing to do.
 
     ``start``: intend and start the next attempt, on *target* when given. ``carry-out``: submit the
-    intended one. ``end``: record *end*. ``stop``: ask the live attempt to go, for *why*. ``kill``: its
-    time is over. ``judge``: answer a move request. ``refuse``: answer it with no. ``change``: go on with
-    a change in place. ``wait``: nothing now.
+    intended one. ``discard``: end one that was asked to go before its start. ``end``: record *end*.
+    ``stop``: ask the live attempt to go, for *why*. ``kill``: its time is over. ``judge``: answer a move
+    request. ``refuse``: answer it with no. ``change``: go on with a change in place. ``wait``: nothing now.
     ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over. ``mismatch``: this
     version may not go on.
     """
@@ -158,6 +158,7 @@ class Action:
     kind: Literal[
         "start",
         "carry-out",
+        "discard",
         "end",
         "stop",
         "kill",
@@ -198,9 +199,10 @@ def _cautious(state: RunState, action: Action) -> Action:
         return Action(
             "refuse", request=action.request, reason=f"{words}; until that takes over, nothing moves"
         )
-    if action.kind in ("stop", "kill", "change"):
+    may_run = state.live is not None and state.live.handle is not None
+    if action.kind in ("stop", "kill", "change") and may_run:
         return Action("wait", reason=f"{words}; it is only watched, and asked for nothing: {action.reason}")
-    is_new = action.kind in ("start", "carry-out") or (
+    is_new = action.kind in ("start", "carry-out", "discard", "stop") or (
         action.kind in ("fail", "halt") and state.status == "active"
     )
     return Action("mismatch", reason=f"{words}; install that version to go on") if is_new else action
@@ -217,7 +219,9 @@ def _known_action(state: RunState, facts: Facts) -> Action:
     if live is None:
         return _between_attempts(state, facts)
     if live.phase == "intended":
-        return Action("carry-out", reason=live.reason)
+        return _must_go(state, live, facts) or Action("carry-out", reason=live.reason)
+    if live.handle is None:
+        return Action("discard", reason=f"was not started: {live.stop.get('reason') or live.stop_why}")
     return _while_live(state, live, facts)
 
 
@@ -281,7 +285,8 @@ def _has_trained(facts: Facts) -> bool:
     return head.last_checkpoint is not None or (head.progress.step or 0) > (head.start_step or 0)
 
 
-def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
+def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
+    """The stop of an attempt that must not go on, nor be started; None when it may."""
     stop = _first(state.pending, "stop-requested")
     if stop is not None:
         return Action("stop", why=_why(stop), request=stop, reason=_reason(stop))
@@ -291,6 +296,12 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
         return Action("stop", why="spec-changed", reason="the spec changed and the task was cleared")
     if _is_over_budget(facts):
         return Action("stop", why="budget", reason=_budget_words(facts))
+    return None
+
+
+def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
+    if (stop := _must_go(state, live, facts)) is not None:
+        return stop
     head = facts.observed.head if facts.observed else None
     if head is not None and head.health == "stalled":
         return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
@@ -353,7 +364,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
 
     A stop is final: only a clear of the task after it lets the run go on.
     """
-    if last.stop_why in _FINAL_STOPS:
+    if last.stop_why in FINAL_STOPS:
         request = last.stop.get("request")
         requested_at = request if isinstance(request, int) else last.stop_number
         if state.cleared_number > requested_at:
@@ -444,6 +455,8 @@ def _is_out_of_stock(attempt: AttemptState) -> bool:
 
 def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
     last = attempts[-1]
+    if last.outcome == "not-started" and last.ended.get("failure") == "spec":
+        return Action("fail", reason=str(last.ended.get("detail") or last.outcome), failure="spec")
     if last.outcome in USER_ERRORS:
         if not _is_seen_to_train(last):
             return Action("fail", reason=_words(last, "before its first step was seen"), failure=last.outcome)

@@ -16,7 +16,7 @@ from envscaler_airflow.backends.base import (
 )
 from envscaler_airflow.backends.kubernetes import names, paths
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect, located
-from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, parts_of
+from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, marks_of, parts_of
 from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily, with_history
 from envscaler_airflow.backends.kubernetes.lost import free_lost, status_of, unneeded
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
@@ -236,14 +236,14 @@ class KubernetesBackend:
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle when the attempt was started and is not released, else None."""
-        parts = self._parts_of(request)
-        found = [self._read(part["name"]) for part in parts]
+        marks = marks_of(request, self.namespace)
+        found = [self._read(mark["metadata"]["name"]) for mark in marks]
         jobs = [job if job is not None and _is_of(job, request) else None for job in found]
         there = [job for job in jobs if job is not None]
         if not any(_is_started(job) for job in there) or all(_is_released(job) for job in there):
             return None
-        pairs = zip(parts, jobs, strict=True)
-        return handle_of([job or gone(self.cluster, part["job"], there[0]) for part, job in pairs])
+        pairs = zip(marks, jobs, strict=True)
+        return handle_of([job or gone(self.cluster, mark, there[0]) for mark, job in pairs])
 
     def attempts(self) -> Iterator[Handle]:
         """Every attempt of this namespace that is not released."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.errors import BackendError
 
@@ -64,6 +64,21 @@ def handle_of(jobs: Sequence[Json]) -> Handle:
         fields = ("name", "uid", "nodes", "first", "created")
         details["parts"] = [{field: getattr(part, field) for field in fields} for part in parts]
     return Handle(BACKEND, parts[0].name, details)
+
+
+def marks_of(request: AttemptRequest, namespace: str) -> list[Json]:
+    """Name, namespace and labels of each Job of the attempt; neither command nor secrets are needed."""
+    name, labels = names.attempt_name(request), names.labels_of(request)
+    return [
+        {
+            "metadata": {
+                "name": names.part_name(name, index),
+                "namespace": namespace,
+                "labels": {**labels, names.NODES: str(part.nodes), names.FIRST: str(part.first_rank)},
+            }
+        }
+        for index, part in enumerate(request.allocation.parts)
+    ]
 
 
 def parts_of(handle: Handle, namespace: str) -> tuple[Part, ...]:

@@ -49,7 +49,7 @@ def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
 
 
 def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch):
-    """Its worker died before the start, then the spec was changed and the task cleared (A2)."""
+    """Its worker died before the start, then the spec was changed; after a clear the new one counts (A2)."""
     named, submit = [], world.backend.submit
     world.backend.fail_next("submit", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -59,6 +59,7 @@ def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch
         world.backend, "submit", lambda request: named.append(request.spec_name) or submit(request)
     )
 
+    world.controller().enter()
     world.controller(max_tries=9).enter()
     asked = world.control()
     world.leave()
