@@ -32,7 +32,8 @@ class AttemptRequest:
         spec: The frozen, resolved spec as JSON.
         spec_name: Name of its file in the run's folder, ``spec-<hash>.json``: what the sidecar reads.
         store_options: Connection options of the store that hold no secret.
-        deadline_s: The machine ends itself after so many seconds; None: no deadline.
+        deadline_s: Each machine ends itself after so many billed seconds and the grace of its last save;
+            None: no deadline.
         grace_s: Seconds between a graceful stop and the kill.
         python: Interpreter of the command's own environment on this machine, for the local backend; its
             folder is first on the command's PATH. None: that of this process. Never the courier's.

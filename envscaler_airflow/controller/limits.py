@@ -25,8 +25,8 @@ owner, the last uploads, and Kubernetes' terminationGracePeriodSeconds for what 
 BUDGET_EVERY_S = 30.0
 """Between two looks at the money spent, seconds. Chosen: at $100/h a look costs $0.83."""
 MACHINE_MARGIN_S = 3600.0
-"""Longer than its money lasts a machine may live when owner, watcher and courier are all gone, seconds.
-Chosen: queueing, image pulls and the upgrade of a triggerer fit, so that the owner's own stop comes first."""
+"""Later than twice the stage's deadline a machine ends by itself, seconds. Chosen: queueing, image pulls and
+the upgrade of a triggerer fit, so that the owner's own stop comes first."""
 MACHINE_S = 30 * 86400.0
 """Longest life of a machine that nothing else bounds, seconds. Chosen: beyond it somebody forgot it."""
 
@@ -90,10 +90,11 @@ def machine_deadline_s(
     deadline_left_s: float | None,
     deadline_s: float | None,
 ) -> float:
-    """After how many seconds a machine ends by itself, whoever is gone. It always does.
+    """After how many billed seconds a machine ends by itself, also without owner, watcher and sidecar.
 
-    When the money left is spent, and an hour; when the stage is later than its whole deadline again, and an
-    hour; or after 30 days: what comes first. Before that the owner asks it to go, which is the usual end.
+    When the money left is spent, so that only the grace of the last save costs more; when the stage is later
+    than its whole deadline again, and an hour; or after 30 days: what comes first. The owner drains before
+    that (:func:`reserve_usd`), which is the usual end.
 
     Args:
         usd_left: What the attempt may cost in all; None without a budget.
@@ -104,7 +105,7 @@ def machine_deadline_s(
     """
     limits = [MACHINE_S]
     if usd_left is not None and usd_per_hour:
-        limits.append(max(0.0, usd_left) / usd_per_hour * 3600.0 + MACHINE_MARGIN_S)
+        limits.append(max(0.0, usd_left) / usd_per_hour * 3600.0)
     if deadline_left_s is not None and deadline_s is not None and deadline_s > 0:
         limits.append(max(0.0, deadline_left_s + deadline_s) + MACHINE_MARGIN_S)
     return min(limits)

@@ -425,13 +425,16 @@ def test_every_job_has_a_deadline_and_goes_by_itself():
     assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (30 * 86400, 86400)
 
 
-@pytest.mark.parametrize(("asked_s", "longest_s", "got"), [(600.0, 3600.0, 600), (3600.0, 600.0, 600)])
-def test_the_nearer_of_both_deadlines_counts(asked_s, longest_s, got):
-    """The owner always states one; the cluster's setting may be nearer."""
+@pytest.mark.parametrize(
+    ("asked_s", "longest_s", "pod_s", "job_s"), [(600.0, 9000.0, 600, 4200), (3600.0, 600.0, 600, 600)]
+)
+def test_a_pod_ends_when_its_money_is_spent(asked_s, longest_s, pod_s, job_s):
+    """Its time counts from its node on, that of its Job from before the wait for one (A6)."""
     settings = Settings.read({"longest_s": longest_s})
     job = render_attempt(request_for(deadline_s=asked_s), settings)["job"]
 
-    assert job["spec"]["activeDeadlineSeconds"] == got
+    assert job["spec"]["template"]["spec"]["activeDeadlineSeconds"] == pod_s
+    assert job["spec"]["activeDeadlineSeconds"] == job_s
 
 
 def test_pods_of_a_named_user_satisfy_the_restricted_standard():

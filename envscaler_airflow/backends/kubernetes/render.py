@@ -47,6 +47,9 @@ COURIER_MEMORY_BYTES = 256 * MIB
 """Memory that the courier is promised, bytes. Chosen: twice what a courier with boto3 holds."""
 MAX_CONFIG_BYTES = 1_000_000
 """Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
+UNBILLED_S = 3600.0
+"""Longer than its pods a Job may be active, seconds: waiting for quota and nodes costs nothing. Chosen: twice
+as long as most autoscalers try."""
 _OF_RUN = (names.MANAGED_BY, names.RUN)
 _WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
 """Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
@@ -181,9 +184,8 @@ class _Attempt:
         spec |= (
             {"backoffLimit": 0} if self.most == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": self.most}
         )
-        asked_s = math.inf if request.deadline_s is None else request.deadline_s
-        longest_s = min(settings.longest_s, asked_s)
-        spec["activeDeadlineSeconds"] = max(1, math.ceil(longest_s))
+        asked_s = math.inf if request.deadline_s is None else request.deadline_s + UNBILLED_S
+        spec["activeDeadlineSeconds"] = max(1, math.ceil(min(settings.longest_s, asked_s)))
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -249,6 +251,9 @@ class _Attempt:
             **stand,
         }
         spec |= {"affinity": joint} if joint else {}
+        if request.deadline_s is not None:  # counts from the pod's arrival on its node, as its bill does
+            nearer_s = min(settings.longest_s, request.deadline_s)
+            spec["activeDeadlineSeconds"] = max(1, math.ceil(nearer_s))
         spec |= {"nodeSelector": dict(settings.node_selector)} if settings.node_selector else {}
         spec |= {"serviceAccountName": settings.service_account} if settings.service_account else {}
         spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}

@@ -295,18 +295,19 @@ def test_the_grace_has_bounds(checkpoint_s, step_time_s, grace_s):
     ("facts", "hours"),
     [
         ({}, 720),
-        ({"usd_left": 10.0, "usd_per_hour": 2.0}, 6),
+        ({"usd_left": 10.0, "usd_per_hour": 2.0}, 5),
         ({"usd_left": 10.0}, 720),
-        ({"usd_left": -1.0, "usd_per_hour": 2.0}, 1),
+        ({"usd_left": -1.0, "usd_per_hour": 2.0}, 0),
+        ({"usd_left": 50.0, "usd_per_hour": 100.0}, 0.5),
         ({"deadline_left_s": 2 * 3600.0, "deadline_s": 4 * 3600.0}, 7),
         ({"deadline_left_s": -9 * 3600.0, "deadline_s": 4 * 3600.0}, 1),
         ({"usd_left": 10.0, "usd_per_hour": 2.0, "deadline_left_s": 3600.0, "deadline_s": 3600.0}, 3),
         ({"deadline_left_s": -9 * 3600.0, "deadline_s": -9 * 3600.0}, 720),  # of a day that is made up for
-        ({"usd_left": 10.0, "usd_per_hour": 2.0, "deadline_left_s": -60.0, "deadline_s": -60.0}, 6),
+        ({"usd_left": 10.0, "usd_per_hour": 2.0, "deadline_left_s": -60.0, "deadline_s": -60.0}, 5),
     ],
 )
 def test_every_machine_has_an_end_of_its_own(facts, hours):
-    """Money, twice the deadline, or 30 days; and an hour, so that the owner is first."""
+    """When the money is spent (A6), at twice the deadline and an hour, or after 30 days."""
     known = dict.fromkeys(("usd_left", "usd_per_hour", "deadline_left_s", "deadline_s"))
 
     assert limits.machine_deadline_s(**(known | facts)) == hours * 3600
