@@ -91,7 +91,10 @@ class StageStory:
 
     def output_json(self, output: str, file: str) -> dict[str, Any]:
         """A JSON file of one of the outputs; {} when it is not there."""
-        return self._json(f"outputs/g{self.state.generation}/{output}/{file}")
+        last = self.state.current
+        uri = str((last.ended.get("outputs") or {}).get(output, "")) if last is not None else ""
+        folder = uri.removeprefix(f"{self._store.uri(self.prefix)}/")
+        return self._json(f"{folder}/{file}") if folder else {}
 
     def _json(self, name: str) -> dict[str, Any]:
         try:

@@ -57,6 +57,7 @@ from envscaler_airflow.lifecycle import (
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.store.claims import creates_exclusively
+from envscaler_airflow.store.outputs import output_prefix
 from envscaler_airflow.store.stockouts import forget
 
 log = logging.getLogger(__name__)
@@ -336,7 +337,7 @@ class Controller(Intending):
             usage = facts.least_usage(self._store, self._prefix, live)
             body |= {"usage_is_least": True} if usage is not None else {}
         if end.outputs is not None:
-            body["outputs"] = self._own_outputs(state, live, end.outputs)
+            body["outputs"] = self._own_outputs(state, live, end.outputs, claim=end.claim or 0)
         if end.outcome == "not-started":
             refused = choose.refused_by(live, end.never_came)
             body["refused"] = [offer.name for offer in refused]
@@ -353,11 +354,14 @@ class Controller(Intending):
             body["usd"] = usd
         return self._append(state, "attempt-ended", body)
 
-    def _own_outputs(self, state: RunState, live: AttemptState, said: Mapping[str, str]) -> dict[str, str]:
+    def _own_outputs(
+        self, state: RunState, live: AttemptState, said: Mapping[str, str], *, claim: int
+    ) -> dict[str, str]:
         """Where this run keeps what is there; a URI that the training's side wrote is no address."""
         names = self._spec(state).outputs.keys() & said.keys()
-        folder = f"{self._prefix}/outputs/g{live.generation}"
-        return {name: self._store.uri(f"{folder}/{name}") for name in sorted(names)}
+        key = (live.generation, live.number)
+        folders = {name: output_prefix(name, attempt=key, claim=claim) for name in sorted(names)}
+        return {name: self._store.uri(f"{self._prefix}/{folder}") for name, folder in folders.items()}
 
     def _stop(self, state: RunState, action: Action) -> _Result:
         body = self._stop_body(state, action, align="now" if action.why == "stop" else "step")

@@ -59,7 +59,7 @@ def read_claimed(
     name = join(prefix, protocol.status_name(*attempt, node, claim))
     try:
         text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
-        return believable(Status.from_json(text, where=name)) if text is not None else None
+        return None if text is None else replace(believable(Status.from_json(text, where=name)), claim=claim)
     except ProtocolError:
         return None
 

@@ -452,8 +452,8 @@ class Outputs:
                 name,
                 path,
                 parent=site.place(path),
-                generation=who.generation,
-                attempt=who.attempt,
+                attempt=(who.generation, who.attempt),
+                claim=who.claim,
                 hooks=outputs.Hooks(site.between, partial(self._check_standing, name), moved),
             )
         site.memory.update(outputs={**site.memory.state.outputs, name: uri})

@@ -92,6 +92,7 @@ class _Ended(_Attempt):
     never_came: list[Count] = []
     refused: list[str] = []
     outputs: dict[str, str] | None = None
+    claim: Count | None = None
     usage: list[Held] | None = None
     usage_at: Amount | None = None
     usage_is_least: bool = False

@@ -106,6 +106,7 @@ class End:
 
     ``never_came``: nodes that no machine was available for. ``failure``: of an attempt that was not started,
     ``capacity``, or ``placement`` when machines were available and reached no volume of the stage.
+    ``claim``: of the pod of node 0 that stored the outputs.
     """
 
     outcome: str
@@ -119,6 +120,7 @@ class End:
     checkpoint_step: int | None = None
     never_came: tuple[int, ...] = ()
     outputs: Mapping[str, str] | None = None
+    claim: int | None = None
     failure: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,5 +201,6 @@ def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) ->
         checkpoint_step=head.last_checkpoint_step if head else None,
         never_came=tuple(one.node for one in observed.nodes if _never_came(one)),
         outputs=dict(head.outputs) if head and outcome == "succeeded" else None,
+        claim=head.claim if head and outcome == "succeeded" else None,
         failure=node.reason if outcome == "not-started" else None,
     )

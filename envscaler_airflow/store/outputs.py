@@ -1,7 +1,8 @@
 """What a run hands over: a folder or one file, with a manifest written last.
 
-The URI of an output is that of its folder, ``<run>/outputs/g1/model``; whoever gets the URI opens
-the folder as a store of its own and checks every file against the manifest.
+The URI of an output is that of its folder, ``<run>/outputs/g1-a3-c2/model``: each claim to node 0 has its
+own, and the run's events name the one that counts. A reader opens the folder as a store of its own and checks
+every file against the manifest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from envscaler_airflow.store.base import Store, open_store
 from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.names import MANIFEST
 
-_OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}/[^/]+)/?\Z")
+_OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}-a\d{1,9}-c\d{1,9}/[^/]+)/?\Z")
 _CHECKPOINT_URI = re.compile(r"(.+)/(checkpoints/[^/]+)/?\Z")
 
 
@@ -29,7 +30,7 @@ class Hooks:
 
     Attributes:
         between: Runs before each file, and may raise.
-        check: Runs before the old output stops counting and before the new one counts, and may raise.
+        check: Runs before the upload and before the output counts, and may raise.
         moved: Counts the bytes.
     """
 
@@ -38,15 +39,21 @@ class Hooks:
     moved: Moved | None = None
 
 
-def output_prefix(generation: int, name: str) -> str:
-    """Store name, below the run, of an output's folder.
+def output_prefix(name: str, *, attempt: tuple[int, int], claim: int) -> str:
+    """Store name, below the run, of the folder into which the pod of that claim to node 0 puts an output.
+
+    Args:
+        name: Of the output.
+        attempt: Generation and number.
+        claim: To node 0.
 
     Raises:
         CheckpointError: *name* cannot be a folder's.
     """
     if not is_safe_name(name):
         raise CheckpointError(f"output {name!r:.200}: use letters, digits, '.', '_' and '-'")
-    return f"outputs/g{generation}/{name}"
+    generation, number = attempt
+    return f"outputs/g{generation}-a{number}-c{claim}/{name}"
 
 
 def is_output_uri(uri: str) -> bool:
@@ -72,8 +79,8 @@ def put_output(
     name: str,
     path: Path,
     *,
-    generation: int,
-    attempt: int,
+    attempt: tuple[int, int],
+    claim: int,
     parent: Path | None = None,
     hooks: Hooks | None = None,
 ) -> str:
@@ -81,14 +88,14 @@ def put_output(
 
     *parent*: where the folder above really is, when that is known from before the training ran.
 
-    What an earlier attempt left under this name stops counting first, so a reader sees the old
-    output, none, or the new one, never a mixture.
+    No other pod writes below it, so one that wakes late destroys nothing of a newer one. What an earlier try
+    of this pod left stops counting first: a reader sees the old output, none, or the new one, no mixture.
 
     Raises:
         CheckpointError: *path* does not exist, or changes meanwhile, or holds a link that leads outside.
         StoreError: Not uploaded; the call can be repeated.
     """
-    prefix, during = output_prefix(generation, name), hooks or Hooks()
+    prefix, during = output_prefix(name, attempt=attempt, claim=claim), hooks or Hooks()
     if path.is_file():
         tree: tuple[folders.TreeFile, ...] = (folders.one_file(path, parent=parent),)
         kind = "file"
@@ -99,7 +106,8 @@ def put_output(
     during.check()
     store.delete(f"{prefix}/{MANIFEST}")
     files = folders.upload(store, prefix, tree, between=during.between, moved=during.moved)
-    manifest = Manifest(kind=kind, files=files, generation=generation, attempt=attempt)
+    generation, number = attempt
+    manifest = Manifest(kind=kind, files=files, generation=generation, attempt=number)
     during.check()
     folders.write_manifest(store, prefix, manifest)
     return store.uri(prefix)

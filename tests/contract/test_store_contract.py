@@ -271,13 +271,13 @@ def test_what_is_absent_does_not_come_down(store, tmp_path):
 
 def test_a_uri_opens_the_folder_again(place, store):
     """What one stage publishes as a URI, the next opens."""
-    store.write("outputs/g1/model/%2E/a b", b"1")
+    store.write("outputs/g1-a1-c1/model/%2E/a b", b"1")
     url, options = place
 
-    again = open_store(store.uri("outputs/g1/model"), options)
+    again = open_store(store.uri("outputs/g1-a1-c1/model"), options)
 
     assert store.url == url
-    assert again.url == f"{url}/outputs/g1/model"
+    assert again.url == f"{url}/outputs/g1-a1-c1/model"
     assert again.names("") == ["%2E/a b"]
     assert again.read("%2E/a b") == b"1"
 

@@ -98,7 +98,8 @@ class Owned:
 
     def output(self, name: str = "one") -> Path:
         """Folder of the output ``model``."""
-        return self.folder / "store" / self.prefix(name) / "outputs/g1/model"
+        uri = self.state(name).outputs["model"]
+        return Path(uri.removeprefix("file://"))
 
     def move(self, *, to: str, nodes: int = 1, name: str = "one", patience_s: float = 60) -> None:
         """Have the owner go to *nodes* of the slice *to*: asked again where it refuses, as while it saves."""

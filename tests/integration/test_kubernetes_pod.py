@@ -140,7 +140,7 @@ def test_a_pod_trains_and_goes_when_everything_is_uploaded(pods):
     assert ends(sidecar) == 0
     assert "node 0 of 1\nmeet at None ['--flag']\n" in output(pods.store)
     assert status(pods.store).ended.reason == "succeeded"
-    assert pods.store.read("outputs/g1/model/model") == b"weights"
+    assert pods.store.read("outputs/g1-a1-c1/model/model") == b"weights"
 
 
 def test_a_failure_keeps_its_exit_code(pods):

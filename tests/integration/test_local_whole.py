@@ -95,7 +95,7 @@ def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
     assert (end.exit_code, end.reason) == (0, "succeeded")
     status = run.status()
     assert (status.phase, status.ended.reason) == ("ended", "succeeded")
-    assert run.store.read("outputs/g1/model/weights") == b"w" * 10
+    assert run.store.read("outputs/g1-a1-c1/model/weights") == b"w" * 10
     logs = b"".join(run.store.read(name) for name in run.store.names("logs"))
     assert b"trained in True" in logs
 
@@ -144,7 +144,7 @@ def test_code_that_opens_its_paths_itself_finds_them(run):
     end = run.over(run.start("", spec=spec, command=("bash", "-ec", textwrap.dedent(script))))
 
     assert (end.exit_code, end.reason) == (0, "succeeded"), run.status()
-    assert run.store.read("outputs/g1/model/weights") == b"1 2 3"
+    assert run.store.read("outputs/g1-a1-c1/model/weights") == b"1 2 3"
     [kept] = [name for name in run.store.names("checkpoints") if name.endswith("last.pt")]
     assert run.store.read(kept) == b"state\n"
     assert not Path("/output-of-a-test").exists()

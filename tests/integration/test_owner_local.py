@@ -163,7 +163,7 @@ def test_a_run_succeeds_and_leaves_no_process_and_no_secret(shell):
 
     assert code == 0, output
     assert "from step 0" in output
-    assert (shell.folder / "store" / shell.prefix() / "outputs/g1/model/model").read_text() == "30"
+    assert (shell.folder / "store" / shell.prefix() / "outputs/g1-a1-c1/model/model").read_text() == "30"
     assert shell.stage_processes() == []
     hits = [
         path for path in shell.folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()

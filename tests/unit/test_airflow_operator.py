@@ -106,7 +106,7 @@ def test_success_pushes_each_output_and_returns_the_report(world):
 
     result = world.resume(operator, ti)
 
-    where = world.store.uri(f"{PREFIX}/outputs/g1/model")
+    where = world.store.uri(f"{PREFIX}/outputs/g1-a1-c1/model")
     assert ti.pushed == {"model": where}
     assert result["outputs"] == {"model": where}
     assert result["report"]

@@ -227,11 +227,12 @@ def test_concludes_what_was_moved_lost_and_learned(run):
         first_step_s=0.5,
     )
     run.begin(3, cpus=2, reason="after: lost")
-    run.append("attempt-ended", attempt=3, outcome="succeeded", start_step=280, step=400)
+    stored = {name: run.store.uri(f"{PREFIX}/outputs/g1-a3-c1/{name}") for name in ("model", "predictions")}
+    run.append("attempt-ended", attempt=3, outcome="succeeded", start_step=280, step=400, outputs=stored)
     metrics = {"samples": 800, "epochs": 4, "samples_repeated": 0, "samples_dropped": 0}
-    run.store.write(f"{PREFIX}/outputs/g1/model/metrics.json", json.dumps(metrics).encode())
+    run.store.write(f"{PREFIX}/outputs/g1-a3-c1/model/metrics.json", json.dumps(metrics).encode())
     scores = {"accuracy": 0.767, "majority": 0.08, "documents": 4386}
-    run.store.write(f"{PREFIX}/outputs/g1/predictions/scores.json", json.dumps(scores).encode())
+    run.store.write(f"{PREFIX}/outputs/g1-a3-c1/predictions/scores.json", json.dumps(scores).encode())
     run.story.look()
     run.story.state = replace(run.story.state, attempts=(moved, *run.story.state.attempts[1:]))
 

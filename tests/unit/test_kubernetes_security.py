@@ -137,7 +137,11 @@ def test_what_a_stage_reads_of_other_runs_is_mounted_for_reading():
     """An input of an earlier stage, and the checkpoint that it begins from (D16)."""
     store = f"file://{MOUNT}"
     volumes = [
-        {"name": "model", "source": f"{store}/dep/dag/run/prepare/-1/outputs/g1/data", "mount_path": "/m"},
+        {
+            "name": "model",
+            "source": f"{store}/dep/dag/run/prepare/-1/outputs/g1-a1-c1/data",
+            "mount_path": "/m",
+        },
         {"name": "raw", "source": "s3://bucket/raw", "mount_path": "/raw"},
     ]
     origin = f"{store}/dep/dag/old/train/-1/checkpoints/g1-step-00000100-a1"
@@ -150,7 +154,7 @@ def test_what_a_stage_reads_of_other_runs_is_mounted_for_reading():
     }
     assert found == {
         "dep/dag/run/train/-1": False,
-        "dep/dag/run/prepare/-1/outputs/g1/data": True,
+        "dep/dag/run/prepare/-1/outputs/g1-a1-c1/data": True,
         "dep/dag/old/train/-1/checkpoints/g1-step-00000100-a1": True,
     }
 

@@ -12,7 +12,7 @@ from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.folders import stored_path, walk
 from envscaler_airflow.store.outputs import Hooks, is_output_uri, open_folder, put_output
 
-WHO = {"generation": 1, "attempt": 2}
+WHO = {"attempt": (1, 2), "claim": 1}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_folder_is_handed_over_by_its_uri(store, model, tmp_path):
 
     manifest = fetch_output(uri, tmp_path / "in")
 
-    assert uri == f"file://{tmp_path}/store/d/run/outputs/g1/model"
+    assert uri == f"file://{tmp_path}/store/d/run/outputs/g1-a2-c1/model"
     assert is_output_uri(uri)
     assert tree(tmp_path / "in") == tree(model)
     assert (manifest.kind, manifest.generation, manifest.attempt) == ("directory", 1, 2)
@@ -78,7 +78,7 @@ def test_an_empty_folder_is_an_output(store, tmp_path):
 def test_an_output_that_was_never_written_is_absent(store):
     """The run is there, its output is not: that is known, and nobody waits for a store."""
     with pytest.raises(CheckpointError, match="never completed"):
-        read_output(store.uri("outputs/g1/model"))
+        read_output(store.uri("outputs/g1-a2-c1/model"))
 
 
 def test_without_its_manifest_it_does_not_count(store, model, monkeypatch):
@@ -88,12 +88,12 @@ def test_without_its_manifest_it_does_not_count(store, model, monkeypatch):
         put_output(store, "model", model, **WHO)
 
     with pytest.raises(CheckpointError, match="never completed"):
-        read_output(store.uri("outputs/g1/model"))
+        read_output(store.uri("outputs/g1-a2-c1/model"))
 
 
-def test_a_later_attempts_upload_never_mixes_with_the_old_one(store, model, monkeypatch):
-    """While attempt 2 uploads over attempt 1's output, there is none."""
-    put_output(store, "model", model, generation=1, attempt=1)
+def test_a_repeated_upload_never_mixes_with_the_old_one(store, model, monkeypatch):
+    """While a pod uploads its output again, there is none."""
+    put_output(store, "model", model, **WHO)
     (model / "weights.bin").write_bytes(b"456")
 
     def down(*_):
@@ -104,14 +104,34 @@ def test_a_later_attempts_upload_never_mixes_with_the_old_one(store, model, monk
         put_output(store, "model", model, **WHO)
 
     with pytest.raises(CheckpointError, match="never completed"):
-        read_output(store.uri("outputs/g1/model"))
+        read_output(store.uri("outputs/g1-a2-c1/model"))
+
+
+@pytest.mark.parametrize("newer", [{"attempt": (1, 2), "claim": 2}, {"attempt": (1, 3), "claim": 1}])
+def test_a_pod_that_wakes_late_leaves_the_output_of_a_newer_one_alone(store, model, tmp_path, newer):
+    """It slept between its check and its first write, and the newer pod stored the run's output (D14)."""
+    stored = []
+
+    def sleeps():
+        if not stored:
+            stored.append(put_output(store, "model", model, **newer))
+            return
+        raise CheckpointError("another pod has claimed this node")
+
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late/weights.bin").write_bytes(b"old")
+    with pytest.raises(CheckpointError, match="another pod"):
+        put_output(store, "model", tmp_path / "late", **WHO, check=sleeps)
+
+    fetch_output(stored[0], tmp_path / "in")
+    assert tree(tmp_path / "in") == tree(model)
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "manifest.json.file", "sub/manifest.json"])
 def test_damage_is_found_at_the_fetch(store, model, tmp_path, name):
     """Every file is checked, whatever its name."""
     uri = put_output(store, "model", model, **WHO)
-    path = tmp_path / "store/d/run/outputs/g1/model" / name
+    path = tmp_path / "store/d/run/outputs/g1-a2-c1/model" / name
     path.write_bytes(path.read_bytes()[:-1] + b"~")
 
     with pytest.raises(CheckpointError, match="another sha256"):

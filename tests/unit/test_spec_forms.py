@@ -313,7 +313,7 @@ def test_one_word_for_gpus_replaces_the_one_below_it(tmp_path):
 def test_inputs_are_filled_in_when_they_are_known(tmp_path):
     """None leaves the template, {} knows none; an input that no template names is refused (F7)."""
     text = 'volumes: [{name: m, source: "{{ inputs.model }}", mount_path: /m}]\n'
-    uri = "file:///store/outputs/g1/model"
+    uri = "file:///store/outputs/g1-a1-c1/model"
 
     unknown = load(tmp_path, text)
     known = load(tmp_path, text, inputs={"model": uri})

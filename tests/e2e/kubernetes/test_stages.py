@@ -69,8 +69,8 @@ def test_a_stage_trains_and_its_output_survives_the_pod(place):
     result = run.end()
 
     assert "hello from 0" in run.output()
-    assert result.outputs["model"].endswith("/outputs/g1/model")
-    assert place.store.read(f"{run.key.prefix}/outputs/g1/model/model") == b"weights"
+    assert result.outputs["model"].endswith("/outputs/g1-a1-c1/model")
+    assert place.store.read(f"{run.key.prefix}/outputs/g1-a1-c1/model/model") == b"weights"
     until = time.monotonic() + 60
     while run.pods():
         assert time.monotonic() < until

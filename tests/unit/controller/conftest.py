@@ -95,10 +95,7 @@ class World:
         """A controller for the next try of the task; another *max_tries* is a clear."""
         self.tries, self.born = self.tries + 1, self.born + 1
         actor = Actor(f"ti-{self.born:02d}", self.tries, max_tries, life=self.life)
-        store, backend = self.store, self.backend
-        if lives is not None:
-            store = Mortal(store, ("write", "create", "put_file"), lives)
-            backend = Mortal(backend, ("submit", "stop", "release", "resize", "rescale"), lives)
+        store, backend = self.mortal(lives)
         stage = Stage(
             spec=load_spec(self.spec_path),
             spec_source="train.yaml",
@@ -108,6 +105,15 @@ class World:
         )
         return Controller(
             store=store, key=KEY, backend=backend, actor=actor, stage=stage, clock=self.clock.time
+        )
+
+    def mortal(self, lives):
+        """Store and backend as a process calls them that dies as *lives* says; None: it does not."""
+        if lives is None:
+            return self.store, self.backend
+        return (
+            Mortal(self.store, ("write", "create", "put_file"), lives),
+            Mortal(self.backend, ("submit", "stop", "release", "resize", "rescale"), lives),
         )
 
     def recreate_dag_run(self):
@@ -120,8 +126,9 @@ class World:
 
     @property
     def output(self):
-        """Where the first generation's model is, whatever the nodes say."""
-        return self.store.uri(f"{KEY.prefix}/outputs/g1/model")
+        """Where the last attempt of the first generation has its model, whatever the nodes say."""
+        last = self.state.attempts_of(1)[-1].number
+        return self.store.uri(f"{KEY.prefix}/outputs/g1-a{last}-c1/model")
 
     @property
     def state(self):

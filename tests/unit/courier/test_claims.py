@@ -166,7 +166,7 @@ def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench,
 
     assert Outputs(site).step()
 
-    assert store.names("outputs") == ["outputs/g1/model/model"]
+    assert store.names("outputs") == ["outputs/g1-a2-c1/model/model"]
     assert "another pod has claimed this node" in bench.state.failed
 
 

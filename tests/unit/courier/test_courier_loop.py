@@ -61,7 +61,7 @@ def test_a_whole_life(ready, store, tmp_path):
 
     status = bench.status()
     assert (status.phase, status.ended.reason, status.progress.step) == ("ended", "succeeded", 20)
-    assert status.outputs == {"model": store.uri("outputs/g1/model")}
+    assert status.outputs == {"model": store.uri("outputs/g1-a2-c1/model")}
     assert store.puts[-1] == status_name(1, 2, 0)
     assert bench.state.phase == "done"
 
@@ -327,7 +327,7 @@ def test_an_exchange_that_the_training_removed_holds_no_machine(ready, store, tm
 
     assert rounds(bench, courier, 5)
 
-    assert bench.status().outputs == {"model": store.uri("outputs/g1/model")}
+    assert bench.status().outputs == {"model": store.uri("outputs/g1-a2-c1/model")}
 
 
 def test_nonsense_from_the_wrapper_is_said_and_survived(ready):

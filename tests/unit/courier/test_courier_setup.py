@@ -145,7 +145,7 @@ def test_an_output_of_another_stage_arrives_verified(node, store, tmp_path):
     """Its URI is the volume's source; every file is checked against the manifest."""
     (tmp_path / "made").mkdir()
     (tmp_path / "made/a.txt").write_text("A")
-    uri = put_output(store, "data", tmp_path / "made", generation=1, attempt=1)
+    uri = put_output(store, "data", tmp_path / "made", attempt=(1, 1), claim=1)
     bench = node(mounts=mount(tmp_path / "in", uri))
 
     lay_out(bench.site)
@@ -158,8 +158,8 @@ def test_a_torn_output_fails_the_set_up(node, store, tmp_path):
     """The message names volume, file and what is wrong."""
     (tmp_path / "made").mkdir()
     (tmp_path / "made/a.txt").write_text("A")
-    uri = put_output(store, "data", tmp_path / "made", generation=1, attempt=1)
-    (tmp_path / "store/d/run/outputs/g1/data/a.txt").write_text("B")
+    uri = put_output(store, "data", tmp_path / "made", attempt=(1, 1), claim=1)
+    (tmp_path / "store/d/run/outputs/g1-a1-c1/data/a.txt").write_text("B")
 
     bench = node(mounts=mount(tmp_path / "in", uri))
     lay_out(bench.site)
@@ -177,7 +177,7 @@ def test_one_file_lands_inside_or_as_the_mounts_path(node, store, tmp_path, kind
     """A path with the same suffix is the file itself; else the file lands in it."""
     (tmp_path / "pred.csv").write_text("1,2")
     source = {
-        "output": lambda: put_output(store, "p", tmp_path / "pred.csv", generation=1, attempt=1),
+        "output": lambda: put_output(store, "p", tmp_path / "pred.csv", attempt=(1, 1), claim=1),
         "path": lambda: tmp_path / "pred.csv",
         "file": lambda: f"file://{tmp_path}/pred.csv",
     }[kind]()
@@ -205,6 +205,38 @@ def test_a_local_folder_is_copied_and_a_host_path_is_linked(node, tmp_path):
     assert (tmp_path / "data/sub/a").read_text() == "A"
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "link/sub/a").read_text() == "A"
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_a_link_in_a_volume_that_leads_outside_is_refused(node, tmp_path, is_absolute):
+    """The sidecar can read what the training may not: it copies nothing from elsewhere (B1)."""
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "data/sub").mkdir(parents=True)
+    (tmp_path / "data/sub/x").symlink_to(tmp_path / "token" if is_absolute else "../../token")
+    bench = node(mounts=mount(tmp_path / "in", f"file://{tmp_path}/data"))
+
+    lay_out(bench.site)
+
+    assert "volume data: " in bench.start()["failed"]
+    assert f"outside {tmp_path}/data" in bench.start()["failed"]
+    assert not [path for path in (tmp_path / "in").rglob("*") if path.is_file()]
+
+
+def test_links_inside_a_volume_are_followed(node, tmp_path):
+    """The copy holds what they lead to, with mode and time; the source itself may be a link (B1)."""
+    (tmp_path / "real/blobs").mkdir(parents=True)
+    blob = tmp_path / "real/blobs/1"
+    blob.write_text("weights")
+    blob.chmod(0o750)
+    (tmp_path / "real/latest").symlink_to("blobs/1")
+    (tmp_path / "data").symlink_to(tmp_path / "real")
+    bench = node(mounts=mount(tmp_path / "in", f"file://{tmp_path}/data"))
+
+    lay_out(bench.site)
+
+    found = tmp_path / "in/latest"
+    assert (found.read_text(), found.is_symlink()) == ("weights", False)
+    assert (found.stat().st_mode & 0o777, found.stat().st_mtime) == (0o750, blob.stat().st_mtime)
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "hostPath:/no/such/folder", "file:///no/such/folder"])
