@@ -332,6 +332,8 @@ class Session:
     def _take(self, control: Control, now: float) -> None:
         if control.action == "run":
             self._ask = None
+        elif control.action not in _WANTS:
+            pass  # "hold" is for the sidecar, before the start: it asks the training for nothing
         elif self._ask is None or self._ask.action != control.action:
             self._ask, self._ask_until = control, now + control.align_timeout_s
         elif control.action == "checkpoint":

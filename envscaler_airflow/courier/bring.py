@@ -5,7 +5,7 @@ source                    what lands at the mount's path
 ========================= ==============================================================================
 output of a run (URI)     its files, each checked against the manifest
 ``s3://``, ``gs://``, ... all below that name, or the one object of that name
-``file://``, ``/path``    a copy of the folder or file
+``file://``, ``/path``    a copy of the folder or file; a link inside that leads outside is refused
 ``hostPath:/path``        a link to the machine's own folder; nothing is copied
 ========================= ==============================================================================
 
@@ -27,7 +27,7 @@ from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.protocol import Manifest
 from envscaler_airflow.store import folders, outputs
 from envscaler_airflow.store.base import Store, open_store
-from envscaler_airflow.store.root import Root
+from envscaler_airflow.store.root import COPY_BYTES, Root
 
 _HOST = "hostPath:"
 
@@ -47,7 +47,7 @@ def bring(site: Site, mount: Mount) -> None:
     elif outputs.is_output_uri(mount.source):
         _bring_output(site, mount, path)
     elif mount.source.startswith(("/", "file://")):
-        _copy(mount, path)
+        _copy(site, mount, path)
     else:
         _fetch_all(site, mount, path)
 
@@ -88,14 +88,35 @@ def _is_file_path(path: Path, name: str) -> bool:
     return bool(suffix) and path.suffix == suffix and not path.is_dir()
 
 
-def _copy(mount: Mount, path: Path) -> None:
-    source = Path(mount.source.removeprefix("file://"))
-    if source.is_dir():
-        shutil.copytree(source, path, dirs_exist_ok=True, symlinks=False)
-    elif source.is_file():
-        shutil.copyfile(source, _landing(path, source.name))
-    else:
-        raise SpecError(f"volume {mount.name}: {source} does not exist on this machine")
+def _copy(site: Site, mount: Mount, path: Path) -> None:
+    """The source itself may be a link; what it holds is opened below it, so no link in it leads elsewhere."""
+    named = Path(mount.source.removeprefix("file://"))
+    source = Path(os.path.realpath(named))
+    try:
+        if source.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
+            files = [(item.path, item) for item in folders.walk(source)]
+        elif source.is_file():
+            landing = _landing(path, named.name)
+            path, files = landing.parent, [(landing.name, folders.one_file(source))]
+        else:
+            raise SpecError(f"volume {mount.name}: {named} does not exist on this machine")
+        root = Root.real(Path(os.path.realpath(path, strict=True)))
+        for name, item in files:
+            site.wanted()
+            _copy_file(item, root, name)
+    except CheckpointError as err:
+        raise SpecError(f"volume {mount.name}: {err}") from err
+
+
+def _copy_file(item: folders.TreeFile, root: Root, name: str) -> None:
+    """The file with its mode and time, as one whole."""
+    with item.open(shares_names=True) as stream, root.landing(name) as new:
+        shutil.copyfileobj(stream, new, COPY_BYTES)
+        seen = os.fstat(stream.fileno())
+        new.flush()
+        os.fchmod(new.fileno(), seen.st_mode & 0o777)
+        os.utime(new.fileno(), ns=(seen.st_atime_ns, seen.st_mtime_ns))
 
 
 def _landing(path: Path, name: str) -> Path:

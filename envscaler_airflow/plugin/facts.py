@@ -13,7 +13,7 @@ from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.lifecycle import AttemptState, Event, RunState
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.protocol import MAX_JSON_BYTES, Status, claim_name
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store import EventLog, Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -132,12 +132,16 @@ def _checks(store: Store, prefix: str, generation: int) -> tuple[tuple[Check, in
 
 def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate, ...]]:
     """Speeds of node 0 over time, in samples where every line has them, else in steps."""
-    began = {item.number: item.started_at or item.intended_at for item in state.attempts_of(state.generation)}
-    told = [
-        (attempt, began[attempt], _lines(store, f"{prefix}/metrics/{name}"))
-        for attempt, name in _chunks(store, prefix, state.generation)
-        if attempt in began
-    ]
+    attempts = {item.number: item for item in state.attempts_of(state.generation)}
+    told: list[tuple[int, float, list[Line]]] = []
+    began: dict[tuple[int, int], float] = {}
+    for number, claim, name in _chunks(store, prefix, state.generation):
+        if (attempt := attempts.get(number)) is None:
+            continue
+        if (number, claim) not in began:
+            before = [start + lines[-1][0] for of, start, lines in told if of == number and lines]
+            began[number, claim] = _began(store, prefix, attempt, claim, after=max(before, default=None))
+        told.append((number, began[number, claim], _lines(store, f"{prefix}/metrics/{name}")))
     unit = "samples" if _all_have_samples(lines for _, _, lines in told) else "steps"
     place = 2 if unit == "samples" else 1
     rates = [
@@ -148,8 +152,27 @@ def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate,
     return unit, tuple(sorted(rates, key=lambda rate: rate.at))
 
 
-def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, str]]:
-    """Attempt and name of the chunks to read: all when they are few, else evenly spread."""
+def _began(store: Store, prefix: str, attempt: AttemptState, claim: int, *, after: float | None) -> float:
+    """When the pod of *claim* to node 0 began, seconds since the epoch: a later pod when it claimed the node.
+
+    A copied store gives its files new times: where that would be after the attempt, or where the store tells
+    no times, right *after* what the pod before it told.
+    """
+    first = attempt.started_at or attempt.intended_at
+    if claim <= 1:
+        return first
+    name = claim_name(attempt.generation, attempt.number, 0, claim)
+    try:
+        found = store.read_dated(f"{prefix}/{name}", max_bytes=MAX_JSON_BYTES)
+    except ProtocolError:
+        found = None
+    date = None if found is None else found[1]
+    last = math.inf if attempt.ended_at is None else attempt.ended_at
+    return date if date is not None and first <= date <= last else max(first, after or first)
+
+
+def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, int, str]]:
+    """Attempt, claim and name of the chunks to read: all when they are few, else evenly spread."""
     found = []
     for name in store.children(f"{prefix}/metrics"):
         match = _CHUNK.match(name)
@@ -159,7 +182,7 @@ def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, str]]
     if len(found) > MOST_CHUNKS:
         step = (len(found) - 1) / (MOST_CHUNKS - 1)
         found = [found[round(place * step)] for place in range(MOST_CHUNKS)]
-    return [(attempt, name) for attempt, _, _, name in found]
+    return [(attempt, claim, name) for attempt, claim, _, name in found]
 
 
 Line = tuple[float, float | None, float | None]

@@ -254,7 +254,7 @@ class ScalingSensor(BaseSensorOperator):
         store = place.open()
         key = run_key(context, place.deployment(store), task_id=task.task_id)
         if until is None and self.gives_up_after_s is not None:
-            until = ti.start_date.timestamp() + self.gives_up_after_s
+            until = store.now() + self.gives_up_after_s
         store_url, store_conn_id = self._store(context)
         trigger = ScalingTrigger(
             folder=key.prefix.rsplit("/", 1)[0],

@@ -45,6 +45,7 @@ class Checks:
         map_index: Only that one; None for all that there are.
         writer: Name of this observer in ``decisions/``.
         ask: Answers the queries of rules.
+        until: When the sensor gives up, by the run's clock; None: an hour after the stage's deadline, if any.
         monotonic: For ages.
         clock: The run's; the store's when None.
     """
@@ -55,6 +56,7 @@ class Checks:
     map_index: int | None
     writer: str
     ask: Ask | None = None
+    until: float | None = None
     monotonic: Callable[[], float] = time.monotonic
     clock: Callable[[], float] | None = None
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -70,10 +72,11 @@ class Checks:
         store_url: str | None,
         store_conn_id: str | None,
         prometheus_conn_id: str | None = None,
+        until: float | None = None,
     ) -> Checks:
         """Look through settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
-        return cls(store, open_backend(compute), folder, map_index, writer, asks(prometheus_conn_id))
+        return cls(store, open_backend(compute), folder, map_index, writer, asks(prometheus_conn_id), until)
 
     def once(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
         """Look at each run once; what the sensor is needed for, None when for nothing.
@@ -93,7 +96,7 @@ class Checks:
                 run.lease.renew()
             if run.sight.check is not None:
                 run.log.add(run.sight.check)
-        return self._ended(states) or self._wanted() or self._overdue()
+        return self._ended(states) or self._timed_out() or self._wanted() or self._overdue()
 
     def news(self) -> list[str]:
         """What the last look showed of each run, where it differs from what was said before."""
@@ -143,6 +146,11 @@ class Checks:
         self.close()
         runs = {name: summary(sight.state) for name, sight in begun.items()}
         return {"kind": "ended", "runs": runs}
+
+    def _timed_out(self) -> dict[str, Any] | None:
+        if self.until is None or self.now() < self.until:
+            return None
+        return {"kind": "timeout", "reason": "the sensor's timeout is over"}
 
     def _wanted(self) -> dict[str, Any] | None:
         for name, run in self._runs.items():

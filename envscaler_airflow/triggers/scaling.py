@@ -31,7 +31,7 @@ class ScalingTrigger(BaseTrigger):
         map_index: Only that one; None for all.
         compute: Backend of the stage.
         check_s: Seconds between two checks.
-        until: When to give up, seconds since the epoch; None: an hour after the stage's deadline, if any.
+        until: When to give up, by the store's clock; None: an hour after the stage's deadline, if any.
         writer: Name of this sensor in ``decisions/``.
         store_url, store_conn_id, prometheus_conn_id: As the sensor has them.
         settle: Seconds before which nothing is fired; None for :func:`settle_s`.
@@ -110,8 +110,6 @@ class ScalingTrigger(BaseTrigger):
     async def _seen(self) -> dict[str, Any]:
         fault = ""
         while True:
-            if self.until is not None and time.time() >= self.until:
-                return {"kind": "timeout", "reason": "the sensor's timeout is over"}
             try:
                 event = await in_thread(self._check, kind="scaling")
                 fault = ""
@@ -146,6 +144,7 @@ class ScalingTrigger(BaseTrigger):
                 store_url=self.store_url,
                 store_conn_id=self.store_conn_id,
                 prometheus_conn_id=self.prometheus_conn_id,
+                until=self.until,
             )
         event = self._checks.once(self._states())
         for line in self._checks.news():

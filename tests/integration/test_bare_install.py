@@ -74,5 +74,5 @@ def test_the_first_stage_runs_without_uv(shell: Callable[..., str], tmp_path: Pa
     assert "my-stage: nothing missing on local" in missing
     assert "wrote 1000 rows" in ran
     assert "the stage succeeded" in ran
-    (table,) = (tmp_path / "home").rglob("outputs/g1/table")
+    (table,) = (tmp_path / "home").rglob("outputs/g1-a1-c1/table")
     assert any(table.rglob("*.csv"))

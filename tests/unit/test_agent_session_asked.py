@@ -31,6 +31,28 @@ def test_saves_when_asked_once(rig):
     assert rig.names() == [name(3)]
 
 
+@pytest.mark.parametrize("before", [None, "leave"])
+def test_a_hold_is_no_request(rig, before):
+    """The training goes on, and what was asked before stays asked (A5)."""
+
+    def train():
+        with rig.session() as session:
+            rig.walk(session, 2)
+            if before is not None:
+                rig.ask(before, align="epoch", align_timeout_s=100)
+                rig.walk(session, 1, epoch=6)
+            rig.ask("hold")
+            rig.walk(session, 9, epoch=6)
+
+    if before is None:
+        train()
+        assert rig.names() == []
+    else:
+        with pytest.raises(SystemExit):
+            train()
+        assert rig.names() == [name(6)]
+
+
 def test_leaves_at_the_next_step(rig):
     """Saved, said, and gone with the protocol's code."""
 

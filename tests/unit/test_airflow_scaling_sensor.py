@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -315,8 +316,9 @@ def test_without_a_deadline_there_is_no_timeout(world):
     assert deferred(lambda: sensor_of(world).execute(context_of()))["until"] is None
 
 
-def test_a_given_timeout_is_kept_as_an_absolute_time(world):
-    """It does not start anew when the sensor is deferred again."""
+def test_a_given_timeout_is_kept_as_an_absolute_time(world, monkeypatch):
+    """It counts from the sensor's start, and does not start anew when the sensor is deferred again."""
+    monkeypatch.setattr(type(world.store), "now", lambda _self: 1000.0)
     sensor = sensor_of(world, timeout=timedelta(hours=1))
     first = deferred(lambda: sensor.execute(context_of()))
     world.begin()
@@ -324,8 +326,24 @@ def test_a_given_timeout_is_kept_as_an_absolute_time(world):
 
     again = deferred(lambda: sensor.resume(context_of(), event))
 
-    assert first["until"] == datetime(2026, 1, 1, 1, tzinfo=UTC).timestamp()
+    assert first["until"] == 4600.0
     assert again["until"] == first["until"]
+
+
+@pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
+def test_a_timeout_goes_by_the_clock_of_the_store(world, monkeypatch, skew_s):
+    """The triggerer's clock is hours off; neither a stage is left alone early, nor a sensor kept (A6)."""
+    world.begin()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + skew_s)
+    checks = world.checks()
+    checks.until = checks.now() + 3600.0
+    early = checks.once({"train": "deferred"})
+
+    world.clock.advance(3601)
+
+    assert early is None
+    assert checks.once({"train": "deferred"})["kind"] == "timeout"
 
 
 def test_a_timeout_skips_by_default_and_fails_without_soft_fail(world):

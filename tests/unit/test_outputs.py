@@ -121,7 +121,7 @@ def test_a_pod_that_wakes_late_leaves_the_output_of_a_newer_one_alone(store, mod
     (tmp_path / "late").mkdir()
     (tmp_path / "late/weights.bin").write_bytes(b"old")
     with pytest.raises(CheckpointError, match="another pod"):
-        put_output(store, "model", tmp_path / "late", **WHO, check=sleeps)
+        put_output(store, "model", tmp_path / "late", **WHO, hooks=Hooks(check=sleeps))
 
     fetch_output(stored[0], tmp_path / "in")
     assert tree(tmp_path / "in") == tree(model)

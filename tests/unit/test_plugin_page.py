@@ -21,7 +21,7 @@ from envscaler_airflow.plugin import page as page_module
 from envscaler_airflow.plugin.charts import Axis
 from envscaler_airflow.plugin.facts import MOST_CHUNKS, MOST_NODES, Rate, read_facts, speeds
 from envscaler_airflow.plugin.page import MOST_TEXT, POLICY, message_page, moment, run_page, shown
-from envscaler_airflow.protocol import Progress, Status, Transfer, status_name
+from envscaler_airflow.protocol import Progress, Status, Transfer, claim_name, status_name
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import events as store_events
 
@@ -104,6 +104,33 @@ def test_a_recorded_run_is_told_whole(recorded):
         "local/cpu-1 would have cost $0.00172 : this run cost $0.00148 more",
     ):
         assert words in page.replace("$0.00172:", "$0.00172 :"), words
+
+
+def _two_pods(store):
+    """Node 0 told of 10 s, was replaced, and the second pod tells of its own first seconds."""
+    for claim in (1, 2):
+        lines = b'{"t": 0, "step": 0}\n{"t": 10, "step": 50}\n'
+        store.write(f"run/metrics/g1-a1-n0-c{claim}-000001.jsonl", lines)
+        store.create(f"run/{claim_name(1, 1, 0, claim)}", b"{}")
+
+
+@pytest.mark.parametrize(("dated", "at"), [(1600.0, 1605.0), (9e9, 1015.0), (None, 1015.0)])
+def test_the_speed_of_a_replaced_pod_is_shown_when_it_trained(store, monkeypatch, dated, at):
+    """It counts from its claim; of a copied store, or one without times, after the pod before it (D14)."""
+    begin(store)
+    _two_pods(store)
+    log = EventLog(store, "run", clock=lambda: 2000.0)
+    log.append_request("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "failed"}, actor=ACTOR)
+    read = type(store).read_dated
+
+    def read_dated(self, name, **more):
+        found = read(self, name, **more)
+        return (found[0], dated) if found is not None and "/claims/" in name else found
+
+    monkeypatch.setattr(type(store), "read_dated", read_dated)
+    facts = read_facts(store, "run")
+
+    assert [rate.at for rate in facts.rates] == [1005.0, at]
 
 
 def test_speed_is_told_on_the_owners_clock(recorded):

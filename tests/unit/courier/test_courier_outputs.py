@@ -25,8 +25,8 @@ def test_outputs_go_up_with_their_uris(finished, store):
     assert Outputs(finished.site).step()
 
     assert finished.state.outputs == {
-        "model": store.uri("outputs/g1/model"),
-        "report": store.uri("outputs/g1/report"),
+        "model": store.uri("outputs/g1-a2-c1/model"),
+        "report": store.uri("outputs/g1-a2-c1/report"),
     }
 
 
@@ -48,7 +48,7 @@ def test_outputs_wait_for_the_store(finished, store):
     real = store._store.write
 
     def fail(name, data):
-        if name == "outputs/g1/report/manifest.json":
+        if name == "outputs/g1-a2-c1/report/manifest.json":
             raise OSError(5, "I/O error")
         real(name, data)
 
