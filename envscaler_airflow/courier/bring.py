@@ -18,6 +18,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from envscaler_airflow.courier import cached
@@ -27,6 +29,7 @@ from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.protocol import Manifest
 from envscaler_airflow.store import folders, outputs
 from envscaler_airflow.store.base import Store, open_store
+from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.root import COPY_BYTES, Root
 
 _HOST = "hostPath:"
@@ -66,21 +69,30 @@ def _link(mount: Mount, path: Path) -> None:
 def _bring_output(site: Site, mount: Mount, path: Path) -> None:
     store, prefix = outputs.open_folder(mount.source, site.layout.store_options)
     manifest: Manifest = site.patiently(lambda: folders.read_manifest(store, prefix), what=mount.name)
+
+    def fetch(target: Path) -> None:
+        with _transfer(site, mount) as moved:
+            site.patiently(
+                lambda: folders.fetch(store, prefix, manifest, target, between=site.wanted, moved=moved),
+                what=mount.name,
+                moved=moved,
+            )
+
     try:
         if manifest.kind != "file" or not _is_file_path(path, manifest.files[0].path):
             path.mkdir(parents=True, exist_ok=True)
-            site.patiently(
-                lambda: folders.fetch(store, prefix, manifest, path, between=site.wanted), what=mount.name
-            )
+            fetch(path)
             return
         only = manifest.files[0]
-        site.patiently(
-            lambda: folders.fetch(store, prefix, manifest, path.parent, between=site.wanted), what=mount.name
-        )
+        fetch(path.parent)
         if path.name != only.path:
             (path.parent / only.path).replace(path)
     except CheckpointError as err:
         raise CheckpointError(f"volume {mount.name}: {err}") from err
+
+
+def _transfer(site: Site, mount: Mount) -> AbstractContextManager[Moved]:
+    return site.transfer("fetching", f"volume {mount.name}")
 
 
 def _is_file_path(path: Path, name: str) -> bool:
@@ -102,17 +114,20 @@ def _copy(site: Site, mount: Mount, path: Path) -> None:
         else:
             raise SpecError(f"volume {mount.name}: {named} does not exist on this machine")
         root = Root.real(Path(os.path.realpath(path, strict=True)))
-        for name, item in files:
-            site.wanted()
-            _copy_file(item, root, name)
+        with _transfer(site, mount) as moved:
+            moved.begin(sum(item.size for _, item in files))
+            for name, item in files:
+                site.wanted()
+                _copy_file(item, root, name, moved)
     except CheckpointError as err:
         raise SpecError(f"volume {mount.name}: {err}") from err
 
 
-def _copy_file(item: folders.TreeFile, root: Root, name: str) -> None:
+def _copy_file(item: folders.TreeFile, root: Root, name: str, moved: Moved) -> None:
     """The file with its mode and time, as one whole."""
     with item.open(shares_names=True) as stream, root.landing(name) as new:
-        shutil.copyfileobj(stream, new, COPY_BYTES)
+        with moved.sending(stream, item.size):
+            shutil.copyfileobj(stream, new, COPY_BYTES)
         seen = os.fstat(stream.fileno())
         new.flush()
         os.fchmod(new.fileno(), seen.st_mode & 0o777)
@@ -128,44 +143,47 @@ def _landing(path: Path, name: str) -> Path:
 
 def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
     store = open_store(mount.source, site.layout.store_options)
-    names = site.patiently(lambda: store.names(""), what=mount.name)
-    if names:
+    sizes = site.patiently(lambda: store.sizes(""), what=mount.name)
+    if sizes:
         path.mkdir(parents=True, exist_ok=True)
-        if mount.index is not None:
-            cached.fetch(site, store, names, path, Path(mount.index))
-            return
-        root = Root.real(Path(os.path.realpath(path, strict=True)))
-        for name in names:
-            _get(site, store, name, root)
+        _get(site, mount, store, sizes, path)
         return
     if mount.is_written_back:
         path.mkdir(parents=True, exist_ok=True)  # nothing lies there yet
         return
     parent, _, name = mount.source.rstrip("/").rpartition("/")
     store = open_store(parent, site.layout.store_options)
-    if site.patiently(lambda: store.size(name), what=mount.name) is None:
+    size = site.patiently(lambda: store.size(name), what=mount.name)
+    if size is None:
         raise SpecError(f"volume {mount.name}: nothing lies at {mount.source}")
     if mount.index is not None:
-        cached.fetch(site, store, [name], path, Path(mount.index))
+        _get(site, mount, store, {name: size}, path)
         return
     landing = _landing(path, name)
-    root = Root.real(Path(os.path.realpath(landing.parent, strict=True)))
-    _get(site, store, name, root, landing.name)
+    _get(site, mount, store, {name: size}, landing.parent, place=landing.name)
 
 
-def _get(site: Site, store: Store, name: str, root: Root, path: str | None = None) -> None:
-    """Lay the object *name* at *path* (default: *name*) below *root*, through no link."""
-    site.wanted()
-    path = path or name
-    size = site.patiently(lambda: store.size(name), what=name)
-    if _size(root, path) == size:
-        return  # fetched before the sidecar was restarted; it lands as a whole
+def _get(
+    site: Site, mount: Mount, store: Store, sizes: Mapping[str, int], path: Path, *, place: str | None = None
+) -> None:
+    """Lay the objects of *sizes* below *path*, small ones side by side; *place*: the only one there."""
+    with _transfer(site, mount) as moved:
+        if mount.index is not None:
+            cached.fetch(site, store, sizes, path, Path(mount.index), moved)
+            return
+        root = Root.real(Path(os.path.realpath(path, strict=True)))
 
-    def get() -> None:
-        with root.landing(path) as stream:
-            store.get_file(name, stream)
+        def get(name: str) -> None:
+            """Through no link."""
+            if _size(root, place or name) == sizes[name]:
+                moved.add(sizes[name])  # fetched before, since it lands as a whole
+                return
+            with root.landing(place or name) as stream, moved.arriving(stream, sizes[name]):
+                store.get_file(name, stream)
 
-    site.patiently(get, what=name)
+        site.patiently(
+            lambda: cached.each(get, sizes, store, moved, between=site.wanted), what=mount.name, moved=moved
+        )
 
 
 def _size(root: Root, path: str) -> int | None:

@@ -260,6 +260,7 @@ def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Pa
         site.patiently(
             lambda: folders.fetch(store, prefix, mine, root, node=node, between=between, moved=moved),
             what=target.name,
+            moved=moved,
         )
     return mine
 

@@ -70,8 +70,9 @@ class Site:
         uid: Of the pod or node process; "" where the backend gives none, then one is made for the folder.
         address: ``host:port`` at which the other nodes reach this one; None where they do not ask it.
         rendezvous: Node 0's, as its status gave it together with its choice of the checkpoint.
-        patience_s: Longest time that the set-up waits for a store that does not answer. Chosen: a
-            failover of a region's object store takes minutes; a longer one costs more than a restart.
+        patience_s: Longest time that the set-up waits for a store that does not answer, of a transfer since
+            its last whole file. Chosen: a failover of a region's object store takes minutes; a longer one
+            costs more than a restart.
     """
 
     exchange: Exchange
@@ -162,19 +163,21 @@ class Site:
         if was not in (None, now):
             raise CheckpointError(f"{path}: {path.parent} leads to {now}, and was {was} before the start")
 
-    def patiently(self, call: Callable[[], _T], *, what: str) -> _T:
+    def patiently(self, call: Callable[[], _T], *, what: str, moved: Moved | None = None) -> _T:
         """Call until the store answers, with back-off, for at most ``patience_s``.
+
+        Where *moved* counts what the calls transfer, each whole file begins the wait anew: a long transfer
+        outlives one error, and goes on where it was.
 
         Raises:
             StoreError: It did not answer in time.
             WorkInterruptedError: The courier must end.
         """
+        patience = _Patience(self, moved)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StoreError),
             wait=tenacity.wait_exponential_jitter(initial=1, max=30),
-            stop=tenacity.stop_any(
-                tenacity.stop_after_delay(self.patience_s), tenacity.stop_when_event_set(self.ending)
-            ),
+            stop=lambda _state: patience.is_over() or self.ending.is_set(),
             sleep=tenacity.sleep_using_event(self.ending),
             before_sleep=lambda state: self.messages.say(
                 "store", f"{what}: {state.outcome and state.outcome.exception()}; retrying"
@@ -187,6 +190,21 @@ class Site:
             self.between()
         self.messages.say("store", None)
         return result
+
+
+class _Patience:
+    """Over once ``patience_s`` have passed, by the site's clock, since a whole file was moved."""
+
+    def __init__(self, site: Site, moved: Moved | None) -> None:
+        self._site, self._moved = site, moved
+        self._since, self._files = site.monotonic(), 0 if moved is None else moved.files
+
+    def is_over(self) -> bool:
+        """Asked after each failed try."""
+        now = self._site.monotonic()
+        if self._moved is not None and self._moved.files > self._files:
+            self._since, self._files = now, self._moved.files
+        return now - self._since >= self._site.patience_s
 
 
 class Backoff:

@@ -94,14 +94,18 @@ class WriteBack:
         site = self._site
         site.check_place(Path(mount.path))
         store = open_store(mount.source, site.layout.store_options)
-        for item in folders.walk(Path(mount.path), parent=site.place(Path(mount.path))):
-            site.between()
-            if item.ctime_ns < since_ns:
-                continue
-            try:
-                with item.open() as stream:
-                    store.put_file(item.path, stream)
-            except (FileNotFoundError, folders.ChangedError):
-                continue  # what took its place is newer than this look, and goes up with the next
-            except ProtocolError as err:
-                raise CheckpointError(f"volume {mount.name}: {item.path}: {err}") from err
+        found = folders.walk(Path(mount.path), parent=site.place(Path(mount.path)))
+        items = [item for item in found if item.ctime_ns >= since_ns]
+        with site.transfer("uploading", f"volume {mount.name}") as moved:
+            moved.begin(sum(item.size for item in items))
+
+            def put(item: folders.TreeFile) -> None:
+                try:
+                    with item.open() as stream, moved.sending(stream, item.size):
+                        store.put_file(item.path, stream)
+                except (FileNotFoundError, folders.ChangedError):
+                    return  # what took its place is newer than this look, and goes up with the next
+                except ProtocolError as err:
+                    raise CheckpointError(f"volume {mount.name}: {item.path}: {err}") from err
+
+            folders.side_by_side(put, items, store.at_once, size=lambda item: item.size, between=site.between)

@@ -17,11 +17,13 @@ class Moved:
 
     Attributes:
         total: Bytes in all; None before that is known.
+        files: Whole files that were moved, over all tries.
     """
 
     def __init__(self) -> None:
         """Nothing is known yet."""
         self.total: int | None = None
+        self.files = 0
         self._lock = threading.Lock()
         self._whole = 0
         self._under_way: dict[BinaryIO, tuple[int, Callable[[int], int]]] = {}
@@ -60,14 +62,16 @@ class Moved:
     def _following(self, stream: BinaryIO, size: int, of: Callable[[int], int]) -> Iterator[None]:
         with self._lock:
             self._under_way[stream] = (size, of)
-        moved = 0
+        is_whole = False
         try:
             yield
-            moved = size
+            is_whole = True
         finally:
             with self._lock:  # before the block's owner closes it: its number may then be another file's
                 del self._under_way[stream]
-                self._whole += moved
+                if is_whole:
+                    self._whole += size
+                    self.files += 1
 
 
 def _position(descriptor: int) -> int:

@@ -1,12 +1,20 @@
 """What a status says of what the sidecar moves, at the rhythm of all statuses."""
 
 import os
+import threading
 from contextlib import suppress
 
 import pytest
 
+from envscaler_airflow.courier.bring import bring
+from envscaler_airflow.courier.exchange import Mount
 from envscaler_airflow.courier.loop import Courier
-from envscaler_airflow.protocol import Status, Transfer, status_name
+from envscaler_airflow.courier.restore import restore
+from envscaler_airflow.courier.writeback import WriteBack
+from envscaler_airflow.errors import StoreError
+from envscaler_airflow.protocol import Control, Status, Transfer, status_name
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.filesystem import FilesystemStore
 from envscaler_airflow.store.moved import Moved
 
 MIB = 1 << 20
@@ -134,3 +142,122 @@ def test_files_that_fail_and_come_again_count_once(tmp_path):
             again = moved.done
 
     assert (half, after, again, moved.done) == (150, 100, 0, 100)
+
+
+class Passing(threading.Event):
+    """An event for which no real time is waited: *clock* goes on instead."""
+
+    def __init__(self, clock):
+        """Not set."""
+        super().__init__()
+        self._clock = clock
+
+    def wait(self, timeout=None):
+        """Let *timeout* pass."""
+        self._clock.now += timeout or 0
+        return self.is_set()
+
+
+def test_a_long_restore_outlives_an_error_of_the_store(make_bench, store, monkeypatch):
+    """Ten minutes for each of four files, and an error at the third: it goes on with that one (B7)."""
+    bench = make_bench()
+    files = {f"{number}.bin": bytes([number]) * (5 << 20) for number in range(4)}
+    name = bench.in_store("g1-step-00000440-a1", files)
+    bench.site.ending, bench.site.patience_s = Passing(bench.clock), 900
+    asked = []
+
+    def get(path, stream, real=store._store.get_file):
+        asked.append(path[-5:])
+        bench.clock.now += 600
+        if len(asked) == 3:
+            raise StoreError("no answer", transient=True)
+        real(path, stream)
+
+    monkeypatch.setattr(store._store, "get_file", get)
+
+    found = restore(bench.site, Control(candidates=(name,)))
+
+    assert found.manifest.step == 440
+    assert asked == ["0.bin", "1.bin", "2.bin", "2.bin", "3.bin"]
+
+
+def test_a_store_that_moves_nothing_is_given_up(make_bench, store, monkeypatch):
+    """Fifteen minutes of errors are the most (B7)."""
+    bench = make_bench()
+    name = bench.in_store("g1-step-00000440-a1")
+    bench.site.ending, bench.site.patience_s = Passing(bench.clock), 900
+    began = bench.clock.now
+
+    def get(_name, _stream):
+        raise StoreError("no answer", transient=True)
+
+    monkeypatch.setattr(store._store, "get_file", get)
+
+    with pytest.raises(StoreError, match="no answer"):
+        restore(bench.site, Control(candidates=(name,)))
+    assert 900 <= bench.clock.now - began < 960
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Files of an object store that are moved at the same moment; the largest number of them so far."""
+    lock, now, most = threading.Lock(), [0], [0]
+    together = threading.Barrier(4)
+
+    def slowly(real):
+        def moving(*arguments):
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            with suppress(threading.BrokenBarrierError):
+                together.wait(1)
+            try:
+                return real(*arguments)
+            finally:
+                with lock:
+                    now[0] -= 1
+
+        return moving
+
+    monkeypatch.setattr(FilesystemStore, "__init__", _side_by_side(FilesystemStore.__init__))
+    for method in ("get_file", "put_file"):
+        monkeypatch.setattr(FilesystemStore, method, slowly(getattr(FilesystemStore, method)))
+    return most
+
+
+def _side_by_side(real):
+    def init(self, *arguments, **options):
+        real(self, *arguments, **options)
+        self.at_once = 4
+
+    return init
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_small_files_of_a_volume_come_side_by_side(make_bench, tmp_path, counted, request, is_cached):
+    """Four at a time, also on a machine that keeps them; sizes come by one listing (B7)."""
+    bucket = open_store(f"memory://{request.node.name}/data")
+    for number in range(8):
+        bucket.write(f"{number}.bin", b"12345")
+    index = str(tmp_path / "index.json") if is_cached else None
+    mount = Mount(name="d", source=bucket.url, path=str(tmp_path / "data"), read_only=True, index=index)
+
+    bring(make_bench().site, mount)
+
+    assert counted == [4]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [f"{n}.bin" for n in range(8)]
+
+
+def test_small_files_of_a_volume_go_back_side_by_side(make_bench, tmp_path, counted, request):
+    """Four at a time (B7)."""
+    bucket = open_store(f"memory://{request.node.name}/data")
+    mounts = [{"name": "d", "source": bucket.url, "path": str(tmp_path / "data")}]
+    site = make_bench(layout={"mounts": mounts}).site
+    for number in range(8):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{number}.bin").write_bytes(b"12345")
+
+    WriteBack(site).flush()
+
+    assert counted == [4]
+    assert bucket.names("") == [f"{number}.bin" for number in range(8)]
