@@ -285,7 +285,7 @@ def _fleet_words(fleets: Sequence[Candidate]) -> list[str]:
     """The best mixed fleet in a line."""
     words = []
     for item in fleets[:1]:
-        cost = "" if item.estimate is None else f", ${number(item.estimate.usd, '.2f')} in all"
+        cost = "" if item.estimate is None else f", {_amount(item.estimate.usd)} in all"
         parts = " and ".join(
             f"{part.nodes} {'on spot' if part.offer.capacity_type == 'spot' else 'on demand'}"
             for part in item.allocation.parts
@@ -386,7 +386,7 @@ def print_plan(made: Plan, notes: list[str]) -> None:
                 *_offer_cells(item.allocation.offer, count - 1, nodes, item.allocation.rest_nodes),
                 number(item.usd_per_hour, ".4f"),
                 "-" if expected is None else f"{expected.hours:.2f} h",
-                "-" if expected is None else "?" if expected.usd is None else usd_text(expected.usd),
+                "-" if expected is None else _amount(expected.usd),
                 why,
                 "" if at else "*",
             ]
@@ -398,6 +398,10 @@ def print_plan(made: Plan, notes: list[str]) -> None:
         print_table(COLUMNS, lines)
     for note in notes:
         click.echo(f"note: {note}")
+
+
+def _amount(usd: float | None) -> str:
+    return "?" if usd is None else usd_text(usd)
 
 
 def _offer_cells(offer: Offer, others: int, nodes: str, rest_nodes: int = 0) -> list[str]:

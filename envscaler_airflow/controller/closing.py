@@ -17,6 +17,7 @@ from envscaler_airflow.controller.request import owns
 from envscaler_airflow.controller.stage import Delivered, Stage, StoppedError, SupersededError, Waiting
 from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, RunFailedError
 from envscaler_airflow.lifecycle import FINAL_STOPS, Action, Actor, RunState
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 
@@ -100,7 +101,7 @@ def close_behind(
             log.warning("run=%s its end is not recorded: %s; `envscaler reap` does it", prefix, err)
             return
         usd = spent_usd(state, backend, now=store.now())
-        cost = "unknown" if usd is None else f"${usd:.2f}"
+        cost = "unknown" if usd is None else usd_text(usd)
         log.info("run=%s %s after its task was ended; cost %s", prefix, state.status, cost)
 
     threading.Thread(target=follow, name=f"envscaler-close-{prefix}", daemon=True).start()

@@ -104,3 +104,30 @@ def test_a_success_that_came_first_is_kept_for_the_next_try(world):
     state = close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
 
     assert (state.status, state.delivered) == ("succeeded", ())
+
+
+def test_the_cost_of_a_short_run_is_not_nothing(world, no_wait, caplog, monkeypatch):
+    """A tenth of a second of a machine at $1 an hour, in the triggerer's log (F11)."""
+    killed(world)
+
+    def ends():
+        world.clock.advance(0.1)
+        world.leave()
+
+    no_wait.append(ends)
+    monkeypatch.setattr(closing.threading, "Thread", AtOnce)
+
+    with caplog.at_level("INFO"):
+        closing.close_behind(world.store, world.prefix, world.backend, ti_id="ti-01")
+
+    [line] = [line for line in caplog.messages if "after its task was ended" in line]
+    assert "cost $0.0000" in line
+    assert not line.endswith("$0.00")
+
+
+class AtOnce:
+    """A thread that is over when it was started."""
+
+    def __init__(self, *, target, **_more):
+        """Keep what is to be done."""
+        self.start = target
