@@ -316,7 +316,7 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
         code = exit_code(state)
         if as_json:
             click.echo(json.dumps(_answer(owner.store, owner.prefix, state, {}, code)))
-        click.echo(f"Error: {err}", err=True)
+        click.echo(f"Error: {str(err).splitlines()[0]}", err=True)  # the last lines of output stand above
         if not as_json:
             print_report(run_report(state, now=owner.store.now()))
         click.get_current_context().exit(code)

@@ -65,7 +65,10 @@ class Silence:
         path = self._site.layout.checkpoint_path
         if selection is None:
             if self._site.exchange.saves():
-                return "the training's Session has saved nothing"
+                return (
+                    "the training's Session has saved nothing in that time; it saves at the next "
+                    "checkpoint(), with align: epoch at the next end of an epoch"
+                )
             return "the training has no Session that saves, and the spec has no checkpoint.path to look at"
         head = f"{path}: "
         waits = list(selection.waits_for) or list(selection.left_out)

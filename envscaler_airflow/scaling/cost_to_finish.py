@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from envscaler_airflow.planning import Allocation, Estimate
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.decision import Policy, Proposal, Want
 from envscaler_airflow.scaling.observation import Observation
@@ -52,14 +53,14 @@ def _want(view: Outlook, staying: Estimate, target: Allocation, moving: Estimate
     if _is_late(moving, left_s) or not saved > view.policy.tolerance * staying.objective:
         return None
     reason = (
-        f"{target.name} saves ${saved:.4g} of ${staying.objective:.4g} "
-        f"(${_usd(moving)} and {moving.hours:.3g} h instead of ${_usd(staying)} and {staying.hours:.3g} h)"
+        f"{target.name} saves {usd_text(saved)} of {usd_text(staying.objective)} "
+        f"({_usd(moving)} and {moving.hours:.3g} h instead of {_usd(staying)} and {staying.hours:.3g} h)"
     )
     return Want(target, reason, staying, moving)
 
 
 def _usd(estimate: Estimate) -> str:
-    return "?" if estimate.usd is None else f"{estimate.usd:.4g}"
+    return "$?" if estimate.usd is None else usd_text(estimate.usd)
 
 
 def _is_late(estimate: Estimate, left_s: float | None) -> bool:
@@ -86,7 +87,7 @@ def _why_none(view: Outlook, staying: Estimate, known: list[tuple[Allocation, Es
         names = ", ".join(item.name for item in others)
         return f"no speed is known for {names}; state a speedup in the spec or measure one{view.note}"
     return (
-        f"no move saves more than {view.policy.tolerance:.0%} of ${staying.objective or 0:.4g}, "
+        f"no move saves more than {view.policy.tolerance:.0%} of {usd_text(staying.objective or 0.0)}, "
         f"the move's {view.observation.overheads.start_s:.0f} s inside{view.note}"
     )
 

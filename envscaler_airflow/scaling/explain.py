@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.scaling.decision import Check
 from envscaler_airflow.scaling.observation import Observation
 
@@ -22,8 +23,8 @@ def explain(check: Check) -> str:
         whole = "unknown" if seen.units_total is None else f"{seen.units_total:g}"
         lines.append(f"  {seen.units_done:g} of {whole} {seen.unit} done")
     if seen.budget_usd is not None:
-        spent = "unknown" if seen.spent_usd is None else f"${seen.spent_usd:.4g}"
-        lines.append(f"  spent {spent} of ${seen.budget_usd:.4g}")
+        spent = "unknown" if seen.spent_usd is None else usd_text(seen.spent_usd)
+        lines.append(f"  spent {spent} of {usd_text(seen.budget_usd)}")
     try:
         lines += _in_words(decision.numbers, seen)
     except (AttributeError, KeyError, TypeError, ValueError):  # of another package, or another version
@@ -102,7 +103,7 @@ def _vertical(numbers: Mapping[str, Any]) -> list[str]:
 def _estimate(what: str, numbers: Mapping[str, Any], speed: Mapping[str, Any] | None, unit: str) -> str:
     parts = [f"{numbers['hours']:.3g} h ({numbers['hours_low']:.3g} to {numbers['hours_high']:.3g})"]
     usd, objective = numbers.get("usd"), numbers.get("objective")
-    parts.append("price unknown" if usd is None else f"${usd:.4g}")
+    parts.append("price unknown" if usd is None else usd_text(usd))
     if objective is not None:
         parts.append(f"objective {objective:.4g}")
     if speed:

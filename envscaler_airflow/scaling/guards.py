@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from envscaler_airflow.planning import Estimate
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.decision import Policy, Want
 from envscaler_airflow.scaling.observation import Observation
@@ -100,7 +101,9 @@ def _over_budget(observation: Observation, want: Want) -> str | None:
         return f"there is a budget, and what finishing on {want.target.name} costs is unknown"
     if want.moving.usd_high <= left or _is_cheaper(want.staying, want.moving):
         return None
-    return f"{want.target.name} may take ${want.moving.usd_high:.4g} to finish, ${left:.4g} are left"
+    return (
+        f"{want.target.name} may take {usd_text(want.moving.usd_high)} to finish, {usd_text(left)} are left"
+    )
 
 
 def _is_cheaper(staying: Estimate | None, moving: Estimate) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.decision import PhaseNeed, Policy, Proposal, Want
 from envscaler_airflow.scaling.observation import Observation
@@ -134,4 +135,4 @@ def _too_short(view: Outlook, target: Allocation, need: PhaseNeed, whole_s: floa
     costs = (here + there + 2 * value) * seen.overheads.start_s / SECONDS_PER_HOUR
     if saved > costs:
         return None
-    return f"in {lasts_s:.0f} s it saves ${saved:.3g}, and moving there and back costs ${costs:.3g}"
+    return f"in {lasts_s:.0f} s it saves {usd_text(saved)}, and moving there and back costs {usd_text(costs)}"

@@ -6,15 +6,17 @@ import errno
 import signal
 from dataclasses import replace
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from envscaler_airflow.cli import voice as voice_module
-from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, signals
+from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
 from envscaler_airflow.cli.progress import progress_line
 from envscaler_airflow.cli.voice import Voice
 from envscaler_airflow.controller.stage import Stage, Waiting, Watching
 from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.errors import NoOfferError, StoreError
+from envscaler_airflow.errors import NoOfferError, RunFailedError, StoreError
 from envscaler_airflow.lifecycle import Actor, AttemptState, RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.protocol import Progress, Status, Transfer
@@ -276,3 +278,19 @@ def test_a_signal_that_is_ignored_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_last_lines_of_a_failed_training_are_not_printed_again(owner, monkeypatch):
+    """They came as they were printed; the cause was read four times (F6)."""
+    told = "the stage failed: failed twice, exit code 1\nlast 1 line of attempt 2:\nValueError: y"
+
+    def own(_self):
+        raise RunFailedError(told)
+
+    monkeypatch.setattr(Foreground, "own", own)
+    shell = click.command()(lambda: own_and_tell(owner, as_json=False))
+
+    got = CliRunner().invoke(shell).output
+
+    assert "Error: the stage failed: failed twice, exit code 1\n" in got
+    assert "ValueError" not in got

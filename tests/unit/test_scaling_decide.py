@@ -20,7 +20,7 @@ def test_moves_to_what_finishes_for_less():
     got = decide(SEEN, NOW)
 
     assert (got.action, got.target) == ("move", LARGE)
-    assert got.reason == "local/cpu-2 saves $2.5 of $10 ($7.5 and 5 h instead of $10 and 10 h)"
+    assert got.reason == "local/cpu-2 saves $2.50 of $10.00 ($7.50 and 5 h instead of $10.00 and 10 h)"
     assert got.numbers["staying"]["objective"] == pytest.approx(10.0)
     assert got.numbers["moving"][LARGE.name]["objective"] == pytest.approx(7.5)
 
@@ -35,7 +35,7 @@ def test_bills_the_move_itself():
         got,
         action="keep",
         target=SMALL,
-        reason="no move saves more than 10% of $10, the move's 5400 s inside",
+        reason="no move saves more than 10% of $10.00, the move's 5400 s inside",
     )
     assert got.numbers["moving"][LARGE.name]["objective"] == pytest.approx(1.5 * 6.5)
 
@@ -112,7 +112,7 @@ def test_waits_until_the_speed_here_is_measured_long_enough():
         ({"candidates": ()}, "there is nothing else to move to"),
         ({"current": local(1, None)}, "the price of local/cpu-1 is unknown"),
         ({"current": local(1, 0.0)}, "staying costs nothing and an hour is worth nothing"),
-        ({"candidates": (local(2, None),)}, "no move saves more than 10% of $10"),
+        ({"candidates": (local(2, None),)}, "no move saves more than 10% of $10.00"),
         ({"health": "unknown"}, "the stage's health is unknown"),
         ({"health": "stalled"}, "the stage's health is stalled"),
         ({"phase": "restoring"}, "the stage is restoring, not running"),

@@ -57,7 +57,7 @@ def test_a_dearer_move_stays_within_the_budget():
     got = decide(seen, hurried)
 
     assert got.action == "keep"
-    assert got.reason.endswith("but local/cpu-2 may take $15 to finish, $14 are left")
+    assert got.reason.endswith("but local/cpu-2 may take $15.00 to finish, $14.00 are left")
     assert decide(replace(seen, spent_usd=5.0), hurried).action == "move"
 
 

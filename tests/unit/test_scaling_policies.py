@@ -193,7 +193,7 @@ def test_a_phase_that_saves_less_than_its_moves_is_passed_over():
     """25 minutes of evaluation on 2 of 8 nodes save $1.5, and the moves cost $5."""
     got = decide(in_phase(EIGHT, "evaluation", phase_lasts_s={"evaluation": 1500.0}), PHASES)
 
-    assert "it saves $1.5, and moving there and back costs $5" in got.reason
+    assert "it saves $1.50, and moving there and back costs $5.00" in got.reason
 
 
 def test_the_end_of_a_long_phase_is_passed_over():

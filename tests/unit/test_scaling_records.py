@@ -61,12 +61,12 @@ def test_explains_in_words():
     seen = replace(SEEN, spent_usd=1.0, budget_usd=50.0)
 
     assert explain(Check(seen, NOW, decide(seen, NOW))).splitlines() == [
-        "move to local/cpu-2: local/cpu-2 saves $2.5 of $10 ($7.5 and 5 h instead of $10 and 10 h)",
+        "move to local/cpu-2: local/cpu-2 saves $2.50 of $10.00 ($7.50 and 5 h instead of $10.00 and 10 h)",
         "  attempt 1 of generation 1 on local/cpu-1, policy cost-to-finish, 600 s after the first check",
         "  0 of 36000 steps done",
-        "  spent $1 of $50",
-        "  staying on local/cpu-1: 10 h (10 to 10), $10, objective 10, 1 +- 0 steps/s measured",
-        "  moving to local/cpu-2: 5 h (5 to 5), $7.5, objective 7.5, 2 +- 0 steps/s stated",
+        "  spent $1.00 of $50.00",
+        "  staying on local/cpu-1: 10 h (10 to 10), $10.00, objective 10, 1 +- 0 steps/s measured",
+        "  moving to local/cpu-2: 5 h (5 to 5), $7.50, objective 7.5, 2 +- 0 steps/s stated",
     ]
 
 

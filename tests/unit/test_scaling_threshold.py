@@ -233,7 +233,7 @@ def test_a_budget_counts_more_nodes_as_no_faster():
 
     assert got.action == "keep"
     assert got.reason.endswith(
-        "but 3 x aws/us-east-1/g5.xlarge/on-demand may take $30 to finish, $25 are left"
+        "but 3 x aws/us-east-1/g5.xlarge/on-demand may take $30.00 to finish, $25.00 are left"
     )
     assert decide(replace(busy, budget_usd=30.0), POLICY).action == "move"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.fleet import has_spot
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.deadline.ages import age_bin
@@ -69,7 +70,8 @@ def _cheaper_zone(view: Outlook, slack: float, numbers: dict[str, Any]) -> Propo
         if moving is None or moving.objective is None:
             continue
         if moving.objective < (1 - view.policy.tolerance) * staying.objective:
-            why = f"{target.name} finishes for ${moving.objective:.4g} instead of ${staying.objective:.4g}"
+            costs = usd_text(moving.objective), usd_text(staying.objective)
+            why = f"{target.name} finishes for {costs[0]} instead of {costs[1]}"
             wants.append(Want(target, why, staying, moving))
     wants.sort(key=lambda want: (want.moving.objective if want.moving else None or 0.0, want.target.name))
     return Proposal(tuple(wants), numbers=numbers) if wants else None
