@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from envscaler_airflow.controller import choose, freeze
+from envscaler_airflow.controller import choose, fence, freeze
 from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.controller.stage import SupersededError, Waiting, Wake
 from envscaler_airflow.errors import CapacityError
+from envscaler_airflow.protocol import Manifest, checkpoint_name
 from envscaler_airflow.store.events import EventLog
 
 
@@ -209,3 +210,47 @@ def test_a_store_inside_the_workdir_is_not_part_of_the_code(world):
 
     assert [event.type for event in world.log.read()][-1] == "owner"
     assert len({name for name in world.files() if "/workdir-" in name}) == 1
+
+
+def test_an_owner_that_slept_after_its_intent_writes_nothing(world, monkeypatch):
+    """Neither the lease nor a control is its own once another try took the run over."""
+    first, found = world.controller(), {}
+    act = type(first)._act
+
+    def slept(self, state, action):
+        if action.kind != "carry-out":
+            return act(self, state, action)
+        monkeypatch.undo()
+        world.controller().enter()
+        found.update(world.files())
+        return act(self, state, action)
+
+    monkeypatch.setattr(type(first), "_act", slept)
+    with pytest.raises(SupersededError):
+        first.enter()
+
+    assert world.files() == found
+
+
+def test_an_owner_that_slept_over_its_list_takes_no_checkpoint_from_the_next(world, monkeypatch):
+    """The newer owner promised one more to the attempt that it started; that promise stays."""
+    first = world.controller()
+    first.enter()
+    early = world.save(40)
+    world.backend.lose(world.handle)
+    first.resume(Wake("status"))
+    list_candidates, late = fence.list_candidates, checkpoint_name(1, 60, 1)
+
+    def slept(store, **attempt):
+        listed = list_candidates(store, **attempt)
+        monkeypatch.undo()
+        manifest = Manifest(step=60, generation=1, attempt=1)
+        world.store.write(f"{world.prefix}/checkpoints/{late}/manifest-c1.json", manifest.to_json())
+        world.controller().enter()
+        return listed
+
+    monkeypatch.setattr(fence, "list_candidates", slept)
+    with pytest.raises(SupersededError):
+        first.resume(Wake("backoff"))
+
+    assert world.control().candidates == (late, early)
