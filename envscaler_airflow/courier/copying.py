@@ -13,7 +13,7 @@ from envscaler_airflow.courier import layouts, trees
 from envscaler_airflow.courier.settling import Selection, is_open_for_writing
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.store.folders import TreeFile
-from envscaler_airflow.store.root import COPY_BYTES, Root
+from envscaler_airflow.store.root import COPY_BYTES, Place, Root
 
 MOST_OPEN = 256
 """Files that are held open at once. Chosen: a quarter of the usual limit of a process."""
@@ -24,7 +24,7 @@ def copy(
     selection: Selection,
     target: Root,
     *,
-    parent: Path | None = None,
+    parent: Place | None = None,
     between: Callable[[], None],
     nobody_writes: bool = False,
 ) -> None:
@@ -82,7 +82,7 @@ def _changed(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{folder} changed while it was copied: {what}")
 
 
-def _check_units(folder: Path, selection: Selection, parent: Path | None) -> None:
+def _check_units(folder: Path, selection: Selection, parent: Place | None) -> None:
     """Every unit still is what was selected: no file of it is another one, none came, none went."""
     try:
         now = {unit.name: unit.facts for unit in layouts.units(trees.look(folder, parent=parent))}

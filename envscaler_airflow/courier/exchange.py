@@ -66,6 +66,7 @@ class Layout(BaseModel):
 
     ``spec`` is the name of the frozen spec in the run's folder: the one that this attempt was launched with,
     whatever later owners write. ``processes_per_node`` is set where nodes come and go during the attempt.
+    ``seen_as`` are paths of the spec by the path here, where the training sees the folder under the former.
     ``own`` is a folder that outlives the sidecar's process and that the training cannot write, where the
     backend has one.
     """
@@ -79,6 +80,7 @@ class Layout(BaseModel):
     checkpoint_path: str | None = None
     store_options: dict[str, Any] = {}
     processes_per_node: int | None = None
+    seen_as: dict[str, str] = {}
     own: str | None = None
 
     @property

@@ -17,6 +17,7 @@ from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolEr
 from envscaler_airflow.protocol import Ended, Transfer
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.moved import Moved
+from envscaler_airflow.store.root import Place
 
 _T = TypeVar("_T")
 
@@ -148,10 +149,11 @@ class Site:
         places = {path: str(Path(path).parent.resolve()) for path in paths if path is not None}
         self.memory.update(places=places)
 
-    def place(self, path: Path) -> Path | None:
-        """The folder that held *path* before the start, every link resolved; None before that."""
+    def place(self, path: Path) -> Place | None:
+        """The folder that held *path* before the start; None before that."""
         was = self.memory.state.places.get(str(path))
-        return None if was is None else Path(was)
+        seen_as = self.layout.seen_as.get(str(path))
+        return None if was is None else Place(Path(was), None if seen_as is None else Path(seen_as).parent)
 
     def check_place(self, path: Path) -> None:
         """Refuse a path whose folder is another one than before the start.

@@ -13,7 +13,7 @@ from pathlib import Path
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.protocol import is_safe_link, is_safe_relative_path
 from envscaler_airflow.store.folders import TreeFile, entries, tree_file
-from envscaler_airflow.store.root import Root
+from envscaler_airflow.store.root import Place, Root
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Tree:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def look(folder: Path, *, parent: Path | None = None) -> Tree:
+def look(folder: Path, *, parent: Place | None = None) -> Tree:
     """Look at *folder* and follow no link in it; what vanishes meanwhile is left out.
 
     Args:
         folder: It may itself be a link to its neighbour.
-        parent: Where the folder above really is, when that is known from before the training ran.
+        parent: The folder above, when that is known from before the training ran.
 
     Raises:
         CheckpointError: *folder* is a link to somewhere else than its neighbour.

@@ -39,7 +39,7 @@ from envscaler_airflow.protocol import (
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.names import MANIFEST, join
-from envscaler_airflow.store.root import Root
+from envscaler_airflow.store.root import Place, Root
 
 _NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
 """Errors of names that no disk can have: a file and a folder of one name, too long; and of a link."""
@@ -138,12 +138,12 @@ def for_node(manifest: Manifest, node: int) -> Manifest:
     return replace(manifest, files=tuple(item for item in manifest.files if found[item.path] is item))
 
 
-def walk(folder: Path, *, parent: Path | None = None) -> tuple[TreeFile, ...]:
+def walk(folder: Path, *, parent: Place | None = None) -> tuple[TreeFile, ...]:
     """All regular files below *folder*, by path. What vanishes meanwhile is left out.
 
     Args:
         folder: It may itself be a link to its neighbour.
-        parent: Where the folder above really is, when that is known from before the training ran.
+        parent: The folder above, when that is known from before the training ran.
 
     Raises:
         CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long).
@@ -159,15 +159,14 @@ def files_of(root: Root) -> tuple[TreeFile, ...]:
     return tuple(item if (many := names[item.inode]) == 1 else replace(item, names=many) for item in found)
 
 
-def one_file(path: Path, *, parent: Path | None = None) -> TreeFile:
+def one_file(path: Path, *, parent: Place | None = None) -> TreeFile:
     """The file *path*, or the one beside or below it in its folder that it is a link to.
 
     Raises:
         CheckpointError: The link leads outside its folder, or to what is not a regular file.
         OSError: It is not there any more.
     """
-    root = Root.real(parent or Path(os.path.realpath(path.parent, strict=True)))
-    root.aliases = (Path(os.path.abspath(path.parent)),)  # noqa: PTH100  # as given, links and all
+    root = Root.above(path, parent)
     real = root.resolve(path.name)
     if real is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

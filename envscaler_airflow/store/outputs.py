@@ -19,6 +19,7 @@ from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import Store, open_store
 from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.names import MANIFEST
+from envscaler_airflow.store.root import Place
 
 _OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}-a\d{1,9}-c\d{1,9}/[^/]+)/?\Z")
 _CHECKPOINT_URI = re.compile(r"(.+)/(checkpoints/[^/]+)/?\Z")
@@ -81,12 +82,12 @@ def put_output(
     *,
     attempt: tuple[int, int],
     claim: int,
-    parent: Path | None = None,
+    parent: Place | None = None,
     hooks: Hooks | None = None,
 ) -> str:
     """Upload the folder or file at *path* as output *name* of the run; returns its URI.
 
-    *parent*: where the folder above really is, when that is known from before the training ran.
+    *parent*: the folder above, when that is known from before the training ran.
 
     No other pod writes below it, so one that wakes late destroys nothing of a newer one. What an earlier try
     of this pod left stops counting first: a reader sees the old output, none, or the new one, no mixture.

@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,19 @@ class Found(NamedTuple):
 
     descriptor: int
     real: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder as it was before the training ran.
+
+    Attributes:
+        path: Where it really is, every link resolved.
+        seen_as: Another absolute path under which the training sees it; None: none.
+    """
+
+    path: Path
+    seen_as: Path | None = None
 
 
 class Root:
@@ -82,12 +96,12 @@ class Root:
         return cls(here, path)
 
     @classmethod
-    def of(cls, folder: Path, *, parent: Path | None = None) -> Root:
+    def of(cls, folder: Path, *, parent: Place | None = None) -> Root:
         """Open *folder*, which itself may be a link to a folder beside it.
 
         Args:
             folder: Absolute, or relative to the working directory.
-            parent: Where the folder that holds it really is; without it the links above are followed once.
+            parent: The folder that holds it; without it the links above are followed once.
 
         Raises:
             CheckpointError: *folder* is a link that leads out of its parent, or in a circle.
@@ -96,9 +110,16 @@ class Root:
         whole = Path(os.path.abspath(folder))  # noqa: PTH100  # resolve() would follow the last link
         if not whole.name:
             return cls.real(whole)
-        above = cls.real(parent or Path(os.path.realpath(whole.parent, strict=True)))
-        above.aliases = (whole.parent,)
-        return above.enter(whole.name)
+        return cls.above(whole, parent).enter(whole.name)
+
+    @classmethod
+    def above(cls, path: Path, parent: Place | None) -> Root:
+        """The folder that holds *path*, with the paths under which it is known. Raises as :meth:`real`."""
+        known = parent or Place(Path(os.path.realpath(path.parent, strict=True)))
+        root = cls.real(known.path)
+        named = Path(os.path.abspath(path.parent))  # noqa: PTH100  # as given, links and all
+        root.aliases = (named,) if known.seen_as is None else (named, known.seen_as)
+        return root
 
     # -- reading
 

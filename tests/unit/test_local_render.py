@@ -155,6 +155,12 @@ def test_the_layout_for_the_courier_as_it_is_written():
         "outputs": {"my-model": f"{ROOT}/output/model", "report": "/r/a/n0/work/out/report.json"},
         "checkpoint_path": f"{SAVES}/output/checkpoints",
         "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
+        "seen_as": {
+            f"{ROOT}/data": "/data",
+            f"{ROOT}/data/tmp": "/data/tmp",
+            f"{ROOT}/output/model": "/output/model",
+            f"{SAVES}/output/checkpoints": "/output/checkpoints",
+        },
         "store_options": {"region": "x"},
     }
 

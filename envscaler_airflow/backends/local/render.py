@@ -267,6 +267,7 @@ class _Node:
             },
             "checkpoint_path": self._local(str(checkpoint)) if checkpoint else None,
             "command": command,
+            "seen_as": {local: original for original, local in self.paths.pairs},
             "store_options": json.loads(json.dumps(dict(self.request.store_options))),
         }
 

@@ -16,7 +16,7 @@ from envscaler_airflow.protocol import Control
 from envscaler_airflow.store import folders
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.folders import TreeFile
-from envscaler_airflow.store.root import Root
+from envscaler_airflow.store.root import Place, Root
 
 NAME = "g1-step-00000300-a2"
 SECRET = b"of another user"
@@ -253,7 +253,7 @@ def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_b
 
     site = bench.restarted()
 
-    assert site.place(tmp_path / "out/model") == tmp_path / "out"
+    assert site.place(tmp_path / "out/model") == Place(tmp_path / "out")
 
 
 @pytest.mark.parametrize("swap", [swap_file, swap_folder, swap_above])

@@ -1,11 +1,14 @@
 """Outputs of a command that succeeded."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+from envscaler_airflow.courier import trees
 from envscaler_airflow.courier.uploads import Outputs
 from envscaler_airflow.protocol import Control, control_name
+from envscaler_airflow.store.root import Place
 
 
 @pytest.fixture
@@ -108,3 +111,35 @@ def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(fi
 
     assert "a manifest of 2 files has" in finished.state.failed
     assert store.puts == []
+
+
+@pytest.mark.parametrize("target", ["/output/model/w", "/output/model/w-away"])
+def test_an_absolute_link_below_a_literal_mount_path_is_its_own(make_bench, store, tmp_path, target):
+    """On `local` the training sees /output, which lies elsewhere: its links lead there (F9)."""
+    model = tmp_path / "root/output/model"
+    model.mkdir(parents=True)
+    (model / "w").write_text("W")
+    (model / "latest").symlink_to(target)
+    layout = {"outputs": {"model": str(model)}, "seen_as": {str(model): "/output/model"}}
+    bench = make_bench(layout=layout)
+    bench.site.remember_places()
+
+    assert Outputs(bench.site).step()
+
+    stored = {name: store.read(name) for name in store.names("outputs") if "manifest" not in name}
+    expected = {"outputs/g1-a2-c1/model/w": b"W"}
+    if target.endswith("/w"):
+        expected["outputs/g1-a2-c1/model/latest"] = b"W"
+    assert (stored, bench.state.failed) == (expected, None)
+
+
+def test_an_absolute_link_of_a_checkpoint_is_kept(tmp_path):
+    """`latest` of a training that names its folders by the path that it sees (F9)."""
+    (tmp_path / "root/save/step-5").mkdir(parents=True)
+    (tmp_path / "root/save/step-5/w").write_text("W")
+    (tmp_path / "root/save/latest").symlink_to("/save/step-5")
+    place = Place(tmp_path / "root", Path("/"))
+
+    tree = trees.look(tmp_path / "root/save", parent=place)
+
+    assert (tree.links, tree.left_out) == ({"latest": "step-5"}, {})
