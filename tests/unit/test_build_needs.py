@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 from envscaler_airflow.build import venvs
 from envscaler_airflow.build.check import missing_on
 from envscaler_airflow.build.machine import Here, python_of
+from envscaler_airflow.cli import main
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.spec import load_spec
 
@@ -69,6 +71,17 @@ def test_code_that_is_not_there_is_named(stage, text, words):
 def test_what_may_be_there_is_not_refused(stage, text):
     """Modules, commands, and files of volumes."""
     assert stage(text) == []
+
+
+def test_dry_run_names_what_run_would_fail_for(tmp_path, monkeypatch):
+    """From the shell, before anything starts: it said ``nothing missing`` (F4)."""
+    (tmp_path / "s.yaml").write_text(f"{HEAD}workdir: .\nentrypoint: [python, trian.py]\n")
+    monkeypatch.chdir(tmp_path)
+
+    got = CliRunner().invoke(main, ["dry-run", "-f", "s.yaml", "--target", "local"])
+
+    assert got.exit_code != 0
+    assert "entrypoint: trian.py is not in the workdir" in got.output
 
 
 def test_an_installer_that_is_not_there_is_named_with_the_extra(stage):

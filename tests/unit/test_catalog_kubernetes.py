@@ -308,7 +308,7 @@ def test_a_node_that_no_pod_of_ours_runs_on_is_no_offer(other):
     ],
 )
 def test_a_taint_that_our_pods_bear_keeps_no_offer_off(spec):
-    """Of GPU nodes, and one that only prefers (D13)."""
+    """Of GPU nodes, and one that only prefers."""
     assert len(node_pools([node(spec=spec)])) == 1
 
 

@@ -94,7 +94,7 @@ def test_files_are_kept_as_git_keeps_them(tmp_path, tmp_path_factory, text, arri
 
 
 def test_the_deepest_file_decides(tmp_path, tmp_path_factory):
-    """And within one file the last pattern (E)."""
+    """And within one file the last pattern."""
     folder = repository(
         tmp_path,
         root="*.bin\n*.log\n",
@@ -151,7 +151,7 @@ def test_a_link_in_place_of_an_ignore_file_is_not_read(tmp_path, tmp_path_factor
 
 
 def test_an_index_that_cannot_be_read_keeps_nothing_back(tmp_path, tmp_path_factory):
-    """The patterns alone count then (E)."""
+    """The patterns alone count then."""
     folder = repository(tmp_path, root="lib/\n")
     for data in (b"", b"DIRC", b"DIRC\0\0\0\2\0\0\0\5" + b"x" * 50, b"DIRC\0\0\0\4\0\0\0\1" + b"\xff" * 200):
         (folder / ".git/index").write_bytes(data)

@@ -387,7 +387,7 @@ def test_a_gpu_is_known_however_its_words_are_separated(name, known):
 
 
 def test_a_misspelt_gpu_is_still_refused():
-    """The numbers agree and the letters do not (F12)."""
+    """The numbers agree and the letters do not."""
     for name, near in (("A100-80G", "A100-80GB"), ("A10H", "A10"), ("RTX6000Ade", "RTX6000Ada")):
         with pytest.raises(ValueError, match=f"is not known; write {near}$"):
             resolve(name)

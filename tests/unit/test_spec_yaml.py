@@ -164,7 +164,7 @@ def test_a_template_without_quotes_says_so(text, line):
 
 @pytest.mark.parametrize("text", ["a: '{{ x }}' b", 'a: "b {{ x }}" c', "a: [1, # {{ x }}\n", "? [a]\n: x"])
 def test_a_fault_beside_a_quoted_template_is_what_it_is(text):
-    """The quotes are there (F12)."""
+    """The quotes are there."""
     faults = Faults()
 
     read_text(text, faults)
