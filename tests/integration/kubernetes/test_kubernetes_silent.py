@@ -1,0 +1,159 @@
+"""Nodes that fall silent, come back, or lose a pod by force: of each node one pod speaks, and one trains."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.kubernetes import PODS
+from integration.kubernetes.rig import KEY, eventually
+
+from envscaler_airflow.backends.kubernetes.seen import index_of
+from envscaler_airflow.controller.request import request_move
+from envscaler_airflow.controller.stage import Wake
+from envscaler_airflow.controller.watch import read_status
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.protocol import Ended, Progress, Status, status_name
+from envscaler_airflow.store import for_run
+from envscaler_airflow.store.claims import Claim, take_claim
+
+SILENT_S = 50 + 60 + 30 + 240
+"""From the last heartbeat until the pod is overdue by more than three minutes."""
+QUIET = {0: 200.0}
+
+
+def claims(run, pod):
+    """What the sidecar of *pod* does first: its claim's number."""
+    claim = Claim(uid=pod["metadata"]["uid"])
+    return take_claim(for_run(run.store, KEY.prefix), claim, generation=1, attempt=1, node=index_of(pod))
+
+
+def reports(run, pod, claim, *, sequence=1, step=10, ended=None):
+    """What it does every 15 s."""
+    status = Status(
+        generation=1,
+        attempt=1,
+        node=index_of(pod),
+        claim=claim,
+        sequence=sequence,
+        phase="ended" if ended else "running",
+        progress=Progress(step=step, total_steps=1000),
+        start_step=0,
+        ended=ended,
+    )
+    run.store.write(f"{KEY.prefix}/{status_name(1, 1, index_of(pod), claim)}", status.to_json())
+
+
+def running_pods(cluster):
+    """Pods in phase Running, by node of the attempt."""
+    found = {}
+    for pod in cluster.list(PODS, "default"):
+        if pod["status"].get("phase") == "Running":
+            found.setdefault(index_of(pod), []).append(pod)
+    return found
+
+
+@pytest.fixture
+def begun(cluster, stage):
+    """A stage on node-0 whose pod has claimed and reported; a second machine is free."""
+
+    def make(**spec):
+        run = stage(checkpoint={"every": "10m"}, **spec)
+        run.begin()
+        cluster.add_node("node-1")
+        [[first]] = running_pods(cluster).values()
+        reports(run, first, claims(run, first))
+        return run, first
+
+    return make
+
+
+def test_a_node_that_comes_back_after_its_pod_was_replaced_trains_no_more(cluster, begun):
+    """Its containers went on meanwhile; what they wrote late is void, and the kubelet ends them (D1)."""
+    run, first = begun()
+    cluster.node("node-0").silence()
+    cluster.advance(SILENT_S)
+    run.owner.resume(Wake("status", quiet_s=QUIET))
+    cluster.advance(60)
+    [second] = running_pods(cluster)[0]
+    reports(run, second, claims(run, second), step=20)
+
+    reports(run, first, 1, sequence=9, step=900, ended=Ended(reason="succeeded", exit_code=0))
+    run.owner.resume(Wake("status"))
+    cluster.node("node-0").revive()
+    cluster.advance(60)
+    run.owner.resume(Wake("status"))
+
+    said = read_status(run.store, KEY.prefix, attempt=(1, 1), node=0)
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    assert (said.claim, said.progress.step) == (2, 20)
+    assert (run.state.status, run.state.live.number) == ("active", 1)
+    assert [pod["metadata"]["uid"] for pod in running_pods(cluster)[0]] == [second["metadata"]["uid"]]
+    eventually(lambda: list(cluster.kubelets["node-0"].runs), lambda left: left == [])
+    assert claims(run, first) == 1  # its sidecar finds its own claim again, and a higher one
+
+
+def test_after_a_pod_was_deleted_by_force_one_trains(cluster, begun):
+    """On a machine that answers the old one is killed, and the stage goes on in one other pod (D1)."""
+    run, first = begun()
+
+    cluster.pod("").delete(0)
+    cluster.advance(60)
+
+    run.goes_on(lambda _state: running_pods(cluster))
+    cluster.advance(60)
+    [[second]] = running_pods(cluster).values()
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    assert run.state.status == "active"
+    assert second["metadata"]["name"].startswith(run.handle.name)
+
+
+def test_a_pod_that_is_deleted_by_force_on_a_silent_node_stays_while_it_reports(cluster, begun):
+    """A forced delete says nothing of its containers: it is replaced once the store is quiet too (D1)."""
+    run, first = begun()
+    cluster.node("node-0").silence()
+    cluster.advance(60)
+    cluster.pod("").delete(0)
+    cluster.advance(SILENT_S)
+
+    for sequence in range(2, 5):
+        reports(run, first, 1, sequence=sequence)
+        run.owner.resume(Wake("status"))
+        cluster.advance(15)
+    before = running_pods(cluster)[0]
+    run.owner.resume(Wake("status", quiet_s=QUIET))
+    cluster.advance(60)
+
+    after = running_pods(cluster)[0]
+    assert [pod["metadata"]["uid"] for pod in before] == [first["metadata"]["uid"]]
+    assert len(after) == 1
+    assert after[0]["metadata"]["uid"] != first["metadata"]["uid"]
+    assert (run.state.status, run.state.live.number) == ("active", 1)
+
+
+def test_an_elastic_stage_grows_beside_a_silent_node_without_a_second_pod_of_it(cluster, begun):
+    """Two nodes more while the first one's kubelet is dead and its containers train on: one pod each (D1)."""
+    run, first = begun(
+        num_nodes={"min": 1, "max": 1},
+        scaling={"min_nodes": 1, "max_nodes": 3},
+        distributed={"launcher": "torchrun", "elastic": True},
+    )
+    cluster.node("node-0").silence()
+    cluster.advance(SILENT_S)
+    reports(run, first, 1, sequence=2)
+    target = Allocation(run.state.live.allocation.offer, 3)
+    because = {"reason": "test", "forced": True}
+    request_move(run.store, KEY.prefix, target=target, from_attempt=(1, 1), because=because)
+
+    for sequence in range(3, 8):
+        reports(run, first, 1, sequence=sequence)
+        run.owner.resume(Wake("request"))
+        cluster.advance(15)
+
+    before = running_pods(cluster)
+    cluster.node("node-0").revive()
+    cluster.advance(60)
+    state = run.goes_on(lambda state: state.live.change is None)
+
+    assert {node: len(pods) for node, pods in before.items()} == {0: 1, 1: 1, 2: 1}
+    assert before[0][0]["metadata"]["uid"] == first["metadata"]["uid"]
+    assert (state.live.number, state.live.allocation.nodes) == (1, 3)
+    assert {node: len(pods) for node, pods in running_pods(cluster).items()} == {0: 1, 1: 1, 2: 1}
