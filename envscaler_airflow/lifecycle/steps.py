@@ -25,6 +25,10 @@ seconds, a lasting one six starts an hour."""
 OOM_MEMORY_FACTOR = 1.5
 """Memory of the next attempt after an out-of-memory, times the last. Chosen: three rises triple it."""
 
+WORTH_A_START = 0.1
+"""Share of a budget that is left for which another attempt starts after a machine's own deadline. Chosen: for
+less a start and its last checkpoint would take most of it."""
+
 _HOPELESS = {
     "image": "its image is not available",
     "refused": "the cluster refuses it",
@@ -402,7 +406,7 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     memory = _raised_memory(facts) if is_full else _still_fits(last, target)
     if is_full and memory is None:
         return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
-    if last.outcome == "deadline-exceeded":
+    if last.outcome == "deadline-exceeded" and not _has_money_left(state, facts):
         return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
     failure = _hopeless(counted, facts)
     if failure is not None:
@@ -412,6 +416,16 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     detail = last.ended.get("detail")
     reason = f"after: {last.outcome}" + (f" ({detail})" if detail else "")
     return Action("start", reason=reason, target=target, memory_bytes=memory)
+
+
+def _has_money_left(state: RunState, facts: Facts) -> bool:
+    """True when the machine's own deadline, which counts from its start, came before the money was spent.
+
+    It waited unbilled, or had fewer nodes for a while. A deadline of the stage may be what ended it, too.
+    """
+    if facts.budget_usd is None or facts.spent_usd is None or state.begun.get("deadline_s") is not None:
+        return False
+    return facts.budget_usd - facts.spent_usd >= WORTH_A_START * facts.budget_usd
 
 
 def _next_allocation(last: AttemptState) -> Allocation | None:

@@ -256,6 +256,26 @@ class TestHopeless:
 
         assert (got.kind, got.reason) == ("fail", "deadline-exceeded at the machine's own deadline")
 
+    @pytest.mark.parametrize(
+        ("spent_usd", "deadline_s", "kind"),
+        [
+            (5.0, None, "start"),
+            (9.0, None, "start"),
+            (9.1, None, "fail"),
+            (None, None, "fail"),
+            (5.0, 60.0, "fail"),
+        ],
+    )
+    def test_a_machine_whose_deadline_came_before_its_money_was_spent_is_replaced(
+        self, spent_usd, deadline_s, kind
+    ):
+        """It waited unbilled, or had fewer nodes for a while: a budget of $10 is not spent (A6)."""
+        start = ("generation", {"generation": 1, "spec_hash": "A", "deadline_s": deadline_s})
+        ended_late = life("deadline-exceeded", step=9, start_step=0, checkpoint_step=9)
+        facts = Facts(budget_usd=10.0, spent_usd=spent_usd, backoff_is_over=True)
+
+        assert next_action(run(start, *ended_late), facts).kind == kind
+
     def test_the_same_user_error_at_the_same_step_fails_the_second_time(self):
         """Once may be chance; twice at step 70 is the code."""
         one = life("failed", 1, exit_code=1, step=70, start_step=0, checkpoint_step=50)
