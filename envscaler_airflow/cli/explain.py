@@ -21,12 +21,13 @@ from envscaler_airflow.store.decisions import read_decisions
 def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
     """Say why the policy of RUN kept or moved it, with the numbers."""
     found = list(read_decisions(store, find_run(store, run)))
+    if not found:
+        why = "no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet"
+        click.echo(why, err=as_json)
+        return
     if as_json:
         for check, times in found:
             click.echo(json.dumps({"times": times, **check.to_dict()}))
-        return
-    if not found:
-        click.echo("no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet")
         return
     if is_all:
         for check, times in found:

@@ -6,6 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
+from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.store import EventLog, open_store
 
 SPEC = """version: v1
 name: toy
@@ -113,3 +115,15 @@ def test_init_says_where_the_next_command_is_typed(shell):
     """In the folder that it made, the one it names (F)."""
     assert "next: cd 'a b', then envscaler validate, then envscaler run" in shell("init", "a b")[1]
     assert "next: envscaler validate" in shell("init", "--force", ".")[1]
+
+
+def test_explain_without_a_check_says_so_as_json_too(shell, tmp_path):
+    """Nothing was printed at all (F6)."""
+    log = EventLog(open_store(f"file://{tmp_path}/store"), "d/shell/one/toy/-1")
+    log.append(0, "generation", {"generation": 1, "spec_hash": "0", "reason": "first"}, actor=Actor("t"))
+
+    for words in ((), ("--json",)):
+        assert (
+            "no scaling check is recorded: the stage has no ScalingSensor"
+            in shell("explain", "one", *words)[1]
+        )
