@@ -20,7 +20,7 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -57,6 +57,9 @@ MAX_BYTES = 256 << 20
 """Largest archive, unpacked bytes. Chosen: code, not data; data belongs in volumes."""
 MAX_FILES = 50_000
 """Most entries of an archive. Chosen: ten times a large monorepo's Python package."""
+_TRIES = 3
+"""Times that a folder is packed while files vanish from it. Chosen: an editor or a log rotation is done by
+then; a retry that goes on with a running attempt must not fail for a temporary file."""
 _LEVEL = 6  # zstd level; chosen: source text packs in well under a second
 
 
@@ -112,10 +115,18 @@ def pack_workdir(
             f"workdir: {folder} is the run store itself, which each run changes; put the store into a folder "
             "of its own"
         )
+    for _ in range(_TRIES - 1):
+        with suppress(_ChangedError):
+            return _packed(folder, left_out, max_bytes=max_bytes, scratch=scratch)
+    return _packed(folder, left_out, max_bytes=max_bytes, scratch=scratch)
+
+
+def _packed(folder: Path, store: Path | None, *, max_bytes: int, scratch: Path | None) -> Archive:
+    root = folder.resolve()
     try:
-        entries = sorted(_below(root, "", _rules_above(root), left_out), key=lambda item: item.path)
+        entries = sorted(_below(root, "", _rules_above(root), store), key=lambda item: item.path)
     except OSError as err:
-        raise SpecError(_unreadable(folder, err)) from err
+        raise _unreadable(folder, err) from err
     total = sum(item.size for item in entries)
     if total > max_bytes or len(entries) > MAX_FILES:
         raise SpecError(_too_large(folder, entries, total, max_bytes))
@@ -130,9 +141,16 @@ def pack_workdir(
     return Archive(path, digest, path.stat().st_size, unpacked, len(entries))
 
 
-def _unreadable(path: Path, err: OSError) -> str:
+class _ChangedError(SpecError):
+    """A file vanished or shrank between the look at the folder and its packing."""
+
+
+def _unreadable(path: Path, err: OSError) -> SpecError:
     which, why = err.filename or path, err.strerror or err
-    return f"workdir: {which} cannot be read: {why}; let the stage's user read it, or name it in .gitignore"
+    kind = _ChangedError if isinstance(err, FileNotFoundError) else SpecError
+    return kind(
+        f"workdir: {which} cannot be read: {why}; let the stage's user read it, or name it in .gitignore"
+    )
 
 
 def _too_large(folder: Path, entries: list[_Entry], total: int, max_bytes: int) -> str:
@@ -181,13 +199,13 @@ def _add(tar: tarfile.TarFile, root: Root, item: _Entry) -> None:
     except CheckpointError as err:
         raise SpecError(f"workdir: {err}") from err
     except OSError as err:
-        raise SpecError(_unreadable(item.source, err)) from err
+        raise _unreadable(item.source, err) from err
     with opened as stream:
         info.size = os.fstat(stream.fileno()).st_size
         try:
             tar.addfile(info, stream)
         except OSError as err:
-            raise SpecError(f"workdir: {item.path} changed while it was packed: {err}") from err
+            raise _ChangedError(f"workdir: {item.path} changed while it was packed: {err}") from err
 
 
 @dataclass(frozen=True, slots=True)

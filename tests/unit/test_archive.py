@@ -11,6 +11,7 @@ import zstandard
 
 from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.store.archive import pack_workdir, unpack
+from envscaler_airflow.store.root import Root
 
 
 def make(folder, files):
@@ -272,3 +273,19 @@ def test_a_store_that_is_the_workdir_itself_is_refused(tmp_path):
 
     with pytest.raises(SpecError, match="the run store itself"):
         pack_workdir(folder, store=folder, scratch=tmp_path)
+
+
+def test_a_file_that_vanishes_meanwhile_fails_no_retry_of_a_running_stage(tmp_path, monkeypatch):
+    """A log that is rotated, an editor's temporary file: the folder is looked at once more."""
+    folder = make(tmp_path / "work", {"a": "x", "b.tmp": "y"})
+    open_file = Root.open_file
+
+    def opened(root, name):
+        (folder / "b.tmp").unlink(missing_ok=True)
+        return open_file(root, name)
+
+    monkeypatch.setattr(Root, "open_file", opened)
+    packed = pack_workdir(folder, scratch=tmp_path)
+
+    assert packed.files == 1
+    assert [path.name for path in tmp_path.glob("*.tar.zst")] == [packed.path.name]
