@@ -149,6 +149,26 @@ def test_a_pod_with_a_lower_claim_publishes_nothing_and_ends(bench, store, tmp_p
     )
 
 
+def test_a_checkpoint_does_not_count_once_another_pod_came_during_its_upload(bench, store):
+    """Claims are read again before the manifest, which alone makes it a checkpoint (D1)."""
+    bench.restarted()
+    bench.heard()
+    claim(store, "old")
+    bench.session_saves(NAME, step=300)
+    put_file = store._store.put_file
+
+    def slow(name, source):
+        put_file(name, source)
+        claim(store, "new")
+
+    store._store.put_file = slow
+
+    assert Checkpoints(bench.site, 3).step()
+
+    assert complete_checkpoints(store, 1) == ()
+    assert "another pod has claimed this node" in bench.site.messages.text()
+
+
 def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench, store, tmp_path):
     """Claims are read again before the manifest: the files that are up count for nothing (D1)."""
     path = tmp_path / "model"
