@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 # Most integration tests wait for processes of their own, so a little more than the cores are kept busy.
 JOBS ?= 3
+# How many real Airflows share the files of e2e. Chosen: one waits most of the time, for its own intervals and
+# for a free CPU share, and each has shares of its own.
+AIRFLOWS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo lint types contracts format bench wheel clean
@@ -37,8 +40,8 @@ test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
-e2e: venv  ## Run the rest against one real Airflow (25 minutes on 2 cores).
-	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
+e2e: venv  ## Run the rest against real Airflows, two at a time (one alone takes 25 minutes on 2 cores).
+	$(BIN)/python -m pytest -n $(AIRFLOWS) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
 	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)

@@ -1,4 +1,4 @@
-"""One real Airflow for all e2e tests of the session, and what the tests ask of a run in it."""
+"""One real Airflow for all e2e tests of a worker, and what the tests ask of a run in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +100,12 @@ def airflow(
         "AIRFLOW_CONN_CANARY": f"generic://someone:{CANARIES['connection']}@nowhere",
         "AIRFLOW_VAR_CANARY_JSON": json.dumps({"token": CANARIES["variable"]}),
     }
-    # A killed worker is noticed sooner than with the services' own setting: many tests wait for that.
-    config = {"scheduler": {"task_instance_heartbeat_timeout": "12"}}
+    config = {
+        # A killed worker is noticed sooner than with the services' own setting: many tests wait for that.
+        "scheduler": {"task_instance_heartbeat_timeout": "12"},
+        # No test edits a DAG file, so each is parsed once. Chosen: longer than the tests of a worker take.
+        "dag_processor": {"min_file_process_interval": "3600"},
+    }
     with AirflowServices(home, DAGS, given, config=config) as services:
         yield services
 
@@ -319,6 +323,16 @@ def begin(
     starter.end()
 
 
+@pytest.fixture(scope="session")
+def finished(
+    airflow: AirflowServices, cluster: Cluster, gates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """A stage of one step that has succeeded, for tests that only look at one."""
+    run = Starter(airflow, cluster, gates, tmp_path_factory.mktemp("finished"), "finished")("stage", steps=1)
+    assert run.wait_end() == "success"
+    return run
+
+
 @pytest.fixture(scope="module")
 def crowd(
     airflow: AirflowServices,
@@ -327,7 +341,7 @@ def crowd(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[dict[str, Future[None]]]:
-    """The selected scenarios of the module, two at a time: each holds one of two CPUs, and mostly waits."""
+    """The selected scenarios of the module, ``SCENARIOS.at_once`` of them at a time."""
 
     def play(name: str, scenario: Callable[[Starter], None]) -> None:
         starter = Starter(airflow, cluster, gates, tmp_path_factory.mktemp("scenario"), name)
@@ -338,6 +352,6 @@ def crowd(
 
     selected = {item.name for item in request.session.items}
     scenarios = {name: call for name, call in request.module.SCENARIOS.items() if name in selected}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(request.module.SCENARIOS.at_once) as pool:
         yield {name: pool.submit(play, name, call) for name, call in scenarios.items()}
         pool.shutdown(cancel_futures=True)

@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 
 class Scenarios(dict[str, Callable]):
-    """Those of a module, by the name of their test; the fixture ``crowd`` plays them."""
+    """Those of a module, by the name of their test; the fixture ``crowd`` plays them.
+
+    Args:
+        at_once: How many play at the same time. Two stages of one CPU each fit on a machine of two; pods of
+            the fake cluster are not counted there.
+    """
+
+    def __init__(self, at_once: int = 2) -> None:
+        """Begin with none."""
+        super().__init__()
+        self.at_once = at_once
 
     def together(self, scenario: Callable) -> Callable:
         """A test that waits for *scenario*, which plays beside others."""

@@ -9,7 +9,7 @@ from fakes.kubernetes import Cluster
 
 LONG = 600
 """Steps that no test waits for."""
-SCENARIOS = Scenarios()
+SCENARIOS = Scenarios(at_once=3)
 together = SCENARIOS.together
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import httpx
@@ -20,6 +21,9 @@ from selenium.webdriver.support import expected_conditions as until
 from selenium.webdriver.support.ui import WebDriverWait
 
 from envscaler_airflow.testing.airflow_services import AirflowServices
+
+if TYPE_CHECKING:
+    from e2e.conftest import Run
 
 PICTURE = os.environ.get("ENVSCALER_PICTURE")
 FLAGS = (
@@ -51,7 +55,7 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
 class Tab:
     """The tab of one task instance."""
 
-    def __init__(self, browser: webdriver.Chrome, run: object) -> None:
+    def __init__(self, browser: webdriver.Chrome, run: Run) -> None:
         """Open the task instance as a person does, and its tab."""
         self.browser = browser
         self.wait = WebDriverWait(browser, 60)
@@ -96,11 +100,10 @@ def test_a_person_follows_a_stage_to_its_end(browser: webdriver.Chrome, begin: C
         browser.save_screenshot(PICTURE)
 
 
-def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, begin: Callable):
+def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, finished: Run):
     """By what the browser prefers."""
-    run = begin("stage", steps=1)
-    run.wait_end()
-    address = f"{run.airflow.url}/envscaler/dags/stage/training?run_id={quote(run.run_id)}&task_id=train"
+    query = f"run_id={quote(finished.run_id)}&task_id=train"
+    address = f"{finished.airflow.url}/envscaler/dags/stage/training?{query}"
     seen = []
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -111,13 +114,11 @@ def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, begin: 
     assert seen == ["rgba(255, 255, 255, 1)", "rgba(18, 22, 29, 1)"]
 
 
-def test_a_task_that_does_not_train_says_so(begin: Callable):
+def test_a_task_that_does_not_train_says_so(finished: Run):
     """Every task has the tab; one that is no stage has no run."""
-    run = begin("stage", steps=1)
-    run.wait_end()
+    address = f"{finished.airflow.url}/envscaler/dags/stage/training"
 
-    address = f"{run.airflow.url}/envscaler/dags/stage/training"
-    answer = httpx.get(address, params={"run_id": run.run_id, "task_id": "other"})
+    answer = httpx.get(address, params={"run_id": finished.run_id, "task_id": "other"})
 
     assert answer.status_code == 404
     assert "No training has begun here" in answer.text

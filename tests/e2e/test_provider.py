@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from envscaler_airflow.testing.airflow_services import AirflowServices
+
+if TYPE_CHECKING:
+    from e2e.conftest import Run
 
 
 def test_airflow_lists_provider_and_plugin(airflow: AirflowServices):
@@ -38,12 +41,10 @@ def test_a_store_connection_can_be_tested_from_the_ui(airflow: AirflowServices):
     assert "not an absolute path" in bad["message"]
 
 
-def test_a_stage_links_to_its_folder_in_the_store(begin: Callable):
+def test_a_stage_links_to_its_folder_in_the_store(finished: Run):
     """Once its first slice has opened it."""
-    run = begin("stage", steps=1)
-    run.wait_end()
+    path = f"/dags/{finished.dag_id}/dagRuns/{finished.run_id}/taskInstances/train/links"
 
-    path = f"/dags/{run.dag_id}/dagRuns/{run.run_id}/taskInstances/train/links"
-    links = run.airflow.call("GET", path)["extra_links"]
+    links = finished.airflow.call("GET", path)["extra_links"]
 
-    assert links["Run store"] == run.store.uri(run.key.prefix)
+    assert links["Run store"] == finished.store.uri(finished.key.prefix)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from e2e.crowds import Scenarios
 
+SCENARIOS = Scenarios()
+together = SCENARIOS.together
+
+
+@together
 def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     """It asks, the owner accepts and moves; no step is lost or made twice, and the summary says so.
 
@@ -28,6 +34,7 @@ def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     run.check()
 
 
+@together
 def test_the_sensor_succeeds_though_the_stage_failed(begin: Callable):
     """The stage's last lines and exit code are in its own log; the sensor tells how it ended."""
     run = begin("scaled", steps=20, fail_at=3)
@@ -43,6 +50,7 @@ def test_the_sensor_succeeds_though_the_stage_failed(begin: Callable):
     run.check()
 
 
+@together
 def test_the_sensor_is_skipped_when_the_stage_never_ran(begin: Callable):
     """The stage was skipped without a run; the sensor found it in its own TaskGroup."""
     run = begin("never")

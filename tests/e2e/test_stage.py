@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from e2e.crowds import Scenarios
+
 from envscaler_airflow.controller.request import request_move
-from envscaler_airflow.testing.airflow_services import AirflowServices
+
+SCENARIOS = Scenarios()
+together = SCENARIOS.together
 
 
-def test_a_stage_succeeds_and_hands_its_outputs_over(airflow: AirflowServices):
-    """XCom holds the outputs by name and the report; the task log holds what the training printed, once."""
-    run_id = airflow.trigger_dag("stage", conf={"steps": 20})
+@together
+def test_a_stage_succeeds_and_hands_its_outputs_over(begin: Callable):
+    """XCom holds the outputs by name and the report; the task log holds what the training printed, once.
 
-    state = airflow.wait_for_run("stage", run_id)
+    *Rendered Templates* shows every parameter that the run was made with, defaults too (F14).
+    """
+    run = begin("stage", steps=20)
 
-    log = airflow.logs("stage", run_id, "train")
-    result = airflow.xcom("stage", run_id, "train")
+    state = run.wait_end()
+
+    log = run.airflow.logs("stage", run.run_id, "train")
+    result = run.airflow.xcom("stage", run.run_id, "train")
+    rendered = run.airflow.task("stage", run.run_id, "train")["rendered_fields"]
     assert state == "success"
-    assert airflow.xcom("stage", run_id, "train", "result") == result["outputs"]["result"]
+    assert rendered["parameters"] == {
+        "steps": 20,
+        "pause": 0.2,
+        "fail_at": 0,
+        "save_every": 5,
+        "ledger": str(run.ledger),
+    }
+    assert run.airflow.xcom("stage", run.run_id, "train", "result") == result["outputs"]["result"]
     assert [line for line in log if line == "counted"] == ["counted"]
     assert [line for line in log if line.startswith("step ")] == [f"step {n} done" for n in range(1, 21)]
     assert f"the stage succeeded; output result: {result['outputs']['result']}" in log
@@ -23,7 +41,8 @@ def test_a_stage_succeeds_and_hands_its_outputs_over(airflow: AirflowServices):
     assert not any("event=" in line or "run=" in line for line in log)
 
 
-def test_the_task_log_holds_every_line_over_five_deferrals(begin):
+@together
+def test_the_task_log_holds_every_line_over_five_deferrals(begin: Callable):
     """Airflow drops a trigger's log at the next deferral; the task's log has all 150 lines once (F1)."""
     run = begin("stage", steps=150, pause=0.4)
     for deferral in range(5):
