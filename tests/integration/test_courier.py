@@ -218,8 +218,8 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     status = second.status()
     assert (status.phase, status.start_step, status.restored_from) == ("ended", 10, good)
     assert [line.partition(":")[0] for line in status.rejected] == [torn]
-    assert folders.verify(store, "outputs/g1-a1-c1/model").files[0].path == "weights"
-    assert status.outputs == {"model": f"{url}/{PREFIX}/outputs/g1-a1-c1/model"}
+    assert folders.verify(store, "outputs/g1-a2-c1/model").files[0].path == "weights"
+    assert status.outputs == {"model": f"{url}/{PREFIX}/outputs/g1-a2-c1/model"}
 
 
 def test_killed_again_and_again(nodes, tmp_path):
