@@ -10,10 +10,10 @@ SCENARIOS = Scenarios()
 together = SCENARIOS.together
 
 
-@together
 def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     """It asks, the owner accepts and moves; no step is lost or made twice, and the summary says so.
 
+    Alone, before the crowd begins: the faster offer is all of a machine of two CPUs.
     The owner may refuse at first: it judges on fresh facts, and just then the stage may be saving.
     """
     run = begin("scaled", steps=560, pause=0.25)
