@@ -122,9 +122,8 @@ class _Cancel:
         return load_state(self.store, self.prefix)
 
     def _backend_of(self, state: RunState) -> Backend:
-        """The backend of the live attempt, where its last shell reached it; else the local one."""
-        handle = state.live.handle if state.live is not None else None
-        if handle is not None and handle.get("backend") == "kubernetes":
+        """The backend of the live attempt, also of an intended one, where its last shell reached it."""
+        if state.live is not None and state.live.allocation.offer.cloud == "kubernetes":
             return create_backend("kubernetes", settings_of(None, {}) | address_of(self.store, self.prefix))
         return shell_backend()
 

@@ -1,0 +1,31 @@
+"""Where a shell that stops an orphaned run looks for its machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.run_events import SMALL, begun, intended, run, started
+
+from envscaler_airflow.cli import cancel
+from envscaler_airflow.store.file import FileStore
+
+ON_CLUSTER = replace(SMALL, offer=replace(SMALL.offer, cloud="kubernetes"))
+
+
+@pytest.mark.parametrize(
+    ("events", "name"),
+    [
+        ([begun(), intended(allocation=ON_CLUSTER)], "kubernetes"),
+        ([begun(), intended(allocation=ON_CLUSTER), started()], "kubernetes"),
+        ([begun(), intended()], "local"),
+        ([begun()], "local"),
+    ],
+)
+def test_the_machines_of_an_intent_are_looked_for_where_it_was_to_start(tmp_path, monkeypatch, events, name):
+    """Its owner may have started it and died before it could record that (A4)."""
+    monkeypatch.setattr(cancel, "create_backend", lambda kind, _settings: kind)
+    monkeypatch.setattr(cancel, "shell_backend", lambda: "local")
+    asked = cancel._Cancel(FileStore(tmp_path), "shell/shell/one/train/-1", print)
+
+    assert asked._backend_of(run(*events)) == name
