@@ -385,7 +385,7 @@ def test_a_sensor_of_no_stage_fails_where_the_dag_file_is_parsed(monkeypatch, tm
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_templates_outputs_and_registry_are_left_to_the_run(monkeypatch, tmp_path):
-    """What only a run knows is not refused before (F7)."""
+    """What only a run knows is not refused before."""
     first = "a = EnvStageOperator(task_id='a', spec='registry://team/base@1', budget_usd='{{ 3 }}')"
     second = (
         "EnvStageOperator(task_id='b', spec='{{ params.x }}', deadline=a.output['d'], strategy='{{ 1 }}')"
@@ -397,7 +397,7 @@ def test_templates_outputs_and_registry_are_left_to_the_run(monkeypatch, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_a_worker_goes_on_with_a_dag_file_that_was_edited_into_nonsense(monkeypatch, tmp_path):
-    """A stage that trains keeps what its generation began with; the scheduler reports the fault (F7)."""
+    """A stage that trains keeps what its generation began with; the scheduler reports the fault."""
     text = "EnvStageOperator(task_id='train', spec='gone.yaml', strategy='fast')"
 
     assert parsed(monkeypatch, tmp_path, text, task="train") == ""

@@ -75,7 +75,7 @@ def test_a_machine_with_gpus_makes_them_usable_before_it_runs():
 
 @pytest.mark.parametrize("gpu", [None, {"count": 8, "type": ["MI300X"]}, {"count": 1, "vendor": "intel"}])
 def test_a_machine_without_nvidia_s_gpus_gets_no_driver_of_theirs(gpu):
-    """CPUs alone, and AMD's, whose driver is the image's (F12)."""
+    """CPUs alone, and AMD's, whose driver is the image's."""
     data = user_data(gpu)
 
     assert all("gpu.sh" not in item["path"] for item in data["write_files"])
