@@ -116,6 +116,7 @@ class _Cancel:
             backend,
             Voice(to_stderr=True),
             actor,
+            shows_training=False,
         )
         with suppress(StoppedError, RunFailedError):
             owner.go_on()

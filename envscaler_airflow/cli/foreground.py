@@ -108,6 +108,7 @@ class Foreground:
         store, key, stage, backend: Of the run.
         voice: Where it speaks.
         actor: Who owns it.
+        shows_training: False where what the training prints is not asked for.
     """
 
     store: Store
@@ -116,6 +117,7 @@ class Foreground:
     backend: Backend
     voice: Voice
     actor: Actor
+    shows_training: bool = True
     _holder: Holder = field(init=False)
     _story: StageStory = field(init=False)
     _waiting: Waiting | None = field(init=False, default=None)
@@ -290,7 +292,7 @@ class Foreground:
 
     def _print_logs(self) -> None:
         watching = self._waiting.watching if self._waiting is not None else None
-        if watching is None or not watching.attempt:
+        if watching is None or not watching.attempt or not self.shows_training:
             return
         for node in range(watching.nodes):
             key = (watching.generation, watching.attempt, node)

@@ -109,6 +109,30 @@ def test_a_status_says_how_far_a_restore_is(node, halfway):
     assert status.phase == "restoring"
 
 
+def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monkeypatch):
+    """The upload's thread is done between two instructions of the other one (F6)."""
+    seen = []
+
+    class Ends(type(bench.site)):
+        """A site whose transfer is over once it was looked at."""
+
+        @property
+        def _transfer(self):
+            seen.append(1)
+            return ("uploading", "checkpoint 440", Moved()) if len(seen) == 1 else None
+
+        @_transfer.setter
+        def _transfer(self, value):
+            """Nothing is kept."""
+
+    site = Ends(
+        **{name: getattr(bench.site, name) for name in ("exchange", "store", "who", "layout", "memory")}
+    )
+
+    assert site.transferring() is None
+    assert len(seen) == 1
+
+
 def test_what_a_training_says_of_transfers_is_not_passed_on(node):
     """It moves nothing; the sidecar alone knows (F6)."""
     begin(node)
