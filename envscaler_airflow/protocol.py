@@ -48,6 +48,7 @@ HEALTHS = ("ok", "stalled")
 _MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float has room
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
+_MAX_TIME_NS = 1 << 62  # in the year 2116; chosen: every file system takes it
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _UNSAFE = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
 _MANIFEST = re.compile(r"manifest-c(\d{1,9})\.json\Z")
@@ -514,6 +515,8 @@ class ManifestFile(Message):
         sha256: 64 lower-case hex digits.
         node: Node that uploaded it.
         claim: Under which claim to it; 0 in a folder without parts, such as an output.
+        mtime_ns: When it was modified, by its machine: the order of saves, by which code finds the last one.
+            0 where that is unknown.
     """
 
     path: str = ""
@@ -521,6 +524,7 @@ class ManifestFile(Message):
     sha256: str = ""
     node: int = 0
     claim: int = 0
+    mtime_ns: int = 0
 
     def __post_init__(self) -> None:
         """Refuse paths that leave the folder and hashes of the wrong form."""
@@ -528,6 +532,8 @@ class ManifestFile(Message):
             raise ValueError(f"path {self.path!r:.200} is not a plain relative path")
         if self.size < 0 or self.node < 0 or self.claim < 0:
             raise ValueError(f"size must be >= 0, got {self.size}; node {self.node}, claim {self.claim}")
+        if not 0 <= self.mtime_ns < _MAX_TIME_NS:
+            raise ValueError(f"mtime_ns must be in 0..{_MAX_TIME_NS}, got {self.mtime_ns}")
         if not _SHA256.match(self.sha256):
             raise ValueError(f"sha256 must be 64 hex digits, got {self.sha256!r:.80}")
 

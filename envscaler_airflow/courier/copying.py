@@ -99,6 +99,8 @@ def _copy_one(stream: BufferedReader, item: TreeFile, target: Root, *, nobody_wr
     stream.seek(0)
     with target.landing(item.path) as new:
         shutil.copyfileobj(stream, new, COPY_BYTES)
+        new.flush()
+        os.utime(new.fileno(), ns=(item.mtime_ns, item.mtime_ns))
 
 
 def _link(stream: BufferedReader, target: Root, path: str) -> bool:

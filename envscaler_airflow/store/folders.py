@@ -18,6 +18,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -271,7 +272,8 @@ def _put_one(
     node, claim = by
     with item.open(shares_names=shares_names) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        found = ManifestFile(path=item.path, size=item.size, sha256=digest, node=node, claim=claim)
+        mtime_ns = max(item.mtime_ns, 0)  # one before 1970 is unknown
+        found = ManifestFile(item.path, item.size, digest, node=node, claim=claim, mtime_ns=mtime_ns)
         with moved.sending(stream, item.size):
             store.put_file(_name(prefix, found), stream)
         after = os.fstat(stream.fileno())
@@ -399,8 +401,8 @@ def fetch(
     """Lay the files of *manifest* out below *target*, as *node* gets them, each checked by size and sha256.
 
     Files that lie there already with the right hash are not fetched again, so a call that was cut
-    short can be repeated. *between* runs before each file and may raise. Nothing is written through a link
-    below *target*. *moved* counts the bytes.
+    short can be repeated. They keep the order in which they were modified. *between* runs before each file
+    and may raise. Nothing is written through a link below *target*. *moved* counts the bytes.
 
     Raises:
         CheckpointError: Missing, truncated, or of another hash; what was laid out is of no use.
@@ -413,12 +415,18 @@ def fetch(
     counted = moved or Moved()
     counted.begin(sum(item.size for item in manifest.files))
 
+    # Of a machine whose clock is ahead of this one's, all are moved back: what is saved next is newer.
+    newest_ns = max((item.mtime_ns for item in manifest.files), default=0)
+    ahead_ns = max(0, newest_ns - time.time_ns())
+
     def get(item: ManifestFile) -> None:
         try:
             if _is_good(root, item):
                 counted.add(item.size)
             else:
                 _fetch_one(store, prefix, item, root, counted)
+            if item.mtime_ns > ahead_ns:
+                root.set_mtime(item.path, item.mtime_ns - ahead_ns)
         except (ProtocolError, OSError) as err:
             if isinstance(err, OSError) and err.errno not in _NEVER_SAVED:
                 raise

@@ -265,7 +265,14 @@ class Root:
                 raise
             with source.open_file(path) as old, self.landing(path) as new:
                 shutil.copyfileobj(old, new, COPY_BYTES)
+                mtime_ns = os.fstat(old.fileno()).st_mtime_ns
+            self.set_mtime(path, mtime_ns)
             source.remove(path)
+
+    def set_mtime(self, path: str, mtime_ns: int) -> None:
+        """Let the file *path* have been modified then. Raises OSError, CheckpointError."""
+        with self.open_file(path) as stream:
+            os.utime(stream.fileno(), ns=(mtime_ns, mtime_ns))
 
     def symlink(self, path: str, target: str) -> None:
         """Make the new link *path*. Raises OSError."""

@@ -124,11 +124,11 @@ class Bench:
         (folder / "agent.json").write_text(json.dumps(facts))
         return folder
 
-    def in_store(self, name, files=None, **facts):
-        """A complete checkpoint in the store, of whatever attempt its name says."""
+    def in_store(self, name, files=None, *, source=None, **facts):
+        """A complete checkpoint in the store, of whatever attempt its name says; *source*: its folder."""
         generation, _, step, attempt = name.split("-")
-        folder = self.root / "made" / name
-        for path, data in (files or {"model.bin": name.encode()}).items():
+        folder = source or self.root / "made" / name
+        for path, data in ({"model.bin": name.encode()} if files is None else files).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(data)
         done = folders.upload(self.store, f"checkpoints/{name}", folders.walk(folder))

@@ -1,10 +1,13 @@
 """Which checkpoint a start begins from: found, verified, published, laid back."""
 
 import hashlib
+import os
 import threading
+import time
 
 import pytest
 
+from envscaler_airflow.courier import layouts, trees
 from envscaler_airflow.courier.restore import restore
 from envscaler_airflow.courier.setup import lay_out
 from envscaler_airflow.courier.site import SetupCancelledError
@@ -165,6 +168,33 @@ def test_links_of_a_snapshot_are_links_again(make_bench, tmp_path):
 
     assert {path: str((ours / path).readlink()) for path in links} == links
     assert (ours / "best/model.bin").read_bytes() == b"1"
+
+
+def test_files_keep_the_order_in_which_they_were_modified(make_bench, tmp_path):
+    """Code that goes on from the newest file finds it, and a mark is no older than its shards (C).
+
+    Also where the clock of the machine that saved them is an hour ahead of this one's.
+    """
+    ours = tmp_path / "ck"
+    bench = make_bench(layout={"checkpoint_path": str(ours)})
+    files = {"last.ckpt": b"2", "best.ckpt": b"1", "step-200/.metadata": b"m", "step-200/__0_0.distcp": b"s"}
+    bench.in_store(OLD, files, cooperative=False)
+    ahead = time.time_ns() + 3600 * 10**9
+    for count, path in enumerate(("best.ckpt", "step-200/__0_0.distcp", "step-200/.metadata", "last.ckpt")):
+        os.utime(bench.root / "made" / OLD / path, ns=(ahead + count, ahead + count))
+    bench.in_store(NEW, {}, source=bench.root / "made" / OLD, cooperative=False)
+
+    restore(bench.site, Control(candidates=(NEW,)))
+
+    found = {path: (ours / path).stat().st_mtime_ns for path in files}
+    assert sorted(found, key=found.get) == [
+        "best.ckpt",
+        "step-200/__0_0.distcp",
+        "step-200/.metadata",
+        "last.ckpt",
+    ]
+    assert max(found.values()) <= time.time_ns()
+    assert [unit.mark for unit in layouts.units(trees.look(ours)) if unit.kind == "distributed"] == [True]
 
 
 def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path):
