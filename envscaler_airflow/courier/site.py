@@ -104,9 +104,10 @@ class Site:
 
     def transferring(self) -> Transfer | None:
         """What is moved now; None for nothing, or while it is not known how much it is."""
-        if self._transfer is None:
+        current = self._transfer  # read once: another thread ends the transfer
+        if current is None:
             return None
-        doing, name, moved = self._transfer
+        doing, name, moved = current
         return None if not moved.total else Transfer(doing, name, moved.done, moved.total)
 
     def ended(self) -> Ended | None:

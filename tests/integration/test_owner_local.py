@@ -318,6 +318,7 @@ def test_a_run_whose_owner_was_killed_is_orphaned_and_cancel_stops_it(shell):
     assert listed["owner"].endswith(f":{owner.pid}")
     assert code == 0
     assert "no owner watches it" in output
+    assert "from step 0" not in output  # its log is not what was asked for
     assert shell.state().status == "stopped"
     assert shell.state().attempts[0].checkpoint_step >= 5
     assert shell.stage_processes() == []
