@@ -80,7 +80,9 @@ def _fingerprint(path: Path) -> str:
         try:
             stat = file.stat()
         except OSError as err:
-            raise SpecError(f"{file}: cannot be read: {err}") from err
+            raise SpecError(
+                f"{file}: cannot be read ({err.strerror}); write the path of a CSV table or folder"
+            ) from err
         seen.append(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}")
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:20]
 

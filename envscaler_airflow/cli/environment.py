@@ -125,6 +125,8 @@ def find_lock(text: str, store: Store) -> Lock:
     Raises:
         SpecError: There is none.
     """
+    if text.endswith(".json") and not Path(text).is_file():
+        raise SpecError(f"--locked {text}: no such file; `envscaler build --lock {text}` writes it")
     return read_lock(text) if Path(text).is_file() else read_lock(text, store, find_run(store, text))
 
 
