@@ -105,7 +105,7 @@ class Accelerator:
 
     @property
     def is_plain(self) -> bool:
-        """True for the resource that all device plugins of its vendor offer unless told otherwise."""
+        """True for the resource that all device plugins of its vendor offer by default."""
         return self.resource.endswith("/gpu")
 
 
@@ -130,7 +130,7 @@ def resource_of(unit: str, gpu_name: str) -> str:
     for domain in dict.fromkeys((first, *domains.values())):
         if is_gpu_resource(f"{domain}/{unit}"):
             return f"{domain}/{unit}"
-    raise ValueError(f"{unit!r:.60} is no resource of GPUs")
+    raise ValueError(f"{unit!r:.60} is not a GPU resource; write one such as nvidia.com/gpu")
 
 
 def accelerators(
@@ -261,7 +261,7 @@ def _measured_gb(labels: Mapping[str, str], vendor: str) -> float | None:
         text = _first(labels, _GB) or ""
         return float(text[:-1]) if re.fullmatch(r"\d{1,6}G", text) else None
     mib = _first(labels, _MIB) if vendor == "nvidia" else None
-    # Discovery tells MiB, which for a GPU of 80 GB are about 81,000.
+    # Discovery reports MiB, which for a GPU of 80 GB are about 81,000.
     return round(float(mib) * 1.048576 / 1000, 1) if mib and re.fullmatch(r"\d+", mib) else None
 
 

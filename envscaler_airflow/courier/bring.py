@@ -101,7 +101,7 @@ def _is_file_path(path: Path, name: str) -> bool:
 
 
 def _copy(site: Site, mount: Mount, path: Path) -> None:
-    """The source itself may be a link; what it holds is opened below it, so no link in it leads elsewhere."""
+    """The source itself may be a link; its content is opened below it, so no link in it leads elsewhere."""
     named = Path(mount.source.removeprefix("file://"))
     source = Path(os.path.realpath(named))
     try:

@@ -26,7 +26,7 @@ HEAD_BYTES = 1024
 """Chosen: pickles and JSON texts say in it how long they are or what they count; a log never changes it."""
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _HDF5_HEAD_BYTES = 64
-"""More than any superblock holds before its end-of-file address."""
+"""More than any superblock has before its end-of-file address."""
 STEP_KEYS = ("global_step", "step", "iteration", "iter", "steps", "n_iter", "epoch")
 """Names under which trainings keep their step. Source: Lightning, transformers, detectron2, mmengine."""
 
@@ -80,7 +80,7 @@ def _hdf5_has_end(head: bytes, size: int) -> bool | None:
 def first_look(item: TreeFile) -> tuple[bytes, str | None]:
     """Its first bytes, and why it cannot be whole; None when its format does not say so.
 
-    By the first bytes a file that is written anew is told from one that is added to.
+    The first bytes distinguish a file that is rewritten from one that is appended to.
     """
     try:
         with item.open(shares_names=True) as stream:

@@ -63,7 +63,7 @@ class ScalingSensor(BaseSensorOperator):
         """Keep the arguments; nothing is looked at while the DAG file is parsed.
 
         Raises:
-            SpecError: *stage* is neither a task id nor an operator, or *timeout* is no time.
+            SpecError: *stage* is neither a task id nor an operator, or *timeout* is not a time.
         """
         super().__init__(soft_fail=soft_fail, retries=retries, retry_delay=retry_delay, **kwargs)
         self.is_whole_id = not isinstance(stage, str)

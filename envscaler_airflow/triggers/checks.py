@@ -45,7 +45,7 @@ class Checks:
         map_index: Only that one; None for all that there are.
         writer: Name of this observer in ``decisions/``.
         ask: Answers the queries of rules.
-        until: When the sensor gives up, by the run's clock; None: an hour after the stage's deadline, if any.
+        until: When the sensor ends, by the run's clock; None: an hour after the stage's deadline, if any.
         monotonic: For ages.
         clock: The run's; the store's when None.
     """

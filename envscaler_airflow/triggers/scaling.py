@@ -31,7 +31,7 @@ class ScalingTrigger(BaseTrigger):
         map_index: Only that one; None for all.
         compute: Backend of the stage.
         check_s: Seconds between two checks.
-        until: When to give up, by the store's clock; None: an hour after the stage's deadline, if any.
+        until: When it times out, by the store's clock; None: an hour after the stage's deadline, if any.
         writer: Name of this sensor in ``decisions/``.
         store_url, store_conn_id, prometheus_conn_id: As the sensor has them.
         settle: Seconds before which nothing is fired; None for :func:`settle_s`.

@@ -113,7 +113,7 @@ def test_a_pod_requests_the_resource_that_its_offer_is_of(labels, devices, resou
 
 def test_a_resource_of_no_gpu_is_refused():
     """A unit that no vendor has, and a class of nodes that names one (D13)."""
-    with pytest.raises(ValueError, match="is no resource of GPUs"):
+    with pytest.raises(ValueError, match="is not a GPU resource"):
         resource_of("rdma", "A100")
     with pytest.raises(SpecError, match="write one of the node's allocatable ones"):
         Settings.read(

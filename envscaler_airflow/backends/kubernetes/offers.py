@@ -41,7 +41,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What can be had of one node.
+    """What one node offers.
 
     Attributes:
         vcpus, memory_gib: Amounts.
