@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.kubernetes import JOBS, PODS, Cluster, Program
+from integration.kubernetes.rig import eventually, running
 
 from envscaler_airflow import ReapOperator
 from envscaler_airflow.backends.base import AttemptRequest
@@ -45,6 +46,7 @@ class World:
         self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
         request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION, ("train",))
         handle = self.backend.submit(request)
+        running(self.backend, handle)  # a pod that is deleted before that is made again, until the Job ends
         attempt = {"generation": 1, "attempt": 1}
         log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=owner)
         log.append(1, "attempt-intended", {**attempt, "allocation": ALLOCATION.to_dict()}, actor=owner)
@@ -88,10 +90,7 @@ def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
     only_said = list(reap(world.store, world.backend, task_is_over=over, dry_run=True))
     assert world.live() == {good, gone}
     first = list(reap(world.store, world.backend, task_is_over=over))
-    until = time.monotonic() + 20
-    while gone in world.live():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    eventually(world.live, lambda live: gone not in live)
     world.cluster.advance(60)
     list(reap(world.store, world.backend, task_is_over=over))
 
@@ -132,7 +131,7 @@ def test_the_operator_asks_airflow_for_tasks_of_its_own_deployment(world, monkey
 
     assert found == [{"job": gone, "run": GONE.prefix, "reason": "its task is removed in Airflow"}]
     assert sorted(asked) == [("dag", "gone", "train", -1), ("dag", "good", "train", -1)]
-    assert world.live() == {good, other}
+    eventually(world.live, lambda live: live == {good, other})
 
 
 def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path):
@@ -170,10 +169,7 @@ def test_a_start_that_nobody_recorded_is_ended(world):
     gone = {"task_is_over": lambda _key: "its task is failed in Airflow"}
 
     assert [one.handle.name for one in reap(world.store, world.backend, **gone)] == [name]
-    until = time.monotonic() + 20
-    while name in world.live():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    eventually(world.live, lambda live: name not in live)
     world.cluster.advance(60)
     list(reap(world.store, world.backend, **gone))
 

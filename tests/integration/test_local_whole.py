@@ -18,6 +18,21 @@ from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store import for_run, open_store
 
 PREFIX = "dep/dag/run/train/-1"
+pytestmark = pytest.mark.timeout(
+    300
+)  # chosen: for what hangs; `wait_for` ends before, on a machine of its own
+
+
+def wait_for(look, claim):
+    """The first value of *look* of which *claim* holds, within 1,200 looks.
+
+    They are counted, not timed: on a busy machine a look takes longer, as does what is waited for.
+    """
+    for _ in range(1200):
+        if claim(found := look()):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(found)
 
 
 class Run:
@@ -56,13 +71,9 @@ class Run:
         }
         return self.backend.submit(AttemptRequest(**(fields | changes)))
 
-    def over(self, handle, patience_s=60.0):
+    def over(self, handle):
         """How node 0 ended."""
-        until = time.monotonic() + patience_s
-        while not self.backend.observe(handle).is_over:
-            assert time.monotonic() < until, self.backend.observe(handle)
-            time.sleep(0.05)
-        return self.backend.observe(handle).nodes[0]
+        return wait_for(lambda: self.backend.observe(handle), lambda seen: seen.is_over).nodes[0]
 
     def status(self):
         """What node 0 said last in the store; None before the first word."""
@@ -103,22 +114,19 @@ def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
 def test_the_node_process_claims_its_node_once_though_its_sidecar_is_restarted(run):
     """By the id of the node process; the sidecar that is killed finds its claim again (D1)."""
     handle = run.start("import time; time.sleep(600)")
-    until = time.monotonic() + 60
-    while (status := run.status()) is None or status.phase != "running":
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for(run.status, lambda status: status is not None and status.phase == "running")
     folder = Path(handle.details["folder"]) / "n0"
-    first = json.loads((folder / "exchange/courier.json").read_text())["pid"]
+
+    def sidecar():
+        return json.loads((folder / "exchange/courier.json").read_text())["pid"]
+
+    first = sidecar()
 
     os.kill(first, signal.SIGKILL)
 
-    while json.loads((folder / "exchange/courier.json").read_text())["pid"] == first:
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    sequence = status.sequence
-    while run.status().sequence == sequence:
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for(sidecar, lambda pid: pid != first)
+    before = run.status().sequence
+    wait_for(run.status, lambda status: status.sequence != before)
     assert run.store.children("claims") == ["g1-a1-n0-000001.json"]
     claim = json.loads(run.store.read("claims/g1-a1-n0-000001.json"))
     assert claim["uid"] == json.loads((folder / "request.json").read_text())["id"]
@@ -160,10 +168,7 @@ def test_a_graceful_stop_lets_the_last_words_out(run):
         while True: time.sleep(0.1)
     """
     handle = run.start(script)
-    until = time.monotonic() + 30
-    while not any(b"up" in text for _, text in run.backend.logs(handle)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: [text for _, text in run.backend.logs(handle)], lambda texts: b"up" in b"".join(texts))
 
     run.backend.stop(handle, grace_s=20)
 

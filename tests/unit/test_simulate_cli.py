@@ -27,7 +27,6 @@ def run(*arguments):
     return CliRunner().invoke(main, ["simulate", *arguments])
 
 
-@pytest.mark.timeout(20)
 def test_spot_prints_jobs_and_a_summary():
     """Every start of the set, with the fields that are promised."""
     got = run("spot", *TRACES, "--policy", "uniform-progress", "--json")
@@ -40,7 +39,6 @@ def test_spot_prints_jobs_and_a_summary():
     assert report["summary"]["mean_cost_usd"] == pytest.approx(88.56, rel=0.005)
 
 
-@pytest.mark.timeout(20)
 def test_several_zones_make_one_job_for_each_start():
     """Eight starts over three zones."""
     got = run("spot", *TRACES, "--zones", "us-central1-a,us-central1-b,us-east4-a", "--json")
@@ -124,7 +122,6 @@ def test_a_broken_policy_of_another_package_fails_its_own_simulation_alone(monke
     assert "broken (no:Such) cannot be loaded: ZeroDivisionError" in got.output
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["job.png", "job", "job.what"])
 def test_a_spot_job_is_drawn(tmp_path, name):
     """Availability of every zone, and what was run: a PNG with something in it, whatever it is called."""
@@ -148,7 +145,6 @@ def test_what_needs_numpy_says_how_to_get_it(monkeypatch, more):
     assert "needs numpy: pip install 'envscaler-airflow[simulate]'" in got.output
 
 
-@pytest.mark.timeout(30)
 def test_an_elastic_job_is_drawn(tmp_path):
     """Where it ran."""
     path = tmp_path / "job.png"

@@ -46,6 +46,11 @@ class Clock:
         """Epoch seconds of the cluster."""
         return self._base + (time.monotonic() - self._began) * self._speed
 
+    def stand_still(self) -> None:
+        """From now on only :meth:`advance` lets time pass, however long the test's own machine takes."""
+        self._base, self._speed = self.now(), 0.0
+        self._arm()
+
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Fire timers from *loop* from here on."""
         self._loop = loop
