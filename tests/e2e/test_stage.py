@@ -14,7 +14,7 @@ together = SCENARIOS.together
 
 @together
 def test_a_stage_succeeds_and_hands_its_outputs_over(begin: Callable):
-    """XCom holds the outputs by name and the report; the task log holds what the training printed, once.
+    """XCom holds the outputs by name and the report; the task log holds what the training printed, once (F2).
 
     *Rendered Templates* shows every parameter that the run was made with, defaults too (F14).
     """
