@@ -36,9 +36,9 @@ test: venv  ## Run everything that needs no Airflow services (10 to 23 minutes o
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/integration tests/contract tests/compat tests/unit $(ARGS)
 
-test-frameworks: venv frameworks-venv  ## Run trainings of five frameworks, lost and moved (6 minutes on 2 cores, its environment included).
+test-frameworks: venv frameworks-venv  ## Run trainings of six libraries, lost, killed and moved (1.3 GB of environment).
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
-	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_moved_and_interrupted.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
 e2e: venv  ## Run the rest against real Airflows, two at a time (one alone takes 25 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $(AIRFLOWS) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)

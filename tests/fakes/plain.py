@@ -120,9 +120,9 @@ class Plain:
         self._await(lambda: self.backend.observe(self.handles[-1]).is_over or None, patience_s)
         return self.said()
 
-    def begins(self) -> int:
+    def begins(self, patience_s: float = 150) -> int:
         """Where the live attempt said that it begins."""
-        return int(re.search(r"begins at (\d+)", self.until(r"begins at \d+"))[1])
+        return int(re.search(r"begins at (\d+)", self.until(r"begins at \d+", patience_s))[1])
 
     def _await(self, look, patience_s: float):
         until = time.monotonic() + patience_s
