@@ -1,7 +1,7 @@
 """For all tests: an Airflow home of the session's own, so that nobody's settings are read or written.
 
-A shell starts what runs in its background with SIGINT ignored, and children inherit that: tests that press
-Ctrl-C would wait for ever, so it is taken back.
+A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP, and children inherit that:
+tests that press Ctrl-C or hang up would wait for ever, so it is taken back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ HOME = tempfile.TemporaryDirectory(prefix="envscaler-tests-")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ["AIRFLOW_HOME"] = HOME.name
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"

@@ -75,8 +75,9 @@ class Story:
 
 
 @pytest.fixture
-def story(tmp_path):
+def story(tmp_path, monkeypatch):
     """A run that has begun."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # a library that another test imports may set it
     return Story(tmp_path)
 
 

@@ -275,7 +275,7 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
          "3: targets.local.version: cannot differ by target; write it once, outside targets"),
         ("targets: {local: {num_node: 1}}", "3: targets.local.num_node: unknown field; write num_nodes"),
         ("volumes: x", "3: volumes: got 'x'; write a list"),
-        ("outputs: [x]", "3: outputs: got a list; write a map"),
+        ("outputs: [x]", "3: outputs: got a list; write a map, such as {model: /output/model}"),
         ("scaling: {speedup: [{offer: a, relative_to: b, mean: 1.5, stdev: 0.1}]}",
          "3: scaling.speedup[0].source: is missing; write source: ..."),
         ("base: {image: x}\ntargets: {vm: {base: {image: null}}}",
