@@ -73,8 +73,8 @@ class Actor:
         return body if self.life is None else {**body, "life": self.life}
 
     @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Actor:
-        """Read what :meth:`to_dict` wrote.
+    def from_dict(cls, body: Mapping[str, Any], *, where: str = "actor") -> Actor:
+        """Read what :meth:`to_dict` wrote; *where* stands in front of a fault.
 
         Raises:
             ProtocolError: A field is missing or of the wrong type.
@@ -88,7 +88,9 @@ class Actor:
                 None if life is None else str(life),
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as err:
-            raise ProtocolError(f"actor: {err!r}") from err
+            raise ProtocolError(
+                f"{where}: got {body!r:.80}, expected ti_id, try_number, max_tries and, if known, life"
+            ) from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class Event:
             raise ProtocolError(f"{where}: at: got {at!r:.80}, expected seconds since the epoch")
         _check_body(whole["type"], body, where=where)
         writer = str(whole.get("writer", ""))
-        by = Actor.from_dict(actor) if actor is not None else None
+        by = Actor.from_dict(actor, where=f"{where}: actor") if actor is not None else None
         return cls(number, whole["type"], body, writer, float(at), by)
 
 

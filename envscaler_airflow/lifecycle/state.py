@@ -257,7 +257,8 @@ def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
         try:
             now = apply(now, event) if apply else replace(now, unknown=(*now.unknown, event.number))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as err:
-            raise ProtocolError(f"event {event.number} ({event.type}): {err!r}") from err
+            fault = f"{err} is missing" if isinstance(err, KeyError) else str(err)
+            raise ProtocolError(f"event {event.number} ({event.type}): {fault}") from err
         now = replace(now, number=event.number)
     return now
 

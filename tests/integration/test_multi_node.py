@@ -80,3 +80,53 @@ def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
     statuses = [json.loads(path.read_text()) for path in sorted((folder / "status").iterdir())]
     assert statuses[0]["address"].startswith("127.0.0.1:")
     assert "address" not in statuses[1]
+
+
+SAVES = """
+import os, pathlib, time
+from envscaler_airflow.agent import Session
+node = os.environ["ENVSCALER_NODE"]
+with Session(total_steps=60) as session:
+    for step in range(1, 61):
+        time.sleep(0.1)
+        session.step(loss=1.0)
+        session.checkpoint(lambda folder: pathlib.Path(folder, "model.pt").write_text(node))
+"""
+SAVED = """\
+version: v1
+name: pair
+resources: {requests: {cpu: 1, memory: 64Mi}}
+num_nodes: 2
+workdir: code
+entrypoint: [python, train.py]
+checkpoint: {every: 20 steps}
+"""
+
+
+def test_two_nodes_that_save_one_file_name_are_told_so(tmp_path: Path) -> None:
+    """The checkpoint holds the file of each node, and node 0's status names it (D7)."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(SAVES)
+    (tmp_path / "pair.yaml").write_text(SAVED)
+    store = open_store(f"file://{tmp_path}/store")
+    check_store(store)
+    env = {
+        **os.environ,
+        "ENVSCALER_STORE_URL": f"file://{tmp_path}/store",
+        "ENVSCALER_LOCAL_ROOT": str(tmp_path / "attempts"),
+    }
+
+    done = subprocess.run(
+        [sys.executable, "-m", "envscaler_airflow.cli", "run", "-f", "pair.yaml", "--name", "one"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = next((tmp_path / "store").glob("*/shell/one/*/*"))
+    newest = json.loads(max((folder / "checkpoints").glob("*/manifest-c1.json")).read_text())
+    assert sorted((item["path"], item["node"]) for item in newest["files"]) == [
+        ("model.pt", 0),
+        ("model.pt", 1),
+    ]
+    said = json.loads((folder / "status" / "g1-a1-n0-c1.json").read_text())["message"]
+    assert "several nodes saved different files as model.pt" in said
