@@ -112,7 +112,11 @@ def airflow(
 
 @dataclass
 class Run:
-    """One run of the stage ``train`` in a DAG run, seen from outside: Airflow, store, processes and pods."""
+    """One run of the stage ``train`` in a DAG run, seen from outside: Airflow, store, processes and pods.
+
+    Attributes:
+        was_found: True once a process or pod of it was found, so that finding none means something.
+    """
 
     airflow: AirflowServices
     cluster: Cluster
@@ -121,6 +125,7 @@ class Run:
     ledger: Path
     gates: Path
     task_id: str = "train"
+    was_found: bool = False
 
     @property
     def key(self) -> RunKey:
@@ -158,7 +163,8 @@ class Run:
             lambda: any(s >= step and attempt in (None, a) for _, a, s in self.steps()),
             timeout_s=timeout_s,
         )
-        assert self.lives(), "steps are made, so what makes them must be found"
+        self.was_found = self.was_found or bool(self.lives())
+        assert self.was_found, "steps are made, so what makes them must be found"
 
     def wait_checkpoint(self, *, timeout_s: float = 60) -> None:
         """Return once a checkpoint of the current generation is complete in the store."""
