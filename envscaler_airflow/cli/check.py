@@ -30,7 +30,7 @@ def dry_run(
 def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
     """Print what *target* lacks for *spec*; the command ends with 1 when it lacks anything."""
     missing = missing_on(target, spec, store_url=None if target == "kubernetes" else default_store_url())
-    warnings = speedup_warnings(spec, target)
+    warnings = [*spec.warnings, *speedup_warnings(spec, target)]
     if as_json:
         body = {"name": spec.name, "target": target, "missing": missing}
         click.echo(json.dumps(body | {"warnings": warnings}, indent=2))

@@ -55,7 +55,6 @@ from envscaler_airflow.lifecycle import (
     next_action,
 )
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.store.claims import creates_exclusively
 from envscaler_airflow.store.outputs import output_prefix
 from envscaler_airflow.store.stockouts import forget
@@ -310,7 +309,7 @@ class Controller(Intending):
         if made.chosen is None and isinstance(self._backend, OffersLater):
             offers = (*offers, *self._backend.later_offers())
             made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
-        if not state.attempts and (warning := speedup_warning(spec, offers)) is not None:
+        for warning in () if state.attempts else choose.warnings_of(spec, offers):
             log.warning("%s", warning)
         self._check_still_owner(state)
         choose.write_plan(self._store, self._prefix, made, spec, offers, **how)

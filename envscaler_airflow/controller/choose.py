@@ -30,10 +30,17 @@ from envscaler_airflow.planning.planner import Rejected, data_misfits
 from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.protocol import SCHEMA
+from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.spec.resources import GIB, default_limit_bytes
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.stockouts import stockouts
+
+
+def warnings_of(spec: EnvSpec, offers: Sequence[Offer]) -> list[str]:
+    """What stops no start of a stage but may not be what its author means."""
+    speedup = speedup_warning(spec, offers)
+    return [*spec.warnings, *([] if speedup is None else [speedup])]
 
 
 def make_plan(

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from envscaler_airflow.spec import parameters as params
@@ -308,7 +309,23 @@ def _warnings(spec: EnvSpec) -> list[str]:
                 f"distributed: {spec.processes_per_node} processes per node on {gpus} GPUs; "
                 f"world_size {distributed.world_size} counts"
             )
+    path = spec.checkpoint.path if spec.checkpoint is not None else None
+    if path is not None and spec.node_bounds.max > 1 and not _is_on_shared_volume(spec, path):
+        found.append(
+            f"checkpoint.path: of {path} the files of node 0 alone are kept, unless the training has a "
+            "Session: let rank 0 save everything, or put the path on a volume that all nodes share, such as "
+            "nfs://"
+        )
     return found
+
+
+def _is_on_shared_volume(spec: EnvSpec, path: str) -> bool:
+    """True when every node sees the same files below *path*."""
+    return any(
+        PurePosixPath(path).is_relative_to(volume.mount_path)
+        and (volume.kind == "nfs" or (volume.kind == "pvc" and volume.access_mode == "ReadWriteMany"))
+        for volume in spec.volumes
+    )
 
 
 def _hint(gpu: str) -> str:

@@ -160,6 +160,31 @@ def test_processes_that_contradict_the_gpus_are_a_warning(tmp_path):
     assert spec.warnings == ("distributed: 2 processes per node on 1 GPUs; world_size 8 counts",)
 
 
+OWN_DISK = (
+    "checkpoint.path: of /ckpt the files of node 0 alone are kept, unless the training has a Session: let "
+    "rank 0 save everything, or put the path on a volume that all nodes share, such as nfs://"
+)
+SHARED = "volumes: [{{name: ck, source: {source}, mount_path: /ckpt{mode}}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "volume", "warnings"),
+    [
+        ("1", "", ()),
+        ("2", "", (OWN_DISK,)),
+        ("{min: 1, max: 4}", "", (OWN_DISK,)),
+        ("2", SHARED.format(source="nfs://server/ck", mode=""), ()),
+        ("2", SHARED.format(source="pvc://ck", mode=", access_mode: ReadWriteMany"), ()),
+        ("2", SHARED.format(source="pvc://ck", mode=""), (OWN_DISK,)),
+    ],
+)
+def test_a_checkpoint_folder_that_each_node_has_for_itself_is_a_warning(tmp_path, nodes, volume, warnings):
+    """What ranks of other nodes save there would be lost without a word (C, D7)."""
+    spec = load(tmp_path, f"num_nodes: {nodes}\ncheckpoint: {{path: /ckpt}}\n{volume}")
+
+    assert spec.warnings == warnings
+
+
 def test_a_command_line_is_split_before_its_templates_are_filled_in(tmp_path):
     """A value with spaces and quotes stays one word."""
     spec = load(
