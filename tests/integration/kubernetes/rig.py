@@ -21,7 +21,7 @@ KEY = RunKey("deployment", "dag", "run", "train")
 class Stagehand:
     """One stage on the cluster, whose owner is called by hand."""
 
-    def __init__(self, folder, backend, **spec):
+    def __init__(self, folder, backend, *, budget_usd=None, **spec):
         """Start nothing yet."""
         body = {
             "version": "v1",
@@ -39,7 +39,7 @@ class Stagehand:
             key=KEY,
             backend=backend,
             actor=Actor("ti", 1, 3),
-            stage=Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0),
+            stage=Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0, budget_usd=budget_usd),
         )
 
     def begin(self):

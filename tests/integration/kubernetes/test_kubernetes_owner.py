@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
+import pytest
 from fakes.kubernetes import JOBS, PODS
 from integration.kubernetes.rig import KEY, running
 
@@ -188,3 +190,22 @@ def test_a_speedup_of_a_node_type_needs_no_capacity_type(stage):
 
     assert (got.action, got.target.offer.instance_type) == ("move", "big")
     assert run.state.live.allocation.offer.instance_type == "small"
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_a_budget_goes_by_the_clocks_of_store_and_cluster(cluster, stage, monkeypatch, off_s):
+    """$1 at $1 an hour: after half an hour the pod trains on, within the hour it saves (A6)."""
+    true = time.time
+    monkeypatch.setattr(time, "time", lambda: true() + off_s)
+    run = stage(settings={"usd_per_hour": {"*": 7.0}}, budget_usd=1.0)
+    run.begin()
+
+    cluster.advance(1800)
+    run.owner.resume(Wake("status"))
+    half = run.state.live
+    cluster.advance(1740)
+    run.owner.resume(Wake("status"))
+
+    assert half.allocation.usd_per_hour == pytest.approx(1.0)
+    assert half.phase == "started"
+    assert run.state.live.stop_why == "budget"
