@@ -11,8 +11,17 @@ from envscaler_airflow.controller.request import request_move
 from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Ended, Progress, Status, status_name
+from envscaler_airflow.protocol import (
+    Control,
+    Ended,
+    Manifest,
+    Progress,
+    Status,
+    checkpoint_name,
+    status_name,
+)
 from envscaler_airflow.store import for_run
+from envscaler_airflow.store.checkpoints import complete_checkpoints, prune
 from envscaler_airflow.store.claims import Claim, take_claim
 
 SILENT_S = 50 + 60 + 30 + 240
@@ -157,3 +166,31 @@ def test_an_elastic_stage_grows_beside_a_silent_node_without_a_second_pod_of_it(
     assert before[0][0]["metadata"]["uid"] == first["metadata"]["uid"]
     assert (state.live.number, state.live.allocation.nodes) == (1, 3)
     assert {node: len(pods) for node, pods in running_pods(cluster).items()} == {0: 1, 1: 1, 2: 1}
+
+
+def saved(run, step):
+    """A complete checkpoint of the first attempt."""
+    name = checkpoint_name(1, step, 1)
+    manifest = Manifest(step=step, generation=1, attempt=1)
+    run.store.write(f"{KEY.prefix}/checkpoints/{name}/manifest-c1.json", manifest.to_json())
+    return name
+
+
+def test_the_sidecar_of_a_lost_pod_deletes_nothing_that_the_next_attempt_was_promised(cluster, begun):
+    """It is cut off before the end of its pod, and wakes to clear up when the next attempt has begun (A5)."""
+    run, first = begun()
+    names = [saved(run, step) for step in (10, 20, 30, 40)]
+    store = for_run(run.store, KEY.prefix)
+    clear_up = {"generation": 1, "attempt": 1, "claim": 1, "candidates": (), "keep": 2}
+    cluster.pod("").exit(1, "main")
+    run.goes_on(lambda state: state.live is not None and state.live.number == 2 and state.live.handle)
+
+    late = prune(store, **clear_up)
+
+    control = Control.from_json(store.read("control/g1-a2.json"), where="control")
+    assert late == ()
+    assert set(control.candidates) == set(names)
+    assert set(complete_checkpoints(store, 1)) == set(names)
+    store.delete("control/g1-a2.json")  # without the fence it would have deleted what is beyond two
+    assert set(prune(store, **clear_up)) == set(names[:2])
+    assert claims(run, first) == 1
