@@ -197,7 +197,7 @@ class Run:
 
     def open_gates(self) -> None:
         """Let slices pass."""
-        for point in ("before", "after", "delivered"):
+        for point in ("before", "after", "delivered", "unanswered", "asleep", "asleep.reached"):
             self.gate(point).unlink(missing_ok=True)
 
     def processes(self) -> list[psutil.Process]:

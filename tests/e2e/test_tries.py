@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable
 
+import psutil
 from e2e.crowds import Scenarios
 
 from envscaler_airflow.controller.request import request_stop
@@ -21,6 +22,11 @@ def kill_execution(run) -> None:
     """SIGKILL the worker's processes of the task: its runner and the supervisor above it."""
     for pid in run.airflow.task_pids(run.dag_id, run.run_id, run.task_id):
         os.kill(pid, signal.SIGKILL)
+
+
+def is_over(pid: int) -> bool:
+    """The process has ended; no parent may be left that waits for it."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def cancel(run) -> None:
@@ -77,6 +83,44 @@ def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
     assert types(run).count("generation") == 2
     assert len({event.actor.life for event in run.events() if event.actor}) == 2
     assert [step for generation, _, step in run.steps() if generation == 2] == list(range(1, 9))
+    run.check()
+
+
+@together
+def test_an_older_try_that_wakes_late_writes_nothing(begin: Callable):
+    """Its supervisor was killed while it slept, and the next try trains (A2)."""
+    run = begin("held", held="asleep", steps=LONG)
+    run.wait_held("asleep")
+    runner, supervisor = run.airflow.task_pids(run.dag_id, run.run_id, "train")
+    os.kill(supervisor, signal.SIGKILL)
+    run.wait_step(3)
+    run.wait("deferred")
+
+    run.gate("asleep").with_suffix(".asleep.reached").unlink()
+    run.until("the older try is over", lambda: is_over(runner))
+
+    made = len(run.steps())
+    run.until("five more steps", lambda: len(run.steps()) > made + 5)
+    assert run.wait("deferred")["try_number"] == 2
+    assert {event.actor.try_number for event in run.events() if event.actor} == {2}
+    assert (types(run).count("generation"), types(run).count("owner")) == (1, 0)
+    run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
+    run.wait_gone()
+    run.check()
+
+
+@together
+def test_machines_that_do_not_answer_use_up_no_retry(begin: Callable):
+    """The first execution is cut off after the start of its attempt; the next one finds it running (A7)."""
+    run = begin("held_without_retries", held="unanswered", steps=60)
+    run.until("the answer is lost", lambda: not run.gate("unanswered").exists(), timeout_s=200)
+
+    assert run.wait_end(timeout_s=150) == "success"
+
+    log = run.airflow.logs(run.dag_id, run.run_id, "train")
+    assert run.wait("success")["try_number"] == 1
+    assert any("uses up no retry" in line for line in log)
+    assert [step for _, _, step in run.steps()] == list(range(1, 61))
     run.check()
 
 

@@ -2,7 +2,9 @@
 
 A gate is a file ``<E2E_GATES>/<run_id>.<point>``; while it stands, the execution waits there. ``before`` and
 ``after`` are right before and right after the backend is called, ``delivered`` is right after the delivery.
-``lost`` is no gate: the process of the next try ends before its execution begins, and takes the file away.
+``asleep`` holds one try, the next to begin, before its execution; later tries pass. ``unanswered`` is not a
+gate: the backend starts what it is asked for, its answer is lost, and the file is taken away. Nor is
+``lost``: the process of the next try ends before its execution begins, and takes the file away.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.errors import BackendError
 
 GATES = Path(os.environ.get("E2E_GATES", "/nonexistent"))
 submit = LocalBackend.submit
@@ -37,6 +40,10 @@ def held_submit(self: Any, request: AttemptRequest) -> Handle:
     wait_at("before", run_id)
     handle = submit(self, request)
     wait_at("after", run_id)
+    gate = GATES / f"{run_id}.unanswered"
+    if gate.exists():
+        gate.unlink()
+        raise BackendError("the API server does not answer", status=503, transient=True)
     return handle
 
 
@@ -48,7 +55,12 @@ def held_deliver(self: Any, context: Any, *arguments: Any) -> Any:
 
 
 def lose(context: Any) -> None:
-    """End this process as a machine does that is gone, where the next try is to be lost."""
+    """End this process like a machine that fails, or hold it, where the next try is to be lost or held."""
+    gate = GATES / f"{context['run_id']}.asleep"
+    if gate.exists():
+        reached = gate.rename(gate.with_suffix(".asleep.reached"))
+        while reached.exists():
+            time.sleep(0.05)
     mark = GATES / f"{context['run_id']}.lost"
     if mark.exists():
         mark.unlink()
