@@ -46,7 +46,7 @@ class World:
         self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
         request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION, ("train",))
         handle = self.backend.submit(request)
-        running(self.backend, handle)  # a pod that is deleted before that is made again, until the Job ends
+        running(self.backend, handle)  # the Job recreates a pod that is deleted before it runs
         attempt = {"generation": 1, "attempt": 1}
         log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=owner)
         log.append(1, "attempt-intended", {**attempt, "allocation": ALLOCATION.to_dict()}, actor=owner)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.base import Store, check_store, open_store
 from envscaler_airflow.store.events import EventLog
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,6 +48,24 @@ print("met", *(os.environ[name] for name in names), flush=True)
 """
 
 
+def run_pair(tmp_path: Path) -> tuple[Store, Path]:
+    """Run ``pair.yaml`` of that folder to its success: its store, and the run's folder in it."""
+    store = open_store(f"file://{tmp_path}/store")
+    check_store(store)
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}",
+        "ENVSCALER_STORE_URL": f"file://{tmp_path}/store",
+        "ENVSCALER_LOCAL_ROOT": str(tmp_path / "attempts"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "envscaler_airflow.cli", "run", "-f", "pair.yaml", "--name", "one"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return store, next((tmp_path / "store").glob("*/shell/one/*/*"))
+
+
 def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
     """A stand-in for torchrun on each node finds the other, and 64 = 32 samples x 2 nodes x 1 pass."""
     (tmp_path / "code").mkdir()
@@ -57,22 +75,9 @@ def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text(TORCHRUN.format(python=sys.executable))
     torchrun.chmod(0o755)
-    store = open_store(f"file://{tmp_path}/store")
-    check_store(store)
-    env = {
-        **os.environ,
-        "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}",
-        "ENVSCALER_STORE_URL": f"file://{tmp_path}/store",
-        "ENVSCALER_LOCAL_ROOT": str(tmp_path / "attempts"),
-    }
 
-    done = subprocess.run(
-        [sys.executable, "-m", "envscaler_airflow.cli", "run", "-f", "pair.yaml", "--name", "one"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    store, folder = run_pair(tmp_path)
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = next((tmp_path / "store").glob("*/shell/one/*/*"))
     prefix = str(folder.relative_to(tmp_path / "store"))
     assert EventLog(store, prefix, snapshots=False).load().status == "succeeded"
     printed = {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
@@ -108,21 +113,9 @@ def test_two_nodes_that_save_one_file_name_are_told_so(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text(SAVES)
     (tmp_path / "pair.yaml").write_text(SAVED)
-    store = open_store(f"file://{tmp_path}/store")
-    check_store(store)
-    env = {
-        **os.environ,
-        "ENVSCALER_STORE_URL": f"file://{tmp_path}/store",
-        "ENVSCALER_LOCAL_ROOT": str(tmp_path / "attempts"),
-    }
 
-    done = subprocess.run(
-        [sys.executable, "-m", "envscaler_airflow.cli", "run", "-f", "pair.yaml", "--name", "one"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    _, folder = run_pair(tmp_path)
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = next((tmp_path / "store").glob("*/shell/one/*/*"))
     newest = json.loads(max((folder / "checkpoints").glob("*/manifest-c1.json")).read_text())
     assert sorted((item["path"], item["node"]) for item in newest["files"]) == [
         ("model.pt", 0),

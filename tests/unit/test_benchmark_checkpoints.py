@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints of many files runs: figures that cannot be made again are no figures."""
+"""The benchmark of checkpoints of many files runs, so that its figures can be reproduced."""
 
 from __future__ import annotations
 
