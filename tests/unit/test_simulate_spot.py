@@ -235,3 +235,15 @@ def test_asking_delays_a_launch_that_takes_longer_than_a_tick():
     run = simulate_spot(job, {"a": [0] * 30, "b": [1] * 30}, AsksAll(), ask_s=60.0)
 
     assert run.finished_h * 3600 == pytest.approx(840 + 10 * 600)
+
+
+@pytest.mark.parametrize(("work_s", "is_taken"), [(331.5, True), (331.6, False)])
+def test_a_job_that_just_fits_is_not_refused_for_a_rounding_error(work_s, is_taken):
+    """3 ticks of 195 s hold 585 s, also where the sum of work and overhead comes out a last digit above."""
+    overhead_s = 585.0000000000001 - 331.5
+
+    if is_taken:
+        assert SpotJob(3, 195.0, work_s, overhead_s, 3.0, 0.0).work_s == work_s
+    else:
+        with pytest.raises(ValueError, match="the deadline must leave"):
+            SpotJob(3, 195.0, work_s, overhead_s, 3.0, 0.0)

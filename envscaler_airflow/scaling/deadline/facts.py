@@ -11,6 +11,10 @@ ON_DEMAND = "on-demand"
 """The answer, and the running market, that no zone may be named."""
 
 
+ROUNDING = 1e-9
+"""Relative error that adding floats may leave. Chosen: a microsecond in a quarter of an hour."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpotJob(Record):
     """Work, time and money of one job, in ticks.
@@ -39,7 +43,7 @@ class SpotJob(Record):
             raise ValueError(f"on_demand_usd must be > 0, got {self.on_demand_usd!r}")
         if not 0 < self.gap_s < float("inf"):
             raise ValueError(f"gap_s must be finite and > 0, got {self.gap_s!r}")
-        if self.ticks * self.gap_s < self.work_s + self.overhead_s:
+        if self.ticks * self.gap_s < (self.work_s + self.overhead_s) * (1 - ROUNDING):
             hours = (self.work_s + self.overhead_s) / 3600
             raise ValueError(
                 f"the deadline must leave {hours:.3g} h, got {self.ticks * self.gap_s / 3600:.3g} h"
