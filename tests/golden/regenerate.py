@@ -1,0 +1,33 @@
+"""Write the golden files anew: ``python tests/golden/regenerate.py``. Review the diff before it is committed.
+
+``tests/data/golden/test-counts.json`` is no golden file: the number of tests per room at the freeze, from
+``pytest --collect-only -q tests/unit``, for comparison.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def main():
+    """Write every golden file; the names of those that changed."""
+    from golden import checks, cli_help, launches, runs, traces
+    from golden.files import write
+
+    found = checks.golden_files() | cli_help.golden_files()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in launches.CASES:
+            found |= launches.golden_files(name, Path(folder) / "launches" / name)
+        for name in runs.RUNS:
+            found |= runs.golden_files(name, Path(folder) / "runs" / name)
+        changed = write(found, keeps=runs.DERIVED)
+    return changed + write(traces.all_files(), keeps=runs.RECORDED)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    print(*(main() or ["nothing changed"]), sep="\n")  # noqa: T201

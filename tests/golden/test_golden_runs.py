@@ -1,0 +1,62 @@
+"""Ten recorded runs: their bytes, their fold, what the owner does next, and the words of it."""
+
+import json
+
+import pytest
+from golden.files import REVIEW, json_text, stored
+from golden.runs import RUNS, golden_files
+from golden.traces import bytes_of, narration, read_events, trace
+
+from envscaler_airflow.lifecycle import EVENT_TYPES, Event
+from envscaler_airflow.lifecycle.bodies import _BODIES
+
+
+def recorded(name):
+    """Events of the run *name* as JSON."""
+    return json.loads(stored(f"runs/{name}/events.json"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_leaves_the_events_that_were_frozen(name, tmp_path):
+    """The owner decides, records and bills as it did."""
+    for path, text in golden_files(name, tmp_path / "run").items():
+        assert text == stored(path), f"{path}: {REVIEW}"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_event_that_is_read_is_written_byte_for_byte(name):
+    """The order of fields and the form of numbers too."""
+    for event in recorded(name):
+        text = bytes_of(event)
+
+        assert Event.from_json(text, where=name).to_json() == text
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_typed_body_of_an_event_holds_all_of_it(name):
+    """Nothing is lost or changed by the types; requests have none, since anybody may write them."""
+    for event in recorded(name):
+        kind = _BODIES.get(event["type"])
+        if kind is not None:
+            body = kind.model_validate(event["body"]).model_dump(mode="json", exclude_unset=True)
+
+            assert json_text(body) == json_text(event["body"]), f"{event['number']} {event['type']}"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_events_fold_to_the_state_and_the_next_actions_that_were_frozen(name):
+    """After each event, under each of the facts that an owner may have."""
+    assert json_text(trace(name)) == stored(f"runs/{name}/trace.json"), REVIEW
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_told_in_the_words_that_were_frozen(name):
+    """A line for each event, and the bill."""
+    assert narration(name) == stored(f"runs/{name}/narration.txt"), REVIEW
+
+
+def test_every_type_of_event_is_in_a_recorded_run():
+    """A new type needs a run that shows it."""
+    seen = {event.type for name in RUNS for event in read_events(name)}
+
+    assert seen == EVENT_TYPES
