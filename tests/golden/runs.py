@@ -278,7 +278,7 @@ def move(run):
 
 
 def in_place(run):
-    """Larger, four nodes that do not come, two, and one again, all without a restart; then smaller at a start."""
+    """Larger, four nodes that do not come, two, and one, without a restart; then smaller at a start."""
     owner = run.owner()
     owner.enter()
     run.report(100)
