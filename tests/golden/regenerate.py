@@ -15,10 +15,10 @@ TESTS = Path(__file__).parents[1]
 
 def main():
     """Write every golden file; the names of those that changed."""
-    from golden import checks, cli_help, launches, runs, traces
+    from golden import checks, cli_help, launches, outcomes, runs, traces
     from golden.files import write
 
-    found = checks.golden_files() | cli_help.golden_files()
+    found = checks.golden_files() | cli_help.golden_files() | outcomes.golden_files()
     with tempfile.TemporaryDirectory() as folder:
         for name in launches.CASES:
             found |= launches.golden_files(name, Path(folder) / "launches" / name)

@@ -47,7 +47,7 @@ def trace(name):
             {
                 "event": f"{event.number} {event.type}",
                 "live": None if live is None else f"g{live.generation}-a{live.number} {live.phase}",
-                "next": {case: _action_words(next_action(state, facts)) for case, facts in _cases(live)},
+                "next": {case: action_words(next_action(state, facts)) for case, facts in _cases(live)},
                 "status": state.status,
             }
         )
@@ -95,7 +95,7 @@ def _seen(state, *, step=None, ended=None, health="ok", is_overdue=False, **node
     return Facts(observed=Observed((NodeFacts(0, state, status=status, **node),)), is_overdue=is_overdue)
 
 
-def _action_words(action):
+def action_words(action):
     """One line: the kind, and what of the rest is not as usual."""
     facts = {
         "why": action.why,
