@@ -34,8 +34,12 @@ def table():
 
 def _node(reason):
     """An end as the backend reports it, alone, beside a success, and beside a failure, of the node itself."""
-    told = {"nothing": None, "succeeded": Ended(0, reason="succeeded"), "failed": Ended(1, reason="failed")}
-    return {word: _end_words(_ended(0, reason, said)) for word, said in told.items()}
+    reports = {
+        "nothing": None,
+        "succeeded": Ended(0, reason="succeeded"),
+        "failed": Ended(1, reason="failed"),
+    }
+    return {word: _end_words(_ended(0, reason, said)) for word, said in reports.items()}
 
 
 def _worse(one):

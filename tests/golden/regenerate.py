@@ -1,4 +1,4 @@
-"""Write the golden files anew: ``python tests/golden/regenerate.py``. Review the diff before it is committed.
+"""Regenerate the golden files: ``python tests/golden/regenerate.py``. Review the diff before it is committed.
 
 ``tests/data/golden/test-counts.json`` is no golden file: the number of tests per room at the freeze, from
 ``pytest --collect-only -q tests/unit``, for comparison.

@@ -1,4 +1,4 @@
-"""Ten runs by the owner on scripted machines: what they leave in the store, event by event.
+"""Record ten runs of the owner on scripted machines, event by event.
 
 Each runs in a temporary store under a clock by hand. Writers, hashes of specs and the store's place are
 replaced by names; the order of fields stays, so that the bytes of each event are frozen too.
@@ -30,9 +30,9 @@ from envscaler_airflow.testing import ElasticBackend, ManualClock
 KEY = RunKey("golden", "dag", "run", "train")
 STORE = "file:///golden/store"
 RECORDED = ("events.json", "result.json")
-"""Files of a run that it leaves itself."""
+"""Files that the run itself writes."""
 DERIVED = ("trace.json", "narration.txt")
-"""Files of a run that are made from its events."""
+"""Files that are computed from its events."""
 SPEC = """\
 version: v1
 name: train
@@ -63,7 +63,7 @@ class Recorder:
     """One run with its store, its machines and the training on them."""
 
     def __init__(self, folder: Path, *, policy="cost-to-finish", offers=(SMALL, LARGE)) -> None:
-        """A run that has not begun; *folder* is empty."""
+        """Prepare a run in the empty *folder*; nothing is started."""
         (folder / "store").mkdir(parents=True)
         self.folder, self.clock = folder, ManualClock()
         (folder / "train.yaml").write_text(SPEC % policy)
@@ -156,8 +156,8 @@ class Recorder:
         assert isinstance(got, Delivered), got
         accept_delivery(self.store, KEY.prefix, self.actor)
 
-    def leave(self, step):
-        """Let the live attempt save and go as it was asked to."""
+    def drain(self, step):
+        """Let the live attempt save and end, as the owner requests."""
         self.end(step, "left", exit_code=85, save=True)
 
     def request_move(self, target, *, forced=True):
@@ -239,7 +239,7 @@ def budget(run):
     run.report(100, save=True)
     run.clock.advance(7200)
     owner.resume(Wake("status"))
-    run.leave(120)
+    run.drain(120)
     with pytest.raises(BudgetError):
         owner.resume(Wake("status"))
 
@@ -249,9 +249,9 @@ def cancel(run):
     owner = run.owner()
     owner.enter()
     run.report(100)
-    request_stop(run.store, KEY.prefix, reason="cancelled", by="somebody")
+    request_stop(run.store, KEY.prefix, reason="cancelled", by="user")
     owner.resume(Wake("request"))
-    run.leave(120)
+    run.drain(120)
     with pytest.raises(StoppedError):
         owner.resume(Wake("status"))
     again = run.owner(max_tries=7, more="env: [{name: ROUND, value: '2'}]\n")
@@ -269,7 +269,7 @@ def move(run):
     run.report(140)
     run.request_move(Allocation(LARGE, 2))
     owner.resume(Wake("request"))
-    run.leave(150)
+    run.drain(150)
     run.backend.fail_next("submit", CapacityError("InsufficientInstanceCapacity: none left"))
     owner.resume(Wake("status"))
     run.clock.advance(10)
@@ -324,7 +324,7 @@ def clear(run):
     again.enter()
     run.report(100)
     again.time_out("the task's time is over")
-    run.leave(110)
+    run.drain(110)
     with pytest.raises(RunFailedError):
         again.resume(Wake("status"))
 

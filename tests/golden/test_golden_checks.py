@@ -27,5 +27,5 @@ def test_every_policy_has_a_check_that_moves_and_one_that_keeps(policy):
 
 
 def test_every_recorded_check_is_known():
-    """No file is left of one that is gone."""
+    """A check that was removed leaves no file behind."""
     assert {path.stem for path in (DATA / "checks").glob("*")} == CHECKS.keys()

@@ -34,7 +34,7 @@ def test_an_event_that_is_read_is_written_byte_for_byte(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_typed_body_of_an_event_holds_all_of_it(name):
-    """Nothing is lost or changed by the types; requests have none, since anybody may write them."""
+    """The types lose and change nothing; requests have no typed body."""
     for event in recorded(name):
         kind = _BODIES.get(event["type"])
         if kind is not None:
@@ -50,7 +50,7 @@ def test_events_fold_to_the_state_and_the_next_actions_that_were_frozen(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_told_in_the_words_that_were_frozen(name):
+def test_the_narration_of_a_run_is_as_it_was_frozen(name):
     """A line for each event, and the bill."""
     assert narration(name) == stored(f"runs/{name}/narration.txt"), REVIEW
 

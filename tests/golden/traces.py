@@ -1,6 +1,6 @@
 """What recorded events come to: the state after them, what the owner does next after each, and the words.
 
-The stored events are read, not made again: this holds whatever writes events today.
+The stored events are the input, whatever code writes events today.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _cases(live):
 
 def _seen(state, *, step=None, ended=None, health="ok", is_overdue=False, **node):
     phase = "ended" if ended else "running"
-    told = Status(phase=phase, health=health, progress=Progress(step=step), start_step=0, ended=ended)
-    status = None if step is None else told
+    reported = Status(phase=phase, health=health, progress=Progress(step=step), start_step=0, ended=ended)
+    status = None if step is None else reported
     if ended is not None:
         node |= {"reason": ended.reason, "exit_code": ended.exit_code}
     return Facts(observed=Observed((NodeFacts(0, state, status=status, **node),)), is_overdue=is_overdue)
@@ -107,8 +107,10 @@ def action_words(action):
         "end": action.end and json.dumps(action.end.to_dict()),
         "extra": action.extra and json.dumps(action.extra),
     }
-    told = ", ".join(f"{name} {value}" for name, value in facts.items() if value)
-    return action.kind + (f" ({told})" if told else "") + (f": {action.reason}" if action.reason else "")
+    details = ", ".join(f"{name} {value}" for name, value in facts.items() if value)
+    return (
+        action.kind + (f" ({details})" if details else "") + (f": {action.reason}" if action.reason else "")
+    )
 
 
 def _state(state):
