@@ -41,7 +41,7 @@ LOOP = """
 import hashlib, sys, time
 steps, cooperates = int(sys.argv[1]), sys.argv[2] == "1"
 if cooperates:
-    from envscaler_airflow.agent import Session
+    from envscaler_agent import Session
     session = Session().__enter__()
 block = bytes(1 << 20)
 def step():
@@ -59,7 +59,7 @@ print((time.process_time() - cpu) / steps, (time.monotonic() - wall) / steps)
 """
 CALLS = """
 import time
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 with Session() as session:
     def call(times):
         for _ in range(times):
@@ -72,7 +72,7 @@ with Session() as session:
 """
 STEPPING = """
 import time
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 with Session() as session:
     while True:
         time.sleep(0.05)
@@ -87,7 +87,7 @@ def wrapped(exchange: Path, *command: str, sample_interval_s: float = 1.0) -> li
     session = {"sample_interval_s": sample_interval_s}
     start = {"schema": "1.0", "session": session}
     (exchange / "start.json").write_text(json.dumps(start), encoding="utf-8")
-    agent = [sys.executable, "-m", "envscaler_airflow.agent", "run", "--exchange", str(exchange)]
+    agent = [sys.executable, "-m", "envscaler_agent", "run", "--exchange", str(exchange)]
     return [*agent, "--", *command]
 
 

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.protocol import Manifest, manifest_name
-from envscaler_airflow.store import checkpoints, folders, open_store
+from envscaler_agent.protocol import Manifest, manifest_name
+from envscaler_airflow.store import checkpoints, manifests, open_store
 
 PAGE = 1000  # names in one answer of a listing; source: Amazon S3 API reference, ListObjectsV2
 METHODS = (
@@ -80,15 +80,15 @@ def measure(root: Path, files: int, latency_s: float) -> None:
         name = f"g1-step-{step:08d}-a1"
         prefix = checkpoints.checkpoint_prefix(name)
 
-        def upload(prefix: str = prefix) -> tuple[folders.ManifestFile, ...]:
-            return folders.upload(store, prefix, folders.walk(root / "tree"), claim=1)
+        def upload(prefix: str = prefix) -> tuple[manifests.ManifestFile, ...]:
+            return manifests.upload(store, prefix, manifests.walk(root / "tree"), claim=1)
 
         done = timed(f"upload {step}", store, upload)
         manifest = Manifest(files=done, step=step, generation=1, attempt=1)
         timed(
             "  its manifest",
             store,
-            partial(folders.write_manifest, store, prefix, manifest, name=manifest_name(1)),
+            partial(manifests.write_manifest, store, prefix, manifest, name=manifest_name(1)),
         )
     print(f"a manifest has {len(manifest.to_json()) / (1 << 20):.1f} MiB")
     timed("owner lists", store, lambda: checkpoints.complete_checkpoints(store, 1))
@@ -96,7 +96,7 @@ def measure(root: Path, files: int, latency_s: float) -> None:
     who: Any = {"generation": 1, "attempt": 1, "claim": 1, "candidates": ()}
     gone = timed("prune, one goes", store, lambda: checkpoints.prune(store, keep=2, **who))
     assert gone == ("g1-step-00000001-a1",), gone
-    timed("restore", store, lambda: folders.fetch(store, prefix, manifest, root / "back"))
+    timed("restore", store, lambda: manifests.fetch(store, prefix, manifest, root / "back"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux counts KiB
     print(f"largest resident set {peak:.0f} MiB")
 

@@ -11,8 +11,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from envscaler_airflow.lifecycle import Actor, Event, RunState
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import Actor, Event, RunState
 from envscaler_airflow.store import EventLog, RunKey, Store, for_run, open_store
 from envscaler_airflow.store.events import event_name
 

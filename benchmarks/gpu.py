@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from agent import interval, wrapped
-
-from envscaler_airflow.agent.gpu import Gpus, load_nvml
-from envscaler_airflow.protocol import Status
+from envscaler_agent.gpu import Gpus, load_nvml
+from envscaler_agent.protocol import Status
 
 BUSY = """
 import time, torch
@@ -43,7 +42,7 @@ TRAIN = """
 import sys, time, torch
 steps, cooperates = int(sys.argv[1]), sys.argv[2] == "1"
 if cooperates:
-    from envscaler_airflow.agent import Session
+    from envscaler_agent import Session
     session = Session().__enter__()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()

@@ -36,8 +36,8 @@ HEAVY = (
     "sklearn",
     "zstandard",
     "fsspec",
-    "envscaler_airflow.spec.models",
-    "envscaler_airflow.controller",
+    "envscaler_airflow.envspec.models",
+    "envscaler_airflow.owner",
     "envscaler_airflow.backends",
 )
 """Modules that a DAG file must not pull in."""

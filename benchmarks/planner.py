@@ -22,13 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.catalog.columns import pack, packaged, unpack
 from envscaler_airflow.catalog.csvtables import read_tables
 from envscaler_airflow.catalog.sources import read_scope
+from envscaler_airflow.catalog.tables import pack, packaged, unpack
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning import Requirements, is_ordered, requirements_of
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.table import OfferTable
-from envscaler_airflow.spec import load_spec
 
 REPEATS = 20
 GPUS = ("T4", "V100", "A100", "A100-80GB", "H100", "H200", "L4", "A10G", "L40S", "A10", "P100", "MI300X")

@@ -38,7 +38,7 @@ TRACED = """
 import os, runpy, shutil, sys, time
 from pathlib import Path
 import torch
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 sys.path.insert(0, {scripts!r})
 
 made = Session.step
@@ -145,7 +145,7 @@ def torchruns(folder: Path, *, last_call_s: int | None) -> list[float]:
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=one"]
     command += [] if last_call_s is None else [f"--rdzv_conf=last_call_timeout={last_call_s}"]
     command += [str(folder / "train.py"), f"--output={folder}/model", f"--epochs={EPOCHS}", "--step-s=0.05"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
     env |= {"ENVSCALER_GLOBAL_BATCH": "32", "ENVSCALER_MICRO_BATCH": "16"}
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents = []

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.handles import handle_of
-from envscaler_airflow.backends.kubernetes.watch import close_views
+from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 from envscaler_airflow.planning.offers import Allocation, Offer
 
 EVERY_S = 5.0

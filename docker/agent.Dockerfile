@@ -20,6 +20,7 @@ RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compi
       --constraint /tmp/constraints.txt --target /opt/envscaler ${REQUIREMENTS} ${EXTRA_REQUIREMENTS} \
     && rm -rf /opt/envscaler/bin
 COPY envscaler_airflow /opt/envscaler/envscaler_airflow
+COPY agent/envscaler_agent /opt/envscaler/envscaler_agent
 RUN find /opt/envscaler -name __pycache__ -prune -exec rm -rf {} + \
     && python3 -m compileall -q -j 1 /opt/envscaler
 
@@ -28,4 +29,4 @@ COPY --from=build /opt/envscaler /opt/envscaler
 ENV PYTHONPATH=/opt/envscaler PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 WORKDIR /tmp
-ENTRYPOINT ["python3", "-m", "envscaler_airflow.backends.kubernetes.sidecar"]
+ENTRYPOINT ["python3", "-m", "envscaler_airflow.backends.kubernetes.pod_sidecar"]

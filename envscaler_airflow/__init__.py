@@ -1,20 +1,18 @@
 """Right-sized, resumable machine-learning stages for Apache Airflow.
 
-Every public name is imported on first use, so that a DAG file pays only for what
-it names and a training image needs nothing but the standard library (Python 3.8).
+Python imports each public name on first use, so that a DAG file pays only for what it names.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Dict, List
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envscaler_airflow import agent as agent
     from envscaler_airflow.hooks.checkpoint import CheckpointHook as CheckpointHook
     from envscaler_airflow.hooks.pricing import CloudPricingHook as CloudPricingHook
     from envscaler_airflow.operators.params import spec_params as spec_params
-    from envscaler_airflow.operators.reap import ReapOperator as ReapOperator
+    from envscaler_airflow.operators.reap_operator import ReapOperator as ReapOperator
     from envscaler_airflow.operators.stage import EnvStageOperator as EnvStageOperator
     from envscaler_airflow.sensors.scaling import ScalingSensor as ScalingSensor
 
@@ -25,7 +23,6 @@ __all__ = [
     "ReapOperator",
     "ScalingSensor",
     "__version__",
-    "agent",
     "get_provider_info",
     "spec_params",
 ]
@@ -35,11 +32,10 @@ _HOMES = {
     "CheckpointHook": "envscaler_airflow.hooks.checkpoint",
     "CloudPricingHook": "envscaler_airflow.hooks.pricing",
     "EnvStageOperator": "envscaler_airflow.operators.stage",
-    "ReapOperator": "envscaler_airflow.operators.reap",
+    "ReapOperator": "envscaler_airflow.operators.reap_operator",
     "ScalingSensor": "envscaler_airflow.sensors.scaling",
     "spec_params": "envscaler_airflow.operators.params",
 }
-_MODULES = {"agent"}
 
 
 def __getattr__(name: str) -> Any:
@@ -48,19 +44,17 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: No such public name.
     """
-    if name in _MODULES:
-        return importlib.import_module(f"envscaler_airflow.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'envscaler_airflow' has no attribute {name!r}")
 
 
-def __dir__() -> List[str]:
+def __dir__() -> list[str]:
     """Public names, imported or not."""
     return sorted({*globals(), *__all__})
 
 
-def get_provider_info() -> Dict[str, Any]:
+def get_provider_info() -> dict[str, Any]:
     """What Airflow shows of this provider: operators, hooks, the connection form and the settings."""
     name = "envscaler"
     return {
@@ -68,9 +62,9 @@ def get_provider_info() -> Dict[str, Any]:
         "name": name,
         "description": "Machine-learning stages from one environment spec, right-sized and resumable.",
         "integrations": [{"integration-name": name, "tags": ["software"]}],
-        "operators": _modules(name, "operators.stage", "operators.reap"),
+        "operators": _modules(name, "operators.stage", "operators.reap_operator"),
         "sensors": _modules(name, "sensors.scaling"),
-        "triggers": _modules(name, "triggers.stage", "triggers.scaling"),
+        "triggers": _modules(name, "triggers.stage_trigger", "triggers.scaling_trigger"),
         "hooks": _modules(name, "hooks.checkpoint", "hooks.pricing", "hooks.prometheus"),
         "connection-types": [_store_connection()],
         "extra-links": ["envscaler_airflow.operators.links.RunStoreLink"],
@@ -78,11 +72,11 @@ def get_provider_info() -> Dict[str, Any]:
     }
 
 
-def _modules(name: str, *modules: str) -> List[Dict[str, Any]]:
+def _modules(name: str, *modules: str) -> list[dict[str, Any]]:
     return [{"integration-name": name, "python-modules": [f"{__name__}.{module}" for module in modules]}]
 
 
-def _settings() -> Dict[str, Any]:
+def _settings() -> dict[str, Any]:
     return {
         "store_url": _option(
             "URL of the run store, as operators, triggerer, API server and machines all see "
@@ -110,7 +104,7 @@ def _settings() -> Dict[str, Any]:
     }
 
 
-def _option(description: str, example: str) -> Dict[str, Any]:
+def _option(description: str, example: str) -> dict[str, Any]:
     return {
         "description": description,
         "version_added": "0.1.0",
@@ -120,7 +114,7 @@ def _option(description: str, example: str) -> Dict[str, Any]:
     }
 
 
-def _store_connection() -> Dict[str, Any]:
+def _store_connection() -> dict[str, Any]:
     text = {"type": ["string", "null"]}
     return {
         "connection-type": "envscaler_store",

@@ -1,12 +1,11 @@
 """Every error of envscaler-airflow, by what the caller can do about it.
 
-Runs on Python 3.8 with the standard library alone: the training container
-raises these too.
+Those that the training's side raises too come from :mod:`envscaler_agent.errors`.
 """
 
 from __future__ import annotations
 
-from typing import List, Optional
+from envscaler_agent.errors import CheckpointError, EnvScalerError, ProtocolError
 
 __all__ = [
     "BackendError",
@@ -22,10 +21,6 @@ __all__ = [
 ]
 
 
-class EnvScalerError(Exception):
-    """Anything that envscaler-airflow raises on purpose."""
-
-
 class SpecError(EnvScalerError):
     """The spec is wrong: change it. Never retried.
 
@@ -33,7 +28,7 @@ class SpecError(EnvScalerError):
         faults: One message for each fault, ``file:line: path: got; write this``.
     """
 
-    def __init__(self, message: str, *, faults: Optional[List[str]] = None) -> None:
+    def __init__(self, message: str, *, faults: list[str] | None = None) -> None:
         """Keep *faults* apart, so that a tool can list them; *message* is what is shown."""
         super().__init__(message)
         self.faults = faults if faults is not None else [message]
@@ -59,7 +54,7 @@ class BackendError(EnvScalerError):
         transient: True when the same call may succeed later.
     """
 
-    def __init__(self, message: str, *, status: Optional[int] = None, transient: bool = False) -> None:
+    def __init__(self, message: str, *, status: int | None = None, transient: bool = False) -> None:
         """Say whether the same call may succeed later."""
         super().__init__(message)
         self.status = status
@@ -68,17 +63,6 @@ class BackendError(EnvScalerError):
 
 class StoreError(BackendError):
     """The run store cannot be read or written. Unknown, never 'absent' and never 'dead'."""
-
-
-class CheckpointError(EnvScalerError):
-    """A checkpoint is missing, torn or has a wrong hash: the one before is used."""
-
-
-class ProtocolError(EnvScalerError):
-    """The two sides disagree on a version or wrote what the protocol forbids.
-
-    Training goes on, moves are refused, and the message names both versions.
-    """
 
 
 class RunFailedError(EnvScalerError):

@@ -5,7 +5,7 @@ prices. ``price_rows`` reads a packaged table, and ``shadow_offer`` names the
 nearest type.
 """
 
-from envscaler_airflow.catalog.gpus import canonical_gpu, nominal_memory_gb
+from envscaler_airflow.catalog.accelerators import canonical_gpu, nominal_memory_gb
 from envscaler_airflow.catalog.shadow import scaled_price, shadow_offer
 from envscaler_airflow.catalog.tables import PRICES_AS_OF, PriceRow, price_rows
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from envscaler_airflow.catalog.columns import MAGIC, labelled, pack, packaged, unpack
 from envscaler_airflow.catalog.csvtables import read_tables
+from envscaler_airflow.catalog.tables import MAGIC, labelled, pack, packaged, unpack
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.folders import cache_folder
 from envscaler_airflow.planning.market import Scope
 from envscaler_airflow.planning.table import OfferTable
+from envscaler_airflow.user_folders import cache_folder
 
 
 def cache_dir() -> Path:
@@ -47,7 +47,7 @@ def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> Offe
 def _live(folder: Path) -> OfferTable | None:
     if not has_live_prices(folder):
         return None
-    from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
+    from envscaler_airflow.catalog.prices import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
 
     table = Shelf(folder).load(now=time.time())
     if table is not None or not _has_books(folder):

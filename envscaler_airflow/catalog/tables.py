@@ -3,11 +3,107 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+import json
+import sys
+import zlib
+from array import array
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.planning.table import Kind, Machine, OfferTable
+
+MAGIC = b"ESOFFER4"
+SNAPSHOT = "offers.bin"
+_COLUMNS = {
+    "starts": "I",
+    "ends": "I",
+    "place": "I",
+    "usd": "d",
+    "spot_usd": "d",
+    "risk": "B",
+    "source": "I",
+    "spot_source": "I",
+    "spot_rows": "I",
+    "spot_starts": "I",
+}
+
+
+def pack(table: OfferTable) -> bytes:
+    """*table* as bytes: magic, length of the head, head (JSON), columns (little-endian), compressed."""
+    columns = {name: _little(getattr(table, name)) for name in _COLUMNS}
+    head = {
+        "kinds": [list(kind) for kind in table.kinds],
+        "places": [list(place) for place in table.places],
+        "sources": list(table.sources),
+        "label": table.label,
+        "faults": list(table.faults),
+        "machines": [[*key, *machine] for key, machine in sorted(table.machines.items())],
+        "sizes": {name: len(data) for name, data in columns.items()},
+    }
+    text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
+    body = b"".join(columns.values())
+    return MAGIC + zlib.compress(len(text).to_bytes(4, "little") + text + body, level=9)
+
+
+def unpack(data: bytes, *, name: str = "catalog") -> OfferTable:
+    """Read what :func:`pack` wrote.
+
+    Raises:
+        SpecError: It is no such file, or torn.
+    """
+    if not data.startswith(MAGIC):
+        raise SpecError(f"{name}: no table of offers of this version; make it again")
+    try:
+        body = memoryview(zlib.decompress(data[len(MAGIC) :]))
+        at = 4 + int.from_bytes(body[:4], "little")
+        head = json.loads(bytes(body[4:at]))
+        columns: dict[str, array[int] | array[float]] = {}
+        for column, code in _COLUMNS.items():
+            size = head["sizes"][column]
+            columns[column] = _read(code, body[at : at + size])
+            at += size
+        return OfferTable(
+            kinds=[Kind(*kind) for kind in head["kinds"]],
+            places=[(cloud, region, zone) for cloud, region, zone in head["places"]],
+            sources=head["sources"],
+            label=head["label"],
+            faults=tuple(head["faults"]),
+            machines={(cells[0], cells[1]): Machine(*cells[2:]) for cells in head["machines"]},
+            **columns,  # type: ignore[arg-type]  # the codes above say which is which
+        )
+    except (zlib.error, KeyError, TypeError, ValueError) as err:
+        raise SpecError(f"{name}: the table of offers is torn ({err}); make it again") from err
+
+
+def _little(values: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def _read(code: str, data: memoryview) -> array[int] | array[float]:
+    values: array[int] | array[float] = array(code)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+@cache
+def packaged() -> OfferTable:
+    """The snapshot that comes with the package; its README says where each value is from."""
+    data = resources.files("envscaler_airflow.catalog").joinpath(SNAPSHOT).read_bytes()
+    return unpack(data, name=SNAPSHOT)
+
+
+def labelled(table: OfferTable, label: str) -> OfferTable:
+    """The same offers under another label."""
+    return replace(table, label=label)
+
 
 PRICES_AS_OF = "2026-07-20"
 """Date of the packaged list prices; the table's first lines name the source and its licence."""

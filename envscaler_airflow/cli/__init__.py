@@ -9,8 +9,7 @@ from functools import partial
 
 import click
 
-from envscaler_airflow.cli.common import Group
-from envscaler_airflow.cli.lazy import Commands
+from envscaler_airflow.cli.common import Commands, Group
 
 
 @click.group(cls=Group)
@@ -38,23 +37,23 @@ main.commands = Commands(
     {
         "validate": "validate:validate",
         "render": "render:render",
-        "registry": "registry:registry",
-        "init": "registry:init",
-        "build": "build:build",
-        "dry-run": "check:dry_run",
-        "schema": "schema:schema",
+        "registry": "registry_commands:registry",
+        "init": "registry_commands:init",
+        "build": "build_image:build",
+        "dry-run": "validate:dry_run",
+        "schema": "validate:schema",
         "plan": "plan:plan_command",
         "offers": "offers:offers_command",
         "catalog": "catalog:catalog",
         "run": "run:run",
         "submit": "submit:submit",
-        "reap": "reap:reap",
-        "kubernetes": "kubernetes:kubernetes",
+        "reap": "cluster:reap",
+        "kubernetes": "cluster:kubernetes",
         "status": "inspect:status",
         "logs": "inspect:logs",
         "report": "inspect:report",
         "cancel": "cancel:cancel",
-        "explain": "explain:explain",
+        "explain": "inspect:explain",
         "simulate": "simulate:simulate",
         "demo": "demo:demo",
     }

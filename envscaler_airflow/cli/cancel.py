@@ -19,13 +19,13 @@ from envscaler_airflow.cli.common import load_state, output_option, shell_backen
 from envscaler_airflow.cli.foreground import Foreground, shell_actor
 from envscaler_airflow.cli.inspect import followed
 from envscaler_airflow.cli.owners import SILENT_S, Ownership, address_of, owner_of, write_owner
-from envscaler_airflow.cli.voice import Voice
-from envscaler_airflow.controller.freeze import key_of
-from envscaler_airflow.controller.request import kill_quietly, request_stop
-from envscaler_airflow.controller.stage import Stage, StoppedError
+from envscaler_airflow.cli.progress import Voice
 from envscaler_airflow.errors import BackendError, ProtocolError, RunFailedError
-from envscaler_airflow.lifecycle import Actor, RunState
+from envscaler_airflow.owner.freeze import key_of
+from envscaler_airflow.owner.request import kill_quietly, request_stop
+from envscaler_airflow.owner.stage import Stage, StoppedError
 from envscaler_airflow.planning.amounts import duration_text
+from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import SHELL_DAG

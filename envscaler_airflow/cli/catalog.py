@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from envscaler_airflow.catalog.columns import packaged
-from envscaler_airflow.catalog.shelf import Shelf
+from envscaler_airflow.catalog.prices import Shelf
 from envscaler_airflow.catalog.sources import cache_dir
+from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import BackendError, SpecError

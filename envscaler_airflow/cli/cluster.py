@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,7 +14,11 @@ import click
 import yaml
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes import security as rights
+from envscaler_airflow.cli.common import NOT_NEGATIVE, output_option, store_option
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.owner.reap import reap as reap_jobs
+from envscaler_airflow.store.base import Store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -66,3 +72,66 @@ def settings_of(config: Path | None, given: dict[str, str | None]) -> dict[str, 
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""An RFC 1123 label, as names of namespaces are. Source: Kubernetes, *Object Names and IDs*."""
+
+
+@click.group()
+def kubernetes() -> None:
+    """Prepare a cluster for stages."""
+
+
+@kubernetes.command("rbac")
+@click.option("-n", "--namespace", default="default", show_default=True, help="Where stages run.")
+@click.option("--account", default="envscaler", show_default=True, help="Name of the service account.")
+@click.option("--nodes/--no-nodes", default=True, show_default=True, help="With the right to read nodes.")
+@click.option(
+    "--all-pods",
+    is_flag=True,
+    help="With the right to list all pods of the cluster: for wait_for_node_s: 0 alone.",
+)
+@output_option
+def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool, all_pods: bool) -> None:
+    """Print the smallest rights that work, for kubectl apply -f -."""
+    for option, name in (("--namespace", namespace), ("--account", account)):
+        if _LABEL.fullmatch(name) is None:
+            raise SpecError(
+                f"{option}: Kubernetes refuses the name {name!r:.80}; write at most 63 of a-z, 0-9 and -, "
+                "with a letter or digit at both ends, such as ml-training"
+            )
+    documents = rights.rbac(namespace, account=account, nodes=nodes, all_pods=all_pods)
+    if as_json:
+        click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
+        return
+    click.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=NOT_NEGATIVE,
+    default=30.0,
+    show_default=True,
+    help="Seconds that a pod may take.",
+)
+@cluster_options
+@output_option
+@store_option
+def reap(*, store: Store, backend: KubernetesBackend, dry_run: bool, grace_s: float, as_json: bool) -> None:
+    """End and remove Jobs of a namespace that no live run of the store owns.
+
+    A Job is left alone for its first 15 minutes, and when it belongs to another store.
+    """
+    found = []
+    for orphan in reap_jobs(store, backend, grace_s=grace_s, dry_run=dry_run):
+        found.append({"name": orphan.handle.name, "reason": orphan.reason})
+        if not as_json:
+            click.echo(f"{orphan.handle.name}: {orphan.reason}")
+    if as_json:
+        click.echo(json.dumps({"dry_run": dry_run, "orphans": found}))
+        return
+    click.echo(f"{len(found)} {'would go' if dry_run else 'gone'}")

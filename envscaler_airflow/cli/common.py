@@ -7,7 +7,8 @@ import functools
 import getpass
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,13 +16,13 @@ import click
 
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.folders import data_folder
-from envscaler_airflow.lifecycle import RunState
-from envscaler_airflow.spec.quantities import duration_s
+from envscaler_airflow.run import RunState
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
+from envscaler_airflow.user_folders import data_folder
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -187,3 +188,38 @@ class Group(click.Group):
                 raise
             click.echo(f"Error: {err} Set HOME, or XDG_CACHE_HOME and XDG_DATA_HOME", err=True)
             ctx.exit(2)
+
+
+class Commands(dict[str, click.Command]):
+    """``{"run": "run:run"}``: by name, the module below ``cli`` and the command in it."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        """Remember where each command is; import none."""
+        super().__init__()
+        self._places = dict(places)
+        for name in self._places:
+            super().__setitem__(name, click.Command(name))  # stands in for it in lists of names
+
+    def __getitem__(self, name: str) -> click.Command:
+        """Import the command.
+
+        Raises:
+            KeyError: There is no such command.
+        """
+        place = self._places.pop(name, None)
+        if place is not None:
+            module, _, attribute = place.partition(":")
+            self[name] = getattr(import_module(f"envscaler_airflow.cli.{module}"), attribute)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The command, or *default*."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        """Add a command that is imported already."""
+        self._places.pop(name, None)
+        super().__setitem__(name, command)

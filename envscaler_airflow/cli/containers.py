@@ -11,23 +11,23 @@ from pathlib import Path, PurePosixPath
 
 import click
 
-from envscaler_airflow.build.access import index_access
-from envscaler_airflow.build.builders import Builder, Container, find_builder
-from envscaler_airflow.build.check import best_fit, lacking_volumes, lacks
-from envscaler_airflow.build.distributed import batch_env, launch_command
-from envscaler_airflow.build.images import BuildOptions, build_image
-from envscaler_airflow.build.locks import LOCK, Lock, apply_lock
-from envscaler_airflow.build.machine import Here, look_here
-from envscaler_airflow.build.requirements import read_requirements
-from envscaler_airflow.build.resolve import resolve
 from envscaler_airflow.cli.environment import Resolve, lock_of, without_gpus
-from envscaler_airflow.courier.bring import bring
-from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Mount, Who
-from envscaler_airflow.courier.site import Site
-from envscaler_airflow.courier.writeback import WriteBack
+from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import NoOfferError, SpecError
-from envscaler_airflow.spec.models import EnvSpec
-from envscaler_airflow.spec.resources import Resources
+from envscaler_airflow.images.access import index_access
+from envscaler_airflow.images.build import BuildOptions, build_image
+from envscaler_airflow.images.builders import Builder, Container, find_builder
+from envscaler_airflow.images.distributed import batch_env, launch_command
+from envscaler_airflow.images.dry_run import best_fit, lacking_volumes, lacks
+from envscaler_airflow.images.locks import LOCK, Lock, apply_lock
+from envscaler_airflow.images.needs import Here, look_here
+from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.resolve import resolve
+from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Mount, Who
+from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 

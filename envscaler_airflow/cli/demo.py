@@ -23,20 +23,20 @@ from rich.table import Table
 from rich.text import Text
 
 import envscaler_airflow
+from envscaler_agent.protocol import Status
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
+from envscaler_airflow.cli.follow import StageStory, moves
 from envscaler_airflow.cli.specs import pairs
-from envscaler_airflow.cli.story import StageStory, moves
 from envscaler_airflow.cli.tables import print_report
-from envscaler_airflow.controller.report import run_report
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.lifecycle import AttemptState
-from envscaler_airflow.lifecycle.narration import transfer_text
+from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Status
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.airflow_services import AirflowServices
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.backends.kubernetes import KubernetesBackend, names, paths
+from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.catalog.shadow import scaled_price, shadow_offer
 from envscaler_airflow.cli.cluster import settings_of
@@ -135,7 +135,7 @@ class OnCluster:
             name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
             metadata = {"name": name, "namespace": namespace}
             body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
-            self._backend.cluster.create(paths.pods(namespace, name, "eviction"), body)
+            self._backend.cluster.create(names.pods(namespace, name, "eviction"), body)
         return "evicted the pod of attempt {attempt} at step {step}"
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class OnCluster:
             for job in self._backend.jobs():
                 prefix = (job["metadata"].get("annotations") or {}).get(names.PREFIX, "")
                 if prefix.startswith(f"{self.deployment}/"):
-                    path = paths.jobs(self._backend.namespace, job["metadata"]["name"])
+                    path = names.jobs(self._backend.namespace, job["metadata"]["name"])
                     self._backend.cluster.delete(path, uid=job["metadata"]["uid"])
 
 

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envscaler_airflow.build import venvs
-from envscaler_airflow.build.access import index_access
-from envscaler_airflow.build.bases import facts
-from envscaler_airflow.build.builders import Builder
-from envscaler_airflow.build.cuda import broken_software, software
-from envscaler_airflow.build.images import Built
-from envscaler_airflow.build.locks import Lock, apply_lock, read_lock, system_versions
-from envscaler_airflow.build.machine import Here, look_here
-from envscaler_airflow.build.programs import stream_program
-from envscaler_airflow.build.requirements import Requirements, read_requirements
-from envscaler_airflow.build.venv import install_command, python_version
 from envscaler_airflow.cli.common import find_run
+from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec.models import EnvSpec
+from envscaler_airflow.images import venv_cache
+from envscaler_airflow.images.access import index_access
+from envscaler_airflow.images.bases import facts
+from envscaler_airflow.images.build import Built
+from envscaler_airflow.images.builders import Builder
+from envscaler_airflow.images.cuda import broken_software, software
+from envscaler_airflow.images.locks import Lock, apply_lock, read_lock, system_versions
+from envscaler_airflow.images.needs import Here, look_here
+from envscaler_airflow.images.programs import stream_program
+from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.venv import install_command, python_version
 from envscaler_airflow.store.base import Store
 
 Say = Callable[[str], None]
@@ -73,8 +73,8 @@ def local_environment(
     if requirements.runtime is None:
         return LocalEnvironment(spec, known)
     with index_access(requirements, resolve_secret=resolve_secret) as env:
-        python = venvs.ensure(spec, cache, requirements=requirements, env=env, say=say)
-    text = venvs.locked_requirements(python)
+        python = venv_cache.ensure(spec, cache, requirements=requirements, env=env, say=say)
+    text = venv_cache.locked_requirements(python)
     exact = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("--"))
     return LocalEnvironment(spec, replace(known, requirements=exact), python)
 

@@ -15,24 +15,29 @@ from typing import Any, NoReturn
 
 import click
 
+from envscaler_agent.protocol import EXIT_STOPPED
 from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.cli.common import load_state
+from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.cli.owners import write_owner
-from envscaler_airflow.cli.progress import progress_line
-from envscaler_airflow.cli.story import StageStory
+from envscaler_airflow.cli.progress import Voice, progress_line
 from envscaler_airflow.cli.tables import print_report
-from envscaler_airflow.cli.voice import Voice
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.hold import Holder
-from envscaler_airflow.controller.report import run_report
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Delivered, Stage, StoppedError, SupersededError, Waiting
-from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, EnvScalerError, RunFailedError, StoreError
-from envscaler_airflow.lifecycle import Actor, RunState
-from envscaler_airflow.lifecycle.narration import printable
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.foreground import Holder
+from envscaler_airflow.owner.report import run_report
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.stage import (
+    Delivered,
+    Stage,
+    StoppedError,
+    SupersededError,
+    Waiting,
+)
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.protocol import EXIT_STOPPED
+from envscaler_airflow.run import Actor, RunState
+from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey

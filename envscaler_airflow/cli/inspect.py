@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from itertools import groupby
 
 import click
 
-from envscaler_airflow.build.locks import container_image
+from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import (
     duration_option,
     find_run,
@@ -19,16 +20,45 @@ from envscaler_airflow.cli.common import (
 )
 from envscaler_airflow.cli.owners import SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
-from envscaler_airflow.controller.freeze import read_parameters
-from envscaler_airflow.controller.report import run_bill, run_report
-from envscaler_airflow.controller.watch import read_status
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
-from envscaler_airflow.lifecycle import AttemptState, RunState
+from envscaler_airflow.images.locks import container_image
+from envscaler_airflow.owner.freeze import read_parameters
+from envscaler_airflow.owner.report import run_bill, run_report
+from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.lease import waits_of
 from envscaler_airflow.store.logs import read_logs
+
+
+@click.command()
+@click.argument("run")
+@click.option("--all", "is_all", is_flag=True, help="Every check, not only where the decision changed.")
+@output_option
+@store_option
+def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
+    """Say why the policy of RUN kept or moved it, with the numbers."""
+    found = list(read_decisions(store, find_run(store, run)))
+    if not found:
+        why = "no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet"
+        click.echo(why, err=as_json)
+        return
+    if as_json:
+        for check, times in found:
+            click.echo(json.dumps({"times": times, **check.to_dict()}))
+        return
+    if is_all:
+        for check, times in found:
+            click.echo(in_words(check) + (f"\n  seen {times} times in a row" if times > 1 else ""))
+        return
+    for _, group in groupby(found, key=lambda item: (item[0].decision.action, item[0].decision.target.name)):
+        items = list(group)
+        times = sum(count for _, count in items)
+        click.echo(in_words(items[-1][0]) + (f"\n  decided {times} times in a row" if times > 1 else ""))
+
 
 POLL_S = 2.0
 """How often ``logs -f`` looks, seconds. Chosen: chunks are closed every 10 s."""

@@ -25,14 +25,14 @@ from envscaler_airflow.cli.market import (
     print_table,
     quantity,
 )
+from envscaler_airflow.envspec import gpus as gpu_names
+from envscaler_airflow.envspec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
+from envscaler_airflow.envspec.resources import GIB
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.planning import Offer, Requirements
-from envscaler_airflow.planning.explain import unknown_gpus
 from envscaler_airflow.planning.market import Scope, Search, search
+from envscaler_airflow.planning.near_misses import unknown_gpus
 from envscaler_airflow.planning.table import Kind, OfferTable
-from envscaler_airflow.spec import gpus as gpu_names
-from envscaler_airflow.spec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
-from envscaler_airflow.spec.resources import GIB
 
 COLUMNS = ("INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "GPU MEM", "SPOT", "$/h", "PRICE FROM")
 _SIZES = ("gpu", "count", "gpu_memory", "cpus", "memory")

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.protocol import SCHEMA, check_schema
+from envscaler_airflow.run import RunState
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import SHELL_DAG
 from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S, read_lease

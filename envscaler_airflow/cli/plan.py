@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
-from envscaler_airflow.cli.bars import bar
 from envscaler_airflow.cli.catalog import FEEDS
 from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
 from envscaler_airflow.cli.market import (
@@ -28,7 +27,10 @@ from envscaler_airflow.cli.market import (
     quantity,
     rejected_body,
 )
+from envscaler_airflow.cli.progress import bar
 from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.envspec import EnvSpec, load_spec
+from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import (
     Candidate,
@@ -44,13 +46,11 @@ from envscaler_airflow.planning import (
 )
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import CLOUDS, DataPlace, data_places
-from envscaler_airflow.planning.explain import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import MisfitOf, Scope, Search, search
+from envscaler_airflow.planning.near_misses import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.planning.table import Kind, OfferTable
-from envscaler_airflow.spec import EnvSpec, load_spec
-from envscaler_airflow.spec.quantities import duration_s
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import stockouts
 
@@ -173,8 +173,8 @@ def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
     """True when *target* is a place whose lacks alone were asked for, and they are told."""
     if target is None:
         return False
-    from envscaler_airflow.build.check import TARGETS  # noqa: PLC0415  (a plan has no time for it)
-    from envscaler_airflow.cli.check import tell_missing  # noqa: PLC0415  (as above)
+    from envscaler_airflow.cli.validate import tell_missing  # noqa: PLC0415  (as above)
+    from envscaler_airflow.images.dry_run import TARGETS  # noqa: PLC0415  (a plan has no time for it)
 
     if target not in TARGETS or target == "vm":
         return False
@@ -185,7 +185,7 @@ def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
 def _missing_on_vm(spec: EnvSpec, target: str | None) -> list[str]:
     if target != "vm":
         return []
-    from envscaler_airflow.build.check import missing_on  # noqa: PLC0415  (as above)
+    from envscaler_airflow.images.dry_run import missing_on  # noqa: PLC0415  (as above)
 
     return missing_on(target, spec)
 
@@ -228,8 +228,8 @@ def _misfit_of(spec: EnvSpec, model: JobModel | None) -> MisfitOf | None:
     of_job = None if model is None else model.misfit
     if not spec.runtimes and spec.base is None:
         return of_job
-    from envscaler_airflow.build.cuda import software_faults  # noqa: PLC0415  (as above)
-    from envscaler_airflow.build.requirements import read_requirements  # noqa: PLC0415  (as above)
+    from envscaler_airflow.images.cuda import software_faults  # noqa: PLC0415  (as above)
+    from envscaler_airflow.images.requirements import read_requirements  # noqa: PLC0415  (as above)
 
     told = software_faults(spec, read_requirements(spec))
     if told is None:

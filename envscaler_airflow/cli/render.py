@@ -8,18 +8,18 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.build.access import index_access
-from envscaler_airflow.build.artefacts import Artefact
-from envscaler_airflow.build.dockerfile import ImageOptions
-from envscaler_airflow.build.render import RENDERINGS, VARIANTS, render_spec
-from envscaler_airflow.build.render import render as render_target
-from envscaler_airflow.build.requirements import Requirements, read_requirements
-from envscaler_airflow.build.resolve import resolve
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry, write_artefact
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.loading import load_with_sources
+from envscaler_airflow.images.access import index_access
+from envscaler_airflow.images.artefacts import Artefact
+from envscaler_airflow.images.dockerfile import ImageOptions
+from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.resolve import resolve
+from envscaler_airflow.images.targets import RENDERINGS, VARIANTS, render_spec
+from envscaler_airflow.images.targets import render as render_target
 
 
 @click.command()

@@ -9,8 +9,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from envscaler_airflow.build.locks import LOCK
-from envscaler_airflow.build.needs import lacking_code
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
     load_state,
@@ -24,13 +22,15 @@ from envscaler_airflow.cli.common import (
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
+from envscaler_airflow.cli.progress import Voice
 from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
-from envscaler_airflow.cli.voice import Voice
-from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.images.locks import LOCK
+from envscaler_airflow.images.needs import lacking_code
+from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.store.base import Store, check_store
-from envscaler_airflow.store.folders import newest_manifest
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.manifests import newest_manifest
 from envscaler_airflow.store.outputs import open_folder
 
 _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.cli.bars import Bar, bar
 from envscaler_airflow.cli.common import find_run, output_option, store_option
+from envscaler_airflow.cli.progress import Bar, bar
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
@@ -195,7 +195,7 @@ def _zones(text: str, file: Path, known: Collection[str]) -> list[str]:
 
 
 def _policy(name: str, known: Mapping[str, type[Any]]) -> Any:
-    from envscaler_airflow.simulate.registry import simulated_policies  # noqa: PLC0415  # only here
+    from envscaler_airflow.simulate.recorded import simulated_policies  # noqa: PLC0415  # only here
 
     found: dict[str, Callable[[], Any]] = {**simulated_policies(), **known}
     if name not in found:
@@ -233,7 +233,7 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
 @store_option
 def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
     """Decide RUN's recorded checks again; what follows a different decision is labelled."""
-    from envscaler_airflow.controller.deadline_table import with_tables  # noqa: PLC0415  # entry points
+    from envscaler_airflow.owner.tables import with_tables  # noqa: PLC0415  # entry points
     from envscaler_airflow.simulate.recorded import replay_run  # noqa: PLC0415  # only here
 
     prefix = find_run(store, run)

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
-from envscaler_airflow.build.stage_image import with_image
 from envscaler_airflow.cli.cluster import cluster_options
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
@@ -20,9 +19,10 @@ from envscaler_airflow.cli.common import (
     without_deadline,
 )
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
+from envscaler_airflow.cli.progress import Voice
 from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
-from envscaler_airflow.cli.voice import Voice
-from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.images.stage_image import with_image
+from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.store.base import Store, check_store
 
 

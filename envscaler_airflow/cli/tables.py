@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from envscaler_airflow.controller.report import why_ended
-from envscaler_airflow.lifecycle import RunState
-from envscaler_airflow.lifecycle.narration import allocation_name, printable, totals, transfer_text
+from envscaler_agent.protocol import Status
+from envscaler_airflow.owner.report import why_ended
 from envscaler_airflow.planning.amounts import duration_text, usd_text
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.run import RunState
+from envscaler_airflow.run.narration import allocation_name, printable, totals, transfer_text
 
 LEAST_COLUMNS = 80
 """What a narrower terminal is taken for: it wraps lines, a table would cut amounts. Chosen: the usual."""

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
+from envscaler_airflow.envspec.gpus import MEMORY_GB, canonical
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.table import Kind, Machine
-from envscaler_airflow.spec.gpus import MEMORY_GB, canonical
 
 if TYPE_CHECKING:
     import boto3

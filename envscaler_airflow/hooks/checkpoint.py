@@ -14,7 +14,7 @@ from envscaler_airflow.errors import CheckpointError, EnvScalerError
 from envscaler_airflow.hooks.settings import CONN_TYPE, StorePlace, store_place
 
 if TYPE_CHECKING:
-    from envscaler_airflow.protocol import Manifest
+    from envscaler_agent.protocol import Manifest
     from envscaler_airflow.store import RunKey, Store
 
 
@@ -132,11 +132,11 @@ class CheckpointHook(BaseHook):
             CheckpointError: Missing, torn, truncated, or of another hash.
             StoreError: The store cannot be read.
         """
-        from envscaler_airflow.store import checkpoints, folders  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.store import checkpoints, manifests  # noqa: PLC0415  (DAG files do without)
 
         run = self._run(key)
         manifest = checkpoints.read_checkpoint(run, name)
-        return folders.verify(run, checkpoints.checkpoint_prefix(name), manifest=manifest)
+        return manifests.verify(run, checkpoints.checkpoint_prefix(name), manifest=manifest)
 
     def download(self, key: RunKey, name: str, target: Path) -> Path:
         """Lay a checkpoint out in the folder *target*, every file verified; returns *target*.
@@ -145,12 +145,12 @@ class CheckpointHook(BaseHook):
             CheckpointError: Missing, torn, truncated, or of another hash.
             StoreError: The store cannot be read.
         """
-        from envscaler_airflow.store import checkpoints, folders  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.store import checkpoints, manifests  # noqa: PLC0415  (DAG files do without)
 
         run = self._run(key)
         manifest = checkpoints.read_checkpoint(run, name)
         target.mkdir(parents=True, exist_ok=True)
-        folders.fetch(run, checkpoints.checkpoint_prefix(name), manifest, target)
+        manifests.fetch(run, checkpoints.checkpoint_prefix(name), manifest, target)
         return target
 
     def delete(self, key: RunKey, name: str) -> None:
@@ -194,7 +194,7 @@ class CheckpointHook(BaseHook):
 
 
 def _newest_generation(run: Store) -> int:
-    from envscaler_airflow.protocol import parse_checkpoint_name  # noqa: PLC0415  (DAG files do without)
+    from envscaler_agent.protocol import parse_checkpoint_name  # noqa: PLC0415  (DAG files do without)
 
     keys = (parse_checkpoint_name(name) for name in run.children("checkpoints"))
     return max((key[0] for key in keys if key is not None), default=0)

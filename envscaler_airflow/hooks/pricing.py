@@ -19,7 +19,7 @@ from envscaler_airflow.hooks.servers import verify_of
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
-    from envscaler_airflow.catalog.live import Book
+    from envscaler_airflow.catalog.prices import Book
     from envscaler_airflow.clouds.base import PriceFeed
 
 CONNECTIONS = {"aws": "aws_default", "gcp": "google_cloud_default", "azure": None}
@@ -89,7 +89,7 @@ class CloudPricingHook(BaseHook):
         """
         if isinstance(regions, str):
             raise SpecError(f"regions {regions!r:.60}: write a list, such as [{regions!r:.60}]")
-        from envscaler_airflow.catalog.shelf import Shelf  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.catalog.prices import Shelf  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415  (as above)
 
         shelf = Shelf(Path(self.cache) if self.cache else cache_dir())
@@ -130,7 +130,7 @@ class CloudPricingHook(BaseHook):
         return AzurePrices(url=self.endpoint_url or URL)
 
     def _gcp(self) -> PriceFeed:
-        from envscaler_airflow.catalog.columns import packaged  # noqa: PLC0415  (as above)
+        from envscaler_airflow.catalog.tables import packaged  # noqa: PLC0415  (as above)
         from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415  (as above)
 
         extra = _extra(self._connection())

@@ -10,8 +10,8 @@ from airflow.sdk import BaseHook, Variable
 from airflow.sdk.exceptions import AirflowNotFoundException, AirflowRuntimeError
 from airflow.sdk.log import mask_secret
 
+from envscaler_airflow.envspec.secrets import Reference, parse_reference
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec.secrets import Reference, parse_reference
 
 _FIELDS = {"login": "login", "username": "login", "password": "password", "host": "host", "schema": "schema"}
 

@@ -27,7 +27,7 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
     Raises:
         SpecError: The file is missing or its ``parameters`` are wrong, or one has the name of that field.
     """
-    from envscaler_airflow.spec import spec_params as schemas_of  # noqa: PLC0415  (DAG files pay on use)
+    from envscaler_airflow.envspec import spec_params as schemas_of  # noqa: PLC0415  (DAG files pay on use)
 
     caller = sys._getframe(1).f_globals.get("__file__")  # noqa: SLF001  (the documented way to a caller)
     folder = Path(caller).parent if caller else Path.cwd()
@@ -50,8 +50,8 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
 
 def _copy_of(reference: str) -> Path:
     """Path of what *reference* names; asked only where a spec has one."""
-    from envscaler_airflow.build.registry import SpecRegistry  # noqa: PLC0415  (DAG files pay on use)
     from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
+    from envscaler_airflow.images.registry import SpecRegistry  # noqa: PLC0415  (DAG files pay on use)
 
     return SpecRegistry(lambda: store_place().open())(reference)
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from jinja2 import Environment
 
-    from envscaler_airflow.controller.stage import Delivered, Stage, Waiting
-    from envscaler_airflow.operators.slices import Slice
+    from envscaler_airflow.operators.execution import Slice
+    from envscaler_airflow.owner.stage import Delivered, Stage, Waiting
 
 FAILURES_KEY = "envscaler_trigger_failures"
 """XCom in which a try counts how often its trigger failed."""
@@ -113,7 +113,7 @@ class EnvStageOperator(_OnCluster):
         try:
             super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         except TypeError as err:  # Airflow's names what is unknown, and not what was meant
-            from envscaler_airflow.operators.argument_values import meant  # noqa: PLC0415  (lazy)
+            from envscaler_airflow.operators.arguments import meant  # noqa: PLC0415  (lazy)
 
             raise TypeError(f"{err}{meant(type(self), kwargs)}") from err
         self.spec = spec
@@ -148,7 +148,7 @@ class EnvStageOperator(_OnCluster):
             SpecError: Names each argument, what it got and what to write.
         """
         if get_parsing_context().task_id is None:
-            from envscaler_airflow.operators.argument_values import check_literals  # noqa: PLC0415  (lazy)
+            from envscaler_airflow.operators.arguments import check_literals  # noqa: PLC0415  (lazy)
 
             check_literals(self)
 
@@ -157,7 +157,7 @@ class EnvStageOperator(_OnCluster):
 
     def render_template_fields(self, context: Context, jinja_env: Environment | None = None) -> None:
         """Render, and let *Rendered Templates* show the parameters that the run is made with."""
-        from envscaler_airflow.operators.asked import shown_parameters  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.arguments import shown_parameters  # noqa: PLC0415  (DAG files do without)
 
         super().render_template_fields(context, jinja_env)
         self.parameters = shown_parameters(self, context)
@@ -196,8 +196,8 @@ class EnvStageOperator(_OnCluster):
     def _advance(
         self, context: Context, event: dict[str, Any] | None, watched: Mapping[str, Any] | None = None
     ) -> Any:
-        from envscaler_airflow.controller.again import is_passing  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.controller.stage import SupersededError, Waiting  # noqa: PLC0415  (as above)
+        from envscaler_airflow.owner.retry import is_passing  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.owner.stage import SupersededError, Waiting  # noqa: PLC0415  (as above)
 
         part = None
         try:
@@ -232,7 +232,7 @@ class EnvStageOperator(_OnCluster):
         watched: Mapping[str, Any] | None,
     ) -> None:
         """Defer again where *err* may pass and an attempt may run: that uses up no retry."""
-        from envscaler_airflow.operators.slices import postponed  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.execution import postponed  # noqa: PLC0415  (DAG files do without)
 
         found = postponed(err, part, event, watched)
         if found is None:
@@ -248,14 +248,14 @@ class EnvStageOperator(_OnCluster):
 
     @staticmethod
     def _raise(err: EnvScalerError) -> NoReturn:
-        from envscaler_airflow.controller.stage import StoppedError, SupersededError  # noqa: PLC0415  (lazy)
+        from envscaler_airflow.owner.stage import StoppedError, SupersededError  # noqa: PLC0415  (lazy)
 
         if isinstance(err, StoppedError | SupersededError):
             raise AirflowFailException(str(err)) from err
         raise AirflowException(str(err)) from err
 
     def _open(self, context: Context) -> Slice:
-        from envscaler_airflow.operators.slices import Slice  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.execution import Slice  # noqa: PLC0415  (DAG files do without)
 
         part = Slice.open(
             context, compute=self.compute_place, store_url=self.store_url, store_conn_id=self.store_conn_id
@@ -264,7 +264,7 @@ class EnvStageOperator(_OnCluster):
         return part
 
     def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
-        from envscaler_airflow.operators.asked import stage_of  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.arguments import stage_of  # noqa: PLC0415  (DAG files do without)
 
         return stage_of(self, context, begun=None if is_entry else part.begun, backend=part.backend)
 
@@ -273,7 +273,7 @@ class EnvStageOperator(_OnCluster):
         self._watch(context, part.prefix, waiting.watching.to_dict())
 
     def _watch(self, context: Context, prefix: str, watching: Mapping[str, Any]) -> NoReturn:
-        from envscaler_airflow.triggers.stage import StageTrigger  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.triggers.stage_trigger import StageTrigger  # noqa: PLC0415  (DAG files do without)
 
         trigger = StageTrigger(
             prefix=prefix,
@@ -287,8 +287,8 @@ class EnvStageOperator(_OnCluster):
         self.defer(trigger=trigger, method_name="resume", timeout=self._time_left(context))
 
     def _poll_s(self) -> float:
-        from envscaler_airflow.operators.argument_values import pause_s  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.triggers.stage import POLL_S  # noqa: PLC0415  (as above)
+        from envscaler_airflow.operators.arguments import pause_s  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.triggers.stage_trigger import POLL_S  # noqa: PLC0415  (as above)
 
         try:
             return pause_s("poll_interval", self.poll_interval)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from envscaler_airflow.planning.record import Record, check_finite
 
 if TYPE_CHECKING:
-    from envscaler_airflow.spec import EnvSpec
+    from envscaler_airflow.envspec import EnvSpec
 
 USD_PER_GIB_BETWEEN_REGIONS: Mapping[str, float] = {"aws": 0.02, "azure": 0.02, "gcp": 0.02}
 """Between two regions of one continent; more across continents. Source: recalled of the clouds' network

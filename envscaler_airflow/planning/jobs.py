@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from envscaler_airflow.envspec.quantities import GPU_MEMORY_USABLE
 from envscaler_airflow.planning.performance import Speed, SpeedSource
 from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.table import Kind
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, moved
-from envscaler_airflow.spec.quantities import GPU_MEMORY_USABLE
 
 USABLE = GPU_MEMORY_USABLE
 """Part of the nominal memory of a GPU that a job can have."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import USD_PER_GIB_MONTH, extras_at
-from envscaler_airflow.planning.explain import nearest_misses
 from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
+from envscaler_airflow.planning.near_misses import nearest_misses
 from envscaler_airflow.planning.objective import estimate, value_of_hour
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 from envscaler_airflow.planning.performance import Speed

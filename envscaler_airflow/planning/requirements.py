@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from envscaler_airflow.envspec.gpus import is_share, vendor_of
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
-from envscaler_airflow.spec.gpus import is_share, vendor_of
 
 if TYPE_CHECKING:
-    from envscaler_airflow.spec import EnvSpec, NodeRange, Resources
+    from envscaler_airflow.envspec import EnvSpec, NodeRange, Resources
 
 Capacity = Literal["spot", "on-demand", "auto"]
 

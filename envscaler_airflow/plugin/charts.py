@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from envscaler_airflow.controller.report import why_ended
-from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.owner.report import why_ended
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin.facts import Rate
+from envscaler_airflow.run import AttemptState
 
 WIDTH = 960.0
 """Of all charts, in units of their viewBox; they shrink with the page. Chosen."""

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from envscaler_airflow.controller.freeze import read_parameters
-from envscaler_airflow.controller.watch import read_status
+from envscaler_agent.protocol import MAX_JSON_BYTES, Status, claim_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.lifecycle import AttemptState, Event, RunState
-from envscaler_airflow.protocol import MAX_JSON_BYTES, Status, claim_name
+from envscaler_airflow.owner.freeze import read_parameters
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store import EventLog, Store
 from envscaler_airflow.store.decisions import read_decisions

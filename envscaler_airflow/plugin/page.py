@@ -16,15 +16,15 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from envscaler_airflow.controller.report import run_bill, why_ended
-from envscaler_airflow.cost import Bill, Split
-from envscaler_airflow.lifecycle import AttemptState, Event, RunState
-from envscaler_airflow.lifecycle.narration import transfer_text
+from envscaler_agent.protocol import Status
+from envscaler_airflow.owner.report import run_bill, why_ended
 from envscaler_airflow.planning.amounts import usd_less, usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin.facts import ANSWERS, MOST_NODES, RunFacts
-from envscaler_airflow.protocol import Status
+from envscaler_airflow.run import AttemptState, Event, RunState
+from envscaler_airflow.run.cost import Bill, Split
+from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.scaling import Check
 
 MOST_ATTEMPTS = 100

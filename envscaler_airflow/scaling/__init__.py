@@ -24,7 +24,7 @@ from envscaler_airflow.scaling.decision import (
     Want,
     remember,
 )
-from envscaler_airflow.scaling.explain import explain
+from envscaler_airflow.scaling.explained import explain
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.guards import holds, holds_all
 from envscaler_airflow.scaling.observation import (

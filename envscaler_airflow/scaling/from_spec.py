@@ -10,8 +10,8 @@ from envscaler_airflow.planning import Offer, Speedup, matched
 from envscaler_airflow.scaling.decision import PhaseNeed, Policy, ThresholdRule
 
 if TYPE_CHECKING:
-    from envscaler_airflow.spec import EnvSpec
-    from envscaler_airflow.spec.running import MetricRule
+    from envscaler_airflow.envspec import EnvSpec
+    from envscaler_airflow.envspec.running import MetricRule
 
 _COUNT = re.compile(r"\d+ x ")
 """What the name of an allocation of several nodes begins with."""

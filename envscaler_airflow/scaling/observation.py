@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from envscaler_agent.protocol import Progress
 from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
 from envscaler_airflow.planning.record import Record, check_finite
-from envscaler_airflow.protocol import Progress
 from envscaler_airflow.scaling.explore import Measured
 
 MOST_VALUE = 1e100

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import POLICIES, Propose
 from envscaler_airflow.scaling.decision import Policy, Proposal, Want
 from envscaler_airflow.scaling.observation import Observation
-from envscaler_airflow.spec.models import EnvSpec
 
 GROUP = "envscaler_airflow.policies"
 """Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""

@@ -92,7 +92,7 @@ class ScalingSensor(BaseSensorOperator):
         """
         if get_parsing_context().task_id is not None:  # a worker: what runs is not ended for an edited file
             return
-        from envscaler_airflow.operators.argument_values import is_literal, pause_s  # noqa: PLC0415  (lazy)
+        from envscaler_airflow.operators.arguments import is_literal, pause_s  # noqa: PLC0415  (lazy)
 
         if is_literal(self.stage):
             self._refuse_order(self._task().task_id)
@@ -148,9 +148,9 @@ class ScalingSensor(BaseSensorOperator):
 
     def _look_once(self, context: Context) -> dict[str, Any]:
         """What ``dag.test()`` gets: it runs one task at a time, so a stage never trains beside its sensor."""
-        from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.execution import run_key  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
-        from envscaler_airflow.triggers.checks import summary  # noqa: PLC0415  (as above)
+        from envscaler_airflow.triggers.scaling_checks import summary  # noqa: PLC0415  (as above)
 
         place, task = self._place(context), self._task()
         store = place.open()
@@ -221,7 +221,7 @@ class ScalingSensor(BaseSensorOperator):
 
     def _ask(self, context: Context, event: Mapping[str, Any]) -> None:
         """Append the request, unless one is under way or the attempt has changed since."""
-        from envscaler_airflow.controller.request import request_move  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.owner.request import request_move  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.planning import Allocation  # noqa: PLC0415  (as above)
         from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
 
@@ -245,9 +245,9 @@ class ScalingSensor(BaseSensorOperator):
             self.log.info("asked for a move (event %d): %s", request.number, event["reason"])
 
     def _defer(self, context: Context, until: float | None = None) -> NoReturn:
-        from envscaler_airflow.operators.argument_values import pause_s  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.operators.slices import run_key  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.triggers.scaling import ScalingTrigger  # noqa: PLC0415  (as above)
+        from envscaler_airflow.operators.arguments import pause_s  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.operators.execution import run_key  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.triggers.scaling_trigger import ScalingTrigger  # noqa: PLC0415  (as above)
 
         check_s = pause_s("check_interval", self.check_interval)
         ti, place, task = context["ti"], self._place(context), self._task()

@@ -2,9 +2,192 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, may_ask
+from envscaler_airflow.scaling.explore import Learner, Measured, Shape
+from envscaler_airflow.simulate.elastic import Config
+from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticView
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    _Row = np.ndarray[Any, np.dtype[Any]]
+
+
+class Stay:
+    """Never moves."""
+
+    def begin(self, job: ElasticJob) -> None:
+        """Nothing to remember."""
+
+    def choose(self, view: ElasticView) -> Config:
+        """Here."""
+        return view.config
+
+
+class _Ladder:
+    """Counts of the type that the job runs on, rising."""
+
+    def begin(self, job: ElasticJob) -> None:
+        """Forget the last job."""
+        self._job = job
+        self._agree = 0
+        self._since_s = 0.0
+        self._config: Config | None = None
+        self._rates: dict[Config, float] = {}
+
+    def _other(self, config: Config, step: int) -> Config:
+        rungs = sorted((c for c in self._job.configs if c.gpu == config.gpu), key=lambda c: c.gpus)
+        at = rungs.index(config) + step
+        return rungs[min(max(at, 0), len(rungs) - 1)]
+
+    def _is_new(self, view: ElasticView) -> bool:
+        if view.config != self._config:
+            self._config, self._since_s, self._agree = view.config, view.elapsed_s, 0
+        return view.elapsed_s - self._since_s < 300.0
+
+
+class Hpa(_Ladder):
+    """Out above 80 % of utilisation, in below 40 %, three looks in a row, five minutes between moves.
+
+    Utilisation is the part of a step that is not synchronisation.
+
+    Source: kubernetes.io, Horizontal Pod Autoscaling; thresholds chosen as those of the policy ``threshold``.
+    """
+
+    def choose(self, view: ElasticView) -> Config:
+        """By utilisation alone."""
+        used = 1 - view.sync_s / view.step_s
+        wish = 1 if used > 0.8 else -1 if used < 0.4 else 0
+        is_new = self._is_new(view)
+        self._agree = self._agree + wish if wish and wish * self._agree >= 0 else wish
+        if is_new or abs(self._agree) < 3:
+            return view.config
+        return self._other(view.config, wish)
+
+
+class OrEtAl(_Ladder):
+    """Add workers while the last ones added a fair part of what linear scaling would have.
+
+    Source: Or, Zhang and Freedman, Resource Elasticity in Distributed Deep Learning, MLSys 2020, section 4:
+    throughput scaling efficiency, here with a threshold of one half.
+    """
+
+    def choose(self, view: ElasticView) -> Config:
+        """Up while it scales; back once when it does not."""
+        is_new = self._is_new(view)
+        self._rates[view.config] = view.batch / view.step_s
+        below, above = self._other(view.config, -1), self._other(view.config, 1)
+        if is_new or above in self._rates:
+            return view.config
+        if below != view.config and below in self._rates:
+            added = self._rates[view.config] - self._rates[below]
+            fair = self._rates[below] / below.gpus * (view.config.gpus - below.gpus)
+            if added < 0.5 * fair:
+                return below
+        return above
+
+
+class Pollux(_Ladder):
+    """As many GPUs as keep the speed-up per GPU within a band, by a fitted goodput model.
+
+    Source: Qiao et al., Pollux, OSDI 2021, section 4.2.3 (cloud auto-scaling), with a band of 0.55 to 0.75.
+    """
+
+    def begin(self, job: ElasticJob) -> None:
+        """Forget the last job."""
+        super().begin(job)
+        model = job.model
+        self._learner = Learner(model.init_batch, model.max_batch, model.bandwidth_gbs, model.memory_gb)
+
+    def choose(self, view: ElasticView) -> Config:
+        """The largest count inside the band."""
+        here = Shape(view.config.gpu, view.config.nodes, view.config.gpus)
+        self._learner.learn(here, Measured(view.batch, view.step_s, view.sync_s, view.noise_scale))
+        if self._is_new(view):
+            return view.config
+        one = self._learner.rate(Shape(view.config.gpu, 1, 1), view.noise_scale)[0]
+        used = self._learner.rate(here, view.noise_scale)[0] / one / view.config.gpus
+        if 0.55 <= used <= 0.75:
+            return view.config
+        rungs = [c for c in self._job.configs if c.gpu == view.config.gpu]
+        target = 0.65
+        return min(
+            rungs,
+            key=lambda c: abs(
+                self._learner.rate(Shape(c.gpu, c.nodes, c.gpus), view.noise_scale)[0] / one / c.gpus - target
+            ),
+        )
+
+
+def spot_optimum(
+    job: SpotJob, zones: Mapping[str, Sequence[int]], prices: Mapping[str, Sequence[float]] | None = None
+) -> float:
+    """Least cost in USD of finishing by the deadline, knowing the whole trace.
+
+    Backward over ticks; the state is the market with what its launch still owes, and the time
+    that may still be lost, in the greatest unit that divides tick and overhead (whole seconds), so nothing
+    is rounded.
+    """
+    import numpy as np  # noqa: PLC0415  # an extra
+
+    gap, overhead, work = round(job.gap_s), round(job.overhead_s), round(job.work_s)
+    unit = math.gcd(math.gcd(gap, overhead), work) or gap
+    gap, overhead, work = gap // unit, overhead // unit, work // unit
+    pays = _pays(gap, overhead)
+    lost = np.arange(job.ticks * gap - work + 1)
+    on_demand = job.on_demand_usd * job.gap_s / SECONDS_PER_HOUR
+    zero = np.zeros(len(lost))
+    after: dict[str | None, list[_Row]] = {
+        None: [zero],
+        **{name: [zero] * len(pays) for name in ("", *zones)},
+    }
+    for tick in range(job.ticks - 1, -1, -1):
+        is_done = lost >= (job.ticks - tick) * gap
+        costs = {"": on_demand}
+        for name, row in zones.items():
+            if tick < len(row) and row[tick] > 0:
+                usd = prices[name][tick] if prices and name in prices else job.spot_usd
+                costs[name] = usd * job.gap_s / SECONDS_PER_HOUR
+        after = _before(after, costs, pays, gap, is_done)
+    return float(after[None][0][-1])
+
+
+def _pays(gap: int, overhead: int) -> list[int]:
+    """Overhead paid in a tick, by state: the first is a paid-off launch, the last one a new launch."""
+    rest = [min(gap, overhead - start) for start in range(0, overhead, gap)] or [0]
+    return [0, *reversed(rest)]
+
+
+def _before(
+    after: dict[str | None, list[_Row]], costs: Mapping[str, float], pays: list[int], gap: int, is_done: _Row
+) -> dict[str | None, list[_Row]]:
+    import numpy as np  # noqa: PLC0415  # an extra
+
+    def less(row: _Row, pay: int) -> _Row:
+        return np.concatenate((np.full(min(pay, len(row)), np.inf), row[: max(0, len(row) - pay)]))
+
+    def clean(row: _Row) -> _Row:
+        return np.where(is_done, 0.0, row)
+
+    running = {
+        name: [cost + less(after[name][max(0, i - 1)], pay) for i, pay in enumerate(pays)]
+        for name, cost in costs.items()
+    }
+    fresh = np.minimum.reduce([less(after[None][0], gap), *(rows[-1] for rows in running.values())])
+    before: dict[str | None, list[_Row]] = {None: [clean(fresh)]}
+    for name in after:
+        if name is None:
+            continue
+        rows = running.get(name)
+        before[name] = [
+            clean(fresh if rows is None else np.minimum(fresh, rows[i])) for i in range(len(pays))
+        ]
+    return before
 
 
 class OnDemand:

@@ -13,15 +13,22 @@ from envscaler_airflow.scaling.deadline import DeadlinePolicy
 from envscaler_airflow.scaling.deadline.facts import SpotJob
 from envscaler_airflow.simulate.elastic import START_TYPE, Config, Model
 from envscaler_airflow.simulate.elastic_policy import CostToFinish
-from envscaler_airflow.simulate.elastic_references import Hpa, OrEtAl, Pollux, Stay
 from envscaler_airflow.simulate.elastic_run import (
     ElasticJob,
     ElasticPolicy,
     elastic_optimum,
     simulate_elastic,
 )
-from envscaler_airflow.simulate.optimum import spot_optimum
-from envscaler_airflow.simulate.references import Greedy, OnDemand, UniformProgress
+from envscaler_airflow.simulate.references import (
+    Greedy,
+    Hpa,
+    OnDemand,
+    OrEtAl,
+    Pollux,
+    Stay,
+    UniformProgress,
+    spot_optimum,
+)
 from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, simulate_spot
 from envscaler_airflow.simulate.traces import Traces, Window, excerpt
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
+from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.protocol import SCHEMA, check_schema
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.names import MAX_BYTES, check_name, check_prefix, check_tree, join
 

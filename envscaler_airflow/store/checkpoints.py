@@ -16,8 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.protocol import (
+from envscaler_agent.protocol import (
     MAX_JSON_BYTES,
     MAX_MANIFEST_BYTES,
     Control,
@@ -28,7 +27,8 @@ from envscaler_airflow.protocol import (
     parse_checkpoint_name,
     parse_manifest_name,
 )
-from envscaler_airflow.store import folders
+from envscaler_airflow.errors import CheckpointError, ProtocolError
+from envscaler_airflow.store import manifests as folders
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import SCHEMA, check_schema
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import join

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, Actor, Event, RunState, fold
+from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.dates import STEP_S
+from envscaler_airflow.store.clock import STEP_S
 from envscaler_airflow.store.names import check_prefix, join
 
 SNAPSHOT_EVERY = 500
@@ -206,7 +206,7 @@ class EventLog:
         return low
 
     def _snapshot(self, number: int) -> RunState | None:
-        from envscaler_airflow.store import snapshots  # noqa: PLC0415 - pydantic, only for long runs
+        from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs
 
         try:
             text = self._store.read(self._name(snapshot_name(number)), max_bytes=MAX_SNAPSHOT_BYTES)
@@ -221,7 +221,7 @@ class EventLog:
         """Write a snapshot of *state*, whose last event is *event*; over one that cannot be trusted."""
         if not self._snapshots:
             return
-        from envscaler_airflow.store import snapshots  # noqa: PLC0415 - pydantic, only for long runs
+        from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs
 
         name, text = self._name(snapshot_name(state.number)), snapshots.pack(state, event=event)
         if len(text) > MAX_SNAPSHOT_BYTES:

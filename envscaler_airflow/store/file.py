@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.store.dates import StoreDates
+from envscaler_airflow.store.clock import StoreDates
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,

@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
-from envscaler_airflow.store.dates import StoreDates, written_at
+from envscaler_airflow.store.clock import StoreDates, written_at
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envscaler_airflow import protocol
+from envscaler_agent import protocol
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store, for_run
 from envscaler_airflow.store.claims import newest_claim

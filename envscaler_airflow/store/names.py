@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from envscaler_agent.protocol import parse_manifest_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import parse_manifest_name
 
 MAX_BYTES = 1 << 24
 """Largest object that :meth:`Store.read` returns unless told otherwise, bytes. Chosen: 16 manifests."""

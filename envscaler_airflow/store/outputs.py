@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envscaler_agent.protocol import Manifest, is_safe_name
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.protocol import Manifest, is_safe_name
-from envscaler_airflow.store import folders
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import Store, open_store
-from envscaler_airflow.store.moved import Moved
 from envscaler_airflow.store.names import MANIFEST
 from envscaler_airflow.store.root import Place
+from envscaler_airflow.store.transfer_progress import Moved
 
 _OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}-a\d{1,9}-c\d{1,9}/[^/]+)/?\Z")
 _CHECKPOINT_URI = re.compile(r"(.+)/(checkpoints/[^/]+)/?\Z")
@@ -98,17 +98,17 @@ def put_output(
     """
     prefix, during = output_prefix(name, attempt=attempt, claim=claim), hooks or Hooks()
     if path.is_file():
-        tree: tuple[folders.TreeFile, ...] = (folders.one_file(path, parent=parent),)
+        tree: tuple[manifests.TreeFile, ...] = (manifests.one_file(path, parent=parent),)
         kind = "file"
     elif path.is_dir():
-        tree, kind = folders.walk(path, parent=parent), "directory"
+        tree, kind = manifests.walk(path, parent=parent), "directory"
     else:
         raise CheckpointError(f"output {name!r}: {path} does not exist; the command must write it")
     during.check()
     store.delete(f"{prefix}/{MANIFEST}")
-    files = folders.upload(store, prefix, tree, between=during.between, moved=during.moved)
+    files = manifests.upload(store, prefix, tree, between=during.between, moved=during.moved)
     generation, number = attempt
     manifest = Manifest(kind=kind, files=files, generation=generation, attempt=number)
     during.check()
-    folders.write_manifest(store, prefix, manifest)
+    manifests.write_manifest(store, prefix, manifest)
     return store.uri(prefix)

@@ -18,7 +18,7 @@ from botocore.config import Config
 from s3transfer import exceptions as transfers
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.store.dates import StoreDates, date_of
+from envscaler_airflow.store.clock import StoreDates, date_of
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,

@@ -10,10 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.stockouts import StockOut, met
-from envscaler_airflow.protocol import SCHEMA, check_schema
 from envscaler_airflow.store.base import Store
 
 FOLDER = "stockouts.v1"

@@ -1,8 +1,7 @@
 """Public fakes for tests: a scripted backend, a clock by hand, a store with faults."""
 
-from envscaler_airflow.testing.backend import ScriptedBackend, cpu_offer
-from envscaler_airflow.testing.clock import ManualClock
-from envscaler_airflow.testing.elastic import ElasticBackend
-from envscaler_airflow.testing.store import FaultyStore
+from envscaler_airflow.testing.backend import ElasticBackend, ScriptedBackend, cpu_offer
+from envscaler_airflow.testing.faulty_store import FaultyStore
+from envscaler_airflow.testing.manual_clock import ManualClock
 
 __all__ = ["ElasticBackend", "FaultyStore", "ManualClock", "ScriptedBackend", "cpu_offer"]

@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Callable
 
-from envscaler_airflow.protocol import SCHEMA
+from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.store import Store
 
 NAME = "lease/scaling.json"

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from envscaler_airflow.store import Store, renew_lease
-from envscaler_airflow.store.lease import RENEW_EVERY_S
+from envscaler_airflow.store.lease import BEGIN, RENEW_EVERY_S, Cursor, log_key, read_task_log, write_task_log
 from envscaler_airflow.store.logs import read_logs
-from envscaler_airflow.store.task_log import BEGIN, Cursor, log_key, read_task_log, write_task_log
 
 LINE_BYTES = 4096
 """Longest line shown, bytes. Chosen: Airflow's log view wraps far below."""

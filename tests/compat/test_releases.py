@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.controller.freeze import thaw_spec
-from envscaler_airflow.controller.report import run_report
-from envscaler_airflow.controller.watch import read_status
+from envscaler_agent.protocol import Control, Manifest
+from envscaler_airflow.owner.freeze import thaw_spec
+from envscaler_airflow.owner.report import run_report
+from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.protocol import Control, Manifest
 from envscaler_airflow.scaling import replay
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.decisions import read_decisions

@@ -10,15 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import envscaler_airflow
+import envscaler_agent
 
-PACKAGE = Path(envscaler_airflow.__file__).parent
-FILES = [
-    PACKAGE / "__init__.py",
-    PACKAGE / "errors.py",
-    PACKAGE / "protocol.py",
-    *sorted((PACKAGE / "agent").rglob("*.py")),
-]
+PACKAGE = Path(envscaler_agent.__file__).parent
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "frameworks" not in path.parts]
 MODULES = [
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).replace(".__init__", "")
     for path in FILES
@@ -73,7 +68,7 @@ def test_the_grammar_is_that_of_38(path):
     tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
 
     imported = {name.split(".")[0] for node in ast.walk(tree) for name in _imports(node)}
-    assert imported <= {*sys.stdlib_module_names, "envscaler_airflow", "pynvml"} - LATER_MODULES
+    assert imported <= {*sys.stdlib_module_names, "envscaler_agent", "pynvml"} - LATER_MODULES
     assert _has_future_annotations(tree) or not _annotations(tree)
 
 
@@ -95,10 +90,10 @@ def _has_future_annotations(tree):
 
 def test_the_room_imports_nothing_above_it():
     """A folder with these files alone is what images get."""
-    for path in FILES[1:]:
+    for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {name for node in ast.walk(tree) for name in _imports(node) if name.startswith("envscaler")}
-        assert {name.split(".")[1] for name in names} <= {"agent", "errors", "protocol"}, path
+        assert {name.split(".")[0] for name in names} <= {"envscaler_agent"}, path
 
 
 @needs_python38
@@ -115,7 +110,7 @@ def test_every_module_imports():
 def test_messages_are_read_and_written():
     """The protocol's types work there."""
     code = (
-        "from envscaler_airflow.protocol import Control; "
+        "from envscaler_agent.protocol import Control; "
         "c = Control(sequence=3, action='leave', candidates=('g1-step-00000001-a1',)); "
         "print(Control.from_json(c.to_json(), where='x') == c)"
     )
@@ -133,7 +128,7 @@ def test_a_whole_stage_runs(tmp_path):
     control = {"schema": "1.0", "sequence": 1, "action": "leave", "align": "epoch"}
     train = BOOT.format(root=str(PACKAGE.parent)) + (
         "import time, pathlib\n"
-        "from envscaler_airflow.agent import Session\n"
+        "from envscaler_agent import Session\n"
         "with Session() as session:\n"
         "    assert session.restore() is None\n"
         "    while session.steps < 100000:\n"
@@ -143,7 +138,7 @@ def test_a_whole_stage_runs(tmp_path):
         "        if session.steps == 60:\n"
         f"            pathlib.Path({str(exchange / 'control.json')!r}).write_text({json.dumps(control)!r})\n"
     )
-    wrap = "from envscaler_airflow.agent.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    wrap = "from envscaler_agent.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
     done = run(wrap, "run", "--exchange", str(exchange), "--", PYTHON38, "-I", "-S", "-c", train)
 

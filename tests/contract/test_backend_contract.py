@@ -12,7 +12,7 @@ import pytest
 from envscaler_airflow.backends.base import AttemptRequest, Backend, CountsFree, Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.backends.local import LocalBackend
-from envscaler_airflow.backends.local.render import Launch
+from envscaler_airflow.backends.local.node_plan import Launch
 from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.testing import ScriptedBackend

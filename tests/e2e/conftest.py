@@ -17,9 +17,9 @@ import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.rbac import rbac
-from envscaler_airflow.backends.local.render import attempt_name
-from envscaler_airflow.lifecycle import AttemptState, Event, RunState
+from envscaler_airflow.backends.kubernetes.security import rbac
+from envscaler_airflow.backends.local.node_plan import attempt_name
+from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.store import EventLog, RunKey, Store, open_store
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import complete_checkpoints

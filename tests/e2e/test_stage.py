@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from e2e.crowds import Scenarios
 
-from envscaler_airflow.controller.request import request_move
+from envscaler_airflow.owner.request import request_move
 
 SCENARIOS = Scenarios()
 together = SCENARIOS.together

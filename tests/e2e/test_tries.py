@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 from e2e.crowds import Scenarios
 
-from envscaler_airflow.controller.request import request_stop
+from envscaler_airflow.owner.request import request_stop
 
 LONG = 600
 """Steps that no test waits for."""

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from envscaler_airflow.protocol import Control, parse_checkpoint_name
+from envscaler_agent.protocol import Control, parse_checkpoint_name
 
 
 class Life:

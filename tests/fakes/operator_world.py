@@ -14,10 +14,10 @@ from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType, TaskDeferred
 from airflow.sdk.execution_time.comms import ErrorResponse
 from airflow.sdk.execution_time.context import NEVER_EXPIRE
 
+from envscaler_agent.protocol import Ended, Status, status_name
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.operators import slices
-from envscaler_airflow.protocol import Ended, Status, status_name
+from envscaler_airflow.operators import execution
 from envscaler_airflow.store import EventLog, check_store, open_store
 from envscaler_airflow.testing import ScriptedBackend
 
@@ -166,8 +166,8 @@ def operator_world(tmp_path, monkeypatch):
     made = World(tmp_path)
     monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", f"file://{tmp_path}/store")
     monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")
-    monkeypatch.setattr(slices, "open_backend", lambda _name: made.backend)
-    monkeypatch.setattr(slices, "task_state", lambda *_: made.airflow_says)
+    monkeypatch.setattr(execution, "open_backend", lambda _name: made.backend)
+    monkeypatch.setattr(execution, "task_state", lambda *_: made.airflow_says)
     monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
     yield made
     reset_secrets_masker()

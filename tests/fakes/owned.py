@@ -15,7 +15,7 @@ import psutil
 import yaml
 
 from envscaler_airflow.backends.local import LocalBackend
-from envscaler_airflow.controller.request import request_move
+from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog

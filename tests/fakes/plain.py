@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
+from envscaler_agent.protocol import Control, Manifest, control_name
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Control, Manifest, control_name
-from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store import for_run, open_store
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
 
@@ -97,7 +97,7 @@ class Plain:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if str(self.script) in words and "envscaler_airflow.agent" not in words:
+                if str(self.script) in words and "envscaler_agent" not in words:
                     process.send_signal(signal.SIGKILL)
         self.over()
         return self.last_step()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from envscaler_airflow.lifecycle import Actor, Event, fold
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import Actor, Event, fold
 
 SMALL = Allocation(Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=0.05))
 LARGE = Allocation(Offer("local", "", "cpu-2", "on-demand", vcpus=2, memory_gib=8, usd_per_hour=0.10))

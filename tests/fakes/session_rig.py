@@ -1,7 +1,7 @@
 """A session on an exchange in a temporary folder, with a clock by hand."""
 
-from envscaler_airflow.agent import exchange as ex
-from envscaler_airflow.agent.session import Session
+from envscaler_agent import spool as ex
+from envscaler_agent.session import Session
 
 LAUNCHER = (
     "RANK",

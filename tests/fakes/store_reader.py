@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from envscaler_agent.protocol import Manifest
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.protocol import Manifest
-from envscaler_airflow.store import folders
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.checkpoints import (
     checkpoint_prefix,
@@ -21,7 +21,7 @@ def newest_good(store: Store, *, attempt: int, candidates: list[str]) -> tuple[s
     rejected = []
     for name in resume_order(complete, generation=1, attempt=attempt, candidates=candidates):
         try:
-            folders.verify(store, checkpoint_prefix(name), manifest=read_checkpoint(store, name))
+            manifests.verify(store, checkpoint_prefix(name), manifest=read_checkpoint(store, name))
         except CheckpointError as err:
             rejected.append(f"{name}: {err}")
         else:
@@ -31,13 +31,13 @@ def newest_good(store: Store, *, attempt: int, candidates: list[str]) -> tuple[s
 
 def read_output(uri: str) -> Manifest:
     """Manifest of the output at *uri*."""
-    return folders.read_manifest(*open_folder(uri))
+    return manifests.read_manifest(*open_folder(uri))
 
 
 def fetch_output(uri: str, target: Path, between=lambda: None) -> Manifest:
     """Lay the output at *uri* out below *target*; its manifest."""
     store, prefix = open_folder(uri)
-    manifest = folders.read_manifest(store, prefix)
+    manifest = manifests.read_manifest(store, prefix)
     target.mkdir(parents=True, exist_ok=True)
-    folders.fetch(store, prefix, manifest, target, between=between)
+    manifests.fetch(store, prefix, manifest, target, between=between)
     return manifest

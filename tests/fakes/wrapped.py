@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 
-from envscaler_airflow.agent import exchange as ex
-from envscaler_airflow.agent import process
-from envscaler_airflow.protocol import Status
+from envscaler_agent import process
+from envscaler_agent import spool as ex
+from envscaler_agent.protocol import Status
 
 TRAIN = """
 import sys, time
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 with Session(total_steps=10**6) as session:
     path = session.restore()
     print("restored", path, session.steps)
@@ -57,7 +57,7 @@ class Node:
         command = [
             sys.executable,
             "-m",
-            "envscaler_airflow.agent",
+            "envscaler_agent",
             "run",
             "--exchange",
             str(self.exchange.root),

@@ -37,7 +37,7 @@ def undisturbed(framework: str, folder: Path, *, epochs: int) -> Path:
     launcher = ["-m", "torch.distributed.run", "--standalone"] if framework == "elastic" else []
     subprocess.run(
         [PYTHON, *launcher, script, f"--output={folder}", f"--epochs={epochs}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "agent")},
         check=True,
         capture_output=True,
     )

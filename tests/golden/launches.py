@@ -14,25 +14,29 @@ from typing import Any
 
 from golden.files import DATA, json_text, replaced
 
-from envscaler_airflow.backends.kubernetes.render import render_attempt as render_for_kubernetes
+from envscaler_agent.protocol import Control, Manifest, Status, control_name, status_name
+from envscaler_airflow.backends.kubernetes.manifests import (
+    render_attempt as render_for_kubernetes,
+)
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.backends.local import mounted
-from envscaler_airflow.backends.local.render import Launch
-from envscaler_airflow.backends.local.render import attempt_name as local_name
-from envscaler_airflow.backends.local.render import render_attempt as render_for_local
-from envscaler_airflow.controller.freeze import attempt_request, freeze, spec_name, write
-from envscaler_airflow.controller.stage import Stage
-from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
-from envscaler_airflow.courier.setup import lay_out
-from envscaler_airflow.courier.site import Site
-from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.backends.local import mount_main
+from envscaler_airflow.backends.local.node_plan import Launch
+from envscaler_airflow.backends.local.node_plan import attempt_name as local_name
+from envscaler_airflow.backends.local.node_plan import (
+    render_attempt as render_for_local,
+)
+from envscaler_airflow.envspec import load_spec
+from envscaler_airflow.owner.freeze import attempt_request, freeze, spec_name, write
+from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Control, Manifest, Status, control_name, status_name
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.run import AttemptState
+from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.setup import lay_out
+from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Who
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
-from envscaler_airflow.store.folders import upload, walk, write_manifest
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.manifests import upload, walk, write_manifest
 
 SPECS = DATA / "specs"
 STORE_URL = "s3://runs"
@@ -272,7 +276,7 @@ class _Launched:
             spec_name(self.hash): "spec-SPEC-HASH.json",
             str(SPECS): "/specs",
             sys.executable: "/bin/python",
-            mounted.__file__: "/package/backends/local/mounted.py",
+            mount_main.__file__: "/package/backends/local/mounted.py",
         }
         if archive := self.document.get("workdir_archive"):
             names[archive] = "workdir-SHA256.tar.zst"

@@ -6,9 +6,9 @@ from fakes.run_events import begun, ended, intended, life, run, started, stoppin
 from golden.files import json_text
 from golden.traces import action_words
 
-from envscaler_airflow.lifecycle import OUTCOMES, Facts, NodeFacts, Observed, end_of, next_action
-from envscaler_airflow.lifecycle.ends import PENDING
-from envscaler_airflow.protocol import END_REASONS, Ended, Progress, Status
+from envscaler_agent.protocol import END_REASONS, Ended, Progress, Status
+from envscaler_airflow.run import OUTCOMES, Facts, NodeFacts, Observed, end_of, next_action
+from envscaler_airflow.run.outcome import PENDING
 
 GIB = 1 << 30
 FACTS = Facts(backoff_is_over=True, memory_limit_bytes=4 * GIB, memory_cap_bytes=8 * GIB)

@@ -13,15 +13,22 @@ from pathlib import Path
 import pytest
 from golden.files import json_text, replaced
 
+from envscaler_agent.protocol import (
+    Ended,
+    Manifest,
+    Progress,
+    Status,
+    checkpoint_name,
+    status_name,
+)
 from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.request import accept_delivery, request_move, request_stop
-from envscaler_airflow.controller.stage import Delivered, Stage, StoppedError, Wake
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError, BudgetError, CapacityError, RunFailedError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.request import accept_delivery, request_move, request_stop
+from envscaler_airflow.owner.stage import Delivered, Stage, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Ended, Manifest, Progress, Status, checkpoint_name, status_name
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey

@@ -7,8 +7,8 @@ from golden.files import REVIEW, json_text, stored
 from golden.runs import RUNS, golden_files
 from golden.traces import bytes_of, narration, read_events, trace
 
-from envscaler_airflow.lifecycle import EVENT_TYPES, Event
-from envscaler_airflow.lifecycle.bodies import _BODIES
+from envscaler_airflow.run import EVENT_TYPES, Event
+from envscaler_airflow.run.event_bodies import _BODIES
 
 
 def recorded(name):

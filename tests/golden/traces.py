@@ -10,9 +10,9 @@ import json
 from golden.files import json_text, stored
 from golden.runs import RUNS
 
-from envscaler_airflow.lifecycle import Event, Facts, NodeFacts, Observed, fold, next_action
-from envscaler_airflow.lifecycle.narration import describe, totals
-from envscaler_airflow.protocol import Ended, Progress, Status
+from envscaler_agent.protocol import Ended, Progress, Status
+from envscaler_airflow.run import Event, Facts, NodeFacts, Observed, fold, next_action
+from envscaler_airflow.run.narration import describe, totals
 
 GIB = 1 << 30
 MEMORY = {"memory_limit_bytes": 4 * GIB, "memory_cap_bytes": 8 * GIB}

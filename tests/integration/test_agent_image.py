@@ -93,7 +93,7 @@ def run(image, *command):
 
 def test_courier_and_sidecar_start_in_it(image):
     """As nobody in particular."""
-    modules = ("envscaler_airflow.courier", "envscaler_airflow.backends.kubernetes.sidecar")
+    modules = ("envscaler_airflow.sidecar", "envscaler_airflow.backends.kubernetes.pod_sidecar")
 
     for module in modules:
         assert "--exchange" in run(image, "python3", "-m", module, "--help")
@@ -109,7 +109,7 @@ def test_it_installs_the_agent_and_speaks_to_s3(image):
 
     got = run(image, "python3", "-c", script)
 
-    assert got == "['envscaler_airflow', 'launch.py', 'pynvml.py']"
+    assert got == "['envscaler_agent', 'pod_main.py', 'pynvml.py']"
 
 
 def test_it_is_small_and_nobodys(image):

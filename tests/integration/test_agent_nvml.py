@@ -11,9 +11,9 @@ import time
 import pytest
 from fakes import nvml as fake
 
-from envscaler_airflow.agent import gpm
-from envscaler_airflow.agent.gpu import NEVER, READINGS, Gpus, load_nvml
-from envscaler_airflow.agent.sampler import GpuThread
+from envscaler_agent import gpu
+from envscaler_agent.gpu import NEVER, READINGS, Gpus, load_nvml
+from envscaler_agent.sampler import GpuThread
 
 MIB = 1 << 20
 BUSY = {"utilization_percent": 90, "memory_copy_utilization_percent": 40}
@@ -107,7 +107,7 @@ def test_one_failing_question_takes_only_its_own_numbers(driver, nvml, reading, 
     driver.say("gpus 2", "set nvlink * 9000")
     healed = gpus.sample(30)
 
-    rates = dict.fromkeys(gpm.NAMES[-2:], 8000 * 1024 / 10)
+    rates = dict.fromkeys(gpu.NAMES[-2:], 8000 * 1024 / 10)
     expected = {**PLAIN, **rates}
     for name in reading.names:
         del expected[name]
@@ -240,7 +240,7 @@ def test_monitors_tell_what_is_busy_from_the_second_sample_on(driver, nvml):
     gpus = Gpus(nvml).find()
     first, second = gpus.sample(0), gpus.sample(1)
 
-    assert {name for name in gpm.NAMES if "gpu0_" + name in first} == {
+    assert {name for name in gpu.NAMES if "gpu0_" + name in first} == {
         "pcie_transmit_bytes_per_s",
         "pcie_receive_bytes_per_s",
     }
@@ -340,7 +340,7 @@ def wrapped(driver, folder, is_enough, **environ):
     root.mkdir()
     session = {"generation": 1, "attempt": 1, "sample_interval_s": 0.2}
     (root / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}))
-    agent = [sys.executable, "-m", "envscaler_airflow.agent", "run", "--exchange", str(root), "--"]
+    agent = [sys.executable, "-m", "envscaler_agent", "run", "--exchange", str(root), "--"]
     training = subprocess.Popen(
         [*agent, sys.executable, "-c", TRAINING, str(end)],
         env={**os.environ, **driver.environ, **environ},

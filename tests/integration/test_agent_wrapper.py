@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fakes.wrapped import TRAIN, Node
 
-from envscaler_airflow.agent import exchange as ex
-from envscaler_airflow.agent import process
-from envscaler_airflow.protocol import (
+from envscaler_agent import process
+from envscaler_agent import spool as ex
+from envscaler_agent.protocol import (
     EXIT_LEFT,
     EXIT_NOT_FOUND,
     EXIT_ORPHANED,
@@ -152,7 +152,7 @@ def test_a_command_without_an_exchange(tmp_path):
     """Any command can be wrapped; nothing is written."""
     environ = {name: value for name, value in os.environ.items() if name != "ENVSCALER_EXCHANGE"}
     done = subprocess.run(
-        [sys.executable, "-m", "envscaler_airflow.agent", "run", "--", "sh", "-c", "echo hello; exit 5"],
+        [sys.executable, "-m", "envscaler_agent", "run", "--", "sh", "-c", "echo hello; exit 5"],
         capture_output=True,
         cwd=tmp_path,
         env=environ,
@@ -358,7 +358,7 @@ def test_two_ranks_leave_at_the_same_step(node):
         import multiprocessing, os, sys
         def work(rank, barrier):
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-            from envscaler_airflow.agent import Session
+            from envscaler_agent import Session
             with Session() as session:
                 def save(folder):
                     (folder / f"shard-{rank}").write_text(str(session.steps))

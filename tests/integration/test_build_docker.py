@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 from moto.server import ThreadedMotoServer
 
-from envscaler_airflow.build.builders import Access, Container, Docker
-from envscaler_airflow.build.programs import uv_program
 from envscaler_airflow.cli import main
+from envscaler_airflow.images.builders import Access, Container, Docker
+from envscaler_airflow.images.programs import uv_program
 
 TOOLS = ("dockerd", "mmdebstrap", "docker-registry")
 CANARY = "zq7canaryzq7"

@@ -19,9 +19,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from envscaler_airflow.build.builders import Access, Buildah, Container
-from envscaler_airflow.build.programs import uv_program
 from envscaler_airflow.cli import main
+from envscaler_airflow.images.builders import Access, Buildah, Container
+from envscaler_airflow.images.programs import uv_program
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "standins"))
 from wheel_index import Index, Proxy, write_wheel

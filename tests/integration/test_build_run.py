@@ -37,7 +37,7 @@ def project(tmp_path):
     write_wheel(wheels, "greeting", "1.0", "hello")
     index = Index(wheels)
     (work / "main.py").write_text(
-        "import greeting, sys, envscaler_airflow.agent\nprint(greeting.text, sys.prefix != sys.base_prefix)\n"
+        "import greeting, sys, envscaler_agent\nprint(greeting.text, sys.prefix != sys.base_prefix)\n"
     )
     (tmp_path / "requirements.txt").write_text("greeting>=1\n")
     (tmp_path / "envscaler.yaml").write_text(SPEC.format(version=VERSION, url=index.url))

@@ -17,7 +17,7 @@ import pytest
 from fakes.store_reader import newest_good
 from moto.server import ThreadedMotoServer
 
-from envscaler_airflow.protocol import (
+from envscaler_agent.protocol import (
     Control,
     Ended,
     Progress,
@@ -26,7 +26,7 @@ from envscaler_airflow.protocol import (
     control_name,
     status_name,
 )
-from envscaler_airflow.store import folders, for_run, open_store
+from envscaler_airflow.store import for_run, manifests, open_store
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
 from envscaler_airflow.store.lease import renew_lease
@@ -88,7 +88,7 @@ class Node:
             "attempt": self.attempt, "node": self.node, "nodes": self.nodes,
             "layout": self.folder / "layout.json",
         }  # fmt: skip
-        command = [sys.executable, "-m", "envscaler_airflow.courier"]
+        command = [sys.executable, "-m", "envscaler_airflow.sidecar"]
         command += [part for name, value in values.items() for part in (f"--{name}", str(value))]
         with (self.folder / "courier.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -218,7 +218,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     status = second.status()
     assert (status.phase, status.start_step, status.restored_from) == ("ended", 10, good)
     assert [line.partition(":")[0] for line in status.rejected] == [torn]
-    assert folders.verify(store, "outputs/g1-a2-c1/model").files[0].path == "weights"
+    assert manifests.verify(store, "outputs/g1-a2-c1/model").files[0].path == "weights"
     assert status.outputs == {"model": f"{url}/{PREFIX}/outputs/g1-a2-c1/model"}
 
 
@@ -246,7 +246,7 @@ def test_killed_again_and_again(nodes, tmp_path):
     kept = complete_checkpoints(store, 1)
     assert kept == tuple(checkpoint_name(1, step, 1) for step in (8, 7, 6))
     for name in kept:
-        folders.verify(store, f"checkpoints/{name}", manifest=read_checkpoint(store, name))
+        manifests.verify(store, f"checkpoints/{name}", manifest=read_checkpoint(store, name))
     assert node.status().checkpoints == 8
     assert sequences == sorted(sequences)
     assert node.status().sequence > sequences[-1]
@@ -333,7 +333,7 @@ def test_a_slow_save_is_never_half_a_checkpoint(nodes, tmp_path):
     manifest = read_checkpoint(store, name)
     assert (manifest.step, manifest.cooperative) == (5, False)
     (tmp_path / "back").mkdir()
-    folders.fetch(store, f"checkpoints/{name}", manifest, tmp_path / "back")
+    manifests.fetch(store, f"checkpoints/{name}", manifest, tmp_path / "back")
     assert (tmp_path / "back/model.pt").read_bytes() == whole
 
 

@@ -14,7 +14,7 @@ from fakes.kubernetes.processes import Processes
 from kubernetes_validate import validate
 from kubernetes_validate.utils import latest_version
 
-from envscaler_airflow.backends.kubernetes import watch
+from envscaler_airflow.backends.kubernetes import shared_watch
 from envscaler_airflow.cli import main
 
 SPEC = """
@@ -47,7 +47,7 @@ def shell(tmp_path, monkeypatch):
 
         run.cluster = cluster
         yield run
-        watch.close_views()
+        shared_watch.close_views()
 
 
 def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
@@ -57,8 +57,8 @@ def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
     the folder of its own run alone.
     """
     started = []
-    real = watch.View.start
-    monkeypatch.setattr(watch.View, "start", lambda view: (started.append(view), real(view)))
+    real = shared_watch.View.start
+    monkeypatch.setattr(shared_watch.View, "start", lambda view: (started.append(view), real(view)))
     words = (
         "submit",
         "-f",

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from envscaler_agent.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.backends.kubernetes import install
-from envscaler_airflow.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.store import for_run, open_store
 from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.store.logs import read_logs
@@ -18,7 +18,7 @@ from envscaler_airflow.store.logs import read_logs
 PREFIX = "team/dag/run/task/0"
 TRAIN = """
 import os, pathlib, sys
-import envscaler_airflow.agent
+import envscaler_agent
 print("node", os.environ["ENVSCALER_NODE"], "of", os.environ["ENVSCALER_NODES"], flush=True)
 print("meet at", os.environ.get("ENVSCALER_RENDEZVOUS"), sys.argv[1:], flush=True)
 pathlib.Path(os.environ["ENVSCALER_OUTPUT_MODEL"]).write_text("weights")
@@ -69,13 +69,13 @@ class Pod:
             "nodes": self.nodes,
             "layout": self.home / "layout.json",
         }
-        command = [sys.executable, "-m", "envscaler_airflow.backends.kubernetes.sidecar"]
+        command = [sys.executable, "-m", "envscaler_airflow.backends.kubernetes.pod_sidecar"]
         command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return self._start(command, "sidecar")
 
     def training(self, *words, script=TRAIN):
         """Start the training's container."""
-        launcher = self.home / "agent" / "launch.py"
+        launcher = self.home / "agent" / "pod_main.py"
         command = [sys.executable, "-S", str(launcher), "--grace", "5", "--drain", "30", "--"]
         return self._start([*command, sys.executable, "-c", script, *words], "main")
 

@@ -13,11 +13,11 @@ from integration.kubernetes.rig import eventually, running
 from envscaler_airflow import ReapOperator
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
-from envscaler_airflow.backends.kubernetes import reap as reap_module
-from envscaler_airflow.controller.reap import reap
+from envscaler_airflow.backends.kubernetes import orphans as reap_module
 from envscaler_airflow.hooks import states
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.owner.reap import reap
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 
 ALLOCATION = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0))

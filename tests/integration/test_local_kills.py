@@ -16,7 +16,7 @@ import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
-from envscaler_airflow.backends.local.render import Launch
+from envscaler_airflow.backends.local.node_plan import Launch
 from envscaler_airflow.planning.offers import Allocation
 
 STANDINS = Path(__file__).parents[1] / "standins"

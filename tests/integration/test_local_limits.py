@@ -8,7 +8,7 @@ import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend, files
-from envscaler_airflow.backends.local.render import Launch
+from envscaler_airflow.backends.local.node_plan import Launch
 from envscaler_airflow.planning.offers import Allocation
 
 STANDINS = Path(__file__).parents[1] / "standins"
@@ -100,7 +100,7 @@ def test_the_command_inherits_what_it_needs_and_no_more(tmp_path, monkeypatch):
 
 def test_python_is_this_interpreter_and_knows_the_agent(tmp_path):
     """``python`` means the one that Airflow runs on, with the agent at hand."""
-    ask = "import sys, envscaler_airflow.agent; print(sys.executable)"
+    ask = "import sys, envscaler_agent; print(sys.executable)"
 
     _, output, _ = run(tmp_path, "python", "-c", ask)
 
@@ -109,9 +109,7 @@ def test_python_is_this_interpreter_and_knows_the_agent(tmp_path):
 
 def test_another_program_gets_a_copy_of_the_agent(tmp_path):
     """A shell script may start any Python: PYTHONPATH leads to the parts that run on every one."""
-    ask = (
-        "import sys, envscaler_airflow.agent, envscaler_airflow.spec; print(envscaler_airflow.agent.__file__)"
-    )
+    ask = "import sys, envscaler_agent, envscaler_airflow.envspec; print(envscaler_agent.__file__)"
 
     _, output, _ = run(tmp_path, "sh", "-c", f'python -c "{ask}"')
 

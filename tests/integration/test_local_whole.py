@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from envscaler_agent.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.volumes import no_mounts
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Control, Status, control_name, status_name
-from envscaler_airflow.spec import load_spec
 from envscaler_airflow.store import for_run, open_store
 
 PREFIX = "dep/dag/run/train/-1"

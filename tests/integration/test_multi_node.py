@@ -89,7 +89,7 @@ def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
 
 SAVES = """
 import os, pathlib, time
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 node = os.environ["ENVSCALER_NODE"]
 with Session(total_steps=60) as session:
     for step in range(1, 61):

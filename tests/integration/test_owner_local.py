@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(180)
 
 TRAIN = """
 import os, sys, time
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 total, failing_at, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 out = os.environ["ENVSCALER_OUTPUT_MODEL"]
 with Session(total_steps=total, epochs=total // 10) as session:
@@ -358,8 +358,8 @@ ELSEWHERE = """
 import json, sys
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.controller.stage import Watching
-from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.owner.stage import Watching
+from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.store.base import open_store
 url, prefix, root, handle, number = sys.argv[1:]
 handle = json.loads(handle)

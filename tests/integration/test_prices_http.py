@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 from moto.server import ThreadedMotoServer
 
-from envscaler_airflow.catalog.columns import packaged
-from envscaler_airflow.catalog.shelf import Shelf
+from envscaler_airflow.catalog.prices import Shelf
+from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli import main
 from envscaler_airflow.clouds.aws import AwsPrices
 from envscaler_airflow.clouds.azure import AzurePrices

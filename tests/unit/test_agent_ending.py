@@ -2,8 +2,8 @@
 
 import pytest
 
-from envscaler_airflow.agent.ending import End, tell_end
-from envscaler_airflow.protocol import EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED
+from envscaler_agent.ending import End, tell_end
+from envscaler_agent.protocol import EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED
 
 
 def reason(end, *lines):

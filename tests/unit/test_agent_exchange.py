@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from envscaler_airflow.agent.exchange import (
+from envscaler_agent.spool import (
     Exchange,
     Restore,
     SetupFailedError,

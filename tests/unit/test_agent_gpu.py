@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from envscaler_airflow.agent import gpu
-from envscaler_airflow.agent.gpu import Gpus, is_visible, shown_gpus
-from envscaler_airflow.agent.sampler import CALL_S, INIT_S, STALE_S, GpuThread
+from envscaler_agent import gpu
+from envscaler_agent.gpu import Gpus, is_visible, shown_gpus
+from envscaler_agent.sampler import CALL_S, INIT_S, STALE_S, GpuThread
 
 
 class NVMLError(Exception):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.agent import host
-from envscaler_airflow.agent.host import Cgroup, Host, fields_in, number_in, parse_net_dev
-from envscaler_airflow.agent.process import family
-from envscaler_airflow.agent.sampler import line
+from envscaler_agent import host
+from envscaler_agent.host import Cgroup, Host, fields_in, number_in, parse_net_dev
+from envscaler_agent.process import family
+from envscaler_agent.sampler import line
 
 NET = b"""Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envscaler_airflow.agent.leaving import Ask, Facts, due_signal
+from envscaler_agent.drain import Ask, Facts, due_signal
 
 LEAVE = Ask("leave", at=0, align_timeout_s=100, grace_s=10, sequence=3)
 STOP = Ask("stop", at=0, grace_s=10, sequence=3)

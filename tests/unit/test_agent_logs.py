@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from envscaler_airflow.agent import logs
-from envscaler_airflow.agent.logs import Chunks, Lines
+from envscaler_agent import output
+from envscaler_agent.output import Chunks, Lines
 
 
 class Clock:
@@ -123,7 +123,7 @@ def test_a_full_disk_drops_output_and_counts_it(tmp_path, clock, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(logs.os, "write", full)
+        patch.setattr(output.os, "write", full)
         writer.write(b"lost\n")
     writer.write(b"kept\n")
     writer.close()
@@ -135,7 +135,7 @@ def test_a_full_disk_drops_output_and_counts_it(tmp_path, clock, monkeypatch):
 
 def test_output_is_dropped_when_the_courier_is_away_for_too_long(tmp_path, clock, monkeypatch):
     """Three closed chunks may wait here; then the disk belongs to the training."""
-    monkeypatch.setattr(logs, "MAX_WAITING", 3)
+    monkeypatch.setattr(output, "MAX_WAITING", 3)
     writer = chunks(tmp_path, clock)
 
     for _ in range(5):
@@ -186,7 +186,7 @@ def test_last_lines_fit_into_a_status():
     lines.feed(("\U0001f642" * 3000 + "\n").encode() * 100)
 
     assert len(lines.tail()) == 10  # 24 kB each, of 256 KiB
-    assert {len(line) for line in lines.tail()} == {logs.MAX_LINE_CHARS}
+    assert {len(line) for line in lines.tail()} == {output.MAX_LINE_CHARS}
 
 
 def test_a_stream_without_line_breaks_stays_small():
@@ -196,7 +196,7 @@ def test_a_stream_without_line_breaks_stays_small():
     for _ in range(10):
         lines.feed(b"." * 100_000)
 
-    assert len(lines._rest) == 16 * logs.MAX_LINE_CHARS
+    assert len(lines._rest) == 16 * output.MAX_LINE_CHARS
 
 
 def test_files_are_closed_to_children(tmp_path, clock):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.agent.masking import Masker, secret_values
+from envscaler_agent.output import Masker, secret_values
 
 
 def masked(values, *pieces):

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from envscaler_airflow.agent import patterns
-from envscaler_airflow.agent.logs import Lines
-from envscaler_airflow.agent.patterns import LogPatterns
-from envscaler_airflow.protocol import Progress
+from envscaler_agent import progress
+from envscaler_agent.output import Lines
+from envscaler_agent.progress import LogPatterns
+from envscaler_agent.protocol import Progress
 
 
 def test_reads_the_newest_value_of_each_field():
@@ -70,12 +70,12 @@ def test_only_the_newest_lines_of_a_flood_are_searched():
     """What was overtaken within one read does not matter."""
     found = LogPatterns({"step": r"step (\d+)"})
 
-    assert not found.feed([b"step 1", *[b"noise"] * patterns.MAX_LINES])
+    assert not found.feed([b"step 1", *[b"noise"] * progress.MAX_LINES])
 
 
 def test_a_pattern_that_explodes_is_dropped(monkeypatch):
     """A search that takes exponential time is cut off by a timer; the other pattern goes on."""
-    monkeypatch.setattr(patterns, "MAX_SECONDS", 0.02)
+    monkeypatch.setattr(progress, "MAX_SECONDS", 0.02)
     found = LogPatterns({"step": "((?:a+)+)$", "loss": r"loss=(\S+)"})
 
     began = time.monotonic()
@@ -111,7 +111,7 @@ def test_one_timer_serves_all_patterns_of_a_read():
     found = LogPatterns({"step": r"step (\d+)", "loss": r"loss (\d+)"}, limit=limit)
     found.feed([b"step 5 loss 1"])
 
-    assert set_to == [patterns.MAX_SECONDS]
+    assert set_to == [progress.MAX_SECONDS]
 
 
 def test_a_progress_bar_gives_its_newest_step_while_it_runs():

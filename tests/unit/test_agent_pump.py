@@ -4,12 +4,10 @@ import os
 
 import pytest
 
-from envscaler_airflow.agent import child
-from envscaler_airflow.agent.child import BACKOFF_S, GOOD_S, HANG_S, SamplerChild
-from envscaler_airflow.agent.logs import Chunks
-from envscaler_airflow.agent.masking import Masker
-from envscaler_airflow.agent.patterns import LogPatterns
-from envscaler_airflow.agent.pump import MAX_PENDING, WRITE_BYTES, Pump
+from envscaler_agent import sampler_child
+from envscaler_agent.output import MAX_PENDING, WRITE_BYTES, Chunks, Masker, Pump
+from envscaler_agent.progress import LogPatterns
+from envscaler_agent.sampler_child import BACKOFF_S, GOOD_S, HANG_S, SamplerChild
 
 
 @pytest.fixture
@@ -101,8 +99,8 @@ def keeper(monkeypatch):
         state["started"].append(argv[-1])
         return Process(reading)
 
-    monkeypatch.setattr(child.subprocess, "Popen", start)
-    monkeypatch.setattr(child.os, "kill", lambda pid, number: state["killed"].append((pid, number)))
+    monkeypatch.setattr(sampler_child.subprocess, "Popen", start)
+    monkeypatch.setattr(sampler_child.os, "kill", lambda pid, number: state["killed"].append((pid, number)))
     sampler = SamplerChild(interval_s=1, origin=0, clock=lambda: state["now"])
     sampler.watch(77, {"CUDA_VISIBLE_DEVICES": "1"})
     yield sampler, state

@@ -2,8 +2,8 @@
 
 import pytest
 
-from envscaler_airflow.agent import ranks as rk
-from envscaler_airflow.agent.ranks import Alone, Collective, Neighbours, Scheduled, layout
+from envscaler_agent import ranks as rk
+from envscaler_agent.ranks import Alone, Collective, Neighbours, Scheduled, layout
 from envscaler_airflow.errors import CheckpointError
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from envscaler_airflow.agent.exchange import Exchange, SessionReport, write_atomic
-from envscaler_airflow.agent.rates import Rate
-from envscaler_airflow.agent.reporting import END_TRIES, Reporter, aggregate
-from envscaler_airflow.agent.wrapper import _Tracker
-from envscaler_airflow.protocol import Ended, Progress, Status
+from envscaler_agent.progress import Rate
+from envscaler_agent.protocol import Ended, Progress, Status
+from envscaler_agent.reporting import END_TRIES, Reporter, aggregate
+from envscaler_agent.spool import Exchange, SessionReport, write_atomic
+from envscaler_agent.wrapper import _Tracker
 
 
 class Clock:
@@ -82,7 +82,7 @@ def test_the_end_is_said_once_a_full_disk_has_room(reporter, exchange, monkeypat
             raise OSError(28, "No space left on device")
         write_atomic(path, data)
 
-    monkeypatch.setattr("envscaler_airflow.agent.reporting.write_atomic", write)
+    monkeypatch.setattr("envscaler_agent.reporting.write_atomic", write)
     reporter.set(phase="ended", ended=Ended(reason="failed", exit_code=1))
 
     reporter.close(sleep=waits.append)
@@ -99,7 +99,7 @@ def test_a_full_disk_delays_a_status(reporter, exchange, clock, monkeypatch):
 
     reporter.set(phase="running")
     with monkeypatch.context() as patch:
-        patch.setattr("envscaler_airflow.agent.reporting.write_atomic", full)
+        patch.setattr("envscaler_agent.reporting.write_atomic", full)
         reporter.tick()
     reporter.tick()
 

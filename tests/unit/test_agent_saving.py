@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from envscaler_airflow.agent import saving
+from envscaler_agent import saving
 
 ONE, TWO, THREE = (f"g1-step-0000000{step}-a1" for step in (1, 2, 3))
 

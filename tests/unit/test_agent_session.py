@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fakes.session_rig import LAUNCHER, Rig
 
-from envscaler_airflow.agent import exchange as ex
-from envscaler_airflow.agent import saving
-from envscaler_airflow.agent.session import Session
-from envscaler_airflow.courier.exchange import Exchange as CourierExchange
-from envscaler_airflow.protocol import Progress
+from envscaler_agent import saving
+from envscaler_agent import spool as ex
+from envscaler_agent.protocol import Progress
+from envscaler_agent.session import Session
+from envscaler_airflow.sidecar.spool_state import Exchange as CourierExchange
 
 
 @pytest.fixture(autouse=True)
@@ -302,10 +302,10 @@ def test_a_full_disk_costs_a_report_and_not_the_training(rig, monkeypatch):
 
 
 def test_exported_lazily():
-    """``from envscaler_airflow.agent import Session``."""
-    from envscaler_airflow import agent
+    """``from envscaler_agent import Session``."""
+    import envscaler_agent
 
-    assert agent.Session is Session
+    assert envscaler_agent.Session is Session
     with pytest.raises(AttributeError, match="nosuch"):
-        _ = agent.nosuch
-    assert Path(agent.__file__).name == "__init__.py"
+        _ = envscaler_agent.nosuch
+    assert Path(envscaler_agent.__file__).name == "__init__.py"

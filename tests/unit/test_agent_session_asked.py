@@ -3,9 +3,9 @@
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
-from envscaler_airflow.agent import exchange as ex
+from envscaler_agent import spool as ex
+from envscaler_agent.protocol import EXIT_LEFT, EXIT_STOPPED
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.protocol import EXIT_LEFT, EXIT_STOPPED
 
 
 @pytest.fixture(autouse=True)

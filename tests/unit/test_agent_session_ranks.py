@@ -3,9 +3,9 @@
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
-from envscaler_airflow.agent import ranks as rk
-from envscaler_airflow.agent import session as module
-from envscaler_airflow.protocol import EXIT_LEFT
+from envscaler_agent import ranks as rk
+from envscaler_agent import session as module
+from envscaler_agent.protocol import EXIT_LEFT
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
-from envscaler_airflow.agent import exchange as ex
+from envscaler_agent import spool as ex
 
 
 @pytest.fixture(autouse=True)

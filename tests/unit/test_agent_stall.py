@@ -1,6 +1,6 @@
 """Unit tests of stall detection: steps at moments in, a verdict out."""
 
-from envscaler_airflow.agent.stall import StallWatch
+from envscaler_agent.progress import StallWatch
 
 
 def stepping(watch, *, every_s, count, start=0.0, first=1):

@@ -14,12 +14,13 @@ from airflow.sdk.exceptions import (
 from fakes.operator_world import SPEC, Ti, operator_world
 
 from envscaler_airflow import spec_params
-from envscaler_airflow.build.registry import SpecRegistry
-from envscaler_airflow.controller.stage import Stage
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import open_backend
-from envscaler_airflow.operators import argument_values, slices
-from envscaler_airflow.operators.argument_values import deadline_of
+from envscaler_airflow.images.registry import SpecRegistry
+from envscaler_airflow.operators import arguments as argument_values
+from envscaler_airflow.operators import execution
+from envscaler_airflow.operators.arguments import deadline_of
+from envscaler_airflow.owner.stage import Stage
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_an_argument_edited_into_nonsense_ends_no_stage_that_runs(
 def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, capsys):
     """Elsewhere nobody knows the run: its task would fail, or a second attempt begin, while it trains."""
     opened = []
-    monkeypatch.setattr(slices, "open_backend", lambda name: opened.append(name) or world.backend)
+    monkeypatch.setattr(execution, "open_backend", lambda name: opened.append(name) or world.backend)
     operator, ti = world.operator(compute="kubernetes", kubernetes_conn_id="eu"), Ti()
     deferral = world.execute(operator, ti)
     trigger = deferral.trigger.serialize()[1]

@@ -16,17 +16,16 @@ from airflow.sdk.exceptions import (
 from airflow.sdk.log import mask_secret
 from fakes.operator_world import PREFIX, SPEC, Ti, operator_world
 
+from envscaler_agent.protocol import log_name
 from envscaler_airflow import EnvStageOperator, spec_params
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
-from envscaler_airflow.controller.freeze import read_parameters
 from envscaler_airflow.errors import SpecError, StoreError
-from envscaler_airflow.operators import asked
-from envscaler_airflow.operators.argument_values import spec_path
-from envscaler_airflow.operators.asked import chosen_parameters
+from envscaler_airflow.operators import arguments as asked
+from envscaler_airflow.operators.arguments import chosen_parameters, spec_path
 from envscaler_airflow.operators.links import RunStoreLink, store_page
-from envscaler_airflow.protocol import log_name
+from envscaler_airflow.owner.freeze import read_parameters
 from envscaler_airflow.store import EventLog, open_store
-from envscaler_airflow.store.task_log import read_task_log
+from envscaler_airflow.store.lease import read_task_log
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_execute_starts_an_attempt_and_defers(world):
     deferral = world.execute(world.operator())
 
     path, arguments = deferral.trigger.serialize()
-    assert path == "envscaler_airflow.triggers.stage.StageTrigger"
+    assert path == "envscaler_airflow.triggers.stage_trigger.StageTrigger"
     assert (arguments["prefix"], arguments["ti_id"]) == (PREFIX, "ti-1")
     assert (arguments["watching"]["attempt"], arguments["watching"]["try_number"]) == (1, 1)
     assert deferral.method_name == "resume"

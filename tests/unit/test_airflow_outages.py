@@ -6,13 +6,13 @@ import pytest
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from fakes.operator_world import PREFIX, Ti, operator_world
 
-from envscaler_airflow.controller.again import is_passing, postponed
-from envscaler_airflow.controller.stage import Wake, Watching
-from envscaler_airflow.controller.watch import Watch
 from envscaler_airflow.errors import BackendError, StoreError
-from envscaler_airflow.operators import slices
+from envscaler_airflow.operators import execution
+from envscaler_airflow.owner.retry import is_passing, postponed
+from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.testing import FaultyStore, ManualClock
-from envscaler_airflow.triggers.stage import settle_s
+from envscaler_airflow.triggers.stage_trigger import settle_s
 
 AWAY = BackendError("the API server does not answer", status=503, transient=True)
 REFUSED = BackendError("pods is forbidden", status=403)
@@ -30,7 +30,7 @@ def faulty(world, monkeypatch):
     """The same store, as the operator opens it from now on; takes faults."""
     store = FaultyStore(world.store)
     place = type("Place", (), {"open": lambda _: store, "deployment": lambda *_: "unit", "options": {}})
-    monkeypatch.setattr(slices, "store_place", lambda *_: place())
+    monkeypatch.setattr(execution, "store_place", lambda *_: place())
     return store
 
 
@@ -137,7 +137,7 @@ def test_after_half_an_hour_beyond_the_lease_airflow_retries(world, faulty):
 
 def test_no_pause_is_shorter_than_airflow_stands(world, faulty, monkeypatch):
     """A deployment whose workers say every minute that they live (A7)."""
-    monkeypatch.setattr(slices, "settle_s", lambda: 62.0)
+    monkeypatch.setattr(execution, "settle_s", lambda: 62.0)
     operator = world.operator()
     deferral = world.execute(operator)
     faulty.add("refuse", "read", "*/events/*", times=None)

@@ -23,20 +23,20 @@ from airflow.sdk.exceptions import (
 )
 from airflow.sdk.execution_time.comms import ErrorResponse
 
+from envscaler_agent.protocol import Progress, Status, status_name
 from envscaler_airflow import EnvStageOperator, ScalingSensor
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.request import request_move
-from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError, StoreError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.request import request_move
+from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Progress, Status, status_name
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
-from envscaler_airflow.triggers import checks as checks_module
-from envscaler_airflow.triggers.checks import Checks
-from envscaler_airflow.triggers.scaling import ScalingTrigger
+from envscaler_airflow.triggers import scaling_checks as checks_module
+from envscaler_airflow.triggers.scaling_checks import Checks
+from envscaler_airflow.triggers.scaling_trigger import ScalingTrigger
 
 FOLDER = "unit/dag/run/train"
 PREFIX = f"{FOLDER}/-1"
@@ -489,13 +489,13 @@ def test_the_trigger_comes_back_from_its_serialized_arguments(world):
 
     again = ScalingTrigger(**json.loads(json.dumps(arguments))).serialize()
 
-    assert again == ("envscaler_airflow.triggers.scaling.ScalingTrigger", arguments)
+    assert again == ("envscaler_airflow.triggers.scaling_trigger.ScalingTrigger", arguments)
 
 
 def test_the_trigger_asks_the_server_of_the_sensors_connection(world, monkeypatch):
     """Through settings and connections of the triggerer, when there is a query."""
     asked = []
-    monkeypatch.setattr("envscaler_airflow.triggers.checks.asks", asked.append)
+    monkeypatch.setattr("envscaler_airflow.triggers.scaling_checks.asks", asked.append)
     monkeypatch.setattr(ScalingTrigger, "_states", lambda _self: {"train": "skipped"})
 
     for more in ({"prometheus_conn_id": "metrics"}, {}):

@@ -8,14 +8,21 @@ import re
 import pytest
 from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
 
+from envscaler_agent.protocol import Manifest
 from envscaler_airflow import get_provider_info
 from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.hooks.checkpoint import CheckpointHook
 from envscaler_airflow.hooks.secrets import resolve_secret
 from envscaler_airflow.hooks.settings import store_place
-from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.protocol import Manifest
-from envscaler_airflow.store import EventLog, check_store, checkpoints, folders, for_run, open_store
+from envscaler_airflow.run import Actor
+from envscaler_airflow.store import (
+    EventLog,
+    check_store,
+    checkpoints,
+    for_run,
+    manifests,
+    open_store,
+)
 
 CONNECTION = """{
   "conn_type": "envscaler_store", "login": "AKIDEXAMPLE", "password": "s3cr3t-key",
@@ -191,9 +198,9 @@ def save(run, tmp_path, step):
     folder.mkdir()
     (folder / "weights.bin").write_bytes(bytes([step]) * step)
     prefix = checkpoints.checkpoint_prefix(f"g1-step-{step:08d}-a1")
-    files = folders.upload(run, prefix, folders.walk(folder))
+    files = manifests.upload(run, prefix, manifests.walk(folder))
     manifest = Manifest(files=files, step=step, generation=1, attempt=1)
-    folders.write_manifest(run, prefix, manifest, name="manifest-c1.json")
+    manifests.write_manifest(run, prefix, manifest, name="manifest-c1.json")
 
 
 def test_the_hook_lists_newest_first(hook):

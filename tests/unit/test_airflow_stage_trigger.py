@@ -12,20 +12,20 @@ from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
 from airflow.sdk.execution_time.comms import ErrorResponse
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
+from envscaler_agent.protocol import Status, Transfer, control_name, log_name, status_name
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.controller.stage import Watching
 from envscaler_airflow.errors import SpecError, StoreError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Status, Transfer, control_name, log_name, status_name
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, read_lease, renew_lease
-from envscaler_airflow.store.task_log import read_task_log
+from envscaler_airflow.store.lease import read_task_log
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
-from envscaler_airflow.triggers import look as look_module
-from envscaler_airflow.triggers import stage as stage_module
-from envscaler_airflow.triggers.look import Look
+from envscaler_airflow.triggers import stage_trigger as stage_module
+from envscaler_airflow.triggers import stage_watch as look_module
 from envscaler_airflow.triggers.sensor_lease import SensorLease, SensorWatch
-from envscaler_airflow.triggers.stage import StageTrigger, settle_s
+from envscaler_airflow.triggers.stage_trigger import StageTrigger, settle_s
+from envscaler_airflow.triggers.stage_watch import Look
 from envscaler_airflow.triggers.tail import Tail
 
 KEY = RunKey("deployment", "dag", "run", "train")

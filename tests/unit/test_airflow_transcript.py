@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from envscaler_airflow.operators import transcript
+from envscaler_agent.protocol import log_name
+from envscaler_airflow.operators import execution
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import log_name
 from envscaler_airflow.store import EventLog, check_store, open_store
-from envscaler_airflow.store.task_log import TaskLog, read_task_log, write_task_log
+from envscaler_airflow.store.lease import TaskLog, read_task_log, write_task_log
 from envscaler_airflow.testing.backend import cpu_offer
 from envscaler_airflow.triggers.tail import Tail, labelled
 
@@ -66,7 +66,7 @@ class TaskLogView:
 
     def execute(self, *, goes_on):
         """An execution writes its log; Airflow drops the trigger's when the next one begins."""
-        transcript.Transcript(self.store, PREFIX, self.execution.append).write(goes_on=goes_on)
+        execution.Transcript(self.store, PREFIX, self.execution.append).write(goes_on=goes_on)
         if goes_on:
             self.trigger = []
 
@@ -144,7 +144,7 @@ def test_a_new_triggerer_goes_on_where_the_one_before_stopped(view):
 
 def test_more_than_one_execution_writes_is_named(view, monkeypatch):
     """A flood of output between two executions is cut where it begins, and the log says so (F1)."""
-    monkeypatch.setattr(transcript, "CHUNKS", 2)
+    monkeypatch.setattr(execution, "CHUNKS", 2)
     view.execute(goes_on=True)
     for step in range(1, 6):
         view.print(f"step {step}")

@@ -9,11 +9,11 @@ from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralTimeout
 from fakes.operator_world import PREFIX, SPEC, Ti, api_error, operator_world
 
-from envscaler_airflow.controller.request import request_stop
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.operators import slices
-from envscaler_airflow.operators.slices import LIFE_KEY
+from envscaler_airflow.operators import execution
+from envscaler_airflow.operators.execution import LIFE_KEY
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog
 
 
@@ -180,7 +180,7 @@ def test_a_try_that_airflow_no_longer_knows_writes_nothing(world, is_first):
 
 def test_an_older_try_that_slept_while_it_packed_writes_nothing(world, monkeypatch):
     """A large workdir: the owner has another spec by then, and keeps it (A2)."""
-    from envscaler_airflow.controller import act
+    from envscaler_airflow.owner import act
 
     freeze, found = act.freeze.freeze, {}
 
@@ -377,7 +377,7 @@ def test_no_answer_of_airflow_counts_as_its_word(world, monkeypatch):
     def away(*_):
         raise api_error(503)
 
-    monkeypatch.setattr(slices, "task_state", away)
+    monkeypatch.setattr(execution, "task_state", away)
 
     delivered(world, Ti(1))
 

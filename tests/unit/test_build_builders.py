@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.build import builders
-from envscaler_airflow.build.builders import Access, Buildah, Container, Docker, Order, find_builder
-from envscaler_airflow.build.scan import scan_image
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.images import builders
+from envscaler_airflow.images.build import scan_image
+from envscaler_airflow.images.builders import (
+    Access,
+    Buildah,
+    Container,
+    Docker,
+    Order,
+    find_builder,
+)
 
 GRYPE_FOUND = "discovered vulnerabilities at or above the severity threshold"
 INSPECTED = [

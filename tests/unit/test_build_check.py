@@ -8,14 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.backends.local.machine import Gpu
-from envscaler_airflow.build.check import missing_on
-from envscaler_airflow.build.machine import Here, installed_versions, look_here
-from envscaler_airflow.build.programs import Output
-from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.cli import main
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.models import Runtime
+from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.images.needs import Here, installed_versions, look_here
+from envscaler_airflow.images.programs import Output
+from envscaler_airflow.images.requirements import Requirements
 
 GIB = 1 << 30
 T4 = Gpu(0, "T4", 16.0)

@@ -7,12 +7,19 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build.cuda import ARCHITECTURES, CAPABILITY, WHEELS, Chain, broken_links, software
-from envscaler_airflow.build.requirements import Requirements
 from envscaler_airflow.cli import main
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.gpus import MEMORY_GB
-from envscaler_airflow.spec.models import Runtime
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.gpus import MEMORY_GB
+from envscaler_airflow.envspec.models import Runtime
+from envscaler_airflow.images.cuda import (
+    ARCHITECTURES,
+    CAPABILITY,
+    WHEELS,
+    Chain,
+    broken_links,
+    software,
+)
+from envscaler_airflow.images.requirements import Requirements
 
 
 def stage(image: str = "python:3.11-slim", **gpu):

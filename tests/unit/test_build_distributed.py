@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.build.distributed import Batch, batch_env, batches, launch_command
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.images.distributed import Batch, batch_env, batches, launch_command
 
 
 def stage(

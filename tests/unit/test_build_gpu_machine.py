@@ -6,9 +6,9 @@ import subprocess
 import pytest
 import yaml
 
-from envscaler_airflow.build.requirements import Requirements
-from envscaler_airflow.build.userdata import gpu_script, render_vm
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.userdata import gpu_script, render_vm
 
 GPU = {"count": 2, "type": ["H100"]}
 

@@ -15,10 +15,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.build.render import RENDERINGS, render
-from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec, load_spec
+from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.targets import RENDERINGS, render
 
 DOCUMENT: dict[str, Any] = {
     "version": "v1", "name": "stage", "description": "text",

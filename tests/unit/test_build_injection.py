@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.build.artefacts import comment, dockerfile_value, yaml_text
-from envscaler_airflow.build.render import RENDERINGS, render
-from envscaler_airflow.build.requirements import Requirements, check_packages
 from envscaler_airflow.cli import main
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.models import Runtime
+from envscaler_airflow.images.artefacts import comment, dockerfile_value, yaml_text
+from envscaler_airflow.images.requirements import Requirements, check_packages
+from envscaler_airflow.images.targets import RENDERINGS, render
 
 CANARY = "zq7canaryzq7"
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "LABEL", "USER", "ENTRYPOINT", "CMD"}

@@ -9,8 +9,8 @@ import yaml
 from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
-from envscaler_airflow.build.kubernetes_job import kubernetes_documents, resource_name
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.images.plain_job import kubernetes_documents, resource_name
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = list(dict.fromkeys(all_versions()))[-3:]

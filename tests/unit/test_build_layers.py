@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from envscaler_airflow.build.dockerfile import ImageOptions, render_dockerfile
-from envscaler_airflow.build.requirements import Requirements
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.images.dockerfile import ImageOptions, render_dockerfile
+from envscaler_airflow.images.requirements import Requirements
 
 
 def run_of(base: dict[str, str], packages: list[str], *, has_ca: bool = False) -> tuple[list[str], str]:

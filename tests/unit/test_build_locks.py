@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.build.access import ca_bundle, netrc
-from envscaler_airflow.build.bases import facts
-from envscaler_airflow.build.context import assemble
-from envscaler_airflow.build.images import check_base, qualified, step_of
-from envscaler_airflow.build.locks import Lock, apply_lock, parse_versions
-from envscaler_airflow.build.requirements import Requirements
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.models import Base, Runtime
 from envscaler_airflow.errors import ProtocolError, SpecError
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.models import Base, Runtime
+from envscaler_airflow.images.access import ca_bundle, netrc
+from envscaler_airflow.images.bases import facts
+from envscaler_airflow.images.build import check_base, qualified, step_of
+from envscaler_airflow.images.context import assemble
+from envscaler_airflow.images.locks import Lock, apply_lock, parse_versions
+from envscaler_airflow.images.requirements import Requirements
 
 
 def stage(**body):
@@ -115,7 +115,7 @@ def test_equal_content_is_an_equal_context(tmp_path):
 
     assert len({first, second, third}) == 3
     assert (tmp_path / "4" / "work" / "a.py").read_text() == "2"
-    assert (tmp_path / "4" / "envscaler" / "envscaler_airflow" / "agent" / "session.py").is_file()
+    assert (tmp_path / "4" / "envscaler" / "envscaler_agent" / "session.py").is_file()
 
 
 def test_credentials_are_for_the_hosts_of_the_indexes():

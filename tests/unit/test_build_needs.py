@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build import venvs
-from envscaler_airflow.build.check import missing_on
-from envscaler_airflow.build.machine import Here, python_of
 from envscaler_airflow.cli import main
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.images import venv_cache
+from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.images.needs import Here, python_of
 
 VOLUME = "volumes: [{{name: d, source: '{}', mount_path: {}, access_mode: ReadOnly}}]\n"
 HEAD = "version: v1\nname: s\n"
@@ -102,7 +102,7 @@ def test_a_store_or_volume_whose_package_is_not_there_is_named(stage, monkeypatc
     def absent(url):
         raise SpecError(f"{url}: install the [amazon] extra")
 
-    monkeypatch.setattr("envscaler_airflow.build.needs.open_store", absent)
+    monkeypatch.setattr("envscaler_airflow.images.needs.open_store", absent)
     text = f"entrypoint: ['true']\n{VOLUME.format('s3://b/x', '/d')}"
 
     assert stage(text, store_url="s3://b/store") == [
@@ -113,18 +113,20 @@ def test_a_store_or_volume_whose_package_is_not_there_is_named(stage, monkeypatc
 
 def test_an_environment_without_packages_needs_no_uv(tmp_path, monkeypatch):
     """Python's own venv makes it, of this Python (F4)."""
-    monkeypatch.setattr(venvs, "has_uv", lambda: False)
-    monkeypatch.setattr(venvs, "python_of", lambda version: python_of("3.11") if version == "3.11" else None)
+    monkeypatch.setattr(venv_cache, "has_uv", lambda: False)
+    monkeypatch.setattr(
+        venv_cache, "python_of", lambda version: python_of("3.11") if version == "3.11" else None
+    )
     (tmp_path / "none.txt").write_text("# One package a line\n\n")
     runtime = 'runtimes: [{type: python, version: "3.11", requirements: none.txt}]\n'
     (tmp_path / "s.yaml").write_text(HEAD + runtime)
     (tmp_path / "t.yaml").write_text(HEAD + 'runtimes: [{type: python, version: "3.10"}]\n')
 
-    made = venvs.ensure(load_spec(tmp_path / "s.yaml"), tmp_path / "cache")
+    made = venv_cache.ensure(load_spec(tmp_path / "s.yaml"), tmp_path / "cache")
 
     assert made.exists()
-    assert venvs.locked_requirements(made) == ""
+    assert venv_cache.locked_requirements(made) == ""
     with pytest.raises(
         SpecError, match=r"Python 3.10 is not here; run `pip install 'envscaler-airflow\[build\]'`"
     ):
-        venvs.ensure(load_spec(tmp_path / "t.yaml"), tmp_path / "cache")
+        venv_cache.ensure(load_spec(tmp_path / "t.yaml"), tmp_path / "cache")

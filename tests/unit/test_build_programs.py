@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.build.programs import stream_program
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.images.programs import stream_program
 
 
 def test_lines_come_whole_and_progress_is_lines_too():

@@ -10,10 +10,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from envscaler_airflow.build.reference import SCHEMA_FILE, reference_text, schema_text
 from envscaler_airflow.cli import main
-from envscaler_airflow.spec import load_spec
-from envscaler_airflow.spec.models import EnvSpec
+from envscaler_airflow.envspec import load_spec
+from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.images.spec_reference import (
+    SCHEMA_FILE,
+    reference_text,
+    schema_text,
+)
 
 VOLUME = {"name": "v", "source": "pvc://claim", "mount_path": "/v"}
 RULE = {"metric": "gpu_utilization", "above": 80}
@@ -63,8 +67,8 @@ def test_the_reference_is_current():
 
 
 def test_the_shipped_schema_is_current():
-    """Else run: envscaler schema > envscaler_airflow/build/envspec.schema.json ."""
-    shipped = resources.files("envscaler_airflow.build").joinpath(SCHEMA_FILE).read_text()
+    """Else run: envscaler schema > envscaler_airflow/images/envspec.schema.json ."""
+    shipped = resources.files("envscaler_airflow.images").joinpath(SCHEMA_FILE).read_text()
 
     assert shipped == schema_text()
     assert CliRunner().invoke(main, ["schema"]).stdout == shipped

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build.registry import SpecRegistry, shipped_names, split_reference
 from envscaler_airflow.cli import main
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.images.registry import SpecRegistry, shipped_names, split_reference
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.testing.store import FaultyStore
+from envscaler_airflow.testing.faulty_store import FaultyStore
 
 MODULE = "version: v1\nsystem_packages: [git]\n"
 

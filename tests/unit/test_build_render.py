@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.build.dockerfile import ImageOptions
-from envscaler_airflow.build.render import VARIANTS, render, render_spec
-from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.envspec import spec_hash
+from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import spec_hash
-from envscaler_airflow.spec.loading import load_with_sources
+from envscaler_airflow.images.dockerfile import ImageOptions
+from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.targets import VARIANTS, render, render_spec
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from envscaler_airflow.build.bases import facts, fetching_packages
-from envscaler_airflow.build.check import missing_on
-from envscaler_airflow.build.cuda import software, software_faults
-from envscaler_airflow.build.dockerfile import render_dockerfile
-from envscaler_airflow.build.machine import Here
-from envscaler_airflow.build.requirements import MAIN, read_requirements
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.images.bases import facts, fetching_packages
+from envscaler_airflow.images.cuda import software, software_faults
+from envscaler_airflow.images.dockerfile import render_dockerfile
+from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.images.needs import Here
+from envscaler_airflow.images.requirements import MAIN, read_requirements
 
 CONDA = """\
 name: any

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.build.requirements import MAX_BYTES, Requirements, read_requirements
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.images.requirements import (
+    MAX_BYTES,
+    Requirements,
+    read_requirements,
+)
 
 PIECES = [
     "attrs", "==1", "-r ", "-c ", "--requirement=", "-e ", "./x", "/etc/passwd", "..", '"', "'", "\\\n", "\n",

@@ -11,13 +11,13 @@ import zipfile
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build.programs import uv_program
-from envscaler_airflow.build.requirements import Requirements, read_requirements
-from envscaler_airflow.build.resolve import Finding, find_conflicts, resolve
 from envscaler_airflow.cli import main
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.spec import EnvSpec
-from envscaler_airflow.spec.models import Runtime
+from envscaler_airflow.images.programs import uv_program
+from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.resolve import Finding, find_conflicts, resolve
 
 
 def wheel(folder, name: str, version: str, *needs: str) -> None:

@@ -8,13 +8,13 @@ from importlib import import_module
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build.requirements import read_requirements
-from envscaler_airflow.build.stage_image import image_name, with_image
 from envscaler_airflow.cli import main
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.stage_image import image_name, with_image
 
-build_command = import_module("envscaler_airflow.cli.build")
+build_command = import_module("envscaler_airflow.cli.build_image")
 REPOSITORY = "registry.example.com/team/"
 
 

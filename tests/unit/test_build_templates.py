@@ -10,8 +10,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build.templating import template_names
 from envscaler_airflow.cli import main
+from envscaler_airflow.images.first_spec import template_names
 
 
 def call(*words: str):

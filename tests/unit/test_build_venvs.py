@@ -8,10 +8,10 @@ import zipfile
 
 import pytest
 
-from envscaler_airflow.build import venvs
-from envscaler_airflow.build.requirements import read_requirements
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.images import venv_cache
+from envscaler_airflow.images.requirements import read_requirements
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -44,42 +44,42 @@ def stage(tmp_path, monkeypatch):
 def test_an_environment_holds_the_packages_and_is_used_again(stage, tmp_path):
     """The second call makes nothing and says nothing."""
     said: list[str] = []
-    python = venvs.ensure(stage("greeting"), tmp_path / "cache", say=said.append)
+    python = venv_cache.ensure(stage("greeting"), tmp_path / "cache", say=said.append)
 
-    assert venvs.ensure(stage("greeting"), tmp_path / "cache", say=said.append) == python
+    assert venv_cache.ensure(stage("greeting"), tmp_path / "cache", say=said.append) == python
     assert len(said) == 1
     shown = subprocess.run(
         [python, "-c", "import greeting; print(greeting.text)"], capture_output=True, check=True
     )
     assert shown.stdout == b"hello\n"
-    assert venvs.installed(python) == {"greeting": "1.0"}
-    assert "greeting==1.0 \\\n    --hash=sha256:" in venvs.locked_requirements(python)
+    assert venv_cache.installed(python) == {"greeting": "1.0"}
+    assert "greeting==1.0 \\\n    --hash=sha256:" in venv_cache.locked_requirements(python)
 
 
 def test_other_content_is_another_environment(stage, tmp_path):
     """The key is over Python and every requirements file."""
     first, second = stage("greeting"), None
-    key = venvs.environment_key(first, read_requirements(first))
+    key = venv_cache.environment_key(first, read_requirements(first))
     second = stage("greeting", "# changed")
 
-    assert venvs.environment_key(second, read_requirements(second)) != key
+    assert venv_cache.environment_key(second, read_requirements(second)) != key
 
 
-@pytest.mark.parametrize("absent", [venvs.READY, "bin/python"])
+@pytest.mark.parametrize("absent", [venv_cache.READY, "bin/python"])
 def test_what_was_interrupted_or_lost_its_python_is_made_anew(stage, tmp_path, absent):
     """Without its mark, or with a link to a Python that has been removed, an environment counts as none."""
-    python = venvs.ensure(stage("greeting"), tmp_path / "cache")
+    python = venv_cache.ensure(stage("greeting"), tmp_path / "cache")
     (python.parent.parent / absent).unlink()
 
     said: list[str] = []
-    assert venvs.ensure(stage("greeting"), tmp_path / "cache", say=said.append).exists()
+    assert venv_cache.ensure(stage("greeting"), tmp_path / "cache", say=said.append).exists()
     assert len(said) == 1
 
 
 def test_what_cannot_be_installed_says_why_and_leaves_nothing(stage, tmp_path):
     """The installer's own words."""
     with pytest.raises(SpecError, match="absent-package was not found"):
-        venvs.ensure(stage("absent-package"), tmp_path / "cache")
+        venv_cache.ensure(stage("absent-package"), tmp_path / "cache")
 
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -92,4 +92,4 @@ def test_conda_is_refused_here_with_what_to_write(tmp_path):
     })  # fmt: skip
 
     with pytest.raises(SpecError, match=r"targets\.local"):
-        venvs.ensure(spec, tmp_path)
+        venv_cache.ensure(spec, tmp_path)

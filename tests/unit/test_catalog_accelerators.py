@@ -11,7 +11,7 @@ from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.scheduling import gpu_resource
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import accelerators, resource_of
-from envscaler_airflow.catalog.kubernetes import quantity
+from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.cli import main
 from envscaler_airflow.errors import SpecError
 

@@ -8,8 +8,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.catalog.columns import packaged
-from envscaler_airflow.catalog.kubernetes import node_pools
+from envscaler_airflow.catalog.nodes import node_pools
+from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli import main
 
 PRODUCT, MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"

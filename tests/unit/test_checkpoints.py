@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 from fakes.store_reader import newest_good
 
+from envscaler_agent.protocol import Control, Manifest, control_name
 from envscaler_airflow.errors import CheckpointError, StoreError
-from envscaler_airflow.protocol import Control, Manifest, control_name
-from envscaler_airflow.store import folders
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import (
     complete_checkpoints,
@@ -43,12 +43,12 @@ def save(store, tmp_path):
         (folder / "model.bin").write_bytes(BYTES)
         (folder / "sub/rng.bin").write_bytes(name.encode())
         generation, _, step, attempt = name.split("-")
-        files = folders.upload(store, f"checkpoints/{name}", folders.walk(folder))
+        files = manifests.upload(store, f"checkpoints/{name}", manifests.walk(folder))
         if complete:
             manifest = Manifest(
                 files=files, step=int(step), generation=int(generation[1:]), attempt=int(attempt[1:])
             )
-            folders.write_manifest(store, f"checkpoints/{name}", manifest, name="manifest-c1.json")
+            manifests.write_manifest(store, f"checkpoints/{name}", manifest, name="manifest-c1.json")
         return name
 
     return put
@@ -303,9 +303,9 @@ def test_a_prune_asks_as_little_however_many_files_a_checkpoint_has(store, tmp_p
         (folder / f"{number}.bin").write_bytes(BYTES)
     for step in (100, 200, 300, 400):
         name = f"checkpoints/g1-step-{step:08d}-a1"
-        sent = folders.upload(store, name, folders.walk(folder))
+        sent = manifests.upload(store, name, manifests.walk(folder))
         manifest = Manifest(files=sent, step=step, generation=1, attempt=1)
-        folders.write_manifest(store, name, manifest, name="manifest-c1.json")
+        manifests.write_manifest(store, name, manifest, name="manifest-c1.json")
     counted = FaultyStore(store)
 
     gone = prune(counted, generation=1, attempt=1, claim=1, candidates=(), keep=2)

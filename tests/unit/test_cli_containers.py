@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build.builders import Docker, Image
-from envscaler_airflow.build.images import Built
-from envscaler_airflow.build.machine import Here
 from envscaler_airflow.cli import containers, main
 from envscaler_airflow.cli.containers import check_stage, container_of, outputs_folder
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import NoOfferError, SpecError
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.images.build import Built
+from envscaler_airflow.images.builders import Docker, Image
+from envscaler_airflow.images.needs import Here
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 

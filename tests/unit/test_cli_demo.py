@@ -10,6 +10,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from envscaler_agent.protocol import Progress, Status, Transfer, log_name, status_name
 from envscaler_airflow.cli import demo as demo_module
 from envscaler_airflow.cli import demo_places, main
 from envscaler_airflow.cli.demo import (
@@ -23,10 +24,9 @@ from envscaler_airflow.cli.demo import (
     progress_words,
     reason_to_lose,
 )
-from envscaler_airflow.cli.story import StageStory
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Progress, Status, Transfer, log_name, status_name
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.testing.airflow_api import AirflowApi

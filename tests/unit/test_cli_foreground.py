@@ -10,16 +10,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.cli import voice as voice_module
+from envscaler_agent.protocol import Progress, Status, Transfer
+from envscaler_airflow.cli import progress as voice_module
 from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
-from envscaler_airflow.cli.progress import progress_line
-from envscaler_airflow.cli.voice import Voice
-from envscaler_airflow.controller.stage import Stage, Waiting, Watching
-from envscaler_airflow.controller.watch import Watch
+from envscaler_airflow.cli.progress import Voice, progress_line
 from envscaler_airflow.errors import NoOfferError, RunFailedError, StoreError
-from envscaler_airflow.lifecycle import Actor, AttemptState, RunState
+from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.stage import Stage, Waiting, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Progress, Status, Transfer
+from envscaler_airflow.run import Actor, AttemptState, RunState
 from envscaler_airflow.store import EventLog, check_store, open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend

@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from envscaler_airflow.build.locks import LOCK, Lock
+from envscaler_agent.protocol import Manifest
 from envscaler_airflow.cli import inspect as inspect_module
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
 from envscaler_airflow.cli.common import load_state, shell_key
 from envscaler_airflow.cli.owners import OWNER, owner_of, shown_status, write_owner
 from envscaler_airflow.cli.tables import RunRow, print_runs
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.lifecycle import Actor, RunState
-from envscaler_airflow.protocol import Manifest
+from envscaler_airflow.images.locks import LOCK, Lock
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog, event_name
 from envscaler_airflow.store.lease import renew_lease

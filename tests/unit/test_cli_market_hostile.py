@@ -13,11 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.catalog import shelf as shelf_module
+from envscaler_airflow.catalog import prices as shelf_module
 from envscaler_airflow.catalog import sources
 from envscaler_airflow.catalog.csvtables import COLUMNS
-from envscaler_airflow.catalog.live import Fetched
-from envscaler_airflow.catalog.shelf import Shelf
+from envscaler_airflow.catalog.prices import Fetched, Shelf
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.offers import offers_command
 from envscaler_airflow.clouds.base import Quote
@@ -217,7 +216,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     places = ["aws us-east-1", "aws us-west-2", "aws eu-west-1", "azure eastus", "gcp us-central1"]
     offers = [Offer(*place.split(), "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=0.5) for place in places]
-    for module in ("catalog.shelf", "cli.catalog"):
+    for module in ("catalog.prices", "cli.catalog"):
         monkeypatch.setattr(f"envscaler_airflow.{module}.packaged", lambda: table_of(offers))
     return tmp_path
 

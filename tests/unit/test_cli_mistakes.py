@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, open_store
 
 SPEC = """version: v1

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.lifecycle import Actor
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.testing import ManualClock

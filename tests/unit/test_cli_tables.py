@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from envscaler_agent.protocol import Status, Transfer
 from envscaler_airflow.cli.market import print_table
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
-from envscaler_airflow.cost import Held, Use, bill
-from envscaler_airflow.lifecycle import Event, RunState
-from envscaler_airflow.lifecycle.narration import describe
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.protocol import Status, Transfer
+from envscaler_airflow.run import Event, RunState
+from envscaler_airflow.run.cost import Held, Use, bill
+from envscaler_airflow.run.narration import describe
 
 
 @pytest.mark.parametrize("words", ["no such file: [/data/x]", "[bold]loud", "[link=http://x]here[/link]"])

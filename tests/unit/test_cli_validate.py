@@ -3,8 +3,8 @@
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.build import needs
 from envscaler_airflow.cli import main
+from envscaler_airflow.images import needs
 
 HEAD = "version: v1\nname: s\nentrypoint: [python, t.py]\n"
 HDFS = "volumes: [{name: d, source: 'hdfs://nn:8020/x', mount_path: /d}]\n"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.cost import Bill, Held, Pause, Split, StaticPlan, Use, bill, spent_usd
-from envscaler_airflow.lifecycle.narration import totals
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.run.cost import Bill, Held, Pause, Split, StaticPlan, Use, bill, spent_usd
+from envscaler_airflow.run.narration import totals
 
 HOUR = 3600.0
 SMALL = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4, usd_per_hour=1.0))

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.envspec import load_spec
 
 ROOT = Path(__file__).parents[2]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.lifecycle import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.store import EventLog, open_store, snapshots
+from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
+from envscaler_airflow.store import EventLog, event_snapshots, open_store
 from envscaler_airflow.store import events as module
 from envscaler_airflow.store.events import event_name, snapshot_name
 
@@ -447,7 +447,7 @@ def test_a_reader_that_must_write_nothing_writes_nothing(store):
 
 def snapshot_of(events):
     """What another run's log would have written."""
-    return snapshots.pack(fold(events), event=events[-1].to_json())
+    return event_snapshots.pack(fold(events), event=events[-1].to_json())
 
 
 def bad_snapshots():
@@ -467,7 +467,7 @@ def bad_snapshots():
         "of another run": snapshot_of(other),
         "of another number": snapshot_of(events[:40]),
         "changed": json.dumps(tampered).encode(),
-        "of another version": json.dumps({**older, "sha256": snapshots._digest(older)}).encode(),
+        "of another version": json.dumps({**older, "sha256": event_snapshots._digest(older)}).encode(),
     }
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.build.distributed import batches
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.envspec import load_spec
+from envscaler_airflow.images.distributed import batches
 
 EXAMPLES = Path(__file__).parents[2] / "dags/examples"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed
 from envscaler_airflow.scaling import Observation, decide, policy_of
-from envscaler_airflow.spec import load_spec
 
 EXAMPLES = Path(__file__).parents[2] / "dags/examples"
 POLICY = policy_of(load_spec(EXAMPLES / "envs/phases.yaml"))

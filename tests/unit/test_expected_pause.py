@@ -1,9 +1,9 @@
 """Unit tests of what a move is expected to pause a stage before one was measured."""
 
-from envscaler_airflow.controller.observe import SLOTS_S, expected_pause_s
-from envscaler_airflow.lifecycle import AttemptState
+from envscaler_agent.protocol import Progress, Status
+from envscaler_airflow.owner.observe import SLOTS_S, expected_pause_s
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Progress, Status
+from envscaler_airflow.run import AttemptState
 
 HERE = Allocation(Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=4))
 LIVE = AttemptState(1, 1, HERE, intended_at=100.0, started_at=101.5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from envscaler_airflow.cli.common import default_store_url
-from envscaler_airflow.folders import cache_folder, data_folder
+from envscaler_airflow.user_folders import cache_folder, data_folder
 
 
 def test_folders_lie_below_what_the_environment_names(monkeypatch):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.controller.hold import GIVE_UP_S, Holder
-from envscaler_airflow.controller.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.errors import BackendError, StoreError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.owner.foreground import GIVE_UP_S, Holder
+from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, check_store, open_store
 from envscaler_airflow.store.lease import read_lease, waits_of
 from envscaler_airflow.testing import FaultyStore, ManualClock, ScriptedBackend, cpu_offer

@@ -8,11 +8,11 @@ from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import Seen, timestamp
 from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.in_place import patch_of, state_of
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
-from envscaler_airflow.backends.kubernetes.resize import patch_of, state_of
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
-from envscaler_airflow.catalog.kubernetes import quantity
+from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.errors import SpecError
 
 START, BOUND, END = "2026-11-29T17:00:00Z", "2026-11-29T17:01:00Z", "2026-11-29T18:00:00Z"

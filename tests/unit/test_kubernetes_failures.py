@@ -10,13 +10,13 @@ import pytest
 
 from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.backends.kubernetes import failures, names
-from envscaler_airflow.backends.kubernetes import seen as reading
+from envscaler_airflow.backends.kubernetes import job_snapshot as reading
 from envscaler_airflow.backends.kubernetes.failures import failure_of, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.lost import unneeded
-from envscaler_airflow.backends.kubernetes.seen import Seen
+from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
+from envscaler_airflow.backends.kubernetes.replace import unneeded
 from envscaler_airflow.backends.kubernetes.waits import HOPELESS, WAITING, waiting_for
-from envscaler_airflow.lifecycle import ends
+from envscaler_airflow.run import outcome
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
 AT = "2026-11-29T17:00:00Z"
@@ -352,9 +352,9 @@ def test_the_owner_has_a_branch_for_every_reason_that_is_told():
     refusals = {"quota", "refused", "config", "queue"}
 
     assert kinds | refusals <= WAITING | HOPELESS
-    assert {reason for reason, fate in ends.PENDING.items() if fate != "wait"} == HOPELESS
-    assert set(ends.PENDING) == WAITING | HOPELESS | {""}
-    assert {failure_of(body).reason for body, _ in ENDS.values()} <= set(ends.SEVERITY)
+    assert {reason for reason, fate in outcome.PENDING.items() if fate != "wait"} == HOPELESS
+    assert set(outcome.PENDING) == WAITING | HOPELESS | {""}
+    assert {failure_of(body).reason for body, _ in ENDS.values()} <= set(outcome.SEVERITY)
 
 
 def test_an_image_that_does_not_come_within_its_time_is_given_up():

@@ -13,9 +13,13 @@ from kubernetes_validate.utils import all_versions
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.manifests import (
+    escaped,
+    merge_pod,
+    render_attempt,
+    secret_object,
+)
 from envscaler_airflow.backends.kubernetes.mounts import mounts_of
-from envscaler_airflow.backends.kubernetes.override import merge_pod
-from envscaler_airflow.backends.kubernetes.render import escaped, render_attempt, secret_object
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer

@@ -3,9 +3,13 @@
 import pytest
 
 from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.capacity import Need, free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.in_place import (
+    is_removable,
+    node_bound,
+    rescale_patch,
+)
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
-from envscaler_airflow.backends.kubernetes.rescale import is_removable, node_bound, rescale_patch
-from envscaler_airflow.backends.kubernetes.room import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import AllocationPart

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.backends.kubernetes.render import render_attempt
+from envscaler_airflow.backends.kubernetes.manifests import render_attempt
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.courier.store_keys import load_store_keys
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.sidecar.context import load_store_keys
 
 OFFER = Offer("kubernetes", "", "small", "on-demand", 2, 4)
 MOUNT = "/var/lib/envscaler-store"

@@ -9,9 +9,14 @@ from kubernetes.config import ConfigException
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, RefusedError
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.look import look_at
+from envscaler_airflow.backends.kubernetes.job_reader import look_at
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.backends.kubernetes.watch import ExpiredError, Kept, Table, View
+from envscaler_airflow.backends.kubernetes.shared_watch import (
+    ExpiredError,
+    Kept,
+    Table,
+    View,
+)
 from envscaler_airflow.errors import BackendError
 
 

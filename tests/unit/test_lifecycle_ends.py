@@ -2,10 +2,10 @@
 
 import pytest
 
-from envscaler_airflow.lifecycle import NodeFacts, Observed, end_of
-from envscaler_airflow.lifecycle.ends import LOST_AFTER_S, SEVERITY
-from envscaler_airflow.lifecycle.state import OUTCOMES
-from envscaler_airflow.protocol import END_REASONS, Ended, Status
+from envscaler_agent.protocol import END_REASONS, Ended, Status
+from envscaler_airflow.run import NodeFacts, Observed, end_of
+from envscaler_airflow.run.outcome import LOST_AFTER_S, SEVERITY
+from envscaler_airflow.run.state import OUTCOMES
 
 
 def node(index, reason, **status):

@@ -19,7 +19,7 @@ from fakes.run_events import (
     started,
 )
 
-from envscaler_airflow.lifecycle import Actor, Event, Facts, enter, fold, next_action
+from envscaler_airflow.run import Actor, Event, Facts, enter, fold, next_action
 
 RUNNING = (begun(), intended(), started())
 DONE = (begun(), *life("succeeded"), SUCCEEDED)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.lifecycle import Actor, Event, Facts, NodeFacts, Observed, end_of, fold, next_action
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import Actor, Event, Facts, NodeFacts, Observed, end_of, fold, next_action
 
 TWO = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4), nodes=2)
 

@@ -18,17 +18,9 @@ from fakes.run_events import (
     started,
 )
 
+from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.lifecycle import (
-    Event,
-    Facts,
-    NodeFacts,
-    Observed,
-    end_of,
-    fold,
-    next_action,
-)
-from envscaler_airflow.protocol import Ended, Progress, Status
+from envscaler_airflow.run import Event, Facts, NodeFacts, Observed, end_of, fold, next_action
 
 
 def node(state, *, ended_as=None, health="ok", step=None, phase="running"):

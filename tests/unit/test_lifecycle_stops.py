@@ -18,7 +18,7 @@ from fakes.run_events import (
     stopping,
 )
 
-from envscaler_airflow.lifecycle import Actor, Facts, next_action
+from envscaler_airflow.run import Actor, Facts, next_action
 
 ANYTIME = Facts(backoff_is_over=True)
 RUNNING = (begun(), intended(), started())

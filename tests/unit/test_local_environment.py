@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from envscaler_airflow.agent.package import copy_agent
+from envscaler_airflow.agent_files import copy_agent
 from envscaler_airflow.backends.local.environment import (
     courier_env,
     node_env,
@@ -92,9 +92,9 @@ def test_this_interpreter_needs_no_copy_of_the_agent(tmp_path):
 
 
 def _package_parent():
-    import envscaler_airflow
+    import envscaler_agent
 
-    return os.path.dirname(os.path.dirname(envscaler_airflow.__file__))  # noqa: PTH120 (as the product joins texts)
+    return os.path.dirname(os.path.dirname(envscaler_agent.__file__))  # noqa: PTH120 (as the product joins texts)
 
 
 def test_the_copy_is_made_once_and_imports_alone(tmp_path):
@@ -103,7 +103,7 @@ def test_the_copy_is_made_once_and_imports_alone(tmp_path):
 
     assert copy_agent(tmp_path) == folder
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    imports = "import envscaler_airflow.agent as agent, pynvml; print(agent.__file__)"
+    imports = "import envscaler_agent as agent, pynvml; print(agent.__file__)"
     script = f"import sys; sys.path.insert(0, {str(folder)!r}); {imports}"
     ran = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True

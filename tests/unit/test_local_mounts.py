@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.backends.local import mounted, volumes
+from envscaler_airflow.backends.local import mount_main, volumes
 from envscaler_airflow.backends.local.volumes import absolute_paths, mount_faults, mount_warnings, no_mounts
 from envscaler_airflow.cli import main
 
@@ -24,7 +24,7 @@ allowed = pytest.mark.skipif(no_mounts() is not None, reason="this machine allow
 
 def run(tmp_path, script, *options):
     """Run a shell script by mounted.py; the process when it is over."""
-    words = [sys.executable, "-I", "-S", mounted.__file__, "--root", str(tmp_path / "mounts"), *options]
+    words = [sys.executable, "-I", "-S", mount_main.__file__, "--root", str(tmp_path / "mounts"), *options]
     return subprocess.run(
         [*words, "--", "bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -107,7 +107,7 @@ def test_the_user_stays_who_he_is(tmp_path):
 @allowed
 def test_a_command_that_does_not_exist_is_named(tmp_path):
     """As a shell says it (F9)."""
-    words = [sys.executable, "-I", "-S", mounted.__file__, "--root", str(tmp_path / "mounts")]
+    words = [sys.executable, "-I", "-S", mount_main.__file__, "--root", str(tmp_path / "mounts")]
 
     done = subprocess.run(
         [*words, "--bind", str(tmp_path), "/data-of-a-test", "--", "no-such-program"],
@@ -126,14 +126,14 @@ def forbidden(monkeypatch):
     def refuse(_root, _triples):
         raise OSError(1, "unshare: Operation not permitted")
 
-    monkeypatch.setattr(mounted, "enter", refuse)
+    monkeypatch.setattr(mount_main, "enter", refuse)
 
 
 def test_without_mounts_a_script_that_names_a_path_is_refused(forbidden, capsys, tmp_path):
     """It would write into the machine's own folder; the way out is named (F9)."""
     options = ["--root", str(tmp_path), "--out", str(tmp_path / "m"), "/output-of-a-test/model"]
 
-    code = mounted.main([*options, "--", *SCRIPT])
+    code = mount_main.main([*options, "--", *SCRIPT])
 
     said = capsys.readouterr().err
     assert code == 78
@@ -143,10 +143,10 @@ def test_without_mounts_a_script_that_names_a_path_is_refused(forbidden, capsys,
 
 def test_without_mounts_any_other_command_runs_with_a_warning(forbidden, monkeypatch, capsys, tmp_path):
     """Its arguments and variables are rewritten, so it may never need the path (F9)."""
-    monkeypatch.setattr(mounted, "become", lambda command: 0 if command == ["python", "t.py"] else 1)
+    monkeypatch.setattr(mount_main, "become", lambda command: 0 if command == ["python", "t.py"] else 1)
     options = ["--root", str(tmp_path), "--bind", str(tmp_path / "d"), "/data-of-a-test"]
 
-    assert mounted.main([*options, "--", "python", "t.py"]) == 0
+    assert mount_main.main([*options, "--", "python", "t.py"]) == 0
     assert "/data-of-a-test cannot be mounted here" in capsys.readouterr().err
 
 

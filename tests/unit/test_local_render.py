@@ -6,8 +6,13 @@ from pathlib import PurePosixPath
 import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.backends.local import mounted
-from envscaler_airflow.backends.local.render import Launch, PathMap, attempt_name, render_attempt
+from envscaler_airflow.backends.local import mount_main
+from envscaler_airflow.backends.local.node_plan import (
+    Launch,
+    PathMap,
+    attempt_name,
+    render_attempt,
+)
 from envscaler_airflow.planning.offers import Allocation, Offer
 
 OFFER = Offer("local", "", "cpu-2", "on-demand", vcpus=2.0, memory_gib=4.0, usd_per_hour=0.1)
@@ -102,16 +107,16 @@ def test_the_request_of_a_node_as_it_is_written():
         "python": None,
         "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
         "wrapper": [
-            *(sys.executable, "-P", "-m", "envscaler_airflow.agent", "run"),
+            *(sys.executable, "-P", "-m", "envscaler_agent", "run"),
             *("--exchange", "/r/a/n0/exchange", "--grace", "15", "--"),
-            *(sys.executable, "-I", "-S", mounted.__file__, "--root", "/r/a/n0/mounts"),
+            *(sys.executable, "-I", "-S", mount_main.__file__, "--root", "/r/a/n0/mounts"),
             *("--bind", f"{ROOT}/data", "/data", "--bind", f"{ROOT}/data/tmp", "/data/tmp"),
             *("--out", f"{ROOT}/output/model", "/output/model", "--out"),
             *(f"{SAVES}/output/checkpoints", "/output/checkpoints", "--"),
             *("python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"),
         ],
         "courier": [
-            *(sys.executable, "-P", "-m", "envscaler_airflow.courier"),
+            *(sys.executable, "-P", "-m", "envscaler_airflow.sidecar"),
             *("--exchange", "/r/a/n0/exchange", "--store", "s3://store", "--prefix", "dep/dag/run/train/-1"),
             *("--generation", "1", "--attempt", "3", "--node", "0", "--nodes", "1"),
             *("--layout", "/r/a/n0/layout.json"),
@@ -195,8 +200,8 @@ def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_courier():
     body = first_node(request_for(python="/opt/py38/bin/python"))["request"]
 
     assert body["python"] == "/opt/py38/bin/python"
-    assert body["wrapper"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.agent"]
-    assert body["courier"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.courier"]
+    assert body["wrapper"][:4] == [sys.executable, "-P", "-m", "envscaler_agent"]
+    assert body["courier"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.sidecar"]
 
 
 def test_every_node_has_a_folder_of_its_own():

@@ -6,8 +6,15 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Identity, Machine
-from envscaler_airflow.backends.local.slices import allocation_shortfalls, shortfalls, slice_offers
-from envscaler_airflow.backends.local.slots import Claim, Slots, fit, room
+from envscaler_airflow.backends.local.shares import (
+    Claim,
+    Slots,
+    allocation_shortfalls,
+    fit,
+    room,
+    shortfalls,
+    slice_offers,
+)
 from envscaler_airflow.errors import CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
 

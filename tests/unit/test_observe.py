@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.observe import Observer
-from envscaler_airflow.controller.stage import Stage
+from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.protocol import Ended, Progress, Status, claim_name, status_name
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.stage import Stage
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.keys import RunKey
@@ -312,7 +312,7 @@ def test_a_run_that_is_over_is_seen_as_such(scene):
     observer = scene.observer()
     before = observer.look()
 
-    from envscaler_airflow.controller.stage import Wake
+    from envscaler_airflow.owner.stage import Wake
 
     scene.owner.resume(Wake("status"))
 

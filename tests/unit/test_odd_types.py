@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.controller import facts, limits
-from envscaler_airflow.controller.report import failure_message, run_report
+from envscaler_agent.protocol import Control
 from envscaler_airflow.errors import EnvScalerError, ProtocolError
-from envscaler_airflow.lifecycle import Actor, Event, Facts, fold, next_action
-from envscaler_airflow.lifecycle.bodies import _BODIES
-from envscaler_airflow.lifecycle.events import EVENT_TYPES
-from envscaler_airflow.lifecycle.narration import describe
+from envscaler_airflow.owner import facts, limits
+from envscaler_airflow.owner.report import failure_message, run_report
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Control
+from envscaler_airflow.run import Actor, Event, Facts, fold, next_action
+from envscaler_airflow.run.event_bodies import _BODIES
+from envscaler_airflow.run.events import EVENT_TYPES
+from envscaler_airflow.run.narration import describe
 from envscaler_airflow.store import open_store, read_lease, renew_lease
 from envscaler_airflow.store.lease import LEASE
 from envscaler_airflow.testing import ScriptedBackend

@@ -6,10 +6,10 @@ import pytest
 from fakes.store_reader import fetch_output, read_output
 
 from envscaler_airflow.errors import CheckpointError, StoreError
-from envscaler_airflow.store import folders
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
-from envscaler_airflow.store.folders import stored_path, walk
+from envscaler_airflow.store.manifests import stored_path, walk
 from envscaler_airflow.store.outputs import Hooks, is_output_uri, open_folder, put_output
 
 WHO = {"attempt": (1, 2), "claim": 1}
@@ -83,7 +83,9 @@ def test_an_output_that_was_never_written_is_absent(store):
 
 def test_without_its_manifest_it_does_not_count(store, model, monkeypatch):
     """The courier dies before the manifest: whoever reads is told that it was never completed."""
-    monkeypatch.setattr(folders, "write_manifest", lambda *_, **__: (_ for _ in ()).throw(StoreError("down")))
+    monkeypatch.setattr(
+        manifests, "write_manifest", lambda *_, **__: (_ for _ in ()).throw(StoreError("down"))
+    )
     with pytest.raises(StoreError):
         put_output(store, "model", model, **WHO)
 
@@ -152,12 +154,12 @@ def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path, monkeypatch)
 
     reader, prefix = open_folder(uri)
     with pytest.raises(KeyboardInterrupt):
-        folders.fetch(reader, prefix, read_output(uri), tmp_path / "in", between=cut)
+        manifests.fetch(reader, prefix, read_output(uri), tmp_path / "in", between=cut)
     (tmp_path / "in/manifest.json").write_text("torn")
     got = []
     reader.get_file = lambda name, path, get=reader.get_file: (got.append(name), get(name, path))
 
-    folders.fetch(reader, prefix, read_output(uri), tmp_path / "in")
+    manifests.fetch(reader, prefix, read_output(uri), tmp_path / "in")
 
     assert [name.rpartition("/")[2] for name in got] == ["manifest.json.file", "weights.bin"]
     assert tree(tmp_path / "in") == tree(model)

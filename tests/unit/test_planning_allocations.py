@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from envscaler_airflow.cost import Held, Use, bill
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.offers import AllocationPart
 from envscaler_airflow.planning.record import Record
+from envscaler_airflow.run.cost import Held, Use, bill
 
 HOUR = 3600.0
 CORE = Offer(

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.market import candidate_body
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Requirements, Speed, Work, feasible, plan
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, Extras, data_places, extras_at
-from envscaler_airflow.planning.explain import unpriced_offers
 from envscaler_airflow.planning.market import Search, search
+from envscaler_airflow.planning.near_misses import unpriced_offers
 from envscaler_airflow.planning.table import table_of
-from envscaler_airflow.spec import load_spec
 
 HERE = Offer("aws", "us-east-1", "g5.xlarge", "on-demand", 4, 16, "us-east-1a", "A10G", 1, 24, 1.0)
 NEXT = replace(HERE, zone="us-east-1b", usd_per_hour=1.1)

@@ -238,7 +238,7 @@ def test_the_library_is_whole():
 
 def test_every_gpu_of_the_library_has_the_memory_of_the_spec():
     """One nominal figure in all rooms."""
-    from envscaler_airflow.spec.gpus import MEMORY_GB
+    from envscaler_airflow.envspec.gpus import MEMORY_GB
 
     assert {name: gpu.memory_gb for name, gpu in gpu_facts().items()} == {
         name: MEMORY_GB[name] for name in gpu_facts()

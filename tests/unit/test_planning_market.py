@@ -11,8 +11,8 @@ import pytest
 
 from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work, plan
-from envscaler_airflow.planning.explain import unknown_gpus
 from envscaler_airflow.planning.market import Scope, Search, search
+from envscaler_airflow.planning.near_misses import unknown_gpus
 from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, OfferTable, joined, table_of
 
 _spec = importlib.util.spec_from_file_location("exhaustive", Path(__file__).parents[1] / "exhaustive.py")

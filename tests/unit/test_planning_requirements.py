@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import (
     Allocation,
     Offer,
@@ -17,7 +18,6 @@ from envscaler_airflow.planning import (
     plan,
     requirements_of,
 )
-from envscaler_airflow.spec import EnvSpec
 
 A100 = Offer("aws", "us-east-1", "p4de", "on-demand", 12, 85, "us-east-1a", "A100-80GB", 1, 80, 4.0)
 T4 = Offer("aws", "us-east-1", "g4dn", "on-demand", 4, 16, None, "T4", 1, 16, 0.5)

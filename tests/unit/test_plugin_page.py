@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.controller.freeze import spec_name
+from envscaler_agent.protocol import Progress, Status, Transfer, claim_name, status_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.owner.freeze import spec_name
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin import page as page_module
 from envscaler_airflow.plugin.charts import Axis
 from envscaler_airflow.plugin.facts import MOST_CHUNKS, MOST_NODES, Rate, read_facts, speeds
 from envscaler_airflow.plugin.page import MOST_TEXT, POLICY, message_page, moment, run_page, shown
-from envscaler_airflow.protocol import Progress, Status, Transfer, claim_name, status_name
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import events as store_events
 

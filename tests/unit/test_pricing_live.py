@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from envscaler_airflow.catalog.columns import pack, unpack
-from envscaler_airflow.catalog.live import (
+from envscaler_airflow.catalog.prices import (
     Book,
     Price,
+    Shelf,
     committed_usd,
     known_prices,
     refreshed,
     unanswered,
     with_books,
 )
-from envscaler_airflow.catalog.shelf import Shelf
 from envscaler_airflow.catalog.sources import open_catalog
+from envscaler_airflow.catalog.tables import pack, unpack
 from envscaler_airflow.clouds.aws import read_machine, read_product, read_type
 from envscaler_airflow.clouds.azure import read_item
 from envscaler_airflow.clouds.base import Fetched, Quote, usd_of
@@ -200,7 +200,7 @@ class Feed:
 def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
     """Refreshed, failed, torn: the catalog is of the last good prices, and at worst the snapshot."""
     monkeypatch.setattr("time.time", lambda: 3 * HOUR)
-    for module in ("shelf", "sources"):
+    for module in ("prices", "sources"):
         monkeypatch.setattr(f"envscaler_airflow.catalog.{module}.packaged", lambda: TABLE)
     shelf = Shelf(tmp_path)
     refused = BackendError("AWS pricing answered 429", status=429, transient=True)

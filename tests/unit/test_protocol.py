@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from envscaler_airflow import protocol
+from envscaler_agent import protocol
+from envscaler_agent.protocol import Control, Ended, Manifest, ManifestFile, Progress, Status
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import Control, Ended, Manifest, ManifestFile, Progress, Status
 
 SHA = "0" * 64
 A_FILE = {"path": "a/b.bin", "size": 1, "sha256": SHA}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Speedup
 from envscaler_airflow.scaling import Policy, ThresholdRule, policy_of, speedups_of
-from envscaler_airflow.spec import EnvSpec
 
 
 def spec(**fields: Any) -> EnvSpec:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed
 from envscaler_airflow.scaling import (
     Check,
@@ -24,7 +25,6 @@ from envscaler_airflow.scaling.deadline import SpotJob, build_table
 from envscaler_airflow.scaling.deadline.live import meet_deadline
 from envscaler_airflow.scaling.interval import checkpoint_interval_s, price_aware_interval_s, price_risk
 from envscaler_airflow.scaling.vertical import time_to_limit
-from envscaler_airflow.spec import EnvSpec
 
 GIB = float(1 << 30)
 

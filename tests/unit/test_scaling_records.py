@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fakes.observations import LARGE, NOW, ONE_A_SECOND, SEEN, SMALL
 
-from envscaler_airflow.protocol import Progress
+from envscaler_agent.protocol import Progress
 from envscaler_airflow.scaling import (
     Check,
     Decision,

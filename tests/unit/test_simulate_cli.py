@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from envscaler_airflow.cli import main
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
-from envscaler_airflow.simulate import registry
+from envscaler_airflow.simulate import recorded
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.testing.backend import cpu_offer
@@ -113,7 +113,7 @@ def test_a_broken_policy_of_another_package_fails_its_own_simulation_alone(monke
     """Ours run, by their own names too; the broken one is named in one line."""
     broken = SimpleNamespace(name="broken", value="no:Such", load=lambda: 1 / 0)
     usurper = SimpleNamespace(name="greedy", value="no:Such", load=lambda: 1 / 0)
-    monkeypatch.setattr(registry, "entry_points", lambda **_group: (broken, usurper))
+    monkeypatch.setattr(recorded, "entry_points", lambda **_group: (broken, usurper))
 
     assert run("spot", *TRACES, "--policy", "greedy").exit_code == 0
     got = run("spot", *TRACES, "--policy", "broken")

@@ -239,7 +239,7 @@ def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatc
 def test_a_package_cannot_replace_a_policy_of_ours():
     """The name ``deadline`` stays what it is; what is simulated is found too."""
     from envscaler_airflow.scaling import POLICIES
-    from envscaler_airflow.simulate.registry import simulated_policies
+    from envscaler_airflow.simulate.recorded import simulated_policies
 
     assert all_policies()["deadline"] is POLICIES["deadline"]
     assert "mover" in simulated_policies()

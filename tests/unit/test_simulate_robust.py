@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from envscaler_airflow.cli import main
 from envscaler_airflow.scaling.deadline import SpotJob
 from envscaler_airflow.simulate import plots
-from envscaler_airflow.simulate.optimum import spot_optimum
+from envscaler_airflow.simulate.references import spot_optimum
 from envscaler_airflow.simulate.reports import SPOT_POLICIES
 from envscaler_airflow.simulate.spot import simulate_spot
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.envspec import load_spec, load_with_sources
+from envscaler_airflow.envspec.compose import merge, prune
+from envscaler_airflow.envspec.documents import Node, node_of
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import load_spec, load_with_sources
-from envscaler_airflow.spec.compose import merge, prune
-from envscaler_airflow.spec.yaml import Node, node_of
 
 HEAD = "version: v1\nname: s\n"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from envscaler_airflow.envspec import load_spec
+from envscaler_airflow.envspec.gpus import resolve
+from envscaler_airflow.envspec.running import Every, MetricRule
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import load_spec
-from envscaler_airflow.spec.gpus import resolve
-from envscaler_airflow.spec.running import Every, MetricRule
 
 HEAD = "version: v1\nname: s\n"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from envscaler_airflow.envspec import EnvSpec, load_spec, spec_hash
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
 
 DATA = Path(__file__).parent / "data"
 HEAD = "version: v1\nname: s\n"

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.envspec import load_spec, spec_params
+from envscaler_airflow.envspec.documents import Node
+from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.templates import Names, render
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import load_spec, spec_params
-from envscaler_airflow.spec.faults import Faults
-from envscaler_airflow.spec.templates import Names, render
-from envscaler_airflow.spec.yaml import Node
 
 HEAD = "version: v1\nname: s\n"
 
@@ -156,7 +156,7 @@ def test_the_form_has_types_bounds_and_descriptions(tmp_path):
 def test_the_form_needs_neither_pydantic_nor_jinja(tmp_path):
     """DAG files call it at every parse."""
     code = (
-        "import sys; from envscaler_airflow.spec import spec_params; spec_params(sys.argv[1]); "
+        "import sys; from envscaler_airflow.envspec import spec_params; spec_params(sys.argv[1]); "
         "sys.exit(any(name in sys.modules for name in ('pydantic', 'jinja2')))"
     )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.spec.quantities import (
+from envscaler_airflow.envspec.quantities import (
     cpu_cores,
     duration_s,
     duration_text,

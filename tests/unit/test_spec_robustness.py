@@ -9,9 +9,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.envspec import EnvSpec, load_spec, spec_hash
+from envscaler_airflow.envspec.models import UNHASHED_FIELDS
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec, load_spec, spec_hash
-from envscaler_airflow.spec.models import UNHASHED_FIELDS
 
 DATA = Path(__file__).parent / "data"
 FIELDS = [

@@ -6,8 +6,8 @@ import jsonschema
 import pytest
 import yaml
 
-from envscaler_airflow.spec import EnvSpec, json_schema
-from envscaler_airflow.spec.models import RESOLVED_FIELDS
+from envscaler_airflow.envspec import EnvSpec, json_schema
+from envscaler_airflow.envspec.models import RESOLVED_FIELDS
 
 DATA = Path(__file__).parent / "data"
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.envspec import load_spec, patterns
+from envscaler_airflow.envspec.shell import contexts
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.operators.params import spec_params
-from envscaler_airflow.spec import load_spec, patterns
-from envscaler_airflow.spec.shell import contexts
 
 FREE = {"x": {"type": "string", "default": "a"}}
 SLOW = r"(a+)+b"

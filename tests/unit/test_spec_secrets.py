@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envscaler_airflow.envspec import load_spec
+from envscaler_airflow.envspec.literals import is_secret_name
+from envscaler_airflow.envspec.secrets import Reference, parse_reference
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import load_spec
-from envscaler_airflow.spec.literals import is_secret_name
-from envscaler_airflow.spec.secrets import Reference, parse_reference
 
 HEAD = "version: v1\nname: s\n"
 CANARY = "c4n4ry-v4lue"

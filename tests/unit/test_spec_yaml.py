@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from envscaler_airflow.envspec.documents import MAX_BYTES, read_file, read_text
+from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec.faults import Faults
-from envscaler_airflow.spec.yaml import MAX_BYTES, read_file, read_text
 
 
 def read(text):

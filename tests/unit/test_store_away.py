@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.file import FileStore

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import file as file_module
-from envscaler_airflow.store.dates import STEP_S, StoreDates, date_of, written_at
+from envscaler_airflow.store.clock import STEP_S, StoreDates, date_of, written_at
 from envscaler_airflow.store.s3 import S3Store
 from envscaler_airflow.testing import ManualClock
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from envscaler_airflow.triggers import threads
-from envscaler_airflow.triggers.scaling import ScalingTrigger
+from envscaler_airflow.triggers.scaling_trigger import ScalingTrigger
 
 
 def trigger():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.backends.base import AttemptStatus, NodeStatus
-from envscaler_airflow.lifecycle import Facts, Observed, fold, next_action
-from envscaler_airflow.lifecycle.ends import NodeFacts
-from envscaler_airflow.lifecycle.events import Event
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Facts, Observed, fold, next_action
+from envscaler_airflow.run.events import Event
+from envscaler_airflow.run.outcome import NodeFacts
 from envscaler_airflow.testing import cpu_offer
 
 STARTED = fold(

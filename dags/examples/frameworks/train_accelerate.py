@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from envscaler_airflow.frameworks.accelerate import AcceleratedSession
+from envscaler_agent.frameworks.accelerate import AcceleratedSession
 
 
 def main() -> None:

@@ -17,9 +17,14 @@ import options
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from envscaler_airflow.agent import Session
-from envscaler_airflow.frameworks.noise import GradientNoise
-from envscaler_airflow.frameworks.torch import ResumableLoader, ShardedState, agree, leave_group_at_exit
+from envscaler_agent import Session
+from envscaler_agent.frameworks.noise import GradientNoise
+from envscaler_agent.frameworks.torch import (
+    ResumableLoader,
+    ShardedState,
+    agree,
+    leave_group_at_exit,
+)
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ import keras
 import options
 import torch
 
-from envscaler_airflow.frameworks.keras import SessionCallback
-from envscaler_airflow.frameworks.torch import ResumableLoader
+from envscaler_agent.frameworks.keras import SessionCallback
+from envscaler_agent.frameworks.torch import ResumableLoader
 
 
 def main() -> None:

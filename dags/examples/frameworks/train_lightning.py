@@ -14,8 +14,8 @@ import lightning
 import options
 import torch
 
-from envscaler_airflow.frameworks.lightning import SessionCallback
-from envscaler_airflow.frameworks.torch import ResumableLoader
+from envscaler_agent.frameworks.lightning import SessionCallback
+from envscaler_agent.frameworks.torch import ResumableLoader
 
 
 class Letters(lightning.LightningModule):

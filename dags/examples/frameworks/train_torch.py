@@ -9,8 +9,8 @@ import corpus
 import options
 import torch
 
-from envscaler_airflow.agent import Session
-from envscaler_airflow.frameworks.torch import ResumableLoader, TrainingState
+from envscaler_agent import Session
+from envscaler_agent.frameworks.torch import ResumableLoader, TrainingState
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from envscaler_airflow.frameworks.transformers import SessionCallback
+from envscaler_agent.frameworks.transformers import SessionCallback
 
 
 class Rows(torch.utils.data.Dataset):

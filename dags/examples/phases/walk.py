@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 
 PHASES = (("loading", 60), ("training", 200), ("evaluation", 40))
 """Names, and the steps of each."""

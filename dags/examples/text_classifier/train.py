@@ -31,7 +31,7 @@ import numpy as np
 from model import Rows, Shape, load_rows
 from parallel import Recipe, Team, shared_array
 
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 
 
 @dataclass(slots=True)

@@ -14,28 +14,37 @@ from envscaler_airflow.backends.base import (
     ResizeState,
     UsageInterval,
 )
-from envscaler_airflow.backends.kubernetes import names, paths
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.capacity import free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect, located
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, marks_of, parts_of
-from envscaler_airflow.backends.kubernetes.look import gone, look_at, steadily, with_history
-from envscaler_airflow.backends.kubernetes.lost import free_lost, status_of, unneeded
-from envscaler_airflow.backends.kubernetes.mounts import drivers_for
-from envscaler_airflow.backends.kubernetes.offers import derived_offers
-from envscaler_airflow.backends.kubernetes.render import (
+from envscaler_airflow.backends.kubernetes.in_place import ask, is_removable, rescale_patch, state_of
+from envscaler_airflow.backends.kubernetes.job_reader import (
+    gone,
+    look_at,
+    steadily,
+    with_history,
+)
+from envscaler_airflow.backends.kubernetes.job_snapshot import (
+    Seen,
+    index_of,
+    job_end,
+    stop_asked,
+)
+from envscaler_airflow.backends.kubernetes.manifests import (
     MAIN,
     render_attempt,
     render_parts,
     secret_object,
 )
-from envscaler_airflow.backends.kubernetes.rescale import is_removable, rescale_patch
-from envscaler_airflow.backends.kubernetes.resize import ask, state_of
-from envscaler_airflow.backends.kubernetes.room import free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.mounts import drivers_for
+from envscaler_airflow.backends.kubernetes.offers import derived_offers
+from envscaler_airflow.backends.kubernetes.replace import free_lost, status_of, unneeded
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
-from envscaler_airflow.backends.kubernetes.seen import Seen, index_of, job_end, stop_asked
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
 from envscaler_airflow.backends.kubernetes.usage import came_late, usage_of
-from envscaler_airflow.backends.kubernetes.watch import View, shared_view
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 
 if TYPE_CHECKING:
@@ -154,7 +163,7 @@ class KubernetesBackend:
         """The nodes that stages may use."""
         wanted = ",".join(f"{key}={value}" for key, value in sorted(self.settings.node_selector.items()))
         query = {"labelSelector": wanted} if wanted else None
-        return list(self.cluster.list(paths.nodes(), query).body["items"])
+        return list(self.cluster.list(names.nodes(), query).body["items"])
 
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
         """Nodes of each offer that are available at once beside what runs but *without*, by its name.
@@ -165,7 +174,7 @@ class KubernetesBackend:
         if self.settings.wait_for_node_s > 0 or self.settings.cluster_prices:
             return {}
         try:
-            pods = self.cluster.list(paths.all_pods()).body["items"]
+            pods = self.cluster.list(names.all_pods()).body["items"]
             freed = {(part.namespace, part.name) for part in self._parts(without)} if without else set()
             pods = [pod for pod in pods if _job_of(pod) not in freed]
             return free_nodes(offers, self._nodes(), pods, self.settings)
@@ -186,7 +195,7 @@ class KubernetesBackend:
         found = set()
         for name in drivers_for(request.spec):
             try:
-                answer = self.cluster.find(paths.drivers(name))
+                answer = self.cluster.find(names.drivers(name))
             except RefusedError as err:
                 if err.status != 403 or err.transient:
                     raise
@@ -253,7 +262,7 @@ class KubernetesBackend:
     def jobs(self) -> list[Json]:
         """Every Job of ours in this namespace, as the API server shows it."""
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER},{names.RUN}"}
-        return list(self.cluster.list(paths.jobs(self.namespace), query).body["items"])
+        return list(self.cluster.list(names.jobs(self.namespace), query).body["items"])
 
     def _existing(self, request: AttemptRequest, name: str) -> Json | None:
         job = self._read(name)
@@ -286,7 +295,7 @@ class KubernetesBackend:
 
     def _create(self, request: AttemptRequest, rendered: Mapping[str, Any]) -> Json:
         try:
-            return self.cluster.create(paths.jobs(self.namespace), rendered["job"])
+            return self.cluster.create(names.jobs(self.namespace), rendered["job"])
         except RefusedError as err:
             if err.status == 409:  # a repeat of ours, or of another process, was first
                 job = self._existing(request, rendered["name"])
@@ -306,10 +315,10 @@ class KubernetesBackend:
             "controller": True,
             "blockOwnerDeletion": False,
         }
-        made = [(paths.config_maps(self.namespace), dict(rendered["config_map"]))]
+        made = [(names.config_maps(self.namespace), dict(rendered["config_map"]))]
         secret = secret_object(rendered, request.secret_env)
         if secret is not None:
-            made.append((paths.secrets(self.namespace), secret))
+            made.append((names.secrets(self.namespace), secret))
         for path, body in made:
             body["metadata"] = {**body["metadata"], "ownerReferences": [owner]}
             self._create_once(path, body)
@@ -321,8 +330,8 @@ class KubernetesBackend:
         is_of_run = names.RUN in (claim["metadata"].get("labels") or {})
         held = {"ownerReferences": [owner]} if is_of_run else {}
         body = {**claim, "metadata": {**claim["metadata"], **held}}
-        if not self._create_once(paths.claims(self.namespace), body) and is_of_run:
-            where = paths.claims(self.namespace, claim["metadata"]["name"])
+        if not self._create_once(names.claims(self.namespace), body) and is_of_run:
+            where = names.claims(self.namespace, claim["metadata"]["name"])
             self.cluster.patch_strategic(where, {"metadata": held})
 
     def _create_once(self, path: str, body: Json) -> bool:
@@ -341,7 +350,7 @@ class KubernetesBackend:
         patch: Json = {"metadata": {"uid": metadata["uid"], "annotations": {names.READY: "true"}}}
         if not (metadata.get("labels") or {}).get(names.QUEUE):
             patch["spec"] = {"suspend": False}
-        return self.cluster.patch(paths.jobs(self.namespace, metadata["name"]), patch)
+        return self.cluster.patch(names.jobs(self.namespace, metadata["name"]), patch)
 
     def _check_room(self, request: AttemptRequest, parts: Sequence[Json]) -> None:
         """Refuse what the whole cluster has no room for, where no nodes are added and they may be read."""
@@ -381,7 +390,7 @@ class KubernetesBackend:
 
     def _take_back(self, handle: Handle) -> None:
         for part in self._parts(handle):
-            self.cluster.delete(paths.jobs(part.namespace, part.name), uid=part.uid)
+            self.cluster.delete(names.jobs(part.namespace, part.name), uid=part.uid)
 
     # -- watching
 
@@ -452,7 +461,7 @@ class KubernetesBackend:
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """What the kubelet keeps of each node's output, from byte *since* on."""
         for node, pod in self.pods(handle):
-            path = paths.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
+            path = names.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
             skip, lines = (since or {}).get(node, 0), []
             try:
                 lines = list(self.cluster.stream(path, {"container": MAIN}))
@@ -478,7 +487,7 @@ class KubernetesBackend:
             raise BackendError(f"{handle.name}: it has ended, and cannot be rescaled")
         patch = rescale_patch(dict(seen.job), nodes)
         try:
-            job = self.cluster.patch(paths.jobs(part.namespace, part.name), patch)
+            job = self.cluster.patch(names.jobs(part.namespace, part.name), patch)
         except RefusedError as err:
             if err.transient:
                 raise
@@ -537,7 +546,7 @@ class KubernetesBackend:
                 release_part(self.cluster, part, seen, self.settings)
 
     def _read(self, name: str) -> Json | None:
-        found = self.cluster.find(paths.jobs(self.namespace, name))
+        found = self.cluster.find(names.jobs(self.namespace, name))
         return None if found is None else found.body
 
 

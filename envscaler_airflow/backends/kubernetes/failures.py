@@ -10,9 +10,17 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from envscaler_agent.protocol import (
+    END_REASONS,
+    EXIT_LEFT,
+    EXIT_NOT_FOUND,
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+)
 from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeState, NodeStatus
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.seen import (
+from envscaler_airflow.backends.kubernetes.job_snapshot import (
     MAX_DETAIL_CHARACTERS,
     Json,
     Seen,
@@ -28,14 +36,6 @@ from envscaler_airflow.backends.kubernetes.seen import (
     timestamp,
 )
 from envscaler_airflow.backends.kubernetes.waits import HOPELESS, refused_pod, waiting_for
-from envscaler_airflow.protocol import (
-    END_REASONS,
-    EXIT_LEFT,
-    EXIT_NOT_FOUND,
-    EXIT_ORPHANED,
-    EXIT_SETUP_FAILED,
-    EXIT_STOPPED,
-)
 
 Recovery = Literal["next-attempt", "more-memory", "replaced", "fail", "wait", "next-offer", "stop"]
 

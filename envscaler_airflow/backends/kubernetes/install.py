@@ -6,34 +6,23 @@ is: the wrapper, ``Session`` and the launcher lie below ``FOLDER/agent``.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
 from pathlib import Path
 
-from envscaler_airflow.agent.package import PARTS, package_folder
+from envscaler_airflow.agent_files import install_agent
 
-_LAUNCHER = "launch.py"
+_LAUNCHER = "pod_main.py"
 
 
 def install(folder: Path) -> Path:
     """Make ``folder/agent``, ``folder/exchange`` and ``folder/work``; may be repeated.
 
-    The folders are open to every user: which one the stage's image has, nobody knows here.
+    The folders are open to every user: the user of the stage's image is unknown here.
     """
-    package = package_folder()
     target = folder / "agent"
-    for part in PARTS:
-        source, copy = package / part, target / "envscaler_airflow" / part
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copyfile(source, copy)
-    pynvml = importlib.util.find_spec("pynvml")
-    if pynvml is not None and pynvml.origin is not None:
-        shutil.copyfile(pynvml.origin, target / "pynvml.py")
+    install_agent(target)
     shutil.copyfile(Path(__file__).parent / _LAUNCHER, target / _LAUNCHER)
     for name in ("exchange", "work"):
         (folder / name).mkdir(exist_ok=True)

@@ -10,8 +10,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from envscaler_airflow.backends.kubernetes.names import HOLDS, claim_name, dns_label
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.spec import EnvSpec
 from envscaler_airflow.store.outputs import is_output_uri
 
 HOME = "/envscaler"

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.render import COURIER_CPUS, COURIER_MEMORY_BYTES
+from envscaler_airflow.backends.kubernetes.manifests import (
+    COURIER_CPUS,
+    COURIER_MEMORY_BYTES,
+)
 from envscaler_airflow.backends.kubernetes.scheduling import BY_GPU, SPOT, UNLABELLED, borne_taints
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import Accelerator, slice_name
-from envscaler_airflow.catalog.columns import packaged
-from envscaler_airflow.catalog.kubernetes import GIB, ClusterNode, node_price, read_node
+from envscaler_airflow.catalog.nodes import GIB, ClusterNode, node_price, read_node
+from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.table import OfferTable
 

@@ -10,7 +10,7 @@ from typing import Any
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, resource_of
-from envscaler_airflow.catalog.kubernetes import GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
+from envscaler_airflow.catalog.nodes import GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
 from envscaler_airflow.planning.offers import Offer
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from envscaler_airflow.catalog.accelerators import is_gpu_resource
+from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Offer
-from envscaler_airflow.spec.quantities import duration_s
 
 Provider = Literal["eks", "karpenter", "gke", "aks", "plain"]
 

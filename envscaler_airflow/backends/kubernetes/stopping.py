@@ -7,12 +7,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes import names, paths
+from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
 from envscaler_airflow.backends.kubernetes.failures import read_attempt, unmet
 from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.job_snapshot import (
+    Seen,
+    condition,
+    index_of,
+    indexes,
+    job_end,
+    stop_asked,
+)
 from envscaler_airflow.backends.kubernetes.mounts import holds_s
-from envscaler_airflow.backends.kubernetes.seen import Seen, condition, index_of, indexes, job_end, stop_asked
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import unheld
 
@@ -27,7 +34,7 @@ def amend(cluster: Cluster, part: Part, patch: Mapping[str, Any]) -> bool:
     """Patch the Job of *part*; False when that is gone by now, and its pods with it."""
     body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": part.uid}}
     try:
-        cluster.patch(paths.jobs(part.namespace, part.name), body)
+        cluster.patch(names.jobs(part.namespace, part.name), body)
     except RefusedError as err:
         if err.status not in (404, 409) or err.transient:
             raise
@@ -53,7 +60,7 @@ def stop_part(cluster: Cluster, part: Part, seen: Seen, *, grace_s: float) -> No
         if is_over or (job is not None and not pod["spec"].get("nodeName")):
             continue
         metadata = pod["metadata"]
-        path = paths.pods(metadata["namespace"], metadata["name"])
+        path = names.pods(metadata["namespace"], metadata["name"])
         cluster.delete(path, uid=metadata["uid"], grace_s=grace)
     if job is not None:
         amend(cluster, part, {"spec": {"activeDeadlineSeconds": STOP_DEADLINE_S}})
@@ -73,7 +80,7 @@ def release_part(cluster: Cluster, part: Part, seen: Seen, settings: Settings) -
     if job is None:
         return
     if job_end(job) is None and (job["spec"].get("suspend") or not seen.pods) and not _has_succeeded(job):
-        cluster.delete(paths.jobs(part.namespace, part.name), uid=part.uid)
+        cluster.delete(names.jobs(part.namespace, part.name), uid=part.uid)
         return
     kept = 0 if _is_succeeding(seen, part) else _keeps(job, settings)
     patch: Json = {
@@ -85,7 +92,7 @@ def release_part(cluster: Cluster, part: Part, seen: Seen, settings: Settings) -
     if not amend(cluster, part, patch) or kept:
         return
     for pod in seen.pods:
-        where = paths.pods(part.namespace, pod["metadata"]["name"])
+        where = names.pods(part.namespace, pod["metadata"]["name"])
         cluster.delete(where, uid=pod["metadata"]["uid"])
 
 

@@ -9,7 +9,7 @@ from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import is_held
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.seen import (
+from envscaler_airflow.backends.kubernetes.job_snapshot import (
     Json,
     Seen,
     index_of,

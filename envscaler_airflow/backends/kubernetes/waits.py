@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from envscaler_airflow.backends.kubernetes.seen import (
+from envscaler_airflow.backends.kubernetes.job_snapshot import (
     MAX_DETAIL_CHARACTERS,
     Json,
     Seen,

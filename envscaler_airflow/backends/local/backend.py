@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from envscaler_airflow.agent.meeting import ADDRESS as MEETING
+from envscaler_agent.rendezvous import ADDRESS as MEETING
 from envscaler_airflow.backends.base import (
     AttemptRequest,
     AttemptStatus,
@@ -24,20 +24,22 @@ from envscaler_airflow.backends.base import (
     UsageInterval,
 )
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.ends import NodeEnd
 from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
 from envscaler_airflow.backends.local.machine import Machine, this_machine
-from envscaler_airflow.backends.local.observe import NodeView, views, was_started
+from envscaler_airflow.backends.local.node_end import NodeEnd
+from envscaler_airflow.backends.local.node_plan import Launch, attempt_name, render_attempt
+from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
 from envscaler_airflow.backends.local.output import read_output
 from envscaler_airflow.backends.local.processes import kill_all
-from envscaler_airflow.backends.local.render import Launch, attempt_name, render_attempt
-from envscaler_airflow.backends.local.slices import (
+from envscaler_airflow.backends.local.shares import (
+    Claim,
+    Slots,
     allocation_shortfalls,
     is_shared,
+    room,
     shortfalls,
     slice_offers,
 )
-from envscaler_airflow.backends.local.slots import Claim, Slots, room
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Offer
@@ -379,7 +381,7 @@ class _Start:
     def _spawn(self, node: int) -> None:
         folder = files.node_folder(self._folder, node)
         fd = self._locks[node]
-        module = "envscaler_airflow.backends.local.node"
+        module = "envscaler_airflow.backends.local.node_main"
         command = [sys.executable, "-P", "-m", module, str(folder), "--lock-fd", str(fd)]
         env = node_env(os.environ, self._request.secret_env, str(folder / files.EXCHANGE))
         try:

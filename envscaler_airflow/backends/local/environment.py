@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.agent.package import copy_agent, package_folder
+from envscaler_airflow.agent_files import copy_agent, package_root
 
 SECRET_PREFIX = "ENVSCALER_SECRET_"  # noqa: S105  # a prefix of names
 """Secrets of the training reach node main under this prefix, and nobody else."""
@@ -35,7 +35,7 @@ def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], exchange: s
     env |= {SECRET_PREFIX + name: value for name, value in secrets.items()}
     env["ENVSCALER_EXCHANGE"] = exchange
     if not _is_installed():
-        env["PYTHONPATH"] = _joined([str(package_folder().parent)], env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = _joined(dict.fromkeys([_own_root(), str(package_root())]), env.get("PYTHONPATH"))
     return env
 
 
@@ -69,14 +69,13 @@ def training_env(environ: Mapping[str, str], request: Mapping[str, Any]) -> dict
 
 
 def training_pythonpath(command: Sequence[str], python: str | None, root: Path) -> str | None:
-    """What makes ``envscaler_airflow.agent`` importable in the command's interpreter; None: it is already.
+    """What makes ``envscaler_agent`` importable in the command's interpreter; None: it is already.
 
     For this interpreter that is the package itself; for any other (or a shell script, which may start
-    any) a folder below *root* that holds the parts which run on every Python, and merges with a whole
-    package where there is one.
+    any) a folder below *root* that holds the agent, which runs on every Python.
     """
     if python in (None, sys.executable) and command and _is_this_interpreter(command[0]):
-        return None if _is_installed() else str(package_folder().parent)
+        return None if _is_installed() else str(package_root())
     return str(copy_agent(root))
 
 
@@ -94,6 +93,10 @@ def _is_installed() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _own_root() -> str:
+    return str(Path(__file__).parents[3])
 
 
 def _joined(first: Iterable[str], rest: str | None) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.backends.local import mounted
+from envscaler_airflow.backends.local import mount_main
 
 HOST = "hostPath:"
 
@@ -64,7 +64,7 @@ def absolute_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def mounting(root: str) -> list[str]:
     """The command that mounts, by this interpreter and nothing of the stage's environment."""
-    return [sys.executable, "-I", "-S", mounted.__file__, "--root", root]
+    return [sys.executable, "-I", "-S", mount_main.__file__, "--root", root]
 
 
 @functools.cache
@@ -80,9 +80,9 @@ def mount_faults(
     spec: Mapping[str, Any], command: Sequence[str], *, why: Callable[[], str | None] = no_mounts
 ) -> list[str]:
     """A shell script that names paths of the spec, on a machine where it would meet the machine's own."""
-    named = mounted.script_paths(list(command), [path for _, path in absolute_paths(spec)])
+    named = mount_main.script_paths(list(command), [path for _, path in absolute_paths(spec)])
     reason = why() if named else None
-    return [] if reason is None else [f"entrypoint: {mounted.refusal(named, reason)}"]
+    return [] if reason is None else [f"entrypoint: {mount_main.refusal(named, reason)}"]
 
 
 def mount_warnings(spec: Mapping[str, Any], *, why: Callable[[], str | None] = no_mounts) -> list[str]:
@@ -92,4 +92,4 @@ def mount_warnings(spec: Mapping[str, Any], *, why: Callable[[], str | None] = n
     if reason is None:
         return []
     what = "arguments and variables that name them are rewritten, code that opens them itself fails"
-    return [f"{', '.join(paths)}: not mounted on this machine ({reason}): {what}; {mounted.WAY_OUT}"]
+    return [f"{', '.join(paths)}: not mounted on this machine ({reason}): {what}; {mount_main.WAY_OUT}"]

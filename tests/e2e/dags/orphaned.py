@@ -6,7 +6,7 @@ import slice_gates
 from airflow.sdk import DAG
 
 from envscaler_airflow import EnvStageOperator, spec_params
-from envscaler_airflow.spec.running import Failure
+from envscaler_airflow.envspec.running import Failure
 
 slice_gates.install()
 Failure.orphan_after_s = property(lambda _self: 15.0)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.backends.base import AttemptRequest, Handle
-from envscaler_airflow.backends.kubernetes import KubernetesBackend, names, paths
+from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.client import RefusedError
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.hold import Holder
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Stage
-from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.protocol import Control, control_name
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.foreground import Holder
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.stage import Stage
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store import RunKey, check_store, for_run, open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import renew_lease
@@ -96,11 +96,11 @@ class Place:
             return
         body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": LOGIN}, "stringData": values}
         try:
-            self.backend.cluster.create(paths.secrets(self.backend.namespace), body)
+            self.backend.cluster.create(names.secrets(self.backend.namespace), body)
         except RefusedError as err:
             if err.status != 409:
                 raise
-            self.backend.cluster.patch(paths.secrets(self.backend.namespace, LOGIN), body)
+            self.backend.cluster.patch(names.secrets(self.backend.namespace, LOGIN), body)
 
     def run(self, script, **fields):
         """A run of *script* (Python), not begun yet; *fields* are of the spec."""
@@ -117,7 +117,7 @@ class Place:
     def pods(self):
         """Pods of this namespace that are of ours."""
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER}"}
-        return self.backend.cluster.list(paths.pods(self.backend.namespace), query).body["items"]
+        return self.backend.cluster.list(names.pods(self.backend.namespace), query).body["items"]
 
     def jobs(self):
         """Jobs of this namespace that the tests made: those of their store."""
@@ -127,13 +127,13 @@ class Place:
     def delete(self, job):
         """Remove a Job and what it owns."""
         metadata = job["metadata"]
-        path = paths.jobs(metadata["namespace"], metadata["name"])
+        path = names.jobs(metadata["namespace"], metadata["name"])
         self.backend.cluster.delete(path, uid=metadata["uid"])
 
     def kill(self, pod):
         """End a pod now."""
         metadata = pod["metadata"]
-        path = paths.pods(metadata["namespace"], metadata["name"])
+        path = names.pods(metadata["namespace"], metadata["name"])
         self.backend.cluster.delete(path, uid=metadata["uid"], grace_s=1)
 
     def clear(self):
@@ -254,7 +254,7 @@ class Run:
         """Ask the Eviction API to end *pod*."""
         metadata = {"name": pod["metadata"]["name"], "namespace": pod["metadata"]["namespace"]}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
-        path = paths.pods(metadata["namespace"], metadata["name"], "eviction")
+        path = names.pods(metadata["namespace"], metadata["name"], "eviction")
         self.place.backend.cluster.create(path, body)
 
     def stop(self):

@@ -7,7 +7,7 @@ import pytest
 from contract.test_backend_contract import *  # noqa: F403 - the suite is the same
 from e2e.kubernetes.place import Place
 
-from envscaler_airflow.protocol import Control, control_name
+from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.store import for_run
 from envscaler_airflow.store.lease import renew_lease
 

@@ -5,13 +5,13 @@ import time
 import pytest
 from e2e.kubernetes.place import Place
 
-from envscaler_airflow.controller.stage import StoppedError
 from envscaler_airflow.errors import RunFailedError
+from envscaler_airflow.owner.stage import StoppedError
 from envscaler_airflow.planning.offers import Allocation
 
 COUNT = """
 import json, pathlib, time
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 with Session() as session:
     path = session.restore()
     step = int((pathlib.Path(path) / "step").read_text()) if path else 0

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from envscaler_airflow.frameworks.noise import GradientNoise, NoiseScale
+from envscaler_agent.frameworks.noise import GradientNoise, NoiseScale
 
 
 def test_norms_in_expectation_give_the_noise_scale_at_once():

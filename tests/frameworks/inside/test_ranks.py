@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.lives import Life
 
-from envscaler_airflow.protocol import parse_checkpoint_name
+from envscaler_agent.protocol import parse_checkpoint_name
 
 EXAMPLES = Path(__file__).parents[3] / "dags/examples/frameworks"
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def test_two_ranks_leave_and_go_on_together(framework, tmp_path):
     """Asked to leave after a save, both go with one checkpoint; the end is that of the undisturbed."""
     script = str(EXAMPLES / f"train_{framework}.py")
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
 
     def life(name, **options):
         command = [*LAUNCHER, script, f"--output={tmp_path / name}", "--epochs=2"]
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_for_one_rank_holds_up_no_other(tmp_path):
     script = tmp_path / "full_once.py"
     script.write_text(FULL_ONCE)
     command = [*LAUNCHER, str(script), str(EXAMPLES), f"--output={tmp_path / 'model'}", "--epochs=1"]
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
     life = Life(tmp_path, command, env=env, every={"steps": 7})
 
     assert life.wait() == 0, life.said()
@@ -86,7 +86,7 @@ def test_another_number_of_ranks_goes_on_where_the_last_one_was(tmp_path, framew
 
     def life(ranks, **options):
         command = [*LAUNCHER[:-1], f"--nproc_per_node={ranks}", str(EXAMPLES / f"train_{framework}.py")]
-        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {"PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
         env["ENVSCALER_GRADIENT_ACCUMULATION"] = str(4 // ranks)
         command += [f"--output={tmp_path}", "--epochs=2"]
         return Life(tmp_path, command, env=env, every={"steps": 9}, **options)

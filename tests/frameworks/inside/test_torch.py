@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from envscaler_agent.frameworks import torch as of_torch
+from envscaler_agent.frameworks.randomness import random_state, set_random_state
+from envscaler_agent.frameworks.torch import ResumableLoader, ShardedState, TrainingState
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.frameworks import torch as of_torch
-from envscaler_airflow.frameworks.randomness import random_state, set_random_state
-from envscaler_airflow.frameworks.torch import ResumableLoader, ShardedState, TrainingState
 
 NUMBERS = torch.arange(100)
 
@@ -288,7 +288,7 @@ def test_what_no_restore_would_read_is_told_at_the_save(tmp_path):
 
 _ENDING = """
 import atexit, sys, torch
-from envscaler_airflow.frameworks.torch import leave_group_at_exit
+from envscaler_agent.frameworks.torch import leave_group_at_exit
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method="file://" + sys.argv[1])
 atexit.register(lambda: print("there" if torch.distributed.is_initialized() else "left"))
 leave_group_at_exit()
@@ -305,7 +305,7 @@ model(torch.ones(2, 4)).sum().backward()
 def test_the_group_is_left_at_the_end_but_not_waited_for_after_an_error(end, code, group, tmp_path):
     """A rank that fails must not wait for ranks that are stuck."""
     command = [sys.executable, "-c", _ENDING + end, str(tmp_path / "store")]
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[3] / "agent"
     done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True, timeout=60)
 
     assert (done.returncode, done.stdout.strip()) == (code, group), done.stderr

@@ -7,7 +7,7 @@ from fakes.kubernetes import Cluster, Program
 from integration.kubernetes.rig import Stagehand
 
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, client
-from envscaler_airflow.backends.kubernetes.watch import close_views
+from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import time
 
 from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.stage import Stage, Waiting, Wake
-from envscaler_airflow.lifecycle import Actor
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.stage import Stage, Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey

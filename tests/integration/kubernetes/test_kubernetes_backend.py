@@ -7,11 +7,11 @@ from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS, Pr
 from fakes.kubernetes.resources import LIMIT_RANGES, NAMESPACES
 from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
 
-from envscaler_airflow.backends.kubernetes import client, paths
-from envscaler_airflow.backends.kubernetes.reap import orphans
+from envscaler_airflow.backends.kubernetes import client, names
+from envscaler_airflow.backends.kubernetes.orphans import orphans
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
-from envscaler_airflow.lifecycle import RunState
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import RunState
 
 
 def test_with_its_job_everything_goes(cluster, connect):
@@ -22,7 +22,7 @@ def test_with_its_job_everything_goes(cluster, connect):
     kinds = (JOBS, PODS, CONFIG_MAPS, SECRETS)
     assert [len(ours(cluster, kind)) for kind in kinds] == [1, 1, 1, 1]
 
-    backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
+    backend.cluster.delete(names.jobs("default", handle.name), uid=handle.details["uid"])
 
     eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
 
@@ -35,7 +35,7 @@ def test_a_job_that_somebody_deletes_is_over_when_its_pods_are(cluster, connect,
     handle = backend.submit(request_for())
     running(backend, handle)
 
-    backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
+    backend.cluster.delete(names.jobs("default", handle.name), uid=handle.details["uid"])
     [node] = eventually(lambda: backend.observe(handle).nodes, lambda nodes: nodes[0].detail)
 
     assert (node.state, node.detail) == ("running", "is being ended: its Job is gone from the cluster")
@@ -422,7 +422,7 @@ def test_a_queue_admits_the_job(cluster, connect):
     other = backend.submit(request_for(attempt=2))
     backend.stop(other, grace_s=0)
     assert over(backend, other) == [("ended", "stopped")]
-    backend.cluster.patch(paths.jobs("default", handle.name), {"spec": {"suspend": False}})
+    backend.cluster.patch(names.jobs("default", handle.name), {"spec": {"suspend": False}})
 
     running(backend, handle)
 
@@ -484,13 +484,13 @@ def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch
 
     backend.stop(handle, grace_s=30)
     with pytest.raises(BackendError, match="uid") as caught:
-        backend.cluster.patch(paths.jobs("default", handle.name), {"metadata": {"uid": stale["uid"]}})
+        backend.cluster.patch(names.jobs("default", handle.name), {"metadata": {"uid": stale["uid"]}})
 
     assert caught.value.status == 409
     assert not caught.value.transient
     assert cluster.get(JOBS, handle.name)["spec"] == job["spec"]
 
-    backend.cluster.delete(paths.jobs("default", handle.name), uid=stale["uid"])
+    backend.cluster.delete(names.jobs("default", handle.name), uid=stale["uid"])
     assert cluster.get(JOBS, handle.name)["metadata"]["uid"] == handle.details["uid"]
 
 
@@ -503,7 +503,7 @@ def test_a_release_of_what_is_gone_is_done(cluster, connect, monkeypatch):
     over(backend, handle)
     looked = backend._look(handle)
     monkeypatch.setattr(backend, "_look", lambda _handle: looked)
-    backend.cluster.delete(paths.jobs("default", handle.name), uid=handle.details["uid"])
+    backend.cluster.delete(names.jobs("default", handle.name), uid=handle.details["uid"])
 
     backend.release(handle)
 

@@ -7,9 +7,9 @@ from fakes.kubernetes import CLAIMS, CONFIG_MAPS, JOBS, PODS, QUOTAS, Pace, Prog
 from integration.kubernetes.rig import KEY, OFFER, eventually, ours, over, request_for, running
 
 from envscaler_airflow.backends.kubernetes import client
-from envscaler_airflow.controller import closing
-from envscaler_airflow.controller.request import kill_quietly
 from envscaler_airflow.errors import BackendError, NoOfferError, RunFailedError, SpecError
+from envscaler_airflow.owner import close
+from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store.stockouts import stockouts
 
@@ -245,13 +245,13 @@ def test_no_offer_is_raised_for_a_volume_out_of_reach(cluster, connect):
 
 def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monkeypatch):
     """What its trigger does: the pod saves and ends, and the run has its end, its cost and no pod (D6)."""
-    monkeypatch.setattr(closing.time, "sleep", lambda _s: cluster.advance(5))
+    monkeypatch.setattr(close.time, "sleep", lambda _s: cluster.advance(5))
     run = stage()
     run.begin()
     cluster.advance(1800)
 
     assert kill_quietly(run.store, KEY.prefix, run.backend, ti_id="ti", reason="marked failed")
-    state = closing.close(run.store, KEY.prefix, run.backend, ti_id="ti")
+    state = close.close(run.store, KEY.prefix, run.backend, ti_id="ti")
 
     [attempt] = state.attempts
     [job] = ours(cluster, JOBS)

@@ -9,12 +9,12 @@ import pytest
 from fakes.kubernetes import JOBS, PODS
 from integration.kubernetes.rig import KEY, running
 
-from envscaler_airflow.controller.observe import Observer
-from envscaler_airflow.controller.request import request_move
-from envscaler_airflow.controller.stage import Wake
-from envscaler_airflow.controller.watch import Watch
+from envscaler_agent.protocol import Progress, Status, status_name
+from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.request import request_move
+from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import Progress, Status, status_name
 from envscaler_airflow.testing import ManualClock
 
 CHECKPOINT = {"every": "10m"}

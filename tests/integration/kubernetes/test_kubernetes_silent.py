@@ -6,12 +6,7 @@ import pytest
 from fakes.kubernetes import PODS
 from integration.kubernetes.rig import KEY, eventually
 
-from envscaler_airflow.backends.kubernetes.seen import index_of
-from envscaler_airflow.controller.request import request_move
-from envscaler_airflow.controller.stage import Wake
-from envscaler_airflow.controller.watch import read_status
-from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import (
+from envscaler_agent.protocol import (
     Control,
     Ended,
     Manifest,
@@ -20,6 +15,11 @@ from envscaler_airflow.protocol import (
     checkpoint_name,
     status_name,
 )
+from envscaler_airflow.backends.kubernetes.job_snapshot import index_of
+from envscaler_airflow.owner.request import request_move
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.owner.stage import Wake
+from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store import for_run
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune
 from envscaler_airflow.store.claims import Claim, take_claim

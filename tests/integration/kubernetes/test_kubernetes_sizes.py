@@ -9,12 +9,12 @@ from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS
 from fakes.kubernetes.resources import CLAIMS, DRIVERS
 from integration.kubernetes.rig import MIXED, OFFER, eventually, ours, over, request_for, running, with_claim
 
-from envscaler_airflow.backends.kubernetes import names, paths
-from envscaler_airflow.controller.facts import usage_of, usd_of
+from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.errors import BackendError, CapacityError
-from envscaler_airflow.lifecycle import AttemptState
-from envscaler_airflow.lifecycle.state import Before
+from envscaler_airflow.owner.facts import usage_of, usd_of
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run.state import Before
 
 STARTED = 1e6
 """When an owner, whose clock is its own, began what it began."""
@@ -41,7 +41,7 @@ def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
     assert list(backend.attempts()) == [handle]
     for part in backend.jobs():
         uid = part["metadata"]["uid"]
-        backend.cluster.delete(paths.jobs("default", part["metadata"]["name"]), uid=uid)
+        backend.cluster.delete(names.jobs("default", part["metadata"]["name"]), uid=uid)
     kinds = (JOBS, PODS, CONFIG_MAPS, SECRETS)
     eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
 
@@ -131,7 +131,7 @@ def test_a_mixed_attempt_whose_second_job_somebody_deleted_is_found_whole(cluste
     handle = backend.submit(request)
     running(backend, handle)
     part = handle.details["parts"][deleted]
-    backend.cluster.delete(paths.jobs("default", part["name"]), uid=part["uid"])
+    backend.cluster.delete(names.jobs("default", part["name"]), uid=part["uid"])
     eventually(lambda: len(cluster.list(JOBS, "default")), lambda count: count == 1)
 
     found = backend.find(request)
@@ -332,7 +332,7 @@ def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
     running(backend, handle)
     cluster.advance(3600)
     second = handle.details["parts"][1]
-    backend.cluster.delete(paths.jobs("default", second["name"]), uid=second["uid"])
+    backend.cluster.delete(names.jobs("default", second["name"]), uid=second["uid"])
     eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
 
     assert {one.node: one.end for one in backend.usage(handle)} == {0: None, 1: None, 2: None}
@@ -356,7 +356,7 @@ def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):
     pod = next(pod for node, pod in backend.pods(handle) if node == other)
 
     mark = {"metadata": {"annotations": {names.REMOVABLE: "true"}}}
-    backend.cluster.patch(paths.pods("default", pod["metadata"]["name"]), mark)
+    backend.cluster.patch(names.pods("default", pod["metadata"]["name"]), mark)
     cluster.node("going").taint("ToBeDeletedByClusterAutoscaler", effect="NoSchedule")
 
     assert backend.removable(handle) == {other, on.get("going", other)}
@@ -388,7 +388,7 @@ def test_a_claim_that_does_not_exist_is_made_and_stays(cluster, connect):
     backend.submit(request_for(spec=spec, attempt=2))
     running(backend, handle)
     for job in backend.jobs():
-        backend.cluster.delete(paths.jobs("default", job["metadata"]["name"]), uid=job["metadata"]["uid"])
+        backend.cluster.delete(names.jobs("default", job["metadata"]["name"]), uid=job["metadata"]["uid"])
     eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
 
     [claim] = cluster.list(CLAIMS, "default")
@@ -406,11 +406,11 @@ def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connec
     backend.submit(request_for(spec=spec, run_prefix="dep/dag/other/train/-1"))
     assert len(cluster.list(CLAIMS, "default")) == 2
 
-    backend.cluster.delete(paths.jobs("default", first.name), uid=first.details["uid"])
+    backend.cluster.delete(names.jobs("default", first.name), uid=first.details["uid"])
     eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 2)
     running(backend, second)
     assert len(cluster.list(CLAIMS, "default")) == 2
-    backend.cluster.delete(paths.jobs("default", second.name), uid=second.details["uid"])
+    backend.cluster.delete(names.jobs("default", second.name), uid=second.details["uid"])
 
     eventually(lambda: len(cluster.list(CLAIMS, "default")), lambda count: count == 1)
 

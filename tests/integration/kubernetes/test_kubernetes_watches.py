@@ -6,7 +6,7 @@ from integration.kubernetes.rig import OFFER, eventually, over, request_for, run
 
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes.handles import handle_of
-from envscaler_airflow.backends.kubernetes.watch import Kept, View
+from envscaler_airflow.backends.kubernetes.shared_watch import Kept, View
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.backends.base import Handle
-from envscaler_airflow.controller.act import Controller
-from envscaler_airflow.controller.request import request_move
-from envscaler_airflow.controller.stage import Stage
-from envscaler_airflow.controller.watch import Watch
-from envscaler_airflow.lifecycle import Actor
-from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.protocol import (
+from envscaler_agent.protocol import (
     Control,
     Ended,
     Manifest,
@@ -21,7 +14,14 @@ from envscaler_airflow.protocol import (
     control_name,
     status_name,
 )
-from envscaler_airflow.spec import load_spec
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.envspec import load_spec
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.request import request_move
+from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.stage import Stage
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Wake, Watching
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.store.lease import Lease, ages_of, read_lease, renew_lease
 
 OVERDUE_S = 90.0

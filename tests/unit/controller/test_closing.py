@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from envscaler_airflow.controller import closing
-from envscaler_airflow.controller.closing import close
-from envscaler_airflow.controller.request import kill_quietly
-from envscaler_airflow.controller.stage import Wake
+from envscaler_airflow.owner import close as closing
+from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.request import kill_quietly
+from envscaler_airflow.owner.stage import Wake
 
 
 def killed(world):

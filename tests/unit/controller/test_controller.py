@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from envscaler_airflow.controller.request import kill_quietly, request_stop
-from envscaler_airflow.controller.stage import (
+from envscaler_agent.protocol import Ended, Manifest
+from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
+from envscaler_airflow.owner.request import kill_quietly, request_stop
+from envscaler_airflow.owner.stage import (
     Delivered,
     StoppedError,
     SupersededError,
     Waiting,
     Wake,
 )
-from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
-from envscaler_airflow.protocol import Ended, Manifest
 from envscaler_airflow.store.stockouts import remember, stockouts
 from envscaler_airflow.testing.backend import cpu_offer
 

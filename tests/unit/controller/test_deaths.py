@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller.closing import close
-from envscaler_airflow.controller.request import accept_delivery, kill_quietly, request_stop
-from envscaler_airflow.controller.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.request import accept_delivery, kill_quietly, request_stop
+from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
 
 STOP_CALLS, RELEASE_CALLS, CLOSE_CALLS = 13, 26, 4
 """Writes and calls of each play below without a death; a test counts them."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.controller import foretold
-from envscaler_airflow.controller.foretold import Foretold, Span
-from envscaler_airflow.controller.observe import Observer
+from envscaler_airflow.owner import forecast
+from envscaler_airflow.owner.forecast import Foretold, Span
+from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
 from envscaler_airflow.store.decisions import DecisionLog
@@ -48,7 +48,7 @@ def test_phases_last_from_the_end_of_the_one_before():
         seen("training", 7800.0), seen("evaluation", 8700.0),
     ]  # fmt: skip
 
-    assert foretold.spans_of(checks) == THREE.spans
+    assert forecast.spans_of(checks) == THREE.spans
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,16 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
 )
 def test_what_cannot_be_read_foretells_nothing(world, text):
     """The policy then goes by what is announced."""
-    world.store.write(f"{world.prefix}/{foretold.NAME}", text)
+    world.store.write(f"{world.prefix}/{forecast.NAME}", text)
 
-    assert foretold.read(world.store, world.prefix) == Foretold()
+    assert forecast.read(world.store, world.prefix) == Foretold()
 
 
 def test_a_first_run_has_nothing_to_go_by(world):
     """No other run of the DAG is there."""
     world.controller().enter()
 
-    assert foretold.publish(world.store, replace(world.key)) is False
+    assert forecast.publish(world.store, replace(world.key)) is False
 
 
 def test_the_last_of_the_earlier_runs_tells(world):
@@ -126,5 +126,5 @@ def test_the_last_of_the_earlier_runs_tells(world):
         log.add(seen("loading", lasted_s))
         log.close()
 
-    assert foretold.publish(world.store, world.key)
-    assert foretold.read(world.store, world.prefix) == Foretold((Span("loading", 200.0),))
+    assert forecast.publish(world.store, world.key)
+    assert forecast.read(world.store, world.prefix) == Foretold((Span("loading", 200.0),))

@@ -11,8 +11,8 @@ from array import array
 
 import pytest
 
-from envscaler_airflow.controller import deadline_table
-from envscaler_airflow.protocol import SCHEMA
+from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow.owner import tables
 from envscaler_airflow.scaling.deadline import SpotJob, Table
 from envscaler_airflow.scaling.deadline.tables import _ROW
 
@@ -58,7 +58,7 @@ def test_what_is_no_table_is_none(world, data):
     name = f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
     world.store.write(f"{world.prefix}/{name}", data)
 
-    assert deadline_table.read(world.store, world.prefix, name) is None
+    assert tables.read(world.store, world.prefix, name) is None
 
 
 def test_a_table_that_unpacks_without_end_takes_no_memory(monkeypatch):
@@ -79,16 +79,16 @@ def test_a_table_under_another_s_name_is_none(world):
     name = "tables/deadline-0123456789abcdef.bin"
     world.store.write(f"{world.prefix}/{name}", GOOD)
 
-    assert deadline_table.read(world.store, world.prefix, name) is None
+    assert tables.read(world.store, world.prefix, name) is None
 
 
 @pytest.mark.parametrize("name", ["../../x", "tables/deadline-x.bin", "x" * 3000, "", "/etc/passwd"])
 def test_the_file_that_names_the_table_names_nothing_else(world, name):
     """No path, and no text without end in every recorded check."""
     body = {"schema": SCHEMA, "table": name, "job": JOB.to_dict()}
-    world.store.write(f"{world.prefix}/{deadline_table.KEY}", json.dumps(body).encode())
+    world.store.write(f"{world.prefix}/{tables.KEY}", json.dumps(body).encode())
 
-    assert deadline_table.name_of(world.store, world.prefix) is None
+    assert tables.name_of(world.store, world.prefix) is None
 
 
 def test_the_good_one_is_read(world):
@@ -96,4 +96,4 @@ def test_the_good_one_is_read(world):
     name = f"tables/deadline-{hashlib.sha256(GOOD).hexdigest()[:16]}.bin"
     world.store.write(f"{world.prefix}/{name}", GOOD)
 
-    assert deadline_table.read(world.store, world.prefix, name) == Table.from_bytes(GOOD)
+    assert tables.read(world.store, world.prefix, name) == Table.from_bytes(GOOD)

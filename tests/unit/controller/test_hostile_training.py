@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from envscaler_airflow.controller.heard import LINES_BYTES, believable, shortened
-from envscaler_airflow.controller.stage import Delivered, Waiting, Wake
-from envscaler_airflow.controller.watch import read_status
+from envscaler_agent.protocol import Ended, Progress, Status, Transfer, status_name
 from envscaler_airflow.errors import RunFailedError
-from envscaler_airflow.protocol import Ended, Progress, Status, Transfer, status_name
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.owner.sanitize import LINES_BYTES, believable, shortened
+from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
 
 
 def write_status(world, text):

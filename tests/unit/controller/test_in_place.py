@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from envscaler_agent.protocol import Ended, control_name
 from envscaler_airflow.backends.base import NodeStatus
-from envscaler_airflow.controller.observe import Observer
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Ended, control_name
 from envscaler_airflow.testing import ElasticBackend, ScriptedBackend
 
 GIB = 2**30

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller.closing import close
-from envscaler_airflow.controller.request import kill_quietly, request_stop
-from envscaler_airflow.controller.stage import StoppedError, Waiting, Wake
 from envscaler_airflow.errors import NoOfferError, RunFailedError, SpecError
+from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.request import kill_quietly, request_stop
+from envscaler_airflow.owner.stage import StoppedError, Waiting, Wake
 from envscaler_airflow.testing.backend import cpu_offer
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller import freeze
-from envscaler_airflow.controller.stage import Stage
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.lifecycle import AttemptState
+from envscaler_airflow.owner import freeze
+from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.backend import cpu_offer

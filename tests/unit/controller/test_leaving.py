@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.controller.leaving import Leaving, who_leaves
-from envscaler_airflow.controller.stage import Wake
+from envscaler_agent.protocol import Progress, Status, status_name
+from envscaler_airflow.owner.in_place_change import Leaving, who_leaves
+from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Progress, Status, status_name
 from envscaler_airflow.testing import ElasticBackend
 
 DEMAND = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)

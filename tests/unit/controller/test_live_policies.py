@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.controller.observe import Observer
-from envscaler_airflow.controller.request import request_move
+from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
 from envscaler_airflow.scaling.registry import GROUP, all_policies

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.controller import losses
-from envscaler_airflow.controller.stage import Wake
-from envscaler_airflow.courier.frozen import Frozen
-from envscaler_airflow.lifecycle import AttemptState, RunState
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.owner import losses
+from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.ages import age_bin
 from envscaler_airflow.scaling.interval import checkpoint_interval_s
-from envscaler_airflow.spec import EnvSpec
+from envscaler_airflow.sidecar.frozen_spec import Frozen
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
 SPOT = replace(DEMAND, capacity_type="spot", usd_per_hour=1.0)

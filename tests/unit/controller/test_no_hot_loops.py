@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.backends.base import NodeStatus
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Wake, Watching
 from envscaler_airflow.errors import StoreError
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import SCHEMA
 from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.testing import ElasticBackend
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from envscaler_airflow.controller import deadline_table, timed
-from envscaler_airflow.controller.stage import Waiting, Wake
 from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.owner import tables
+from envscaler_airflow.owner.stage import Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.scaling import Proposal, Want, registry
 from envscaler_airflow.testing.backend import cpu_offer
@@ -131,10 +131,10 @@ def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, 
         with door:
             pass
 
-    monkeypatch.setattr(timed, "LIMIT_S", 0.05)
-    monkeypatch.setattr(timed, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(tables, "LIMIT_S", 0.05)
+    monkeypatch.setattr(tables, "MOST_AT_ONCE", 2)
     bring(monkeypatch, lambda: hangs)
-    propose = deadline_table.with_tables(world.store, world.prefix)["theirs"]
+    propose = tables.with_tables(world.store, world.prefix)["theirs"]
     said = [propose(None, None).reason for _ in range(4)]
     door.release()
 

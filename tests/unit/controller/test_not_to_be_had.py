@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.agent.leaving import Ask, due_signal
-from envscaler_airflow.agent.leaving import Facts as AgentFacts
-from envscaler_airflow.controller import choose, limits
-from envscaler_airflow.controller.request import kill_quietly, request_stop
-from envscaler_airflow.controller.stage import Stage, Wake
+from envscaler_agent.drain import Ask, due_signal
+from envscaler_agent.drain import Facts as AgentFacts
+from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.errors import BudgetError, RunFailedError
-from envscaler_airflow.lifecycle import RunState
+from envscaler_airflow.owner import choose, limits
+from envscaler_airflow.owner.request import kill_quietly, request_stop
+from envscaler_airflow.owner.stage import Stage, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.protocol import Ended, Progress, Status
+from envscaler_airflow.run import RunState
 from envscaler_airflow.store.stockouts import stockouts
 from envscaler_airflow.testing import ElasticBackend
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import Delivered, Wake
 from envscaler_airflow.errors import BackendError, NoOfferError
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.stage import Delivered, Wake
 
 AWAY = [BackendError("the API server does not answer", transient=True), NoOfferError("403: list nodes")]
 

@@ -1,7 +1,7 @@
 """What the next attempt may resume from is listed once the older one is fenced off."""
 
-from envscaler_airflow.controller.stage import Wake
-from envscaler_airflow.protocol import Control, Manifest, checkpoint_name
+from envscaler_agent.protocol import Control, Manifest, checkpoint_name
+from envscaler_airflow.owner.stage import Wake
 
 
 def _saved_by(world, attempt, step):

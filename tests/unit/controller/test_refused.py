@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from envscaler_airflow.controller.observe import Observer
-from envscaler_airflow.controller.stage import Wake
-from envscaler_airflow.lifecycle import RunState, fold
-from envscaler_airflow.lifecycle.events import Event
+from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import RunState, fold
+from envscaler_airflow.run.events import Event
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want, registry
 from envscaler_airflow.scaling.guards import holds
 from envscaler_airflow.scaling.observation import Refused

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.controller import report
-from envscaler_airflow.protocol import Ended, Progress, Status, claim_name, status_name
+from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
+from envscaler_airflow.owner import report
 
 
 def said(world, claim, *, start, step, elapsed_s, ended=None):

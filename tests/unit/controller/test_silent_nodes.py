@@ -3,9 +3,9 @@
 import pytest
 
 from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeStatus
-from envscaler_airflow.controller.hold import POLL_S
-from envscaler_airflow.controller.stage import Wake
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.owner.foreground import POLL_S
+from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.testing import ScriptedBackend
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.lifecycle import Event, RunState
-from envscaler_airflow.lifecycle.narration import describe
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Event, RunState
+from envscaler_airflow.run.narration import describe
 from envscaler_airflow.testing.backend import cpu_offer
 
 BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason": "why"}

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from envscaler_airflow.controller import choose, fence, freeze
-from envscaler_airflow.controller.request import request_stop
-from envscaler_airflow.controller.stage import SupersededError, Waiting, Wake
+from envscaler_agent.protocol import Manifest, checkpoint_name
 from envscaler_airflow.errors import CapacityError
-from envscaler_airflow.protocol import Manifest, checkpoint_name
+from envscaler_airflow.owner import choose, freeze, intent
+from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.owner.stage import SupersededError, Waiting, Wake
 from envscaler_airflow.store.events import EventLog
 
 
@@ -239,7 +239,7 @@ def test_an_owner_that_slept_over_its_list_takes_no_checkpoint_from_the_next(wor
     early = world.save(40)
     world.backend.lose(world.handle)
     first.resume(Wake("status"))
-    list_candidates, late = fence.list_candidates, checkpoint_name(1, 60, 1)
+    list_candidates, late = intent.list_candidates, checkpoint_name(1, 60, 1)
 
     def slept(store, **attempt):
         listed = list_candidates(store, **attempt)
@@ -249,7 +249,7 @@ def test_an_owner_that_slept_over_its_list_takes_no_checkpoint_from_the_next(wor
         world.controller().enter()
         return listed
 
-    monkeypatch.setattr(fence, "list_candidates", slept)
+    monkeypatch.setattr(intent, "list_candidates", slept)
     with pytest.raises(SupersededError):
         first.resume(Wake("backoff"))
 

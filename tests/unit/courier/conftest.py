@@ -4,12 +4,20 @@ import json
 
 import pytest
 
-from envscaler_airflow.courier.exchange import Exchange, Layout, Memory, Who
-from envscaler_airflow.courier.site import Site
-from envscaler_airflow.courier.snapshots import Snapshots
+from envscaler_agent.protocol import (
+    Control,
+    Ended,
+    Manifest,
+    Progress,
+    Status,
+    control_name,
+    status_name,
+)
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.protocol import Control, Ended, Manifest, Progress, Status, control_name, status_name
-from envscaler_airflow.store import folders
+from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.snapshots import Snapshots
+from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Who
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
 
@@ -131,10 +139,10 @@ class Bench:
         for path, data in ({"model.bin": name.encode()} if files is None else files).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(data)
-        done = folders.upload(self.store, f"checkpoints/{name}", folders.walk(folder))
+        done = manifests.upload(self.store, f"checkpoints/{name}", manifests.walk(folder))
         fields = {"step": int(step), "generation": int(generation[1:]), "attempt": int(attempt[1:])} | facts
         manifest = Manifest(files=done, **fields)
-        folders.write_manifest(self.store, f"checkpoints/{name}", manifest, name="manifest-c1.json")
+        manifests.write_manifest(self.store, f"checkpoints/{name}", manifest, name="manifest-c1.json")
         return name
 
     def status(self, node=None):

@@ -4,23 +4,23 @@ import threading
 
 import pytest
 
-from envscaler_airflow.agent.meeting import ADDRESS
-from envscaler_airflow.controller.watch import read_status
-from envscaler_airflow.courier import standing
-from envscaler_airflow.courier.exchange import Memory, Who
-from envscaler_airflow.courier.loop import Courier, Speaker, compose
-from envscaler_airflow.courier.restore import restore
-from envscaler_airflow.courier.setup import lay_out
-from envscaler_airflow.courier.site import SetupCancelledError
-from envscaler_airflow.courier.uploads import Checkpoints, Outputs
-from envscaler_airflow.courier.watch import OwnerWatch
+from envscaler_agent.protocol import Control, Ended, Status, claim_name, status_name
+from envscaler_agent.rendezvous import ADDRESS
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.protocol import Control, Ended, Status, claim_name, status_name
-from envscaler_airflow.store import folders
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.sidecar import claim as standing
+from envscaler_airflow.sidecar.context import SetupCancelledError
+from envscaler_airflow.sidecar.loop import Courier, Speaker, compose
+from envscaler_airflow.sidecar.owner_watch import OwnerWatch
+from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.setup import lay_out
+from envscaler_airflow.sidecar.spool_state import Memory, Who
+from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune, read_checkpoint
 from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
 from envscaler_airflow.store.logs import CLAIM_CHUNKS, read_logs
-from envscaler_airflow.testing.store import FaultyStore
+from envscaler_airflow.testing.faulty_store import FaultyStore
 
 NODE = {"generation": 1, "attempt": 2, "node": 0}
 NAME = "g1-step-00000300-a2"
@@ -441,7 +441,7 @@ def test_each_node_gets_its_own_file_of_one_name_back(make_bench, store, caplog)
     for node in range(4):
         target = benches[0].root / f"back-{node}"
         target.mkdir()
-        folders.fetch(store, f"checkpoints/{NAME}", read_checkpoint(store, NAME), target, node=node)
+        manifests.fetch(store, f"checkpoints/{NAME}", read_checkpoint(store, NAME), target, node=node)
         got.append((target / "model.pt").read_bytes())
         assert (target / "config.json").read_bytes() == b"{}"
     assert got == [b"rank 0", b"rank 1", b"rank 1", b"rank 0"]

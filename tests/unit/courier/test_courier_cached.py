@@ -2,8 +2,8 @@
 
 import pytest
 
-from envscaler_airflow.courier.bring import bring
-from envscaler_airflow.courier.exchange import Mount
+from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.filesystem import FilesystemStore
 

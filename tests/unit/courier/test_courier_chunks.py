@@ -2,7 +2,7 @@
 
 import pytest
 
-from envscaler_airflow.courier.uploads import Chunks
+from envscaler_airflow.sidecar.uploads import Chunks
 
 
 def chunk(bench, folder, name, text):

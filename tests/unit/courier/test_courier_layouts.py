@@ -11,10 +11,10 @@ import zipfile
 import pytest
 from fakes.checkpoint_files import STATE, ZIP, hdf5, put, safetensors
 
-from envscaler_airflow.courier import contents, copying, trees
-from envscaler_airflow.courier.settling import Settling, is_open_for_writing
+from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.protocol import Progress
+from envscaler_airflow.sidecar import completeness, snapshots, tree
+from envscaler_airflow.sidecar.completeness import Settling, is_open_for_writing
 from envscaler_airflow.store.root import Root
 
 
@@ -29,7 +29,7 @@ class Watcher:
     def look(self, *, after=0.0, **progress):
         """Look again *after* so many seconds, when the training has reported *progress*."""
         self.now += after
-        self.settling.look(trees.look(self.folder), Progress(**progress))
+        self.settling.look(tree.look(self.folder), Progress(**progress))
         return self
 
 
@@ -216,7 +216,7 @@ def test_a_pickle_tells_its_step_without_being_run(tmp_path, protocol):
         file.writestr("archive/data.pkl", data)
     put(tmp_path, {"a.pkl": data, "b.pt": raw.getvalue()})
 
-    assert [contents.steps_in(item) for item in trees.look(tmp_path).files] == [{700, 3}, {700, 3}]
+    assert [completeness.steps_in(item) for item in tree.look(tmp_path).files] == [{700, 3}, {700, 3}]
 
 
 def test_a_log_in_the_folder_holds_up_nothing(tmp_path):
@@ -480,7 +480,7 @@ def test_files_that_say_where_they_end_must_be_whole(tmp_path, name, data, why):
     """A writer that was killed or is slow leaves such a file short."""
     put(tmp_path, {name: data})
 
-    _, found = contents.first_look(trees.look(tmp_path).files[0])
+    _, found = completeness.first_look(tree.look(tmp_path).files[0])
 
     assert (found is None) if why is None else (why in found)
 
@@ -516,7 +516,7 @@ def test_a_copy_of_a_tree_that_changes_meanwhile_does_not_count(tmp_path):
             file.write(b"+")
 
     with pytest.raises(CheckpointError, match="changed while it was copied"):
-        copying.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=append)
+        snapshots.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=append)
 
 
 def test_a_file_that_became_a_link_is_not_read(tmp_path):
@@ -529,7 +529,7 @@ def test_a_file_that_became_a_link_is_not_read(tmp_path):
     (tmp_path / "ck/sub/b").symlink_to(tmp_path / "secret")
 
     with pytest.raises(CheckpointError, match="changed while it was copied"):
-        copying.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=lambda: None)
+        snapshots.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=lambda: None)
 
 
 def test_a_copy_is_of_one_instant_whatever_replaces_the_files_meanwhile(tmp_path):
@@ -540,7 +540,7 @@ def test_a_copy_is_of_one_instant_whatever_replaces_the_files_meanwhile(tmp_path
     def save():
         replace_with(tmp_path / "ck", {"a": b"2", "b": b"2"})
 
-    copying.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=save)
+    snapshots.copy(tmp_path / "ck", select(tmp_path / "ck"), Root.of(tmp_path / "copy"), between=save)
 
     assert [(tmp_path / "copy" / name).read_bytes() for name in "ab"] == [b"1", b"1"]
 
@@ -560,7 +560,7 @@ def test_a_hard_link_to_a_file_outside_is_left_out(tmp_path):
 @pytest.mark.parametrize("most_open", [1, 256])
 def test_a_copy_of_more_files_than_may_be_open_is_checked_afterwards(tmp_path, monkeypatch, most_open):
     """Of two files with one descriptor a change in between is seen; with two it changes nothing (C21)."""
-    monkeypatch.setattr(copying, "MOST_OPEN", most_open)
+    monkeypatch.setattr(snapshots, "MOST_OPEN", most_open)
     put(tmp_path / "ck", {"a": b"1", "b": b"1"})
     (tmp_path / "copy").mkdir()
     selection, calls = select(tmp_path / "ck"), []
@@ -571,7 +571,7 @@ def test_a_copy_of_more_files_than_may_be_open_is_checked_afterwards(tmp_path, m
             replace_with(tmp_path / "ck", {"a": b"2"})
 
     if most_open == 256:
-        copying.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=save)
+        snapshots.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=save)
         return
     with pytest.raises(CheckpointError, match="changed while it was copied: a"):
-        copying.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=save)
+        snapshots.copy(tmp_path / "ck", selection, Root.of(tmp_path / "copy"), between=save)

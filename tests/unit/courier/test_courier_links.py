@@ -7,15 +7,15 @@ import threading
 import pytest
 from fakes.checkpoint_files import put
 
-from envscaler_airflow.courier.restore import restore
-from envscaler_airflow.courier.snapshots import Snapshots
-from envscaler_airflow.courier.uploads import Checkpoints, Chunks, Outputs
-from envscaler_airflow.courier.writeback import WriteBack
+from envscaler_agent.protocol import Control
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.protocol import Control
-from envscaler_airflow.store import folders
+from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.snapshots import Snapshots
+from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs
+from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.store.folders import TreeFile
+from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import Place
 
 NAME = "g1-step-00000300-a2"
@@ -199,7 +199,7 @@ def test_names_in_one_folder_may_share_a_file(tmp_path, store):
     put(tmp_path / "ck", {"last.pt": b"mine"})
     os.link(tmp_path / "ck/last.pt", tmp_path / "ck/best.pt")
 
-    files = folders.upload(store, "checkpoints/x", folders.walk(tmp_path / "ck"))
+    files = manifests.upload(store, "checkpoints/x", manifests.walk(tmp_path / "ck"))
 
     assert [item.path for item in files] == ["best.pt", "last.pt"]
 
@@ -211,7 +211,7 @@ def test_links_inside_are_followed_by_whatever_way(tmp_path):
     (tmp_path / "ck/back").symlink_to("../ck/step-3")
     (tmp_path / "ck/chain").symlink_to("back/a")
 
-    found = {item.path: item.real for item in folders.walk(tmp_path / "ck")}
+    found = {item.path: item.real for item in manifests.walk(tmp_path / "ck")}
 
     paths = ("absolute/a", "back/a", "chain", "step-3/a")
     assert found == dict.fromkeys(paths, "step-3/a")
@@ -281,8 +281,8 @@ def test_links_that_race_with_uploads_leak_nothing(tmp_path, store, secret, dept
     try:
         for number in range(MOST_TRIES):
             try:
-                files = folders.walk(folder)
-                folders.upload(store, f"checkpoints/{number}", files)
+                files = manifests.walk(folder)
+                manifests.upload(store, f"checkpoints/{number}", files)
             except (CheckpointError, OSError):
                 continue
             sent += len(files)

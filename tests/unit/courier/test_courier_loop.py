@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from envscaler_airflow.courier.exchange import Exchange, Layout, Memory
-from envscaler_airflow.courier.loop import WRAPPER_S, Courier
+from envscaler_agent.protocol import Status, status_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.protocol import Status, status_name
+from envscaler_airflow.sidecar.loop import WRAPPER_S, Courier
+from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory
 from envscaler_airflow.store.checkpoints import complete_checkpoints
 
 

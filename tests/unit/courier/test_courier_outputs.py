@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.courier import trees
-from envscaler_airflow.courier.uploads import Outputs
-from envscaler_airflow.protocol import Control, control_name
+from envscaler_agent.protocol import Control, control_name
+from envscaler_airflow.sidecar import tree as trees
+from envscaler_airflow.sidecar.uploads import Outputs
 from envscaler_airflow.store.root import Place
 
 
@@ -104,7 +104,7 @@ def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, 
 
 def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(finished, store, monkeypatch):
     """A million of small files would be uploaded for an hour, and then not count."""
-    monkeypatch.setattr("envscaler_airflow.store.folders.MAX_MANIFEST_BYTES", 150)
+    monkeypatch.setattr("envscaler_airflow.store.manifests.MAX_MANIFEST_BYTES", 150)
     (finished.root / "out/model/v").write_text("V")
 
     assert Outputs(finished.site).step()

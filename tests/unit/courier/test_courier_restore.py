@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from envscaler_airflow.courier import layouts, trees
-from envscaler_airflow.courier.restore import restore
-from envscaler_airflow.courier.setup import lay_out
-from envscaler_airflow.courier.site import SetupCancelledError
+from envscaler_agent.protocol import Control, Ended, Manifest, ManifestFile, Status, status_name
 from envscaler_airflow.errors import CheckpointError, StoreError
-from envscaler_airflow.protocol import Control, Ended, Manifest, ManifestFile, Status, status_name
+from envscaler_airflow.sidecar import saver_layouts
+from envscaler_airflow.sidecar import tree as trees
+from envscaler_airflow.sidecar.context import SetupCancelledError
+from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.store.root import Root
 
 OLD, NEW = "g1-step-00000100-a1", "g1-step-00000200-a1"
@@ -194,7 +195,9 @@ def test_files_keep_the_order_in_which_they_were_modified(make_bench, tmp_path):
         "last.ckpt",
     ]
     assert max(found.values()) <= time.time_ns()
-    assert [unit.mark for unit in layouts.units(trees.look(ours)) if unit.kind == "distributed"] == [True]
+    assert [unit.mark for unit in saver_layouts.units(trees.look(ours)) if unit.kind == "distributed"] == [
+        True
+    ]
 
 
 def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path):

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from envscaler_airflow.courier.frozen import read_every, read_frozen
-from envscaler_airflow.courier.setup import lay_out
-from envscaler_airflow.courier.site import WorkInterruptedError
 from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.sidecar.context import WorkInterruptedError
+from envscaler_airflow.sidecar.frozen_spec import read_every, read_frozen
+from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.outputs import put_output
 
@@ -288,7 +288,7 @@ def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, sto
     """It answered at first: a failover that takes longer than the patience ends the attempt, not the run."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
-    monkeypatch.setattr("envscaler_airflow.courier.setup.restore", lambda *_: go_away(store, for_good=True))
+    monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=True))
 
     lay_out(bench.site)
 
@@ -299,7 +299,7 @@ def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, sto
 def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypatch):
     """The run's store is there: another try would meet the same."""
     bench = node()
-    monkeypatch.setattr("envscaler_airflow.courier.setup.restore", lambda *_: go_away(store, for_good=False))
+    monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=False))
 
     lay_out(bench.site)
 

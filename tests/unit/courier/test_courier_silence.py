@@ -4,7 +4,7 @@ import pytest
 from fakes.checkpoint_files import ZIP, put
 from fakes.snapshots import notice, run, saved
 
-from envscaler_airflow.courier.snapshots import Snapshots
+from envscaler_airflow.sidecar.snapshots import Snapshots
 
 
 @pytest.mark.parametrize(

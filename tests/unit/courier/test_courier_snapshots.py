@@ -5,7 +5,7 @@ import os
 from fakes.checkpoint_files import STATE, ZIP, put
 from fakes.snapshots import end, facts, replace_with, run, saved
 
-from envscaler_airflow.courier.snapshots import Snapshots
+from envscaler_airflow.sidecar.snapshots import Snapshots
 
 
 def test_a_periodic_snapshot(trained):

@@ -7,7 +7,7 @@ import pytest
 from fakes.checkpoint_files import ZIP, put, safetensors
 from fakes.snapshots import end, run, saved
 
-from envscaler_airflow.courier import copying
+from envscaler_airflow.sidecar import snapshots
 from envscaler_airflow.store.root import Root
 
 
@@ -153,7 +153,7 @@ def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch)
     class Room:
         f_frsize, f_blocks, f_bavail = 1, 2000, 199
 
-    monkeypatch.setattr(copying.os, "statvfs", lambda _: Room)
+    monkeypatch.setattr(snapshots.os, "statvfs", lambda _: Room)
     run(bench, 8)
 
     assert saved(bench) == []

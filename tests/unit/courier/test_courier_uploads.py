@@ -4,16 +4,16 @@ import time
 
 import pytest
 
-from envscaler_airflow.agent import saving
-from envscaler_airflow.courier.loop import compose
-from envscaler_airflow.courier.restore import restore
-from envscaler_airflow.courier.site import WorkInterruptedError
-from envscaler_airflow.courier.snapshots import snapshot_facts
-from envscaler_airflow.courier.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, _merge
-from envscaler_airflow.protocol import Control, ManifestFile, Status, control_name, status_name
-from envscaler_airflow.store import folders
+from envscaler_agent import saving
+from envscaler_agent.protocol import Control, ManifestFile, Status, control_name, status_name
+from envscaler_airflow.sidecar.context import WorkInterruptedError
+from envscaler_airflow.sidecar.loop import compose
+from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.snapshots import snapshot_facts
+from envscaler_airflow.sidecar.uploads import OTHERS_AT_END_S, OTHERS_S, Checkpoints, _merge
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
-from envscaler_airflow.store.folders import TreeFile
+from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import Root
 
 NAME = "g1-step-00000300-a2"
@@ -433,4 +433,4 @@ def test_a_hundred_thousand_files_fit_into_a_manifest(store, tmp_path):
         raise WorkInterruptedError("the first file goes up")
 
     with pytest.raises(WorkInterruptedError):
-        folders.upload(store, "checkpoints/x", files, between=stop)
+        manifests.upload(store, "checkpoints/x", files, between=stop)

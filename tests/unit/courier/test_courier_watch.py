@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from envscaler_airflow.courier.site import UnheededError
-from envscaler_airflow.courier.watch import OwnerWatch
-from envscaler_airflow.protocol import Control, control_name
+from envscaler_agent.protocol import Control, control_name
+from envscaler_airflow.sidecar.context import UnheededError
+from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.store.lease import LEASE, renew_lease
 
 NAME = control_name(1, 2)

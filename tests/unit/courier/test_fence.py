@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.controller import fence
-from envscaler_airflow.courier.setup import _first_control
-from envscaler_airflow.courier.uploads import Checkpoints, Outputs
+from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.protocol import Control, control_name
+from envscaler_airflow.owner import intent
+from envscaler_airflow.sidecar.setup import _first_control
+from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
 from envscaler_airflow.store.checkpoints import complete_checkpoints, looks_good
 from tests.unit.courier.conftest import CALLS, Bench
 
@@ -134,9 +134,9 @@ def old_sidecar(root, keep):
 def owner(store):
     """The owner prepares attempt 2."""
     control = Control()
-    fence.hold(store, control, generation=1, attempt=2)
-    found = fence.list_candidates(store, generation=1, attempt=2)
-    fence.promise(store, control, found, generation=1, attempt=2)
+    intent.hold(store, control, generation=1, attempt=2)
+    found = intent.list_candidates(store, generation=1, attempt=2)
+    intent.promise(store, control, found, generation=1, attempt=2)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
     path.write_text("weights")
     bench = make_bench(attempt=1, layout={"outputs": {"model": str(path)}})
     bench.owner_asks(candidates=())
-    fence.hold(store, Control(), generation=1, attempt=2)
+    intent.hold(store, Control(), generation=1, attempt=2)
     name = "g1-step-00000300-a1"
     bench.session_saves(name, step=300)
     checkpoints, outputs = Checkpoints(bench.site, 3), Outputs(bench.site)
@@ -192,7 +192,7 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
     assert "the owner prepares a later attempt" in bench.site.messages.text()
 
     bench.clock.now += 60
-    fence.promise(store, Control(), (), generation=1, attempt=2)
+    intent.promise(store, Control(), (), generation=1, attempt=2)
     assert checkpoints.step()
     assert outputs.step()
     assert complete_checkpoints(store, 1) == ()
@@ -202,12 +202,12 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
 def test_a_start_waits_until_the_owner_has_listed(bench, store):
     """On hold nothing is restored; the candidates of the run are (A5)."""
     known = "g1-step-00000100-a1"
-    fence.hold(store, Control(), generation=1, attempt=2)
+    intent.hold(store, Control(), generation=1, attempt=2)
     said = []
 
     def wait(_seconds):
         said.append(bench.site.messages.text())
-        fence.promise(store, Control(), (known,), generation=1, attempt=2)
+        intent.promise(store, Control(), (known,), generation=1, attempt=2)
 
     bench.site.ending.wait = wait
 
@@ -217,20 +217,20 @@ def test_a_start_waits_until_the_owner_has_listed(bench, store):
 
 def test_a_stop_that_came_first_stands_and_keeps_what_was_allowed(store):
     """A stop between hold and the list is not taken back, and the next attempt still finds its past (A5)."""
-    fence.hold(store, Control(), generation=1, attempt=2)
+    intent.hold(store, Control(), generation=1, attempt=2)
     store.write(control_name(1, 2), Control(sequence=9, action="leave").to_json())
 
-    fence.promise(store, Control(), ("g1-step-00000100-a1",), generation=1, attempt=2)
+    intent.promise(store, Control(), ("g1-step-00000100-a1",), generation=1, attempt=2)
 
     control = Control.from_json(store.read(control_name(1, 2)), where="t")
     assert (control.action, control.sequence, control.candidates) == ("leave", 9, ("g1-step-00000100-a1",))
-    assert fence.list_candidates(store, generation=1, attempt=3) == ("g1-step-00000100-a1",)
+    assert intent.list_candidates(store, generation=1, attempt=3) == ("g1-step-00000100-a1",)
 
 
 def test_an_attempt_without_a_list_does_not_end_the_past(bench, store):
     """The owner died after hold of attempt 2: attempt 3 may resume from what attempt 1 made (A5)."""
     made = bench.in_store("g1-step-00000200-a1")
     store.write(control_name(1, 1), Control(candidates=()).to_json())
-    fence.hold(store, Control(), generation=1, attempt=2)
+    intent.hold(store, Control(), generation=1, attempt=2)
 
-    assert fence.list_candidates(store, generation=1, attempt=3) == (made,)
+    assert intent.list_candidates(store, generation=1, attempt=3) == (made,)

@@ -6,16 +6,16 @@ from contextlib import suppress
 
 import pytest
 
-from envscaler_airflow.courier.bring import bring
-from envscaler_airflow.courier.exchange import Mount
-from envscaler_airflow.courier.loop import Courier
-from envscaler_airflow.courier.restore import restore
-from envscaler_airflow.courier.writeback import WriteBack
+from envscaler_agent.protocol import Control, Status, Transfer, status_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.protocol import Control, Status, Transfer, status_name
+from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.loop import Courier
+from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.spool_state import Mount
+from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.filesystem import FilesystemStore
-from envscaler_airflow.store.moved import Moved
+from envscaler_airflow.store.transfer_progress import Moved
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from envscaler_airflow.agent import Session
+from envscaler_agent import Session
 
 
 def note(step: int) -> None:

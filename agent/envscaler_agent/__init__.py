@@ -1,0 +1,23 @@
+"""What runs inside the training container: wrapper, sampler and :class:`Session`.
+
+Python 3.8 and the standard library alone; no store access, no credentials. All
+that leaves this room goes through the exchange folder, see :mod:`.exchange`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envscaler_agent.session import Session
+
+__all__ = ["Session"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load :class:`Session` when it is first asked for (PEP 562): the wrapper never needs it."""
+    if name == "Session":
+        from envscaler_agent.session import Session  # noqa: PLC0415 - lazy on purpose
+
+        return Session
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,61 @@
+"""``envscaler-agent run [--exchange FOLDER] -- COMMAND``: run any command as a stage's command runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import List, Optional
+
+from envscaler_agent.spool import Exchange
+from envscaler_agent.wrapper import SIGTERM_GRACE_S, Options, Wrapper
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run the command line *argv* and return the exit code."""
+    arguments = _parser().parse_args(argv)
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        _parser().error("no command; write: envscaler-agent run -- COMMAND ...")
+    exchange = Exchange(arguments.exchange) if arguments.exchange else Exchange.from_env()
+    options = Options(
+        wait_start_s=arguments.wait_start, grace_s=arguments.grace, sampler=not arguments.no_sampler
+    )
+    return Wrapper(command, exchange=exchange, options=options).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="envscaler-agent", description="The agent of envscaler-airflow.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run", help="run a command, record what it does, stop it gracefully")
+    run.add_argument(
+        "--exchange", metavar="FOLDER", help="exchange folder; default: $ENVSCALER_EXCHANGE, else none"
+    )
+    run.add_argument(
+        "--wait-start",
+        type=float,
+        metavar="S",
+        help="longest wait for the courier's start.json, seconds; 0 goes on without one; default: for ever",
+    )
+    run.add_argument(
+        "--grace",
+        type=float,
+        default=SIGTERM_GRACE_S,
+        metavar="S",
+        help="seconds from SIGTERM to SIGKILL (%(default)g)",
+    )
+    run.add_argument(
+        "--no-sampler", action="store_true", help="do not sample GPUs, CPU, memory, disk and network"
+    )
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    return parser
+
+
+def _exit() -> None:
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # nothing is left to clean up, and a sampler that the driver holds must not keep us
+
+
+if __name__ == "__main__":
+    _exit()

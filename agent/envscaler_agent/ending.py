@@ -1,0 +1,269 @@
+"""How a command ended, told apart from its exit code, its last lines and what was asked. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import List, Optional, Sequence, Tuple
+
+from envscaler_agent.protocol import (
+    EXIT_LEFT,
+    EXIT_NOT_FOUND,
+    EXIT_ORPHANED,
+    EXIT_STOPPED,
+    Ended,
+)
+
+_Line = Tuple[str, str]
+
+EXIT_NOT_EXECUTABLE = 126
+"""The command exists and cannot be run, as shells say it."""
+ASKED_EXITS = {"left": EXIT_LEFT, "stopped": EXIT_STOPPED, "orphaned": EXIT_ORPHANED}
+
+_CUDA_MEMORY = re.compile(
+    r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA (?:driver )?error: out of memory"
+    r"|would exceed allowed memory\. \(out of memory\)|Cuda failure (?:\d+ )?'out of memory'"
+    r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+    r"|HIP out of memory|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating tensor(?!.* allocator cpu)"
+)
+"""Source: torch c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp, NCCL's checks.h, jaxlib,
+TensorFlow's ResourceExhaustedError."""
+_HOST_MEMORY = re.compile(
+    r"MemoryError|std::bad_alloc|Cannot allocate memory|can't allocate memory"
+    r"|DefaultCPUAllocator: not enough memory|java\.lang\.OutOfMemoryError|oom-kill"
+    r"|OOM when allocating tensor.* allocator cpu"
+)
+"""Source: CPython, libstdc++, errno 12 of glibc, torch c10/core/impl/alloc_cpu.cpp, HotSpot, kernel log."""
+_DISK = re.compile(r"No space left on device|Disk quota exceeded")
+"""Source: errno 28 and 122 of glibc."""
+_REASONS = ((_CUDA_MEMORY, "cuda-out-of-memory"), (_DISK, "disk-full"), (_HOST_MEMORY, "out-of-memory"))
+_HARMLESS = re.compile(
+    r"not a failure|warn|^[DIW]\d{4} |^\S+ \S+ [DIW] |\b(?:retrying|halving|reducing)\b", re.IGNORECASE
+)
+"""Lines that say themselves that the process went on. Source: TensorFlow's bfc_allocator.cc ("the caller
+indicates that this is not a failure"), glog's and absl's levels, Python's ``warnings``."""
+_RANK = re.compile(r"^(?:\[(?:rank|default)?\d+\]:?\s?|E\s(?:\d\S*\s)*)+")
+"""Source: torchrun's and torch's prefixes: ``[rank1]: ``, ``[default0]:``, ``E ...``."""
+_TRACEBACK = "Traceback (most recent call last):"
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*_*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Abort)\b")
+_LAUNCHER = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*(?:ChildFailedError|CalledProcessError|ProcessExitedException)\b"
+)
+"""Errors by which a launcher repeats that of its worker: torchrun, accelerate, torch.multiprocessing."""
+_ECHO = re.compile(
+    r"Dist(?:Backend|Network|Store)Error|Connection (?:closed|reset) by|[Rr]emote process exited|Broken pipe"
+)
+"""Errors of a rank whose peer is gone: the peer's own says why. Source: torch.distributed, gloo, NCCL."""
+_ASIDE = re.compile(r"Exception ignored in|Exception in thread")
+"""What stands before the traceback of an error that ends no process. Source: CPython."""
+_FINAL_LINES = 12
+"""Lines in which an error without a traceback is looked for, and that may follow one. Chosen: what
+interpreters, launchers and trackers say after an error."""
+_MESSAGE_LINES = 4
+"""Lines of an error's message that are searched. Chosen: NCCL's and C++ errors have two or three."""
+_OF_THE_CODE = re.compile(
+    r"^(?:ValueError|KeyError|TypeError|IndexError|AttributeError|NameError|AssertionError|ImportError"
+    r"|ModuleNotFoundError|FileNotFoundError|ZeroDivisionError|SyntaxError|NotImplementedError)\b"
+)
+"""Errors that no process which was killed for its memory leaves in another one."""
+
+
+@dataclass(frozen=True)
+class End:
+    """What is known when a command has ended.
+
+    Attributes:
+        code: As ``subprocess`` says it: the exit code, or minus the signal.
+        asked: ``left``, ``stopped`` or ``orphaned`` when it was asked to go, else None.
+        signalled: True when the wrapper had sent SIGTERM or SIGKILL by then.
+        wrapper_signalled: True when a signal came to the wrapper itself, and so perhaps to the command too.
+        session_left: True when a Session saved and said that it leaves.
+        step, total_steps: Last step that it reported, and how many it takes; None when unknown.
+        needs_all_steps: True when the spec says ``success: all-steps``.
+        oom_kills: Kills by the out-of-memory killer in its cgroup while it ran.
+    """
+
+    code: int
+    asked: Optional[str] = None
+    signalled: bool = False
+    wrapper_signalled: bool = False
+    session_left: bool = False
+    step: Optional[int] = None
+    total_steps: Optional[int] = None
+    needs_all_steps: bool = False
+    oom_kills: int = 0
+
+    @property
+    def is_done(self) -> Optional[bool]:
+        """True when every step was made; None when that is not known."""
+        if self.step is None or not self.total_steps:
+            return None
+        return self.step >= self.total_steps
+
+    @property
+    def is_cut_short(self) -> bool:
+        """True when a signal or a request may have ended the command: exit code 0 is then not a success."""
+        if self.is_done:
+            return False
+        if self.signalled or self.wrapper_signalled:
+            return True
+        return self.asked is not None and self.is_done is False
+
+
+def tell_end(end: End, last_lines: Sequence[str]) -> Tuple[Ended, int]:
+    """Return the end for the owner and the wrapper's exit code for its own caller.
+
+    Exit code 0 is success, except after a signal or a request to leave: then only if every step was made.
+    A command that was asked to leave and ends by itself with 0 before any signal has succeeded, unless its
+    step count or its Session says otherwise: a pipeline ends with the code of its last command.
+    One that fails by itself before a signal has failed, asked or not.
+    """
+    code = end.code if end.code >= 0 else None
+    number = -end.code if end.code < 0 else None
+    reason, detail = _reason(end, last_lines)
+    ended = Ended(exit_code=code, signal=number, reason=reason, detail=detail, last_lines=tuple(last_lines))
+    return ended, _exit_code(end, reason)
+
+
+def _reason(end: End, last_lines: Sequence[str]) -> Tuple[str, str]:
+    if end.code == 0 and not (end.is_cut_short or end.session_left):
+        return _success(end)
+    if end.session_left or _went(end):
+        return end.asked or "left", _how_it_went(end)
+    error = final_error(last_lines)
+    if end.oom_kills and not (error and _OF_THE_CODE.match(error[0])):
+        return "out-of-memory", "the out-of-memory killer ended it: more memory was used than its limit"
+    number = -end.code if end.code < 0 else end.code - 128
+    if number in (signal.SIGKILL, signal.SIGTERM):
+        return "killed", f"killed by {_signal_name(number)} from outside"
+    by_error = _class_of(error)
+    if by_error:
+        return by_error
+    if end.code == EXIT_NOT_FOUND:
+        return "not-found", last_lines[-1] if last_lines else "a command was not found"
+    if end.code < 0:
+        return "failed", f"killed by {_signal_name(number)}"
+    return "failed", error[0][:500] if error else f"exit code {end.code}"
+
+
+def _success(end: End) -> Tuple[str, str]:
+    if end.is_done is not False:
+        return "succeeded", ""
+    words = f"exit code 0 at step {end.step:,} of {end.total_steps:,}"
+    if end.needs_all_steps:
+        return "failed", f"{words}; the spec says success: all-steps"
+    return "succeeded", f"{words}: the training ended before its last step"
+
+
+def _went(end: End) -> bool:
+    is_signalled = end.signalled or end.wrapper_signalled
+    return end.asked is not None and (is_signalled or end.code in (0, EXIT_LEFT, EXIT_STOPPED))
+
+
+def _how_it_went(end: End) -> str:
+    if end.session_left:
+        return "saved and left"
+    if end.code == 0 and end.is_done is False:
+        return f"ended when asked, at step {end.step:,} of {end.total_steps:,}"
+    return "ended when asked"
+
+
+def final_error(last_lines: Sequence[str]) -> List[str]:
+    """Return the lines of the error that ended the process, its first one first; empty when none is seen.
+
+    That is the exception of the last traceback, what directly caused it included. It is not a launcher's
+    that repeats a worker's, nor a rank's whose peer is gone. Without a traceback it is the last line that
+    names an error, among the last few.
+    """
+    lines = [_split(line) for line in last_lines]
+    found = _last_traceback(lines)
+    return found if found is not None else _last_error_line([text for _, text in lines])
+
+
+def _split(line: str) -> _Line:
+    """Who wrote a line (the prefix of a rank), and what."""
+    match = _RANK.match(line)
+    prefix = match[0] if match else ""
+    return prefix, line[len(prefix) :].rstrip()
+
+
+def _last_traceback(lines: Sequence[_Line]) -> Optional[List[str]]:
+    heads = [index for index, (_, text) in enumerate(lines) if text.strip() == _TRACEBACK]
+    end, echo = len(lines), None
+    for head in reversed(heads):
+        error = _error_after(lines, head, end)
+        if error is None or (head and _ASIDE.match(lines[head - 1][1])):
+            end = head
+            continue
+        message = _message(lines, error, end)
+        follows = [text for _, text in lines[error + len(message) : end] if text.strip()]
+        if len(follows) > _FINAL_LINES:
+            return echo  # the process went on after it
+        if _class_of(message) is None and (_LAUNCHER.match(message[0]) or _ECHO.search(message[0])):
+            end, echo = head, echo or message
+            continue
+        return message + _causes(lines, head)
+    return echo
+
+
+def _error_after(lines: Sequence[_Line], head: int, end: int) -> Optional[int]:
+    """Where the exception of the traceback at *head* stands: its writer's next line without indent."""
+    writer = lines[head][0]
+    for index in range(head + 1, end):
+        prefix, text = lines[index]
+        if prefix == writer and text and not text[0].isspace():
+            return index
+    return None
+
+
+def _message(lines: Sequence[_Line], first: int, end: int) -> List[str]:
+    found = [lines[first][1]]
+    for prefix, text in lines[first + 1 : min(end, first + _MESSAGE_LINES)]:
+        is_over = not text.strip() or text.strip() == _TRACEBACK or _ERROR.match(text)
+        if is_over or prefix != lines[first][0]:
+            break
+        found.append(text)
+    return found
+
+
+def _causes(lines: Sequence[_Line], head: int) -> List[str]:
+    """What the exception whose traceback begins at *head* was raised from."""
+    before = [index for index in range(head) if lines[index][1].strip()]
+    if not before or lines[before[-1]][1].strip() != _CAUSE:
+        return []
+    return _last_traceback(lines[: before[-1]]) or []
+
+
+def _last_error_line(lines: Sequence[str]) -> List[str]:
+    for line in reversed([line for line in lines if line.strip()][-_FINAL_LINES:]):
+        text = line.strip(" \t|+-")
+        if _HARMLESS.search(text) or _LAUNCHER.match(text):
+            continue
+        if _ERROR.match(text) or _class_of([text]) is not None:
+            return [text]
+    return []
+
+
+def _class_of(error: Sequence[str]) -> Optional[Tuple[str, str]]:
+    for line in error:
+        for pattern, reason in _REASONS:
+            if pattern.search(line):
+                return reason, line.strip()[:500]
+    return None
+
+
+def _exit_code(end: End, reason: str) -> int:
+    if reason in ASKED_EXITS:
+        return ASKED_EXITS[reason]
+    if end.code == 0 and reason != "succeeded":
+        return 1  # the backend, too, is to see a failure
+    return end.code if end.code >= 0 else 128 - end.code
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,200 @@
+"""Accelerate.
+
+::
+
+    from envscaler_agent.frameworks.accelerate import AcceleratedSession
+
+    with AcceleratedSession(accelerator, loader) as session:      # after accelerator.prepare
+        while session.epoch < 3:
+            for batch in session.batches():
+                ...                                               # backward and optimizer.step as ever
+                session.step(loss=loss)                           # once for each batch
+            ...                                                   # evaluate
+
+``accelerator.save_state`` writes model, optimizer, scheduler and random states of every rank; the session
+adds the place in the epoch. What follows an epoch's loop is done before the epoch's end is saved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Type
+
+from accelerate import Accelerator
+
+from envscaler_agent import Session
+from envscaler_agent.errors import CheckpointError
+from envscaler_agent.frameworks.randomness import random_state, set_random_state
+from envscaler_agent.frameworks.torch import (
+    agree,
+    allow_numpy,
+    leave_group_at_exit,
+    telling_of_shards,
+)
+
+if TYPE_CHECKING:
+    from typing import Self  # of Python 3.11; type checkers alone read it
+
+
+class AcceleratedSession:
+    """Hands out what is left of each epoch, counts steps, saves, and leaves when the stage is to move.
+
+    Attributes:
+        session: What it speaks through.
+        epoch: Epochs finished.
+        batch: Batches of this epoch that each rank has used.
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: Any, session: Optional[Session] = None) -> None:
+        """Go on from the checkpoint, if there is one. Everything must be prepared, *loader* too.
+
+        Raises:
+            ValueError: *loader* was not prepared, or its dataset has no order that could be resumed.
+            CheckpointError: What was used of the epoch does not divide over these ranks.
+        """
+        if not hasattr(loader, "total_batch_size"):
+            raise ValueError(
+                "AcceleratedSession: loader must be what accelerator.prepare returned, of a dataset with "
+                "__getitem__ (an IterableDataset has no place that could be saved)"
+            )
+        leave_group_at_exit()
+        self.session = session if session is not None else Session(agree=agree)
+        self.epoch = self.batch = 0
+        self._accelerator, self._loader = accelerator, loader
+        self._at_epoch_begin: Dict[str, Any] = {}
+        self._restored: Optional[Dict[str, Any]] = None
+        self._owes_epoch_end = False
+        folder = self.session.restore()
+        if folder is not None:
+            allow_numpy()
+            accelerator.load_state(str(folder))
+            accelerator.step = 0  # passes since a step: of other ranks it would be another number
+            self._restored = self._place_in(folder)
+            self.epoch, self.batch = self._restored["epoch"], self._restored["batch"]
+
+    def __enter__(self) -> Self:
+        """Begin to report."""
+        self.session.__enter__()
+        self.session.phase("training")
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        """Say the last numbers."""
+        self.session.__exit__(kind, error, trace)
+
+    def batches(self) -> Iterator[Any]:
+        """Hand out what is left of this epoch; the end of the one before is saved first, if due or asked for.
+
+        Raises:
+            SystemExit: Saved, and this machine is to be left.
+        """
+        if self._owes_epoch_end:
+            self._owes_epoch_end = False
+            self.session.checkpoint(self._save, epoch_end=self.epoch)
+        if self._restored is not None and self.batch:
+            self._set(self._restored["at_epoch_begin"])
+        self._at_epoch_begin = self._get()
+        loader = self._loader
+        if self.batch:
+            loader = self._accelerator.skip_first_batches(loader, self.batch)
+        self._loader.iteration = loader.iteration = self.epoch  # what seedable samplers draw the order from
+        if self._restored is not None and not self.batch:
+            self._set(self._restored["now"])
+            self._restored = None
+        for batch in loader:
+            if self._restored is not None:  # skipping has drawn from the generators
+                self._set(self._restored["now"])
+                self._restored = None
+            self.batch += 1
+            yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+        self._owes_epoch_end = True
+
+    def step(self, *, samples: Optional[int] = None, loss: Any = None) -> None:
+        """Count what the batch did; save when that is due or asked for.
+
+        While gradients are being accumulated nothing is counted and nothing saved.
+
+        Args:
+            samples: Of this rank, in the whole step. Default: what the loader gives.
+            loss: A number or a tensor.
+
+        Raises:
+            SystemExit: Saved, and this machine is to be left.
+        """
+        accelerator = self._accelerator
+        if not accelerator.sync_gradients:
+            return
+        usual = self._loader.total_batch_size * accelerator.gradient_accumulation_steps
+        self.session.step(
+            samples=usual // accelerator.num_processes if samples is None else samples,
+            loss=loss,
+            batch=usual,
+        )
+        if self.batch < len(self._loader):
+            self.session.checkpoint(self._save)
+
+    def _place_in(self, folder: Path) -> Dict[str, Any]:
+        """Return this rank's place; with another number of ranks the one that leaves the same samples.
+
+        Batches go to the ranks in turn, so that n of each of two ranks are the first 2 n of one.
+        """
+        mine, first = self._file(folder, self.session.rank), self._file(folder, 0)
+        place: Dict[str, Any] = json.loads((mine if mine.exists() else first).read_text(encoding="utf-8"))
+        used, ranks = place["batch"] * place["ranks"], self._accelerator.num_processes
+        if used % ranks:
+            raise CheckpointError(
+                f"{folder}: {used} batches of the epoch are used, no multiple of {ranks} ranks"
+            )
+        return {**place, "batch": used // ranks}
+
+    def _save(self, folder: Path) -> None:
+        naming = self._accelerator.project_configuration
+        is_automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
+        try:
+            with telling_of_shards("saved"):
+                self._accelerator.save_state(str(folder))
+        finally:
+            naming.automatic_checkpoint_naming = is_automatic
+        place = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "ranks": self._accelerator.num_processes,
+            "at_epoch_begin": self._at_epoch_begin,
+            "now": self._get(),
+        }
+        self._file(folder, self.session.rank).write_text(json.dumps(place), encoding="utf-8")
+
+    def _file(self, folder: Path, rank: int) -> Path:
+        return folder / f"place-{rank:05d}.json"
+
+    def _get(self) -> Dict[str, Any]:
+        """Return the random state, that of the generator which draws the order included."""
+        generator = self._generator()
+        order = generator.get_state().tolist() if generator is not None else None
+        return {**random_state(), "order": order}
+
+    def _set(self, state: Dict[str, Any]) -> None:
+        set_random_state(state)
+        generator = self._generator()
+        if generator is not None and state["order"] is not None:
+            import torch  # noqa: PLC0415 - only where there is such a generator
+
+            generator.set_state(torch.tensor(state["order"], dtype=torch.uint8))
+
+    def _generator(self) -> Any:
+        """Return what draws the order: on several ranks the one that accelerate keeps the same on all."""
+        sampler = self._loader.get_sampler()
+        found = (
+            getattr(self._loader, "synchronized_generator", None),
+            getattr(sampler, "generator", None),
+            self._loader.generator,
+        )
+        return next((generator for generator in found if generator is not None), None)

@@ -1,0 +1,136 @@
+"""Keras 3, on any backend.
+
+::
+
+    from envscaler_agent.frameworks.keras import SessionCallback
+
+    callback = SessionCallback(model)
+    model.fit(x, y, epochs=20, initial_epoch=callback.initial_epoch, callbacks=[callback])
+
+``fit`` draws an epoch's order itself and has no place in it that could be saved, so checkpoints are made
+at the ends of epochs. With the torch backend and ``SessionCallback(model, data=loader)``, *loader* a
+``ResumableLoader`` that ``fit`` gets too, also between two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, Dict, Mapping, Optional
+
+import keras
+
+from envscaler_agent import Session
+from envscaler_agent.frameworks.randomness import load_random_state, save_random_state
+
+_WEIGHTS = "model.weights.h5"
+_PLACE = "place.json"
+
+Logs = Optional[Mapping[str, Any]]
+
+
+class SessionCallback(keras.callbacks.Callback):
+    """Reports steps, saves when it is due or asked for, and ends the program when the stage is to move.
+
+    Attributes:
+        session: What it speaks through.
+        initial_epoch: For ``fit(initial_epoch=...)``; 0 on a fresh start.
+    """
+
+    def __init__(self, model: keras.Model, *, data: Any = None, session: Optional[Session] = None) -> None:
+        """Go on from the checkpoint, if there is one. *model* must be built and compiled.
+
+        Raises:
+            ValueError: It is not.
+        """
+        super().__init__()
+        if not model.built or getattr(model, "optimizer", None) is None:
+            raise ValueError("SessionCallback: build and compile the model before")
+        self.session = session if session is not None else Session()
+        self.initial_epoch = 0
+        self._carried, self._data = model, data
+        self._has_begun = False
+        self._folder = self.session.restore()
+        if self._folder is not None:
+            self._load(self._folder)
+        self._begin = data.state_dict() if data is not None else None
+
+    def _load(self, folder: Path) -> None:
+        place = json.loads((folder / _PLACE).read_text(encoding="utf-8"))
+        self.initial_epoch = place["epoch"]
+        if not self._carried.optimizer.built:
+            self._carried.optimizer.build(self._carried.trainable_variables)
+        self._carried.load_weights(str(folder / _WEIGHTS))
+        if self._data is not None:
+            self._data.load_state_dict(place["data"])
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Say how long the training will be.
+
+        Raises:
+            ValueError: It is the ``fit`` of another model.
+            RuntimeError: This is a second training.
+        """
+        del logs
+        if self.model is not self._carried:
+            raise ValueError("SessionCallback: fit of another model than it was made for")
+        if self._has_begun:
+            raise RuntimeError(
+                "a SessionCallback carries one training: steps of a second one could not be told from the "
+                "first's; make it a stage of its own"
+            )
+        self._has_begun = True
+        if self._data is not None:
+            self._data.load_state_dict(self._begin)  # fit may have looked at a batch to learn its shape
+            # What is left of an epoch is less than an epoch: keras warns of it, and it is right.
+            warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
+        self.session.__enter__()
+        epochs, steps = self.params.get("epochs"), self.params.get("steps")
+        self.session.report(epochs=epochs, total_steps=epochs * steps if epochs and steps else None)
+        self.session.phase("training")
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Put the random generators back before the first epoch's order is drawn.
+
+        Raises:
+            RuntimeError: It was restored and does not go on from there.
+        """
+        del logs
+        if self._folder is None:
+            return
+        if epoch != self.initial_epoch:
+            raise RuntimeError(
+                f"the training begins with epoch {epoch}, its checkpoint with {self.initial_epoch}: "
+                "write fit(..., initial_epoch=callback.initial_epoch)"
+            )
+        load_random_state(self._folder, self.session.rank)
+        self._folder = None
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Count the step; save between two steps of an epoch, where the data has a place."""
+        del batch
+        samples = self._data.global_batch // self._data.world_size if self._data is not None else None
+        self.session.step(samples=samples, loss=(logs or {}).get("loss"))
+        if self._data is not None and not self._data.epoch_end:
+            self.session.checkpoint(lambda folder: self._save(folder, self._data.epoch))
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Save at the end of an epoch, after its validation."""
+        del logs
+        self.session.checkpoint(lambda folder: self._save(folder, epoch + 1), epoch_end=epoch + 1)
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Say the last numbers."""
+        del logs
+        self.session.__exit__(None, None, None)
+
+    def _save(self, folder: Path, epoch: int) -> None:
+        save_random_state(folder, self.session.rank)
+        if self.session.rank != 0:
+            return
+        self._carried.save_weights(str(folder / _WEIGHTS))
+        place: Dict[str, Any] = {"epoch": epoch}
+        if self._data is not None:
+            place["data"] = self._data.state_dict()
+        (folder / _PLACE).write_text(json.dumps(place), encoding="utf-8")

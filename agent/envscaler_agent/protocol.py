@@ -1,0 +1,594 @@
+"""What the owner's side and the training's side write to each other, versioned.
+
+The owner writes :class:`Control`; the training's side writes :class:`Status`,
+:class:`Manifest`, metrics and logs. Everything read from the other side is
+data: bounded in size, checked here, never a path or a command.
+
+Runs on Python 3.8 with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+
+from envscaler_agent.errors import ProtocolError
+
+SCHEMA = "1.0"
+"""``major.minor``. Readers take this and the previous minor, and ignore unknown fields."""
+
+MAX_JSON_BYTES = 1 << 20
+"""Largest control or status read, bytes. Chosen: a thousand times the usual one."""
+MAX_MANIFEST_BYTES = 1 << 25
+"""Largest manifest read, bytes. Chosen: 100,000 files with their hashes and paths of 150 letters."""
+
+EXIT_LEFT = 85
+"""Wrapper: asked to leave, checkpointed, left. Chosen outside sysexits (64-78) and shells (126-165)."""
+EXIT_ORPHANED = 86
+"""Wrapper: the owner's lease stood still for ``orphan_after``; checkpointed and left. Chosen likewise."""
+EXIT_STOPPED = 87
+"""Wrapper: asked to stop; stopped within its grace, with or without a checkpoint. Chosen likewise."""
+EXIT_SETUP_FAILED = 88
+"""Courier or wrapper: workdir, inputs or checkpoint could not be laid out. Chosen likewise."""
+EXIT_NOT_FOUND = 127
+"""The command does not exist, as shells say it."""
+
+ACTIONS = ("hold", "run", "checkpoint", "leave", "stop")
+"""What a control asks: wait until the candidates are listed, go on, save now and go on, save and exit with
+EXIT_LEFT, exit within the grace."""
+ALIGNMENTS = ("now", "step", "epoch")
+PHASES = ("setup", "restoring", "running", "checkpointing", "leaving", "uploading", "ended")
+"""Life of one node of one attempt. ``uploading``: the command has ended, outputs are on their way."""
+HEALTHS = ("ok", "stalled")
+
+_MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float has room
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+_CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
+_MAX_TIME_NS = 1 << 62  # in the year 2116; chosen: every file system takes it
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_UNSAFE = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
+_MANIFEST = re.compile(r"manifest-c(\d{1,9})\.json\Z")
+_T = TypeVar("_T", bound="Message")
+
+
+def control_name(generation: int, attempt: int) -> str:
+    """Store name, relative to the run's folder, of what the owner asks of an attempt."""
+    return f"control/g{generation}-a{attempt}.json"
+
+
+def claim_name(generation: int, attempt: int, node: int, number: int) -> str:
+    """Store name of a claim: which pod, or node process, speaks for a node. The highest number is valid."""
+    return f"claims/g{generation}-a{attempt}-n{node}-{number:06d}.json"
+
+
+def accepted_name(generation: int, attempt: int, claim: int) -> str:
+    """Store name of the manifests of lower claims that *claim* to node 0 accepts; all others are void."""
+    return f"claims/g{generation}-a{attempt}-n0-{claim:06d}-accepted.json"
+
+
+def manifest_name(claim: int) -> str:
+    """Name, in a checkpoint's folder, of the manifest that *claim* to node 0 wrote."""
+    return f"manifest-c{claim}.json"
+
+
+def parse_manifest_name(name: str) -> Optional[int]:
+    """Claim of a checkpoint's manifest, None when *name* is not one."""
+    match = _MANIFEST.match(name)
+    return int(match[1]) if match else None
+
+
+def status_name(generation: int, attempt: int, node: int, claim: int = 1) -> str:
+    """Store name of what a node last reported under *claim*, which is 1 until it is replaced."""
+    return f"status/g{generation}-a{attempt}-n{node}-c{claim}.json"
+
+
+def metrics_name(generation: int, attempt: int, node: int, chunk: int, claim: int = 1) -> str:
+    """Store name of a closed chunk of metrics (JSON lines)."""
+    return f"metrics/g{generation}-a{attempt}-n{node}-c{claim}-{chunk:06d}.jsonl"
+
+
+def log_name(generation: int, attempt: int, node: int, chunk: int, claim: int = 1) -> str:
+    """Store name of a closed chunk of stdout and stderr."""
+    return f"logs/g{generation}-a{attempt}-n{node}-c{claim}-{chunk:06d}.log"
+
+
+def checkpoint_name(generation: int, step: int, attempt: int) -> str:
+    """Folder name under ``checkpoints/``; sorts by step within a generation."""
+    return f"g{generation}-step-{step:08d}-a{attempt}"
+
+
+def parse_checkpoint_name(name: str) -> Optional[Tuple[int, int, int]]:
+    """``(generation, step, attempt)`` of a checkpoint folder, None when it is not one."""
+    match = _CHECKPOINT.match(name)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def is_safe_relative_path(path: str) -> bool:
+    """True for ``a/b.bin``: relative, no empty, ``.`` or ``..`` part, no NUL or backslash, at most 1024."""
+    return len(path) <= 1024 and not _UNSAFE.search(path)
+
+
+def is_safe_link(path: str, target: str) -> bool:
+    """True when a link at *path* to *target*, relative to its own folder, stays in the tree."""
+    if not target or len(target) > 1024 or "\0" in target or target.startswith("/"):
+        return False
+    depth = path.count("/")
+    for part in target.split("/"):
+        if part == "..":
+            depth -= 1
+        elif part not in ("", "."):
+            depth += 1
+        if depth < 0:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Message:
+    """A JSON object with ``schema``; subclasses are what is on the wire."""
+
+    MAX_BYTES = MAX_JSON_BYTES
+
+    def to_json(self) -> bytes:
+        """Compact UTF-8 JSON; unknown (None) fields are left out."""
+        body = {"schema": SCHEMA}
+        body.update(_plain(self))
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls: Type[_T], text: Union[bytes, str], *, where: str) -> _T:
+        """Read *text* written by this or the previous minor version.
+
+        Raises:
+            ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
+        """
+        message: _T = _build(cls, read_object(text, where=where, max_bytes=cls.MAX_BYTES), where)
+        return message
+
+
+def read_object(text: Union[bytes, str], *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Dict[str, Any]:
+    """Read *text* as a JSON object of our major version.
+
+    Raises:
+        ProtocolError: Too large, not JSON, no object, or another major version.
+    """
+    if len(text) > max_bytes:
+        raise ProtocolError(f"{where}: {len(text)} bytes, at most {max_bytes} are read")
+    try:
+        body = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as err:
+        raise ProtocolError(f"{where}: not JSON: {err}") from err
+    if not isinstance(body, dict):
+        raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
+    check_schema(body.get("schema"), where=where)
+    return body
+
+
+def check_schema(schema: object, *, where: str) -> None:
+    """Refuse another major version; a newer or older minor is read, unknown fields are ignored.
+
+    Raises:
+        ProtocolError: Names both versions.
+    """
+    ours = SCHEMA.split(".", 1)[0]
+    if not isinstance(schema, str) or schema.split(".", 1)[0] != ours:
+        raise ProtocolError(f"{where}: schema {schema!r}, this side speaks {SCHEMA}")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _plain(value: Any) -> Any:
+    if value.__class__ in _SCALARS:
+        return value
+    if dataclasses.is_dataclass(value):
+        pairs = ((name, getattr(value, name)) for name in _hints(type(value)))
+        return {name: _plain(item) for name, item in pairs if item is not None}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+_SCALARS = frozenset((str, int, float, bool))
+_HINTS: Dict[Any, Dict[str, Any]] = {}
+"""Fields of each message with their types: to resolve them takes longer than to read a whole status."""
+
+
+def _hints(cls: Type[Any]) -> Dict[str, Any]:
+    found = _HINTS.get(cls)
+    if found is None:
+        known = get_type_hints(cls)
+        found = _HINTS[cls] = {item.name: known[item.name] for item in dataclasses.fields(cls)}
+    return found
+
+
+def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:
+    values = {}
+    for name, hint in _hints(cls).items():
+        if name in body:
+            value = body[name]
+            values[name] = value if _is_as_said(hint, value) else _read(hint, value, f"{where}: {name}")
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as err:
+        raise ProtocolError(f"{where}: {err}") from err
+
+
+def _is_as_said(hint: Any, value: Any) -> bool:
+    """True for what :func:`_read` returns as it is; quick, since a manifest has 100,000 files."""
+    if value.__class__ is not hint:
+        return False
+    if hint is str:
+        return bool(value.isascii())
+    return hint is bool or (hint is int and -_MOST_INT < value < _MOST_INT)
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    origin: Any = getattr(hint, "__origin__", None)
+    args: Tuple[Any, ...] = getattr(hint, "__args__", ())
+    if origin is Union:  # Optional[...]
+        return None if value is None else _read(args[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected a list")
+        return tuple(_read(args[0], item, where) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
+        return {str(key): _read(args[1], item, where) for key, item in value.items()}
+    return _read_plain(hint, value, where)
+
+
+def _read_plain(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
+        return _build(hint, value, where)  # type: ignore[arg-type]  # is_dataclass() lets instances by, too
+    if hint is Any:
+        return value
+    if hint is float and type(value) is int and abs(value) < _MOST_INT:
+        return float(value)
+    if type(value) is float and not math.isfinite(value):  # JSON can say 1e999
+        raise ProtocolError(f"{where}: {value!r} is no number")
+    if type(value) is not hint or (type(value) is int and abs(value) >= _MOST_INT):
+        expected = getattr(hint, "__name__", hint)
+        raise ProtocolError(f"{where}: got {value!r:.80}, expected {expected}")
+    return _sayable(value) if hint is str else value
+
+
+def _sayable(text: str) -> str:
+    """*text* with what no terminal and no file takes escaped, such as half of a name that is no UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _check(value: object, allowed: Tuple[str, ...], name: str) -> None:
+    if value not in allowed:
+        raise ValueError("{} must be one of {}, got {!r}".format(name, ", ".join(allowed), value))
+
+
+def _check_finite(**values: Optional[float]) -> None:
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Control(Message):
+    """What the owner asks of one attempt (``control/g1-a3.json``, overwritten).
+
+    Attributes:
+        sequence: Grows with every write; a node acknowledges it in its status.
+        action: One of :data:`ACTIONS`.
+        align: When ``checkpoint`` and ``leave`` are carried out: ``now`` means the next step
+            boundary without waiting for more, ``step`` the same, ``epoch`` the end of an epoch.
+        align_timeout_s: Longest wait for the alignment, seconds; then the next step boundary.
+        grace_s: Seconds from the request to a kill, for ``leave`` after the alignment and for ``stop``.
+        reason: Shown to people.
+        candidates: Checkpoint folder names that node 0 may resume from, best first; what earlier
+            attempts write later is void. Checkpoints of this very attempt may be used besides. None until
+            the owner has listed them, which it does once ``hold`` is in the store.
+        restore_from: URI of another run's checkpoint folder, for a fresh run that begins from it.
+        orphan_after_s: Seconds without a change of the lease after which the courier ends the attempt.
+        checkpoint_every_s: Seconds between checkpoints where fewer than the spec's are better; None: the
+            spec's. Counts at the start of an attempt.
+    """
+
+    sequence: int = 0
+    action: str = "run"
+    align: str = "step"
+    align_timeout_s: float = 3600.0
+    grace_s: float = 30.0
+    reason: str = ""
+    candidates: Optional[Tuple[str, ...]] = None
+    restore_from: Optional[str] = None
+    orphan_after_s: float = 1800.0
+    checkpoint_every_s: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no reader could carry out."""
+        _check(self.action, ACTIONS, "action")
+        _check(self.align, ALIGNMENTS, "align")
+        _check_finite(
+            align_timeout_s=self.align_timeout_s,
+            grace_s=self.grace_s,
+            orphan_after_s=self.orphan_after_s,
+            checkpoint_every_s=self.checkpoint_every_s,
+        )
+        for name in self.candidates or ():
+            if parse_checkpoint_name(name) is None:
+                raise ValueError(f"candidates: {name!r} is no checkpoint name")
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """What the training said of itself; every field None when unknown.
+
+    Attributes:
+        step: Optimizer steps done in this generation, restored ones included.
+        total_steps: Steps that the whole training takes.
+        epoch: Epochs finished.
+        epochs: Epochs that the whole training takes.
+        samples: Samples seen in this generation, restored ones included.
+        tokens: Tokens seen by this attempt; a checkpoint does not carry their count.
+        batch: Global batch size of the last step, samples.
+        loss: Last reported loss (may be negative; NaN is reported as None with ``loss_is_nan``).
+        loss_is_nan: True when the last loss was NaN or infinite.
+        accuracy: Last reported accuracy, in [0, 1] or per cent as the training says it.
+        step_time_s: Mean seconds per step over the last window.
+        data_time_s: Part of it spent waiting for data.
+        sync_time_s: Part of it spent synchronising gradients.
+        steps_per_s: Steps / seconds over the last window, stalls included.
+        samples_per_s: Samples / seconds over the last window.
+        phase: ``loading``, ``training``, ``evaluation`` or a name of the user's own.
+        repeated_samples: Samples used again since the restore, as far as known.
+        noise_scale: Gradient noise scale in samples, when the training reports it.
+        elapsed_s: Seconds from the start of the command to the moment ``step`` was read, by the node's
+            monotonic clock.
+        first_step_s: Seconds from the start of the command to the end of its first step.
+        save_s: Seconds that training stood still to save checkpoints so far.
+    """
+
+    step: Optional[int] = None
+    total_steps: Optional[int] = None
+    epoch: Optional[int] = None
+    epochs: Optional[int] = None
+    samples: Optional[int] = None
+    tokens: Optional[int] = None
+    batch: Optional[int] = None
+    loss: Optional[float] = None
+    loss_is_nan: Optional[bool] = None
+    accuracy: Optional[float] = None
+    step_time_s: Optional[float] = None
+    data_time_s: Optional[float] = None
+    sync_time_s: Optional[float] = None
+    steps_per_s: Optional[float] = None
+    samples_per_s: Optional[float] = None
+    phase: Optional[str] = None
+    repeated_samples: Optional[int] = None
+    noise_scale: Optional[float] = None
+    elapsed_s: Optional[float] = None
+    first_step_s: Optional[float] = None
+    save_s: Optional[float] = None
+
+
+LOG_PATTERN_FIELDS = ("step", "total_steps", "epoch", "epochs", "loss", "accuracy", "samples", "tokens")
+"""Fields of Progress that ``metrics.log_patterns`` can read from a line of output."""
+
+
+@dataclass(frozen=True)
+class Ended(Message):
+    """How the command of a node ended.
+
+    Attributes:
+        exit_code: 0 to 255; None when a signal ended it.
+        signal: Signal number; None when it exited.
+        reason: ``succeeded``, ``left``, ``stopped``, ``orphaned``, ``failed``, ``not-found``,
+            ``setup-failed``, ``out-of-memory``, ``cuda-out-of-memory``, ``killed``, ``disk-full``.
+        detail: One line for people.
+        last_lines: Last lines of its output, secrets masked, at most 100.
+    """
+
+    exit_code: Optional[int] = None
+    signal: Optional[int] = None
+    reason: str = "failed"
+    detail: str = ""
+    last_lines: Tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a reason that no reader knows."""
+        _check(self.reason, END_REASONS, "reason")
+
+
+END_REASONS = (
+    "succeeded",
+    "left",
+    "stopped",
+    "orphaned",
+    "failed",
+    "not-found",
+    "setup-failed",
+    "out-of-memory",
+    "cuda-out-of-memory",
+    "killed",
+    "disk-full",
+)
+
+
+@dataclass(frozen=True)
+class Transfer(Message):
+    """What the sidecar moves between its node and a store, as far as it is.
+
+    Attributes:
+        doing: ``uploading``, ``restoring`` or ``fetching``.
+        name: Of what, such as ``checkpoint 440`` or ``output model``.
+        done_bytes: Moved so far.
+        total_bytes: To move in all.
+    """
+
+    doing: str = ""
+    name: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Status(Message):
+    """The last report of a node (``status/g1-a3-n0-c2.json``, every 15 s and on change).
+
+    Attributes:
+        generation, attempt, node: Whose status this is.
+        claim: Under which claim to the node it is reported; 0 for a wrapper's, which knows none.
+        sequence: Grows with every write. A reader tells the age with its own clock, from the
+            moment it saw the number change.
+        phase: One of :data:`PHASES`.
+        health: One of :data:`HEALTHS`.
+        control_sequence: Last control that was taken up.
+        progress: What the training said.
+        start_step: Step that this attempt began at (0 fresh, else the checkpoint's).
+        restored_from: Checkpoint folder name or URI that node 0 chose; None when fresh.
+        restored_claim: Claim of the manifest that it chose in that folder; None for a URI.
+        setup_s: Seconds from the node's start to the start of its command: workdir, inputs, restore.
+        restore_s, checkpoint_s: Seconds of the restore and of the last checkpoint (save and upload).
+        rejected: Checkpoints that were found torn at the restore, each with its reason.
+        last_checkpoint: Newest folder name whose manifest is in the store.
+        last_checkpoint_step: Its step.
+        checkpoints: How many this attempt has completed.
+        cpu_seconds: CPU seconds used by the command so far.
+        usage: Aggregates of the last window, e.g. ``cpu_percent``, ``memory_bytes``,
+            ``memory_peak_bytes``, ``gpu0_utilization_percent``; absent when not measured.
+        address: Where node 0 can be reached by the other nodes.
+        ended: None while the command runs.
+        transfer: What the sidecar moves now; its change alone writes no status. None while it moves nothing.
+        outputs: Output name to the URI of its folder, once uploaded with a manifest.
+        agent_version: Version of the agent that wrote it.
+        message: One line for people.
+    """
+
+    generation: int = 0
+    attempt: int = 0
+    node: int = 0
+    claim: int = 0
+    sequence: int = 0
+    phase: str = "setup"
+    health: str = "ok"
+    control_sequence: int = 0
+    progress: Progress = field(default_factory=Progress)
+    start_step: Optional[int] = None
+    restored_from: Optional[str] = None
+    restored_claim: Optional[int] = None
+    setup_s: Optional[float] = None
+    restore_s: Optional[float] = None
+    checkpoint_s: Optional[float] = None
+    rejected: Tuple[str, ...] = ()
+    last_checkpoint: Optional[str] = None
+    last_checkpoint_step: Optional[int] = None
+    checkpoints: int = 0
+    cpu_seconds: Optional[float] = None
+    usage: Dict[str, float] = field(default_factory=dict)
+    address: Optional[str] = None
+    ended: Optional[Ended] = None
+    transfer: Optional[Transfer] = None
+    outputs: Dict[str, str] = field(default_factory=dict)
+    agent_version: str = ""
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse phases and healths that no reader knows."""
+        _check(self.phase, PHASES, "phase")
+        _check(self.health, HEALTHS, "health")
+
+
+@dataclass(frozen=True)
+class ManifestFile(Message):
+    """One file of a checkpoint or output.
+
+    Attributes:
+        path: Relative to the folder; see :func:`is_safe_relative_path`.
+        size: Bytes.
+        sha256: 64 lower-case hex digits.
+        node: Node that uploaded it.
+        claim: Under which claim to it; 0 in a folder without parts, such as an output.
+        mtime_ns: When it was modified, by its machine: the order of saves, by which code finds the last one.
+            0 where that is unknown.
+    """
+
+    path: str = ""
+    size: int = 0
+    sha256: str = ""
+    node: int = 0
+    claim: int = 0
+    mtime_ns: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse paths that leave the folder and hashes of the wrong form."""
+        if not is_safe_relative_path(self.path):
+            raise ValueError(f"path {self.path!r:.200} is not a plain relative path")
+        if self.size < 0 or self.node < 0 or self.claim < 0:
+            raise ValueError(f"size must be >= 0, got {self.size}; node {self.node}, claim {self.claim}")
+        if not 0 <= self.mtime_ns < _MAX_TIME_NS:
+            raise ValueError(f"mtime_ns must be in 0..{_MAX_TIME_NS}, got {self.mtime_ns}")
+        if not _SHA256.match(self.sha256):
+            raise ValueError(f"sha256 must be 64 hex digits, got {self.sha256!r:.80}")
+
+
+@dataclass(frozen=True)
+class Manifest(Message):
+    """Written last; a folder without it does not count. Nodes may have saved different files under one path.
+
+    Attributes:
+        kind: ``checkpoint``, ``directory`` or ``file`` (an output that is one file).
+        files: All files of all ranks.
+        step, epoch, samples, world_size, global_batch: State of the training, for checkpoints.
+        generation, attempt: Who wrote it.
+        cooperative: True when the training saved it through ``Session``; False for a snapshot.
+        links: Path of each symbolic link to its target, relative to its own folder and inside the tree.
+    """
+
+    MAX_BYTES = MAX_MANIFEST_BYTES
+
+    kind: str = "checkpoint"
+    files: Tuple[ManifestFile, ...] = ()
+    step: Optional[int] = None
+    epoch: Optional[int] = None
+    samples: Optional[int] = None
+    world_size: Optional[int] = None
+    global_batch: Optional[int] = None
+    generation: int = 0
+    attempt: int = 0
+    cooperative: bool = True
+    links: Dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse unknown kinds and a path named twice."""
+        _check(self.kind, ("checkpoint", "directory", "file"), "kind")
+        paths = [item.path for item in self.files]
+        if len({(item.path, item.node if item.claim else 0) for item in self.files}) != len(paths):
+            raise ValueError("files: a path is named twice")
+        for path, target in self.links.items():
+            if not is_safe_relative_path(path) or not is_safe_link(path, target):
+                raise ValueError(f"links: {path!r:.200} to {target!r:.200} leaves the folder")
+        if not self.links:
+            return
+        below = [path for path in (*paths, *self.links) if _is_below_a_link(path, self.links)]
+        if below or set(paths) & set(self.links):
+            raise ValueError("links: a path is named twice, or lies below a link")
+
+
+def _is_below_a_link(path: str, links: Mapping[str, str]) -> bool:
+    parts = path.split("/")
+    return any("/".join(parts[:count]) in links for count in range(1, len(parts)))
+
+
+def is_safe_name(name: str) -> bool:
+    """True for names of outputs, nodes and files in the exchange folder."""
+    return bool(_NAME.match(name)) and ".." not in name
+
+
+__all__: List[str] = [name for name in dir() if not name.startswith("_")]

@@ -1,0 +1,126 @@
+"""A checkpoint folder becomes visible in one step, complete and on the disk, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from envscaler_agent.protocol import parse_checkpoint_name
+
+PARTIAL = ".saving-"
+"""Prefix of folders that are being saved."""
+FACTS = "agent.json"
+"""File inside a complete folder: step, epoch, samples, world_size, global_batch, save_s."""
+KEEP_LOCAL = 3
+"""Complete folders kept where no courier takes them away. Chosen: as ``checkpoint.keep``."""
+
+
+def partial_folder(checkpoints: Path, name: str) -> Path:
+    """Return where the checkpoint *name* is put together."""
+    return checkpoints / f"{PARTIAL}{name}"
+
+
+def clear_partial(checkpoints: Path) -> None:
+    """Remove what a save that was killed left behind."""
+    if checkpoints.is_dir():
+        for folder in checkpoints.glob(f"{PARTIAL}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def complete(checkpoints: Path, name: str, facts: Mapping[str, Any]) -> Path:
+    """Bring the partial folder *name* to the disk and give it its name.
+
+    Raises:
+        OSError: Nothing is visible under the name.
+    """
+    partial = partial_folder(checkpoints, name)
+    text = json.dumps({key: value for key, value in facts.items() if value is not None})
+    (partial / FACTS).write_text(text, encoding="utf-8")
+    sync_tree(partial)
+    final = checkpoints / name
+    partial.replace(final)
+    _sync(checkpoints)
+    return final
+
+
+def is_empty(checkpoints: Path, name: str) -> bool:
+    """True when nothing was saved into the partial folder *name*: folders alone are not a checkpoint."""
+    return not any(path.is_file() for path in partial_folder(checkpoints, name).rglob("*"))
+
+
+def abandon(checkpoints: Path, name: str) -> None:
+    """Remove the partial folder *name*; the complete ones stay."""
+    shutil.rmtree(partial_folder(checkpoints, name), ignore_errors=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Force every file and folder below *folder* to the disk, so that a rename cannot overtake them."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() or path.is_dir():
+            _sync(path)
+    _sync(folder)
+
+
+def is_taken(checkpoints: Path, name: str) -> bool:
+    """True when the checkpoint *name* is complete already, here or in the store."""
+    return (checkpoints / name).exists() or (checkpoints / f"{name}.done").exists()
+
+
+def waiting(checkpoints: Path) -> List[str]:
+    """Return the complete checkpoints that the courier has not taken yet, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    names = {entry.name for entry in os.scandir(checkpoints)}
+    return sorted(name for name in names if parse_checkpoint_name(name) and f"{name}.done" not in names)
+
+
+def newest(checkpoints: Path) -> Optional[Path]:
+    """Return the complete folder with the highest step."""
+    found = waiting(checkpoints)
+    return checkpoints / max(found, key=_order) if found else None
+
+
+def newest_of(checkpoints: Path, attempt: Tuple[int, int], *, after: int, most_ranks: int) -> Optional[Path]:
+    """Return the newest complete folder of that attempt with a step beyond *after*, None when there is none.
+
+    One that the courier has taken counts too: it leaves the newest where it is. One that more than
+    *most_ranks* ranks saved does not lie here as a whole.
+    """
+    found = []
+    for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
+        key = parse_checkpoint_name(entry.name)
+        if key is not None and (key[0], key[2]) == attempt and key[1] > after:
+            ranks = facts_of(Path(entry.path)).get("world_size")
+            if isinstance(ranks, int) and ranks <= most_ranks:
+                found.append((key[1], Path(entry.path)))
+    return max(found)[1] if found else None
+
+
+def prune(checkpoints: Path, keep: int = KEEP_LOCAL) -> None:
+    """Remove all complete folders but the newest *keep*."""
+    for name in sorted(waiting(checkpoints), key=_order)[:-keep]:
+        shutil.rmtree(checkpoints / name, ignore_errors=True)
+
+
+def facts_of(folder: Path) -> Dict[str, Any]:
+    """Return what ``agent.json`` says, {} when there is none."""
+    try:
+        body = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _order(name: str) -> "tuple[int, int, int]":
+    return parse_checkpoint_name(name) or (0, 0, 0)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

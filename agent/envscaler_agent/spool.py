@@ -1,0 +1,319 @@
+"""The folder through which wrapper, session and courier talk, one for each node of an attempt.
+
+======================== ===================== ================================================
+name                     written by            what
+======================== ===================== ================================================
+``start.json``           courier, once         where and how to start the command
+``control.json``         courier               the owner's Control, byte for byte
+``snapshot.done``        courier               ``{"sequence": n}``: the snapshot that control n asked for
+``request.json``         wrapper               ``{"action": "stop"}``: SIGTERM or SIGINT reached the wrapper
+``progress/rank-0.json`` session, local rank 0 Progress, and what :class:`SessionReport` says
+``wrapper.json``         wrapper               a Status with what the wrapper knows
+``logs/000001.log``      wrapper               closed chunks of output, secrets masked
+``metrics/000001.jsonl`` wrapper               closed chunks of metrics
+``checkpoints/<name>/``  session               a complete save, ``agent.json`` inside
+``ranks/``               sessions of one node  how several ranks agree on a step
+======================== ===================== ================================================
+
+Names that begin with a dot or end with ``.open`` are being written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
+
+from envscaler_agent.errors import ProtocolError
+from envscaler_agent.protocol import (
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+    MAX_JSON_BYTES,
+    SCHEMA,
+    Message,
+    Progress,
+    read_object,
+)
+
+ENV = "ENVSCALER_EXCHANGE"
+"""Environment variable that names the folder."""
+
+
+SETUP_EXITS = {"setup-failed": EXIT_SETUP_FAILED, "stopped": EXIT_STOPPED, "orphaned": EXIT_ORPHANED}
+"""What a set-up that came to nothing is called, and the wrapper's exit code."""
+
+
+class Exchange:
+    """Paths inside one exchange folder; makes nothing by itself."""
+
+    def __init__(self, root: Union[str, Path]) -> None:
+        """Name the folder *root*, which need not exist yet."""
+        self.root = Path(root)
+        self.start = self.root / "start.json"
+        self.control = self.root / "control.json"
+        self.request = self.root / "request.json"
+        self.snapshot = self.root / "snapshot.done"
+        self.notice = self.root / "notice.json"
+        self.wrapper = self.root / "wrapper.json"
+        self.progress = self.root / "progress" / "rank-0.json"
+        self.logs = self.root / "logs"
+        self.metrics = self.root / "metrics"
+        self.checkpoints = self.root / "checkpoints"
+        self.ranks = self.root / "ranks"
+
+    @classmethod
+    def from_env(cls, environ: Optional[Mapping[str, str]] = None) -> Optional[Exchange]:
+        """Return the folder that the environment names, None when it names none."""
+        root = (os.environ if environ is None else environ).get(ENV)
+        return cls(root) if root else None
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace *path* in one step: a reader sees the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> None:
+    """Replace *path* by *body* with ``schema`` in front; None is left out."""
+    known = {"schema": SCHEMA}
+    known.update((key, value) for key, value in body.items() if value is not None)
+    write_atomic(path, json.dumps(known, separators=(",", ":"), allow_nan=False).encode())
+
+
+RACY_NS = 50_000_000
+"""A file younger than this is read again: the next one may have its inode, size and time. Chosen: ten
+times the tick of the kernel's coarse clock (4 ms at 250 Hz)."""
+
+
+class Watched:
+    """A file that is replaced atomically now and then; asking costs one ``stat``."""
+
+    def __init__(self, path: Path) -> None:
+        """Watch *path*, which need not exist."""
+        self.path = path
+        self._seen: Optional[Tuple[int, int, int]] = None
+        self._data: Optional[bytes] = None
+
+    def changed(self) -> Optional[bytes]:
+        """Return the bytes when they are others than last time, None otherwise.
+
+        A file that vanishes is no change: what it said stays said.
+        """
+        try:
+            stat = self.path.stat()
+            mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if mark == self._seen:
+                return None
+            with self.path.open("rb") as file:
+                data = file.read(MAX_JSON_BYTES + 1)
+        except OSError:
+            return None
+        is_young = time.time_ns() - stat.st_mtime_ns < RACY_NS
+        self._seen = None if is_young else mark
+        if data == self._data:
+            return None
+        self._data = data
+        return data
+
+
+@dataclass(frozen=True)
+class Restore:
+    """The checkpoint that this attempt begins from.
+
+    Attributes:
+        path: Folder on this machine.
+        name: Its name in the store.
+        step, epoch, samples: Where it stands.
+    """
+
+    path: str
+    name: Optional[str] = None
+    step: Optional[int] = None
+    epoch: Optional[int] = None
+    samples: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``start.json`` says; every field has a default, so that a bare command runs too.
+
+    Attributes:
+        cwd: Working directory, None for the wrapper's own.
+        env: Additions to the environment.
+        restore: None on a fresh start.
+        generation, attempt, node, nodes: Which life of which machine this is.
+        every: ``{"seconds"|"steps"|"epochs": n}`` between periodic checkpoints, None for never.
+        align: Boundary of periodic checkpoints, ``step`` or ``epoch``.
+        global_batch: Samples per step over all ranks, where the spec says it.
+        checkpoint_path: Where code that does not cooperate saves on its own.
+        log_patterns: Regular expressions with one group, by field of Progress.
+        stall_factor: Steps may take this many times the usual before the run counts as stalled.
+        stall_min_s: And at least this many seconds.
+        sample_interval_s: Between two samples of the machine.
+        secret_env: Environment variables whose values never leave this room.
+        success: ``exit-code``, or ``all-steps`` where exit code 0 before the last step is a failure.
+    """
+
+    cwd: Optional[str] = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    restore: Optional[Restore] = None
+    generation: int = 0
+    attempt: int = 0
+    node: int = 0
+    nodes: int = 1
+    every: Optional[Mapping[str, float]] = None
+    align: str = "step"
+    global_batch: Optional[int] = None
+    checkpoint_path: Optional[str] = None
+    log_patterns: Mapping[str, str] = field(default_factory=dict)
+    stall_factor: float = 10.0
+    stall_min_s: float = 300.0
+    sample_interval_s: float = 1.0
+    secret_env: Tuple[str, ...] = ()
+    success: str = "exit-code"
+
+
+class SetupFailedError(ProtocolError):
+    """The courier could not lay out workdir, inputs or checkpoint; the message says why.
+
+    Attributes:
+        reason: What the end is called: ``setup-failed``, ``stopped`` or ``orphaned``.
+    """
+
+    def __init__(self, message: str, *, reason: str = "setup-failed") -> None:
+        """Say why, and what the end is called."""
+        super().__init__(message)
+        self.reason = reason
+
+
+def parse_notice(data: bytes) -> str:
+    """Read ``notice.json``: one line that the sidecar adds to the training's log.
+
+    Raises:
+        ProtocolError: It is not what the protocol says.
+    """
+    text = read_object(data, where="notice.json").get("text")
+    return text if isinstance(text, str) else ""
+
+
+def parse_start(data: bytes) -> Start:
+    """Read ``start.json``; unknown fields are ignored.
+
+    Raises:
+        SetupFailedError: The courier says that the setup failed.
+        ProtocolError: It is not what the protocol says.
+    """
+    body = read_object(data, where="start.json")
+    if body.get("failed") is not None:
+        reason = str(body.get("reason"))
+        raise SetupFailedError(
+            str(body["failed"]), reason=reason if reason in SETUP_EXITS else "setup-failed"
+        )
+    session = _object(body.get("session"), "session")
+    known = {name: session[name] for name in _SESSION_TYPES if session.get(name) is not None}
+    for name, value in known.items():
+        if not isinstance(value, _SESSION_TYPES[name]):
+            raise ProtocolError(f"start.json: session.{name}: got {value!r:.80}")
+    known["secret_env"] = tuple(str(name) for name in known.get("secret_env", ()))
+    env = {name: str(value) for name, value in _object(body.get("env"), "env").items()}
+    cwd = body.get("cwd")
+    if cwd is not None and not isinstance(cwd, str):
+        raise ProtocolError(f"start.json: cwd: got {cwd!r:.80}, expected a path")
+    return Start(cwd=cwd, env=env, restore=_restore(body.get("restore")), **known)
+
+
+def _restore(body: Any) -> Optional[Restore]:
+    if body is None:
+        return None
+    fields = _object(body, "restore")
+    if not isinstance(fields.get("path"), str):
+        raise ProtocolError(f"start.json: restore.path: got {fields.get('path')!r:.80}, expected a path")
+    known: Dict[str, Any] = {name: fields.get(name) for name in Restore.__dataclass_fields__}
+    return Restore(**known)
+
+
+def _object(value: Any, name: str) -> Dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ProtocolError(f"start.json: {name}: got {type(value).__name__}, expected an object")
+    return value
+
+
+_SESSION_TYPES: Mapping[str, Any] = {
+    "generation": int,
+    "attempt": int,
+    "node": int,
+    "nodes": int,
+    "every": dict,
+    "align": str,
+    "global_batch": int,
+    "checkpoint_path": str,
+    "log_patterns": dict,
+    "stall_factor": (int, float),
+    "stall_min_s": (int, float),
+    "sample_interval_s": (int, float),
+    "secret_env": list,
+    "success": str,
+}
+
+
+@dataclass(frozen=True)
+class SessionReport(Message):
+    """What ``progress/rank-0.json`` says beside the :class:`Progress`.
+
+    Attributes:
+        progress: What the training said of itself.
+        cooperates: True once ``Session.checkpoint`` was called: a leave can be left to it.
+        saves: True when ``Session.checkpoint`` saves now and then: nobody else need copy files.
+        saving: True while a checkpoint is being saved.
+        leaving: True from the moment it saves in order to go.
+        left: True when it saved and left, whatever exit code the launcher makes of it.
+        saved_step: Step of the newest complete save of this attempt.
+        last_save_s: Seconds that it took.
+        at, first_step_at: When this was written and the first step was done, monotonic clock of the machine.
+        warning: One line for people, e.g. why a save failed.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    cooperates: bool = False
+    saves: bool = False
+    saving: bool = False
+    leaving: bool = False
+    left: bool = False
+    saved_step: Optional[int] = None
+    last_save_s: Optional[float] = None
+    at: Optional[float] = None
+    first_step_at: Optional[float] = None
+    warning: str = ""
+
+
+def parse_report(data: bytes) -> SessionReport:
+    """Read the session's progress file.
+
+    Raises:
+        ProtocolError: It is not what the protocol says.
+    """
+    where = "progress/rank-0.json"
+    return replace(SessionReport.from_json(data, where=where), progress=Progress.from_json(data, where=where))
+
+
+def snapshot_sequence(path: Path) -> int:
+    """Return the control sequence that the courier's snapshot answers, -1 for none."""
+    try:
+        body = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return -1
+    sequence = body.get("sequence") if isinstance(body, dict) else body
+    return sequence if isinstance(sequence, int) else -1

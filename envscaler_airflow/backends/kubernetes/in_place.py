@@ -1,0 +1,129 @@
+"""CPU and memory of running pods, changed in place where the cluster can. Pure but for :func:`ask`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from envscaler_airflow.backends.base import ResizeState
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.failures import MAIN
+from envscaler_airflow.backends.kubernetes.job_snapshot import condition
+from envscaler_airflow.catalog.nodes import quantity
+from envscaler_airflow.errors import BackendError
+
+
+def node_bound(spec: Mapping[str, Any], nodes: int) -> int:
+    """Most nodes that an attempt begun on *nodes* may have: more only where its launcher is elastic."""
+    if not (spec.get("distributed") or {}).get("elastic"):
+        return nodes
+    scaling, asked = spec.get("scaling") or {}, spec.get("num_nodes") or {}
+    most = scaling.get("max_nodes") or (asked.get("max") if isinstance(asked, Mapping) else asked)
+    return max(nodes, int(most or nodes))
+
+
+LEAVING_TAINTS = frozenset(
+    ("ToBeDeletedByClusterAutoscaler", "DeletionCandidateOfClusterAutoscaler", "karpenter.sh/disrupted")
+)
+"""Taints of nodes that are about to go. Source: Cluster Autoscaler FAQ; Karpenter, disruption."""
+
+
+def is_removable(pod: Mapping[str, Any], node: Mapping[str, Any] | None) -> bool:
+    """True for a pod that is marked, or whose *node* takes no new pods or is about to go."""
+    annotations = pod["metadata"].get("annotations") or {}
+    if annotations.get(names.REMOVABLE) == "true":
+        return True
+    spec = (node or {}).get("spec") or {}
+    taints = {taint.get("key") for taint in spec.get("taints") or ()}
+    return bool(spec.get("unschedulable")) or not taints.isdisjoint(LEAVING_TAINTS)
+
+
+def rescale_patch(job: Mapping[str, Any], nodes: int) -> dict[str, Any]:
+    """What lets *job* have *nodes* pods.
+
+    Raises:
+        BackendError: It was not made to have so many.
+    """
+    metadata = job["metadata"]
+    most = int((metadata.get("labels") or {}).get(names.MOST) or 0)
+    if not 1 <= nodes <= most:
+        raise BackendError(f"{metadata['name']}: {nodes} nodes: it was made for {most or 'a fixed number'}")
+    return {
+        "metadata": {"uid": metadata["uid"], "labels": {names.NODES: str(nodes)}},
+        "spec": {"completions": nodes, "parallelism": nodes},
+    }
+
+
+MIB = 1 << 20
+
+
+def patch_of(pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> Json:
+    """What is sent to the pod's resize subresource; a limit that is there moves with the request."""
+    [main] = [one for one in pod["spec"]["containers"] if one["name"] == MAIN]
+    wanted = {}
+    if vcpus is not None:
+        wanted["cpu"] = f"{round(vcpus * 1000)}m"
+    if memory_bytes is not None:
+        wanted["memory"] = f"{memory_bytes // MIB}Mi"
+    limits = (main.get("resources") or {}).get("limits") or {}
+    resources: dict[str, Any] = {"requests": wanted}
+    kept = {name: value for name, value in wanted.items() if name in limits}
+    if kept:
+        resources["limits"] = kept
+    metadata = {"uid": pod["metadata"]["uid"]}
+    return {"metadata": metadata, "spec": {"containers": [{"name": MAIN, "resources": resources}]}}
+
+
+def ask(cluster: Cluster, pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
+    """Ask for other resources; ``infeasible`` when the node or the cluster can never give them.
+
+    Raises:
+        BackendError: The API server does not answer, or the Role does not allow it.
+    """
+    metadata = pod["metadata"]
+    path = names.pods(metadata["namespace"], metadata["name"], "resize")
+    try:
+        cluster.patch_strategic(path, patch_of(pod, vcpus=vcpus, memory_bytes=memory_bytes))
+    except RefusedError as err:
+        # 403 NodeCapacity: more than the node has; 404: the cluster has no such subresource (before 1.33);
+        # 422: another quality of service, or a resource that cannot be resized.
+        if err.status in (404, 422) or (err.status == 403 and "cannot" not in str(err)):
+            return "infeasible"
+        raise
+    return "going"
+
+
+def state_of(pods: tuple[Json, ...]) -> ResizeState:
+    """How far the pods are: the worst of them. Source: conditions of the pod, Kubernetes 1.33 and newer."""
+    states = [_state(pod) for pod in pods]
+    order: tuple[ResizeState, ...] = ("infeasible", "deferred", "going")
+    return next((state for state in order if state in states), "done")
+
+
+def _state(pod: Json) -> ResizeState:
+    pending = condition(pod, "PodResizePending")
+    if pending is not None:
+        return "infeasible" if pending.get("reason") == "Infeasible" else "deferred"
+    going = condition(pod, "PodResizeInProgress")
+    if going is not None:
+        return "infeasible" if going.get("reason") == "Error" else "going"
+    generation = pod["metadata"].get("generation")
+    seen = (pod.get("status") or {}).get("observedGeneration")
+    if generation is None or seen is None:
+        return "done" if _has_what_it_asks_for(pod) else "going"
+    return "going" if seen < generation else "done"
+
+
+def _has_what_it_asks_for(pod: Json) -> bool:
+    """By what the kubelet says the training has: one of Kubernetes 1.33 tells no generation of a pod."""
+    asked, given = (
+        next((one.get("resources") or {} for one in found or () if one["name"] == MAIN), {})
+        for found in (pod["spec"]["containers"], (pod.get("status") or {}).get("containerStatuses"))
+    )
+    return all(
+        quantity(str((given.get(part) or {}).get(name, "0"))) == quantity(str(amount))
+        for part in ("requests", "limits")
+        for name, amount in (asked.get(part) or {}).items()
+        if name in ("cpu", "memory")
+    )

@@ -1,0 +1,152 @@
+"""Look at one Job of an attempt: through the shared view of its namespace, or by calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from envscaler_airflow.backends.base import AttemptStatus
+from envscaler_airflow.backends.kubernetes import failures, names
+from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.job_snapshot import Seen, job_end
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.shared_watch import View
+from envscaler_airflow.backends.kubernetes.usage import needs_history
+from envscaler_airflow.backends.kubernetes.waits import is_waiting_silently
+
+
+def look_at(part: Part, cluster: Cluster, view: View | None, settings: Settings) -> Seen:
+    """What the API server, or the *view* of the namespace, shows of that part.
+
+    Raises:
+        BackendError: No answer.
+    """
+    job, pods, server_time = view.attempt(part.name) if view is not None else (None, [], None)
+    # A view may be older than the Job: nothing is gone before the server says so. And of its two watches one
+    # may be behind: a Job ends after its pods, so beside an ended one none runs on, or is still to come.
+    is_whole = len(pods) >= part.nodes and all(map(_is_over, pods))
+    if job is None or (job_end(job) is not None and view is not None and not is_whole):
+        job, pods, server_time = _fetch(cluster, part)
+    if job is not None and job["metadata"]["uid"] != part.uid:
+        job = None
+    ours = tuple(pod for pod in pods if _is_owned(pod, part.uid))
+    seen = Seen(
+        job,
+        ours,
+        server_time=server_time,
+        wait_for_node_s=settings.wait_for_node_s,
+        wait_for_image_s=settings.wait_for_image_s,
+    )
+    return replace(seen, nodes=_silent_nodes(cluster, seen), events=_warnings(cluster, view, seen))
+
+
+def steadily(view: View, parts: Sequence[Part], read: Callable[[], AttemptStatus]) -> AttemptStatus:
+    """What *read* makes of the parts, or what it made of them before, where that is still so.
+
+    Most looks at most stages find what the last one found: all nodes run, and nobody touched the Job or a
+    pod. Reading that anew each time keeps every thread of a process with a thousand stages waiting, and makes
+    garbage enough for searches through all of it. Only what no passing time changes is told again.
+
+    Raises:
+        BackendError: The view is too old, or no answer.
+    """
+    shown, name = tuple(view.shown(part.name) for part in parts), parts[0].name
+    key = (tuple(parts), shown)
+    before, told = view.told.get(name, (None, None))
+    if before == key:
+        found: AttemptStatus = told
+        return found
+    status = read()
+    is_leaving = any(pod.is_leaving for _, pods in shown for pod in pods)
+    if not is_leaving and all(node.state == "running" and not node.detail for node in status.nodes):
+        view.told[name] = (key, status)
+    return status
+
+
+def _fetch(cluster: Cluster, part: Part) -> tuple[Json | None, list[Json], float | None]:
+    found = cluster.find(names.jobs(part.namespace, part.name))
+    query = {"labelSelector": f"{names.JOB_NAME}={part.name}"}
+    pods = cluster.list(names.pods(part.namespace), query)  # those of a deleted Job outlive it
+    return (None if found is None else found.body), pods.body["items"], pods.server_time
+
+
+def gone(cluster: Cluster, rendered: Json, beside: Json) -> Json:
+    """What stands for the Job that somebody deleted *beside* another of its attempt: its nodes are lost.
+
+    It has the uid by which its last pods, if any still end, are known as its own.
+
+    Raises:
+        BackendError: No answer.
+    """
+    metadata = rendered["metadata"]
+    marks = {name: metadata["labels"][name] for name in (names.RUN, names.GENERATION, names.ATTEMPT)}
+    marks |= {names.JOB_NAME: metadata["name"]}
+    query = {"labelSelector": ",".join(f"{name}={value}" for name, value in marks.items())}
+    pods = cluster.list(names.pods(metadata["namespace"]), query).body["items"]
+    owners = [one["uid"] for pod in pods for one in pod["metadata"].get("ownerReferences") or ()]
+    made = {
+        "uid": owners[0] if owners else "gone",
+        "creationTimestamp": beside["metadata"]["creationTimestamp"],
+    }
+    return {**rendered, "metadata": {**metadata, **made}}
+
+
+def _is_over(pod: Json) -> bool:
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _is_owned(pod: Json, uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
+
+
+def _silent_nodes(cluster: Cluster, seen: Seen) -> dict[str, Json]:
+    """Nodes of overdue pods; they do not have to be readable."""
+    overdue = {
+        str(pod["spec"]["nodeName"])
+        for pod in seen.pods
+        if (failures.silent_for(pod, seen) or 0) >= failures.LOST_AFTER_S and pod["spec"].get("nodeName")
+    }
+    nodes = {}
+    for name in sorted(overdue):
+        with suppress(RefusedError):
+            nodes[name] = cluster.get(names.nodes(name)).body
+    return nodes
+
+
+def with_history(cluster: Cluster, part: Part, seen: Seen) -> Seen:
+    """*seen* with all events of its Job where the bill depends on them; they stay for an hour by default."""
+    if seen.job is None or not needs_history(seen, part):
+        return seen
+    query = {"fieldSelector": f"involvedObject.uid={part.uid}"}
+    try:
+        events = cluster.list(names.events(part.namespace), query).body["items"]
+    except RefusedError as err:
+        if err.status != 403 or err.transient:
+            raise
+        return seen
+    made: dict[int, frozenset[str]] = {}
+    for event in events:
+        name = str(event.get("message") or "").removeprefix("Created pod: ")
+        index = name.removeprefix(f"{part.name}-").partition("-")[0]
+        if event.get("reason") == "SuccessfulCreate" and index.isdigit():
+            made[int(index)] = made.get(int(index), frozenset()) | {name}
+    return replace(seen, events=(*seen.events, *events), made=made)
+
+
+def _warnings(cluster: Cluster, view: View | None, seen: Seen) -> tuple[Json, ...]:
+    """Warnings about pods that wait without a word, and about a Job that lacks pods, as far as readable."""
+    about = [pod for pod in seen.pods if is_waiting_silently(pod)]
+    if seen.job is not None and failures.lacks_pods(seen):
+        about.append(seen.job)
+    found: list[Json] = []
+    for body in about:
+        metadata = body["metadata"]
+        if view is not None:
+            found += view.warnings(metadata["uid"])
+            continue
+        query = {"fieldSelector": f"involvedObject.uid={metadata['uid']},type=Warning"}
+        with suppress(RefusedError):
+            found += cluster.list(names.events(metadata["namespace"]), query).body["items"]
+    return tuple(found)

@@ -1,0 +1,542 @@
+"""What ``submit`` sends for one attempt: an Indexed Job and the ConfigMap of its layout. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from envscaler_agent.protocol import (
+    EXIT_LEFT,
+    EXIT_NOT_FOUND,
+    EXIT_ORPHANED,
+    EXIT_SETUP_FAILED,
+    EXIT_STOPPED,
+)
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.kubernetes import mounts as at
+from envscaler_airflow.backends.kubernetes import names, security
+from envscaler_airflow.backends.kubernetes.in_place import node_bound
+from envscaler_airflow.backends.kubernetes.scheduling import (
+    affinity,
+    gpu_resource,
+    grace_s,
+    placement,
+    tolerations,
+)
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.envspec.quantities import cpu_cores, memory_bytes
+from envscaler_airflow.envspec.resources import default_limit_bytes
+from envscaler_airflow.envspec.secrets import parse_reference
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.offers import AllocationPart, Offer
+from envscaler_airflow.sidecar import context
+
+_CONTAINER_LISTS = ("env", "envFrom", "ports", "volumeMounts", "volumeDevices")
+_SPEC_LISTS = ("initContainers", "volumes")
+
+
+def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any], *, keep_name: str) -> dict[str, Any]:
+    """*base* with *override* over it; the first container keeps the name *keep_name*."""
+    if not override:
+        return dict(base)
+    spec, wanted = base["spec"], override.get("spec") or {}
+    merged = {**spec, **{key: value for key, value in wanted.items() if value is not None}}
+    for name in _SPEC_LISTS:
+        if spec.get(name) or wanted.get(name):
+            merged[name] = [*(spec.get(name) or ()), *(wanted.get(name) or ())]
+    merged["containers"] = _containers(spec["containers"], wanted.get("containers") or ())
+    merged["containers"][0]["name"] = keep_name
+    return {"metadata": _metadata(base.get("metadata") or {}, override.get("metadata") or {}), "spec": merged}
+
+
+def _metadata(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**base, **wanted}
+    for name in ("labels", "annotations"):
+        joined = {**(base.get(name) or {}), **(wanted.get(name) or {})}
+        if joined:
+            merged[name] = joined
+    return merged
+
+
+def _containers(
+    base: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    return [_container(one or {}, other or {}) for one, other in zip_longest(base, wanted)]
+
+
+def _container(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**base, **{key: value for key, value in wanted.items() if value is not None}}
+    for name in _CONTAINER_LISTS:
+        if base.get(name) or wanted.get(name):
+            merged[name] = [*(base.get(name) or ()), *(wanted.get(name) or ())]
+    return merged
+
+
+MAIN = "main"
+COURIER = "courier"
+INSTALL = "install"
+MIB = 1 << 20
+GIB = 1 << 30
+COURIER_CPUS = 0.1
+"""Cores that the courier is promised. Chosen: it waits most of the time; it may take more."""
+COURIER_MEMORY_BYTES = 256 * MIB
+"""Memory that the courier is promised, bytes. Chosen: twice what a courier with boto3 holds."""
+MAX_CONFIG_BYTES = 1_000_000
+"""Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
+UNBILLED_S = 3600.0
+"""Longer than its pods a Job may be active, seconds: waiting for quota and nodes costs nothing. Chosen: twice
+as long as most autoscalers try."""
+_OF_RUN = (names.MANAGED_BY, names.RUN)
+_WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
+"""Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
+_OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
+
+
+def render_attempt(
+    request: AttemptRequest, settings: Settings, *, drivers: Collection[str] = ()
+) -> dict[str, Any]:
+    """Everything that ``submit`` would create, without secrets.
+
+    A mixed allocation has ``parts``, each of which is what an attempt on one offer is: a Job with its
+    ConfigMap. Owner references and the values of secrets are added when it is sent. *drivers* are the CSI
+    drivers that the cluster has.
+
+    Raises:
+        SpecError: It asks for what no pod can have.
+    """
+    parts = render_parts(request, settings, drivers=drivers)
+    if len(parts) == 1:
+        return parts[0]
+    return {"name": parts[0]["name"], "namespace": settings.namespace, "parts": parts}
+
+
+def render_parts(
+    request: AttemptRequest, settings: Settings, *, drivers: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """One Job with its ConfigMap for each offer of the allocation, in the order of nodes.
+
+    Raises:
+        SpecError: It asks for what no pod can have.
+    """
+    name = names.attempt_name(request)
+    return [
+        _render_part(_Attempt(request, settings, names.part_name(name, index), part, frozenset(drivers)))
+        for index, part in enumerate(request.allocation.parts)
+    ]
+
+
+def _render_part(part: _Attempt) -> dict[str, Any]:
+    request, settings, name = part.request, part.settings, part.name
+    found = at.layout_of(
+        request.spec,
+        list(request.command),
+        request.store_options,
+        drivers=part.drivers,
+        cache=settings.cache_path,
+    )
+    layout = json.dumps({"spec": request.spec_name, **found}, sort_keys=True)
+    if len(layout.encode()) > MAX_CONFIG_BYTES:
+        raise SpecError(
+            f"{request.run_label}: command and volumes take {len(layout.encode())} bytes, a ConfigMap holds "
+            f"{MAX_CONFIG_BYTES}; put the long part into a file of the workdir"
+        )
+    metadata = {"name": name, "namespace": settings.namespace, "labels": names.labels_of(request)}
+    return {
+        "name": name,
+        "namespace": settings.namespace,
+        "job": part.job(),
+        "config_map": {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": metadata,
+            "immutable": True,
+            "data": {"layout.json": layout},
+        },
+        "secret_keys": part.own_secrets(),
+    } | ({"claims": claims} if (claims := part.claims()) else {})
+
+
+def secret_object(rendered: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any] | None:
+    """The Secret of an attempt with its values; None when it needs none. Never rendered, only sent."""
+    if not rendered["secret_keys"]:
+        return None
+    metadata = dict(rendered["config_map"]["metadata"])
+    data = {name: values[name] for name in rendered["secret_keys"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": data,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    request: AttemptRequest
+    settings: Settings
+    name: str
+    part: AllocationPart
+    drivers: frozenset[str]
+
+    @property
+    def offer(self) -> Offer:
+        return self.part.offer
+
+    @property
+    def grace_s(self) -> int:
+        return grace_s(self.offer, self.request.grace_s, self.settings)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True when its number of nodes may change while it runs."""
+        return not self.request.allocation.is_mixed and node_bound(self.request.spec, 0) > 0
+
+    @property
+    def most(self) -> int:
+        """Most nodes that this Job may come to have."""
+        return node_bound(self.request.spec, self.part.nodes) if self.is_elastic else self.part.nodes
+
+    def job(self) -> dict[str, Any]:
+        request, settings = self.request, self.settings
+        nodes, first = self.part.nodes, self.part.first_rank
+        labels = names.labels_of(request)
+        job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
+        job_labels |= {names.FIRST: str(first)} if first else {}
+        job_labels |= {names.MOST: str(self.most), names.BEGUN: str(nodes)} if self.is_elastic else {}
+        template = self._template(labels)
+        holds = any(names.RUN in claim["metadata"].get("labels", {}) for claim in self.claims())
+        spec: dict[str, Any] = {
+            "completionMode": "Indexed",
+            "completions": nodes,
+            "parallelism": nodes,
+            "suspend": True,  # until ConfigMap and Secret are there; a Kueue queue decides by itself
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": _failure_rules(self.most, template["spec"])},
+            "ttlSecondsAfterFinished": settings.ttl_s,
+            "template": template,
+        }
+        spec |= (
+            {"backoffLimit": 0} if self.most == 1 else {"backoffLimitPerIndex": 0, "backoffLimit": self.most}
+        )
+        asked_s = math.inf if request.deadline_s is None else request.deadline_s + UNBILLED_S
+        spec["activeDeadlineSeconds"] = max(1, math.ceil(min(settings.longest_s, asked_s)))
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {
+                "name": self.name,
+                "namespace": settings.namespace,
+                "labels": {**job_labels, names.NODES: str(nodes)},
+                "annotations": {
+                    names.PREFIX: request.run_prefix,
+                    names.STORE: request.store_url,
+                    names.STAGE: request.run_label,
+                }
+                | ({names.HOLDS: "true"} if holds else {}),
+            },
+            "spec": spec,
+        }
+
+    @property
+    def run(self) -> str:
+        return names.run_hash(self.request.store_url, self.request.run_prefix)
+
+    def claims(self) -> list[dict[str, Any]]:
+        """Claims that are made with the attempt; those that stay are nobody's."""
+        labels = {name: value for name, value in names.labels_of(self.request).items() if name in _OF_RUN}
+        found = at.claims_of(self.request.spec, run=self.run, labels=labels)
+        for claim in found:
+            claim["metadata"]["namespace"] = self.settings.namespace
+        return found
+
+    def own_secrets(self) -> list[str]:
+        """Variables whose values go into a Secret of ours: all but those of the cluster's own Secrets."""
+        return sorted(set(self.request.secret_env) - set(self._cluster_secrets()))
+
+    def _cluster_secrets(self) -> dict[str, dict[str, Any]]:
+        """``secret:NAME/key`` stays a reference: its value never passes through the owner's hands."""
+        found = {}
+        for item in self.request.spec.get("env") or ():
+            if not item.get("value_from"):
+                continue
+            reference = parse_reference(str(item["value_from"]), variable=item["name"])
+            if reference.kind == "secret":
+                found[str(item["name"])] = {"name": reference.name, "key": reference.key}
+        return found
+
+    def _template(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        request, settings = self.request, self.settings
+        cache = settings.cache_path
+        mounts = at.mounts_of(request.spec, run=self.run, drivers=self.drivers, cache=cache)
+        self._add_shm(mounts)
+        self._add_store(mounts)
+        where = affinity(self.offer, settings)
+        stand = placement(labels, request.allocation.nodes, settings)
+        joint = ({"nodeAffinity": where} if where else {}) | stand.pop("affinity", {})
+        spec: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,  # the sidecar alone has a token, see security.py
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": self.grace_s,
+            "tolerations": tolerations(self.offer, settings),
+            "initContainers": [self._install(), self._courier(mounts)],
+            "containers": [self._main(mounts)],
+            "volumes": mounts.volumes,
+            **stand,
+        }
+        spec |= {"affinity": joint} if joint else {}
+        if request.deadline_s is not None:  # counts from the pod's arrival on its node, as its bill does
+            nearer_s = min(settings.longest_s, request.deadline_s)
+            spec["activeDeadlineSeconds"] = max(1, math.ceil(nearer_s))
+        spec |= {"nodeSelector": dict(settings.node_selector)} if settings.node_selector else {}
+        spec |= {"serviceAccountName": settings.service_account} if settings.service_account else {}
+        spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}
+        spec |= {"imagePullSecrets": secrets} if (secrets := self._pull_secrets()) else {}
+        spec["securityContext"] = security.pod_security(settings.user)
+        identity = security.own_identity((MAIN, INSTALL)) if settings.service_account else {}
+        marks = {"annotations": marked} if (marked := {**identity, **mounts.annotations}) else {}
+        pod = {"metadata": {"labels": dict(labels), **marks}, "spec": spec}
+        return merge_pod(pod, settings.pod_override, keep_name=MAIN)
+
+    def _pull_secrets(self) -> list[dict[str, str]]:
+        found = [*self.settings.pull_secrets]
+        credentials = (self.request.spec.get("base") or {}).get("credentials")
+        if credentials and (reference := parse_reference(str(credentials))).kind == "secret":
+            found.append(reference.name)
+        return [{"name": name} for name in dict.fromkeys(found)]
+
+    # -- containers
+
+    def _main(self, mounts: at.Mounts) -> dict[str, Any]:
+        request, settings = self.request, self.settings
+        options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{settings.drain_s:g}"]
+        options += ["--first-node", str(self.part.first_rank)] if self.part.first_rank else []
+        return {
+            "name": MAIN,
+            "image": self._image(),
+            "command": ["python3", f"{at.AGENT}/pod_main.py"],
+            "args": [*options, "--", *(escaped(word) for word in request.command)],
+            "env": self._env(),
+            "resources": self._resources(),
+            "volumeMounts": mounts.training,
+            "securityContext": security.main_security(settings.user),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+
+    def _image(self) -> str:
+        image = self.settings.image or (self.request.spec.get("base") or {}).get("image")
+        if not image:
+            raise SpecError(
+                f"{self.request.run_label}: no image to run; write base: {{image: python:3.11-slim}}"
+            )
+        return str(image)
+
+    def _install(self) -> dict[str, Any]:
+        home = {"name": at.SCRATCH, "mountPath": at.HOME, "subPath": "home"}
+        return self._agent(INSTALL, ["-m", "envscaler_airflow.backends.kubernetes.install", at.HOME], [home])
+
+    def _courier(self, mounts: at.Mounts) -> dict[str, Any]:
+        request = self.request
+        options = {
+            "exchange": at.EXCHANGE,
+            "store": request.store_url,
+            "prefix": request.run_prefix,
+            "generation": request.generation,
+            "attempt": request.attempt,
+            "nodes": request.allocation.nodes,
+            "layout": f"{at.LAYOUT}/layout.json",
+        }
+        options |= {"first-node": self.part.first_rank} if self.part.first_rank else {}
+        options |= {"most-nodes": self.most} if self.is_elastic else {}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = ["-m", "envscaler_airflow.backends.kubernetes.pod_sidecar", *map(escaped, words)]
+        container = self._agent(COURIER, command, mounts.courier)
+        container["restartPolicy"] = "Always"
+        address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+        container["env"] = [*container["env"], address, uid]
+        if self.settings.store_secret:
+            container["env"].append({"name": context.VARIABLE, "value": security.STORE_KEYS})
+        return container
+
+    def _agent(self, name: str, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+        memory = f"{COURIER_MEMORY_BYTES // MIB}Mi"
+        return {
+            "name": name,
+            "image": self.settings.agent_image,
+            "command": ["python3", *command],
+            "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108  # its root is read-only
+            "resources": {"requests": {"cpu": f"{COURIER_CPUS * 1000:.0f}m", "memory": memory}},
+            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *mounts],  # noqa: S108  # same
+            "securityContext": security.agent_security(self.settings.user, reads_training=name == COURIER),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+
+    # -- environment
+
+    def _env(self) -> list[dict[str, Any]]:
+        request = self.request
+        plain = {name: escaped(value) for name, value in request.env.items()} | self._own_env()
+        found: list[dict[str, Any]] = [
+            {"name": name, "value": value} for name, value in sorted(plain.items())
+        ]
+        theirs = self._cluster_secrets()
+        for name in sorted(request.secret_env):
+            source = theirs.get(name, {"name": self.name, "key": name})
+            found.append({"name": name, "valueFrom": {"secretKeyRef": source}})
+        return found
+
+    def _own_env(self) -> dict[str, str]:
+        request, spec = self.request, self.request.spec
+        env = {
+            "ENVSCALER_EXCHANGE": at.EXCHANGE,
+            "ENVSCALER_RUN": escaped(request.run_prefix),
+            "ENVSCALER_GENERATION": str(request.generation),
+            "ENVSCALER_ATTEMPT": str(request.attempt),
+            "ENVSCALER_NODES": str(request.allocation.nodes),
+            "ENVSCALER_CPUS": str(max(1, int(self._cpus()))),
+        }
+        for name, path in (spec.get("outputs") or {}).items():
+            env[_variable("OUTPUT", name)] = escaped(str(path))
+        for volume in spec.get("volumes") or ():
+            env[_variable("VOLUME", volume["name"])] = escaped(str(volume["mount_path"]))
+        for name, value in (spec.get("inputs") or {}).items():
+            env[_variable("INPUT", name)] = escaped(self._input(str(value)))
+        checkpoint = (spec.get("checkpoint") or {}).get("path")
+        return env | ({"ENVSCALER_CHECKPOINT_DIR": escaped(str(checkpoint))} if checkpoint else {})
+
+    def _input(self, uri: str) -> str:
+        """Where an input lies when a volume brings it, else its URI."""
+        for volume in self.request.spec.get("volumes") or ():
+            if volume.get("source") == uri:
+                return str(volume["mount_path"])
+        return uri
+
+    # -- resources
+
+    def _need(self) -> Mapping[str, Any]:
+        """The alternative of the spec that the offer was chosen for."""
+        resources = self.request.spec.get("resources") or {}
+        offer = self.offer
+        alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
+        for one in alternatives:
+            gpu = (one.get("requests") or {}).get("gpu") or {}
+            types = gpu.get("type") or []
+            if int(gpu.get("count") or 0) == offer.gpus and (not types or offer.gpu_name in types):
+                return dict(one)
+        return dict(alternatives[0])
+
+    def _cpus(self) -> float:
+        need, whole = self._need(), self.offer.vcpus
+        asked, most = ((need.get(name) or {}).get("cpu") for name in ("requests", "limits"))
+        if asked is not None:
+            return cpu_cores(asked)
+        return whole if most is None else min(whole, cpu_cores(most))
+
+    def _memory(self) -> tuple[int, int]:
+        """``(request, limit)`` in bytes, within the offer's share: the spec's, else the share."""
+        need, offer = self._need(), self.offer
+        whole = int(offer.memory_gib * GIB)
+        asked = (need.get("requests") or {}).get("memory")
+        most = (need.get("limits") or {}).get("memory")
+        requested = None if asked is None else memory_bytes(asked)
+        limit = default_limit_bytes(requested, whole) if most is None else min(memory_bytes(most), whole)
+        request = limit if requested is None else min(requested, limit)
+        return request, limit
+
+    def _resources(self) -> dict[str, Any]:
+        need, offer = self._need(), self.offer
+        asked, most = self._memory()
+        requests = {"cpu": f"{round(self._cpus() * 1000)}m", "memory": f"{asked // MIB}Mi"}
+        limits = {"memory": f"{most // MIB}Mi"}
+        if (cpu := (need.get("limits") or {}).get("cpu")) is not None:
+            limits["cpu"] = f"{round(cpu_cores(cpu) * 1000)}m"
+        if need.get("disk_size"):
+            requests["ephemeral-storage"] = str(need["disk_size"])
+        resource = gpu_resource(offer, self.settings)
+        if resource is not None and ((need.get("requests") or {}).get("gpu") or {}).get("count"):
+            limits[resource] = str(offer.gpus)
+        return {"requests": requests, "limits": limits}
+
+    def _add_shm(self, mounts: at.Mounts) -> None:
+        """``/dev/shm``: as asked; else half of the memory for GPUs or several nodes. Chosen."""
+        asked = self._need().get("shm_size")
+        if asked is None and not self.offer.gpus and self.most == self.request.allocation.nodes == 1:
+            return
+        size = self._memory()[1] // 2 if asked is None else memory_bytes(asked)
+        shared = {"medium": "Memory", "sizeLimit": f"{size // MIB}Mi"}
+        mounts.volumes.append({"name": "shm", "emptyDir": shared})
+        mounts.training.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # a mount point
+
+    def _add_store(self, mounts: at.Mounts) -> None:
+        mounts.volumes.append({"name": "layout", "configMap": {"name": self.name}})
+        mounts.courier.append({"name": "layout", "mountPath": at.LAYOUT, "readOnly": True})
+        mounts.volumes.append({"name": "tmp", "emptyDir": {}})
+        source = self.settings.store_volume
+        if source:
+            where = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else source
+            mounts.volumes.append({"name": "store", **where})
+            request = self.request
+            read = security.read_uris(request.spec, request.restore_from)
+            folders = security.StoreFolders(
+                self.settings.store_mount, request.store_url, request.run_prefix, read
+            )
+            mounts.courier += folders.mounts()
+        self._add_credentials(mounts)
+
+    def _add_credentials(self, mounts: at.Mounts) -> None:
+        """What opens the store, for the sidecar alone."""
+        if self.settings.service_account:
+            mounts.volumes.append(security.token_volume())
+            mounts.courier.append({"name": "token", "mountPath": security.TOKEN, "readOnly": True})
+        if self.settings.store_secret:
+            mounts.volumes.append(security.keys_volume(self.settings.store_secret))
+            mounts.courier.append({"name": "store-keys", "mountPath": security.STORE_KEYS, "readOnly": True})
+
+
+def escaped(text: str) -> str:
+    """*text* so that Kubernetes hands it over unchanged: every ``$`` doubled.
+
+    Source: Kubernetes, define command and arguments: ``$(NAME)`` is expanded, ``$$`` becomes ``$``.
+    """
+    return text.replace("$", "$$")
+
+
+def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Disruptions are made good; a node that went as asked ends alone; any other failure ends the Job.
+
+    That is also one before the training: without a rule only its index would fail, and the others wait.
+    """
+    ignored = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    if nodes == 1:
+        ours = {"containerName": MAIN, "operator": "In", "values": _OURS}
+        return [ignored, {"action": "FailJob", "onExitCodes": ours}]
+    went = {"containerName": MAIN, "operator": "In", "values": _WENT}
+    other = {"containerName": MAIN, "operator": "NotIn", "values": [0, *_WENT]}
+    before = [one.get("name") for one in pod["initContainers"] if one.get("restartPolicy") != "Always"]
+    failed = ({"containerName": name, "operator": "NotIn", "values": [0]} for name in before if name)
+    return [
+        ignored,
+        {"action": "FailIndex", "onExitCodes": went},
+        *({"action": "FailJob", "onExitCodes": codes} for codes in (other, *failed)),
+    ]
+
+
+def _wrapper_grace(grace_s: float) -> float:
+    """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""
+    return max(grace_s - 5.0, grace_s / 2)
+
+
+def _variable(kind: str, name: str) -> str:
+    """``ENVSCALER_OUTPUT_MY_MODEL`` for the output ``my-model``."""
+    return f"ENVSCALER_{kind}_" + re.sub(r"[^A-Z0-9]", "_", name.upper())

@@ -1,0 +1,353 @@
+"""One list and one watch of Jobs and Pods for each cluster and namespace, however many runs look at it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.errors import BackendError
+
+WATCH_S = 300
+"""Length of one watch, seconds. Chosen: the API server's own bound is 30 to 60 min; proxies cut earlier."""
+QUIET_S = 60.0
+"""Longest silence of a watch, seconds, until it counts as cut. Chosen: bookmarks come once a minute; the
+next list shows what was missed."""
+STALE_S = 120.0
+"""Age of a view that could not be renewed, seconds, from which it shows nothing. Chosen: unknown is said
+then, which is never dead."""
+FIRST_LOOK_S = 30.0
+"""Longest wait for the first list. Chosen: as for any answer."""
+IDLE_S = 900.0
+"""How long a view that nobody looks at goes on, seconds. Chosen: longer than a trigger's pause."""
+PAGE = 20
+"""Objects in one answer of a list. Chosen: reading JSON holds all threads of a process, an event loop's too;
+a pod takes about 0.1 ms of it, and many objects at once bring on a search for garbage in all of the process
+(benchmarks/triggerer.py)."""
+WARNINGS_S = 30.0
+"""Age from which the warnings of a namespace are listed anew, seconds, once for all who look. Chosen: a
+quota or a volume that is missing is shown within half a minute, by at most two calls a minute."""
+BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Waits after errors in a row, seconds. Chosen: an API server that comes back is not run over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """One object as bytes: a thousand pods are a thousand objects to the garbage collector, not a million.
+
+    A newer version of it is another one, which is equal to none but itself.
+    """
+
+    name: str
+    job: str
+    is_leaving: bool
+    text: bytes
+
+    @classmethod
+    def of(cls, body: Json) -> Kept:
+        """Keep of *body* what anybody looks at: of a pod's spec that is little."""
+        metadata = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
+        spec = body.get("spec") or {}
+        if "containers" in spec:
+            containers = [
+                {name: one.get(name) for name in ("name", "resources")} for one in spec["containers"]
+            ]
+            spec = {"nodeName": spec.get("nodeName"), "containers": containers}
+        elif "template" in spec:
+            spec = {key: value for key, value in spec.items() if key != "template"}
+        slim = {"metadata": metadata, "spec": spec, "status": body.get("status") or {}}
+        is_leaving = bool(metadata.get("deletionTimestamp"))
+        text = json.dumps(slim, separators=(",", ":")).encode()
+        return cls(metadata["name"], _job_name(body), is_leaving, text)
+
+    def body(self) -> Json:
+        """The object, anew for each who looks."""
+        found: Json = json.loads(self.text)
+        return found
+
+
+@dataclass(slots=True)
+class Table:
+    """Objects of one kind, as list and watch say.
+
+    Attributes:
+        path: Of the kind in the namespace.
+        version: Resource version to go on from; None before the first list.
+        items: By name.
+        by_job: Pods by the name of their Job, then by their own.
+    """
+
+    path: str
+    version: str | None = None
+    items: dict[str, Kept] = field(default_factory=dict)
+    by_job: dict[str, dict[str, Kept]] = field(default_factory=dict)
+
+    def fill(self, body: Json) -> None:
+        """Take a whole list, whose items are kept already."""
+        self.items, self.by_job = {}, {}
+        for item in body.get("items") or ():
+            self._put(item)
+        self.version = str(body["metadata"]["resourceVersion"])
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take one event of the watch.
+
+        Raises:
+            ExpiredError: The version is too old: list again.
+        """
+        kind, body = event.get("type"), event.get("object") or {}
+        if kind == "ERROR":
+            raise ExpiredError(f"{self.path}: {body.get('code')} {body.get('reason')}: {body.get('message')}")
+        metadata = body.get("metadata") or {}
+        if metadata.get("resourceVersion"):
+            self.version = str(metadata["resourceVersion"])
+        if kind in ("ADDED", "MODIFIED"):
+            self._put(Kept.of(body))
+        elif kind == "DELETED":
+            self.items.pop(metadata.get("name", ""), None)
+            self.by_job.get(_job_name(body), {}).pop(metadata.get("name", ""), None)
+
+    def _put(self, kept: Kept) -> None:
+        self.items[kept.name] = kept
+        self.by_job.setdefault(kept.job, {})[kept.name] = kept
+
+
+class ExpiredError(BackendError):
+    """The resource version of a watch is too old."""
+
+    def __init__(self, message: str) -> None:
+        """A list brings a new one."""
+        super().__init__(message, status=410, transient=True)
+
+
+class View:
+    """Jobs and pods of one namespace, kept by two threads.
+
+    Looking blocks only for the first list. What is shown is never older than :data:`STALE_S`.
+
+    Attributes:
+        told: What was made of a Job and of what is beside it, by its name; see :func:`.look.steadily`.
+        lists, watches: How many were begun.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Know nothing yet; :meth:`start` begins."""
+        self._cluster = cluster
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._tables = {"jobs": Table(names.jobs(namespace)), "pods": Table(names.pods(namespace))}
+        self._heard: dict[str, float] = {}
+        self._filled = {name: threading.Event() for name in self._tables}
+        self._ending = threading.Event()
+        self._problem = ""
+        self._looked = monotonic()
+        self._server: tuple[float, float] | None = None
+        self._threads: list[threading.Thread] = []
+        self._namespace = namespace
+        self._listing = threading.Lock()
+        self._warnings: dict[str, list[Json]] = {}
+        self._warned_at: float | None = None
+        self.told: dict[str, tuple[Any, Any]] = {}
+        self.lists = 0
+        self.watches = 0
+
+    def start(self) -> None:
+        """Begin to list and watch."""
+        for name in self._tables:
+            thread = threading.Thread(
+                target=self._keep, args=(name,), name=f"envscaler-watch-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads as soon as they wake."""
+        self._ending.set()
+
+    @property
+    def is_closed(self) -> bool:
+        """True when it shows nothing new any more."""
+        return self._ending.is_set()
+
+    def attempt(self, name: str) -> tuple[Json | None, list[Json], float | None]:
+        """``(job, pods, server's time)`` of the Job *name*.
+
+        Raises:
+            BackendError: Nothing is known, or it is too old.
+        """
+        job, pods = self.shown(name)
+        with self._lock:
+            server_time = self._server_time()
+        return (None if job is None else job.body()), [pod.body() for pod in pods], server_time
+
+    def shown(self, name: str) -> tuple[Kept | None, tuple[Kept, ...]]:
+        """The Job *name* and its pods, unread.
+
+        Raises:
+            BackendError: Nothing is known, or it is too old.
+        """
+        self._looked = self._monotonic()
+        for table, filled in self._filled.items():
+            if not filled.wait(FIRST_LOOK_S):
+                raise BackendError(
+                    f"{table}: no list within {FIRST_LOOK_S:g} s: {self._problem}", transient=True
+                )
+        with self._lock:
+            age = self._monotonic() - min(self._heard.values())
+            if age > STALE_S:
+                raise BackendError(
+                    f"the watch was not heard for {age:.0f} s: {self._problem}", transient=True
+                )
+            pods = self._tables["pods"].by_job.get(name, {})
+            return self._tables["jobs"].items.get(name), tuple(pods.values())
+
+    def warnings(self, uid: str) -> list[Json]:
+        """Warning events about the object *uid*, of the last :data:`WARNINGS_S`; [] if none may be read."""
+        if self._listing.acquire(blocking=False):  # who comes meanwhile goes by the last ones
+            try:
+                if self._warned_at is None or self._monotonic() - self._warned_at >= WARNINGS_S:
+                    self._warned_at = self._monotonic()
+                    self._warnings = self._list_warnings()
+            finally:
+                self._listing.release()
+        return self._warnings.get(uid, [])
+
+    def _list_warnings(self) -> dict[str, list[Json]]:
+        found: dict[str, list[Json]] = {}
+        with suppress(BackendError):
+            query = {"fieldSelector": "type=Warning"}
+            answer = self._cluster.list(names.events(self._namespace), query, page=PAGE)
+            for event in answer.body["items"]:
+                found.setdefault(str((event.get("involvedObject") or {}).get("uid")), []).append(event)
+        return found
+
+    def _server_time(self) -> float | None:
+        if self._server is None:
+            return None
+        said, at = self._server
+        return said + (self._monotonic() - at)
+
+    # -- the threads
+
+    def _keep(self, name: str) -> None:
+        try:
+            self._follow(name)
+        finally:
+            self.close()  # however it ended: the next look makes another view
+
+    def _follow(self, name: str) -> None:
+        failed = 0
+        while not self._ending.is_set():
+            if self._monotonic() - self._looked > IDLE_S:
+                self._ending.set()
+                return
+            try:
+                self.round(name)
+            except BackendError as err:
+                self._problem = str(err)
+                if not isinstance(err, ExpiredError):
+                    wait = BACKOFF_S[min(failed, len(BACKOFF_S) - 1)]
+                    asked = err.retry_after_s if isinstance(err, RefusedError) else None
+                    self._ending.wait(max(wait, asked or 0.0))
+                    failed += 1
+            else:
+                failed = 0
+
+    def round(self, name: str) -> None:
+        """One watch of the table *name*, after a list where there is no version to go on from.
+
+        Raises:
+            BackendError: The server said no, or the watch was cut.
+        """
+        table = self._tables[name]
+        if table.version is None:
+            self._list(name, table)
+        try:
+            for event in self._events(table):
+                with self._lock:
+                    table.take(event)
+                    if event.get("type") == "DELETED":
+                        self._forget(name)
+                    self._heard[name] = self._monotonic()
+        except BackendError as err:
+            if err.status == 410:
+                table.version = None
+                raise ExpiredError(str(err)) from err
+            raise
+        self._heard[name] = self._monotonic()  # it ended as it was asked to
+
+    def _list(self, name: str, table: Table) -> None:
+        self.lists += 1
+        query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER}"}
+        answer = self._cluster.list(table.path, query, page=PAGE, each=Kept.of)
+        with self._lock:
+            table.fill(answer.body)
+            self._forget(name)
+            self._heard[name] = self._monotonic()
+            if answer.server_time is not None:
+                self._server = (answer.server_time, self._monotonic())
+        self._filled[name].set()
+
+    def _forget(self, name: str) -> None:
+        """What was told of Jobs that are gone."""
+        if name == "jobs":
+            left = self._tables["jobs"].items
+            self.told = {job: told for job, told in self.told.items() if job in left}
+
+    def _events(self, table: Table) -> Iterator[Json]:
+        self.watches += 1
+        query = {
+            "watch": "true",
+            "labelSelector": f"{names.MANAGED_BY}={names.MANAGER}",
+            "resourceVersion": table.version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": WATCH_S,
+        }
+        for line in self._cluster.stream(table.path, query, read_timeout_s=QUIET_S + 30):
+            if self._ending.is_set():
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as err:  # cut in the middle of a line
+                raise BackendError(f"{table.path}: the watch broke off: {err}", transient=True) from err
+
+
+def _job_name(body: Json) -> str:
+    """Name of the Job that a pod is of; "" for anything else."""
+    return str(((body.get("metadata") or {}).get("labels") or {}).get(names.JOB_NAME) or "")
+
+
+_views: dict[tuple[str, str], View] = {}
+_views_lock = threading.Lock()
+
+
+def shared_view(cluster: Cluster, namespace: str) -> View:
+    """The view of this process on that namespace; it begins with the first look."""
+    key = (cluster.host, namespace)
+    with _views_lock:
+        view = _views.get(key)
+        if view is None or view.is_closed:
+            view = View(cluster, namespace)
+            view.start()
+            _views[key] = view
+        return view
+
+
+def close_views() -> None:
+    """End every view of this process, at its end or between tests."""
+    with _views_lock:
+        for view in _views.values():
+            view.close()
+        _views.clear()

@@ -1,0 +1,470 @@
+"""Node main's work: one loop over the wrapper, the courier, their output and what ends them."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from envscaler_agent.protocol import EXIT_ORPHANED, MAX_JSON_BYTES
+from envscaler_airflow.backends.local import files
+from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage
+from envscaler_airflow.backends.local.environment import courier_env, training_env
+from envscaler_airflow.backends.local.machine import this_identity
+from envscaler_airflow.backends.local.node_end import NodeEnd, read_said, say_end, tell_end
+from envscaler_airflow.backends.local.output import OutputWriter
+from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
+from envscaler_airflow.errors import BackendError
+
+TURN_S = 0.5
+"""Longest time between two looks at stop.json. Chosen: a stop is felt at once, an idle node costs nothing."""
+FAST_TURN_S = 0.1
+"""While the node drains. Chosen likewise."""
+ALIVE_EVERY_S = 5.0
+"""The lock file's time says when the node was last seen alive. Chosen: a loss is billed to 5 s."""
+COURIER_BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Waits before the courier is started again. Chosen: quick after one crash, quiet in a crash loop."""
+SETUP_TRIES = 5
+"""Times that the courier may die before the training has started. Chosen: about 30 s of crashes."""
+
+_CHUNK = 1 << 16
+_COURIER_SEGMENT_BYTES = 1 << 20
+
+
+class Clock:
+    """Wall time at the start, and seconds that no change of the wall clock bends."""
+
+    def __init__(self) -> None:
+        """Start now."""
+        self.started = time.time()
+        self._zero = self.now()
+
+    @staticmethod
+    def now() -> float:
+        """Seconds on a clock that runs on while the machine sleeps."""
+        return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self.now() - self._zero
+
+    def interval(self) -> dict[str, float]:
+        """Start and end, as end.json has them."""
+        return {"started": self.started, "ended": self.started + self.elapsed()}
+
+
+class Courier:
+    """Keeps the courier running until it is done."""
+
+    def __init__(self, exchange: Path, start: Callable[[], subprocess.Popen[bytes]], clock: Clock) -> None:
+        """Start it at the first :meth:`keep`."""
+        self._exchange = exchange
+        self._start = start
+        self._clock = clock
+        self._due = 0.0
+        self._deaths = 0
+        self._born = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True when it says that everything is uploaded, or was given up before the start."""
+        try:
+            body = files.read_json(self._exchange / "courier.json") or {}
+        except BackendError:
+            return False
+        return body.get("phase") == "done" or self._due == float("inf")
+
+    def keep(self) -> None:
+        """Start it when it does not run and its back-off has passed; give up on a hopeless setup."""
+        now = self._clock.now()
+        if self.process is not None or now < self._due:
+            return
+        if self._deaths >= SETUP_TRIES and not (self._exchange / "start.json").exists():
+            self._fail_setup()
+            self._due = float("inf")
+            return
+        self._born = now
+        try:
+            self.process = self._start()
+        except (OSError, subprocess.SubprocessError) as err:
+            print(f"courier: {err}", flush=True)  # noqa: T201  # node.log is our standard output
+            self.died()
+
+    def died(self) -> None:
+        """Take note of a death, and wait longer the more of them come at once."""
+        now = self._clock.now()
+        self.process = None
+        if now - self._born > 2 * COURIER_BACK_OFF_S[-1]:
+            self._deaths = 0
+        self._due = now + COURIER_BACK_OFF_S[min(self._deaths, len(COURIER_BACK_OFF_S) - 1)]
+        self._deaths += 1
+
+    def _fail_setup(self) -> None:
+        reason = f"the courier died {self._deaths} times before the start; see its output beside node.log"
+        files.write_json(self._exchange / "start.json", {"failed": reason})
+
+
+class NodeMain:
+    """Runs one node to its end."""
+
+    def __init__(
+        self, folder: Path, request: dict[str, Any], cage: Cage, *, guard: ProcessId | None, clock: Clock
+    ) -> None:
+        """Take the node over; nothing is started yet."""
+        self._folder = folder
+        self._request = request
+        self._cage = cage
+        self._clock = clock
+        self._exchange = folder / files.EXCHANGE
+        self._survivors = Survivors(str(self._exchange), guard, cage, ProcessId.of(os.getpid()))
+        self._selector = selectors.DefaultSelector()
+        self._wrapper: subprocess.Popen[bytes] | None = None
+        self._returncode: int | None = None
+        self._courier = Courier(self._exchange, self._start_courier, clock)
+        self._kill_at = float("inf")
+        self._drained_at = float("inf")
+        self._ended_by: tuple[str, str] | None = None
+        self._asked_wrapper = False
+        self._terminated = False
+        self._alive_at = 0.0
+        self._is_end_said = False
+
+    def run(self) -> NodeEnd:
+        """Start, watch, drain, end what is left, and tell how it ended."""
+        self._listen()
+        files.reserve(self._folder)
+        self._start_wrapper()
+        while not self._is_over():
+            self._turn()
+        return self._finish()
+
+    def _listen(self) -> None:
+        """Let signals wake the loop."""
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._selector.register(read, selectors.EVENT_READ, None)
+
+    def _on_sigterm(self, _number: int, _frame: object) -> None:
+        self._terminated = True
+
+    def _start_wrapper(self) -> None:
+        for name in (files.EXCHANGE, files.WORK, files.ROOT):
+            (self._folder / name).mkdir(exist_ok=True)
+        env = training_env(os.environ, self._request)
+        try:
+            self._wrapper = subprocess.Popen(
+                self._request["wrapper"],
+                cwd=self._folder / files.WORK,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=self._confine,  # noqa: PLW1509  # node main has one thread
+            )
+        except (OSError, subprocess.SubprocessError) as err:
+            self._ended_by = ("setup-failed", f"the wrapper cannot be started: {err}")
+            self._kill_at = 0.0
+            return
+        self._pump_from(self._wrapper, OutputWriter(self._folder / files.OUTPUT))
+
+    def _confine(self) -> None:
+        """In the child, before the wrapper: cgroup, CPUs, and rlimits where no cgroup limits memory."""
+        with suppress(OSError):
+            self._cage.join("training")
+        cpus = self._request.get("cpus")
+        if cpus and hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):
+                os.sched_setaffinity(0, cpus)
+        memory = self._request["limits"]["memory_bytes"]
+        if memory is not None and "memory" not in self._cage.limits:
+            with suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+    def _start_courier(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [*self._request["courier"], "--uid", self._request["id"]],
+            cwd=self._folder,
+            env=courier_env(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        writer = OutputWriter(
+            self._folder / files.COURIER_OUTPUT, segment_bytes=_COURIER_SEGMENT_BYTES, kept_segments=2
+        )
+        self._pump_from(process, writer)
+        return process
+
+    def _pump_from(self, process: subprocess.Popen[bytes], writer: OutputWriter) -> None:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, writer)
+
+    def _is_over(self) -> bool:
+        now = self._clock.now()
+        if now >= self._kill_at:
+            return True
+        return self._wrapper is None and (self._courier.is_done or now >= self._drained_at)
+
+    def _turn(self) -> None:
+        self._courier.keep()
+        self._pump(FAST_TURN_S if self._wrapper is None else TURN_S)
+        self._reap()
+        self._look_at_stop()
+        self._look_at_deadline()
+        self._say_alive()
+
+    def _pump(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            with suppress(BlockingIOError):
+                chunk = os.read(key.fd, _CHUNK)
+                if key.data is None:
+                    continue
+                if chunk:
+                    key.data.write(chunk)
+                else:
+                    self._close(key)
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        key.data.close()
+        key.fileobj.close()  # type: ignore[union-attr]  # only pipes of Popen carry data
+
+    def _reap(self) -> None:
+        """Collect dead children, adopted ones too."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                self._on_death(pid, os.waitstatus_to_exitcode(status))
+
+    def _on_death(self, pid: int, returncode: int) -> None:
+        if self._wrapper is not None and pid == self._wrapper.pid:
+            self._wrapper.returncode = self._returncode = returncode
+            self._wrapper = None
+            self._drained_at = self._clock.now() + self._request["drain_s"]
+            self._end_training()
+        elif self._courier.process is not None and pid == self._courier.process.pid:
+            self._courier.process.returncode = returncode
+            self._courier.died()
+            if returncode == EXIT_ORPHANED and self._wrapper is not None:
+                self._ended_by = ("orphaned", "nobody owned it, and its wrapper did not go when told to")
+                self._signal_wrapper(signal.SIGKILL)
+
+    def _end_training(self) -> None:
+        """Nothing outlives the wrapper but the courier; and when the wrapper could not say its end, we do."""
+        with suppress(OSError):
+            (self._folder / files.BALLAST).unlink()  # room for last words on a full disk
+        keep = {os.getpid(), os.getppid()}
+        if self._courier.process is not None:
+            keep |= {self._courier.process.pid, *descendants(self._courier.process.pid)}
+        kill_all(self._survivors, spare=keep)
+        self._say_its_end()
+
+    def _say_its_end(self) -> None:
+        """Let the courier hear that the wrapper ended, unless that said so itself; until it is written."""
+        path = self._exchange / "wrapper.json"
+        text = _bytes(path)
+        self._is_end_said = read_said(text) is not None
+        if not self._is_end_said:
+            end = tell_end(self._returncode, oom_kills=self._cage.oom_kills(), ended_by=self._ended_by)
+            body = json.loads(say_end(text, end).to_json())
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)  # the training may have removed it
+                files.write_json(path, body)
+                self._is_end_said = True
+
+    def _look_at_stop(self) -> None:
+        """Take up stop.json, or a bare SIGTERM with the grace of the request."""
+        try:
+            stop = files.read_json(self._folder / files.STOP)
+        except BackendError:
+            stop = {}
+        if stop is None and not self._terminated:
+            return
+        grace = float((stop or {}).get("grace_s", self._request["grace_s"]))
+        self._end_within(grace, "killed", f"stopped; what was left after {grace:g} s was killed")
+
+    def _look_at_deadline(self) -> None:
+        deadline = self._request["deadline_s"]
+        if deadline is not None and self._clock.elapsed() >= deadline:
+            detail = f"ran into its deadline of {deadline:g} s"
+            self._end_within(self._request["grace_s"], "deadline-exceeded", detail)
+
+    def _end_within(self, grace_s: float, reason: str, detail: str) -> None:
+        """Ask the wrapper once; kill all after *grace_s*. A later wish can only shorten the time."""
+        if self._ended_by is None:
+            self._ended_by = (reason, detail)
+            self._kill_at = self._clock.now() + grace_s
+        if grace_s <= 0:
+            self._kill_at = 0.0
+        if not self._asked_wrapper and self._wrapper is not None and grace_s > 0:
+            self._asked_wrapper = True
+            self._signal_wrapper(signal.SIGTERM)
+
+    def _signal_wrapper(self, number: int) -> None:
+        """Not by ``Popen``, which would collect a wrapper that has just died, and nobody would hear of it."""
+        if self._wrapper is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._wrapper.pid, number)
+
+    def _say_alive(self) -> None:
+        now = self._clock.now()
+        if now - self._alive_at >= ALIVE_EVERY_S:
+            self._alive_at = now
+            with suppress(OSError):
+                os.utime(self._folder / files.LOCK)
+            if self._wrapper is None and self._returncode is not None and not self._is_end_said:
+                self._say_its_end()
+
+    def _finish(self) -> NodeEnd:
+        """Kill what is left, read what it still said, and tell the end."""
+        spare = {os.getpid(), os.getppid()}
+        while kill_all(self._survivors, spare=spare, reap=self._reap):
+            self._say_alive()  # only what hangs in the kernel: the node is not over before it is gone
+        self._reap()
+        self._drain_pipes()
+        return tell_end(
+            self._returncode,
+            said=read_said(_bytes(self._exchange / "wrapper.json")),
+            oom_kills=self._cage.oom_kills(),
+            ended_by=self._ended_by,
+        )
+
+    def _drain_pipes(self) -> None:
+        """Nobody writes any more: read to the end."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is None:
+                continue
+            with suppress(BlockingIOError):
+                while chunk := os.read(key.fd, _CHUNK):
+                    key.data.write(chunk)
+            self._close(key)
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return files.read_bytes(path, MAX_JSON_BYTES)
+    except OSError:
+        return None
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""Source: linux/prctl.h."""
+
+
+LAUNCHER_S = 5.0
+"""Longest wait for the launching process to be gone, seconds. Chosen: it only has to exit."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Become a daemon and run the node in FOLDER to its end."""
+    parser = argparse.ArgumentParser(prog="python -m envscaler_airflow.backends.local.node_main")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--lock-fd", type=int, required=True)
+    options = parser.parse_args(arguments)
+    os.set_inheritable(options.lock_fd, False)
+    launcher = os.getpid()
+    if os.fork():
+        os._exit(0)  # at once: the owner waits for this process; the node is a child of init from here on
+    os.setsid()
+    until = time.monotonic() + LAUNCHER_S
+    while os.getppid() == launcher and time.monotonic() < until:
+        time.sleep(0.001)  # it runs for this node too: a node that ends at once would kill it as a leftover
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, _ignore)  # not SIG_IGN, which the training would inherit
+    run_guard(options.folder)
+    return 0
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """A handler that does nothing and is undone by exec."""
+
+
+def become_reaper() -> None:
+    """Inherit what our descendants leave behind, so that none escapes by a double fork (Linux)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run_guard(folder: Path) -> None:
+    """Start node main, wait for it, and leave nothing of the node behind."""
+    request = files.read_json(folder / files.REQUEST) or {}
+    limits = request["limits"]
+    name = f"{request['attempt']}-n{request['node']}-{request['id'][:8]}"
+    cage = Cage(notes=("no cgroups: switched off",))
+    if request["cgroups"]:
+        cage = build_cage(name, Limits(limits["memory_bytes"], limits["vcpus"]))
+    try:
+        cage.join("main")
+    except OSError as err:
+        cage.remove()
+        cage = Cage(notes=(*cage.notes, f"cgroup cannot be joined: {err}"))
+    become_reaper()
+    guard = ProcessId.of(os.getpid())
+    pid = os.fork()
+    if not pid:
+        os._exit(run_main(folder, request, cage, guard))
+    os.waitpid(pid, 0)
+    survivors = Survivors(str(folder / files.EXCHANGE), guard, cage)
+    while kill_all(survivors, spare={os.getpid()}, reap=reap):
+        pass  # only what hangs in the kernel: the node is not over before it is gone
+    cage.leave()
+    cage.remove()
+
+
+def reap() -> None:
+    """Collect dead children."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId | None) -> int:
+    """Run node main; whatever goes wrong in it is written down as the node's end."""
+    become_reaper()
+    clock = Clock()
+    me = ProcessId.of(os.getpid())
+    body = {
+        "id": request["id"],
+        "main": me.to_dict() if me else None,
+        "guard": guard.to_dict() if guard else None,
+        "identity": this_identity().to_dict(),
+        "started": clock.started,
+        "cage": cage.to_dict(),
+        "limits": cage.limits_said(request["limits"]),
+    }
+    node = None
+    try:
+        files.write_json(folder / files.NODE, body)
+        node = NodeMain(folder, request, cage, guard=guard, clock=clock)
+        end = node.run()
+    except Exception as err:  # noqa: BLE001  # the outermost edge: an end without a word would look like a loss
+        traceback.print_exc(file=sys.stderr)
+        end = NodeEnd(None, None, "setup-failed" if node is None else "failed", f"node main: {err!r}"[:500])
+        survivors = Survivors(str(folder / files.EXCHANGE), guard, cage, me)
+        kill_all(survivors, spare={os.getpid(), os.getppid()}, reap=reap)
+    files.write_json(folder / files.END, {"id": request["id"], **end.to_dict(), **clock.interval()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,442 @@
+"""Live prices over the snapshot: the last good value with its age, and no leap taken on trust."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from envscaler_airflow.catalog.tables import SNAPSHOT, pack, packaged, unpack
+from envscaler_airflow.clouds.base import Commitment, Fetched, PriceFeed, Quote, usd_of
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.table import CAPACITIES, Kind, Machine, OfferTable, Row, build_table
+
+LEAP = 5.0
+"""A price so many times the last one, or that part of it, is not believed. Chosen: spot prices
+move by tens of percent within days, list prices hardly; what multiplies is a unit or currency gone wrong."""
+
+LEAST_SPOT_SHARE = 1 / 50
+"""A first spot price below this share of the on-demand price is not believed. Chosen: clouds state
+savings of 91 % at most."""
+
+LEAST_USD = 0.0002
+"""A price below this is not believed of any machine. Chosen: the smallest ones of all clouds cost several
+times that; stand-ins of clouds answer 0.00001."""
+
+HOUR_S = 3600.0
+
+TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
+"""Terms of committed prices, shortest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price(Record):
+    """A price and when it was last seen, seconds since the epoch of this machine's clock."""
+
+    usd: float
+    at: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no price."""
+        check_finite(usd=self.usd, at=self.at)
+        if self.usd == 0:
+            raise ValueError("usd must be > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Book(Record):
+    """Prices of one region of one cloud, as they were last known.
+
+    Attributes:
+        at: When the feed last answered; None: never.
+        source: Of the feed.
+        prices: Last good ones by :attr:`Quote.key`.
+        quarantined: Prices that leapt, by the same key; the last good one goes on.
+        kinds: Machines that the feed told of.
+        zones: Zones by instance type.
+        risks: Index into RISKS by instance type.
+        error: Why the newest refresh failed; None: it did not.
+        failed_at: When.
+        notes: What the feed left out.
+        machines: What else it told of instance types, as :class:`Machine` has it.
+        left_out: Prices that the newest answer did not have: those last seen go on, with their date.
+    """
+
+    cloud: str
+    region: str
+    at: float | None = None
+    source: str = ""
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    quarantined: Mapping[str, float] = field(default_factory=dict)
+    kinds: tuple[tuple[Any, ...], ...] = ()
+    zones: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    risks: Mapping[str, int] = field(default_factory=dict)
+    error: str | None = None
+    failed_at: float | None = None
+    notes: tuple[str, ...] = ()
+    machines: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    left_out: int = 0
+
+    def words(self, now: float) -> str:
+        """One line for people: how old, what failed, what is in quarantine."""
+        age = "never answered" if self.at is None else f"{(now - self.at) / HOUR_S:.1f} h old"
+        text = f"{self.cloud} {self.region} {age}"
+        if self.error is not None and self.failed_at is not None:
+            ago = f"{(now - self.failed_at) / HOUR_S:.1f} h ago"
+            text += f" (refresh failed {ago}: {self.error:.160}; the last good prices are kept)"
+        if self.quarantined:
+            text += f" ({len(self.quarantined)} prices leapt and are in quarantine)"
+        if self.left_out:
+            text += f" ({self.left_out} prices are older: the newest answer left them out)"
+        return text
+
+
+def known_prices(table: OfferTable, cloud: str, region: str) -> dict[str, float]:
+    """Prices that *table* has for a region, by :attr:`Quote.key`: first live ones are held against them."""
+    found: dict[str, float] = {}
+    for number, kind in enumerate(table.kinds):
+        if kind.cloud != cloud:
+            continue
+        for row in range(table.starts[number], table.starts[number + 1]):
+            _, here, zone = table.places[table.place[row]]
+            if here != region:
+                continue
+            prices = {"on-demand": (table.usd[row], ""), "spot": (table.spot_usd[row], zone)}
+            for capacity in CAPACITIES:
+                usd, where = prices[capacity]
+                if usd < float("inf"):
+                    quote = Quote(kind.instance_type, here, where, capacity, usd, gpu_of(kind))
+                    found.setdefault(quote.key, usd)
+    return found
+
+
+def gpu_of(kind: Kind) -> str:
+    """``T4:1`` for attached GPUs, as quotes have it."""
+    return f"{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
+
+
+def refreshed(
+    last: Book | None,
+    fetched: Fetched,
+    *,
+    now: float,
+    known: Mapping[str, float],
+    trust_leaps: bool = False,
+) -> Book:
+    """The book after an answer: each price against the last good one, else against *known*.
+
+    Args:
+        last: Before; None: none.
+        fetched: The answer.
+        now: Seconds since the epoch.
+        known: Prices of the snapshot.
+        trust_leaps: Take prices that leapt: a person has looked at them.
+    """
+    before = {} if last is None else dict(last.prices)
+    prices, quarantined = before.copy(), {}
+    on_demand = {
+        (quote.instance_type, quote.gpu): quote.usd
+        for quote in fetched.quotes
+        if quote.capacity == "on-demand" and not quote.commitment
+    }
+    for found in fetched.quotes:
+        old = before[found.key].usd if found.key in before else known.get(found.key)
+        host = on_demand.get((found.instance_type, found.gpu))
+        if trust_leaps or not _leaps(found, old, host):
+            prices[found.key] = Price(found.usd, now)
+        else:
+            quarantined[found.key] = found.usd
+    return Book(
+        cloud=fetched.cloud,
+        region=fetched.region,
+        at=now,
+        source=fetched.source,
+        prices=prices,
+        quarantined=quarantined,
+        kinds=tuple(tuple(kind) for kind in fetched.kinds),
+        zones=fetched.zones,
+        risks=fetched.risks or ({} if last is None else last.risks),
+        notes=fetched.notes,
+        machines={name: tuple(machine) for name, machine in fetched.machines.items()}
+        or ({} if last is None else last.machines),
+        left_out=len(before.keys() - {quote.key for quote in fetched.quotes}),
+    )
+
+
+def _leaps(quote: Quote, old: float | None, on_demand: float | None) -> bool:
+    if quote.usd < LEAST_USD:
+        return True
+    if old is not None:
+        return not old / LEAP <= quote.usd <= old * LEAP
+    if quote.capacity == "spot" and on_demand is not None:
+        return not on_demand * LEAST_SPOT_SHARE <= quote.usd <= on_demand * LEAP
+    return False
+
+
+def committed_usd(prices: Mapping[str, Any], offer: Offer) -> dict[str, float]:
+    """USD an hour of *offer* under each commitment that the *prices* of a book know of, shortest first.
+
+    Args:
+        prices: As they stand in the book's JSON form.
+        offer: On demand.
+    """
+    gpu = f"{offer.gpu_name}:{offer.gpus}" if offer.is_attached else ""
+    found: dict[str, float] = {}
+    for term in TERMS:
+        price = prices.get(Quote(offer.instance_type, offer.region, "", "on-demand", 0.0, gpu, term).key)
+        usd = usd_of(price.get("usd")) if isinstance(price, Mapping) else None
+        if usd is not None:
+            found[term] = usd
+    return found
+
+
+def unanswered(last: Book | None, cloud: str, region: str, error: str, *, now: float) -> Book:
+    """The book after a failure: nothing but the failure is new."""
+    return replace(last or Book(cloud, region), error=error, failed_at=now)
+
+
+def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
+    """*table* with the books' prices over its own, and the machines that only they know."""
+    by_place = {(book.cloud, book.region): book for book in books}
+    rows: dict[Kind, dict[tuple[str, str], Row]] = {}
+    for number, kind in enumerate(table.kinds):
+        rows[kind] = {}
+        for at in range(table.starts[number], table.starts[number + 1]):
+            row = row_at(table, number, at)
+            book = by_place.get((kind.cloud, row.region))
+            rows[kind][row.region, row.zone] = row if book is None else _priced(row, kind, book)
+    for book in by_place.values():
+        _add_new(rows, book)
+    found = {kind: tuple(places.values()) for kind, places in rows.items()}
+    machines = dict(table.machines)
+    for book in by_place.values():
+        for name, cells in book.machines.items():
+            key = (book.cloud, name)
+            machines[key] = _joined(machines.get(key, Machine()), _dated(Machine(*cells), book))
+    return build_table(found, label=table.label, faults=table.faults, machines=machines)
+
+
+def _dated(machine: Machine, book: Book) -> Machine:
+    """With the day on which the feed told it."""
+    if book.at is None:
+        return machine
+    return machine._replace(source=f"{machine.source}, {datetime.fromtimestamp(book.at, UTC):%Y-%m-%d}")
+
+
+def _joined(old: Machine, new: Machine) -> Machine:
+    """What *new* tells, and of the rest what was known."""
+    told = {name: value for name, value in new._asdict().items() if value is not None and name != "source"}
+    is_all_new = all(getattr(old, name) is None or name in told for name in Machine._fields[:-1])
+    if not told:
+        return old
+    source = new.source if is_all_new else f"{new.source}; {old.source}"
+    return old._replace(**told, source=source)
+
+
+def row_at(table: OfferTable, kind: int, at: int) -> Row:
+    """One row of the columns."""
+    _, region, zone = table.places[table.place[at]]
+    spot = table.spot_rows[table.spot_starts[kind] : table.spot_starts[kind + 1]]
+    usd, spot_usd = table.usd[at], table.spot_usd[at]
+    return Row(
+        region,
+        zone,
+        usd=usd if usd < float("inf") else None,
+        spot_usd=spot_usd if spot_usd < float("inf") else None,
+        has_on_demand=at < table.ends[kind],
+        has_spot=at in spot,
+        risk=table.risk[at],
+        source=table.sources[table.source[at]],
+        spot_source=table.sources[table.spot_source[at]],
+    )
+
+
+def _priced(row: Row, kind: Kind, book: Book) -> Row:
+    name, gpu = kind.instance_type, gpu_of(kind)
+    listed = book.prices.get(Quote(name, row.region, "", "on-demand", 0.0, gpu).key)
+    if listed is not None:
+        row = row._replace(usd=listed.usd, source=_source(book, listed), has_on_demand=True)
+    for zone in dict.fromkeys((row.zone, "")):
+        spot = book.prices.get(Quote(name, row.region, zone, "spot", 0.0, gpu).key)
+        if spot is not None:
+            row = row._replace(spot_usd=spot.usd, spot_source=_source(book, spot), has_spot=True)
+            break
+    risk = book.risks.get(name)
+    return row if risk is None else row._replace(risk=risk)
+
+
+def _source(book: Book, price: Price) -> str:
+    # To the minute: prices of one refresh share one text.
+    return f"{book.source}, {datetime.fromtimestamp(price.at, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _add_new(rows: dict[Kind, dict[tuple[str, str], Row]], book: Book) -> None:
+    by_name = {kind.instance_type: kind for kind in rows if kind.cloud == book.cloud and not kind.is_attached}
+    for cells in book.kinds:
+        kind = Kind(*cells)
+        by_name.setdefault(kind.instance_type, kind)
+    for name, zones in book.zones.items():
+        found = by_name.get(name)
+        if found is None:
+            continue
+        places = rows.setdefault(found, {})
+        places.pop((book.region, ""), None)  # the zones are known now
+        for zone in zones:
+            if (book.region, zone) not in places:
+                new = Row(book.region, zone, source="no published price", spot_source="no published price")
+                places[book.region, zone] = _priced(new, found, book)
+
+
+COMPILED = "catalog.bin"
+INDEX = "catalog.json"
+LOCK = "catalog.lock"
+_BOOK = re.compile(r"prices-.*\.json\Z")
+
+
+class Shelf:
+    """Books of live prices in *folder*; each file is replaced as a whole."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touch nothing yet."""
+        self.folder = folder
+
+    def _path(self, cloud: str, region: str) -> Path:
+        return self.folder / f"prices-{quote(cloud, safe='')}-{quote(region, safe='')}.json"
+
+    def book(self, cloud: str, region: str) -> Book | None:
+        """The book of a region; None when there is none, or it is torn."""
+        return _read_book(self._path(cloud, region))
+
+    def books(self) -> list[Book]:
+        """All of them."""
+        try:
+            files = sorted(self.folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as err:
+            raise SpecError(f"{self.folder}: cannot be read: {err}; set ENVSCALER_CACHE") from err
+        found = [_read_book(file) for file in files if _BOOK.match(file.name)]
+        return [book for book in found if book is not None]
+
+    def commitments(self, offers: Iterable[Offer]) -> dict[str, dict[str, float]]:
+        """USD an hour under a commitment, by offer name, of on-demand offers whose region was refreshed."""
+        found: dict[str, dict[str, float]] = {}
+        kept: dict[Path, Mapping[str, Any]] = {}
+        for offer in offers:
+            path = self._path(offer.cloud, offer.region)
+            if path not in kept:
+                kept[path] = _read_prices(path)
+            known = committed_usd(kept[path], offer) if offer.capacity_type == "on-demand" else {}
+            if known:
+                found[offer.name] = known
+        return found
+
+    def refresh(
+        self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_leaps: bool = False
+    ) -> Book:
+        """Ask *feed* for a region and keep what it says; when it fails, keep what was, and that it failed."""
+        failure = ""
+        try:
+            fetched = feed.fetch(region)
+        except BackendError as err:
+            fetched, failure = None, str(err)
+        with self._alone():
+            last = self.book(feed.cloud, region)
+            if fetched is None:
+                book = unanswered(last, feed.cloud, region, failure, now=clock())
+            else:
+                known = known_prices(packaged(), feed.cloud, region)
+                book = refreshed(last, fetched, now=clock(), known=known, trust_leaps=trust_leaps)
+            text = json.dumps(book.to_dict(), allow_nan=False)
+            self._write(self._path(feed.cloud, region), text.encode())
+        return book
+
+    def compile(self) -> OfferTable:
+        """Make the catalog of the snapshot and all books anew; it is what the next look-up loads."""
+        with self._alone():
+            books = self.books()
+            table = with_books(packaged(), books)
+            self._write(self.folder / COMPILED, pack(table))
+            lines = [
+                replace(book, prices={}, kinds=(), zones={}, risks={}, machines={}).to_dict()
+                for book in books
+            ]
+            index = {"snapshot": _snapshot_sum(), "books": lines}
+            self._write(self.folder / INDEX, json.dumps(index).encode())
+        return table
+
+    def load(self, *, now: float) -> OfferTable | None:
+        """The compiled catalog, labelled with the age of each book; None: there is none of this version."""
+        try:
+            index = json.loads((self.folder / INDEX).read_bytes())
+            if index["snapshot"] != _snapshot_sum():
+                return None
+            books = [Book.from_dict(line) for line in index["books"]]
+            table = unpack((self.folder / COMPILED).read_bytes(), name=COMPILED)
+        except (OSError, ValueError, KeyError, TypeError, SpecError):
+            return None
+        if not books:
+            return None
+        return replace(table, label="; ".join([table.label, *(book.words(now) for book in books)]))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process changes books or catalog meanwhile, so none is made of what the other replaces."""
+        path = self.folder / LOCK
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = path.open("a")
+        except OSError as err:
+            raise _not_kept(path, err) from err
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as err:
+                # A network share without locks: each file is still replaced as a whole.
+                if err.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise _not_kept(path, err) from err
+            yield
+
+    def _write(self, path: Path, data: bytes) -> None:
+        new = self.folder / f"{path.name}.new"  # what a killed process left of it is written over
+        try:
+            new.write_bytes(data)
+            new.replace(path)
+        except OSError as err:
+            new.unlink(missing_ok=True)
+            raise _not_kept(path, err) from err
+
+
+def _not_kept(path: Path, err: OSError) -> SpecError:
+    return SpecError(f"{path}: prices cannot be kept: {err}; set ENVSCALER_CACHE")
+
+
+def _read_book(path: Path) -> Book | None:
+    try:
+        return Book.from_dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_prices(path: Path) -> Mapping[str, Any]:
+    """The prices of a book without the rest of it, which a plan has no time for."""
+    try:
+        prices = json.loads(path.read_bytes()).get("prices")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return prices if isinstance(prices, Mapping) else {}
+
+
+def _snapshot_sum() -> int:
+    return zlib.crc32(Path(__file__).with_name(SNAPSHOT).read_bytes())

@@ -1,0 +1,59 @@
+"""The environment spec: one YAML document per stage.
+
+Names are loaded on first use: ``spec_params``, which DAG files call, needs neither pydantic nor Jinja2.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envscaler_airflow.envspec.form import spec_params
+    from envscaler_airflow.envspec.loading import Loaded, load_spec, load_with_sources, spec_hash
+    from envscaler_airflow.envspec.models import EnvSpec
+    from envscaler_airflow.envspec.resources import NodeRange, Resources
+    from envscaler_airflow.envspec.running import Checkpoint, Every, Scaling
+    from envscaler_airflow.envspec.schema import json_schema
+    from envscaler_airflow.envspec.secrets import Reference, parse_reference
+
+_HOMES = {
+    "Checkpoint": "running",
+    "EnvSpec": "models",
+    "Every": "running",
+    "Loaded": "loading",
+    "NodeRange": "resources",
+    "Reference": "secrets",
+    "Resources": "resources",
+    "Scaling": "running",
+    "json_schema": "schema",
+    "load_spec": "loading",
+    "load_with_sources": "loading",
+    "parse_reference": "secrets",
+    "spec_hash": "loading",
+    "spec_params": "form",
+}
+
+__all__ = [
+    "Checkpoint",
+    "EnvSpec",
+    "Every",
+    "Loaded",
+    "NodeRange",
+    "Reference",
+    "Resources",
+    "Scaling",
+    "json_schema",
+    "load_spec",
+    "load_with_sources",
+    "parse_reference",
+    "spec_hash",
+    "spec_params",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

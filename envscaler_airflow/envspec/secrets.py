@@ -1,0 +1,231 @@
+"""Secrets only by reference: what looks like a literal one is a fault, and references are read here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from envscaler_airflow.envspec.documents import Node
+from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.literals import (
+    has_secret_shape,
+    has_userinfo,
+    is_literal,
+    is_secret_name,
+)
+from envscaler_airflow.envspec.scripts import scripts
+
+ReferenceKind = Literal["secret", "env", "connection", "variable"]
+
+REFERENCE_FORMS = "secret:NAME/key, env:NAME, connection:ID/field or variable:NAME"
+
+_AS_VARIABLE = f"write an env entry with value_from: {REFERENCE_FORMS}, and let the program read it"
+_FLAG_IN_SCRIPT = re.compile(
+    r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]{0,60})(?:=|\s+)(\"[^\"]*\"|'[^']*'|[^\s\"';|&]+)"
+)
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][A-Za-z0-9_.-]{0,200})=([^\s(]+)\Z")
+"""``db.password=x``, as Hydra and Helm take it."""
+_ASSIGNED_IN_SHELL = re.compile(r"(?:^|[\s;])([A-Za-z_][A-Za-z0-9_.]{0,200})=([^\s\"'(),;]+)(?=[\s;]|$)")
+_USER_FLAGS = frozenset(
+    {"-u", "--user", "--proxy-user", "-U", "--userpwd", "--http-user", "-n", "--auth", "-a"}
+)
+_USER_PROGRAMS = re.compile(r"(?:^|[\s/;|&])(?:curl|wget|http|https|xh|lftp|aria2c|smbclient|mc)(?:\s|\Z)")
+_USER_IN_SCRIPT = re.compile(
+    r"\s(-u|--user|--proxy-user|--userpwd|--auth|-a)(?:=|\s*)[\"']?([^\s\"':$]{1,200}:[^\s\"']+)"
+)
+_PASSWORD_FLAGS = tuple(
+    re.compile(rf"(?:^|[\s/;|&])(?:{programs})\s(?:[^|;&]{{0,400}}?\s)?{flag}[\"']?([^\s\"'`]+)")
+    for programs, flag in (
+        ("mysql|mysqldump|mysqladmin|mariadb|mariadb-dump", "-p"),
+        ("sshpass", r"-p\s*"),
+        ("mongo|mongosh|mongodump|mongorestore|twine upload", r"-p\s+"),
+        ("(?:docker|podman|buildah|skopeo|oras|crane|helm registry|az acr) login", r"-p\s+"),
+        ("redis-cli", r"-a\s+"),
+        ("ldapsearch|ldapadd|ldapmodify", r"-w\s+"),
+        ("openssl", r"-pass(?:in|out)?\s+pass:"),
+    )
+)
+"""Short flags by which programs take a password, from their manual pages."""
+_USER_AND_PASSWORD = re.compile(r"[\"']?[^\s:/$\"'{<]+:(?!/)([^\s]+)\Z")
+_FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?\Z", re.DOTALL)
+_ASSIGNED = re.compile(r"(?:\b([A-Z][A-Z0-9_]*)|[?&]([A-Za-z_]+))=(\S+)")
+"""``NAME=value`` of a shell and ``?name=value`` of a URL; not ``token=f(x)`` of a program."""
+_SAFE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}"
+_REFERENCE = re.compile(
+    rf"(secret|env|connection|variable):({_SAFE}|_[A-Za-z0-9_]{{0,252}})(?:/({_SAFE}))?\Z"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where a secret is taken from, never the secret.
+
+    Attributes:
+        kind: ``secret`` (Kubernetes), ``env`` (of the worker), ``connection`` or ``variable`` (Airflow).
+        name: Name of the secret, variable or connection.
+        key: Key within a secret, or field of a connection; None otherwise.
+    """
+
+    kind: ReferenceKind
+    name: str
+    key: str | None = None
+
+    def __str__(self) -> str:
+        """``secret:wandb/api-key``."""
+        return f"{self.kind}:{self.name}" + (f"/{self.key}" if self.key else "")
+
+
+def parse_reference(text: str, *, variable: str | None = None) -> Reference:
+    """Read ``secret:NAME/key``, ``env:NAME``, ``connection:ID/field`` or ``variable:NAME``.
+
+    ``secret:NAME`` without a key takes *variable* in lower kebab case less the words that it shares
+    with NAME: WANDB_API_KEY of wandb-secret is ``api-key``.
+
+    Raises:
+        ValueError: Another form; the text is not repeated, it may be a secret.
+    """
+    match = _REFERENCE.match(text)
+    if match is None:
+        raise ValueError(f"is no reference; write {REFERENCE_FORMS}")
+    kind, name, key = match[1], match[2], match[3]
+    if kind == "connection" and key is None:
+        raise ValueError(f"names a connection without a field; write connection:{name}/password")
+    if kind in ("env", "variable") and key is not None:
+        raise ValueError(f"has a key after {kind}:{name}; write {kind}:{name}")
+    if kind == "secret" and key is None and variable is not None:
+        key = secret_key(variable, name)
+    return Reference(kind, name, key)  # type: ignore[arg-type]  # the pattern admits the four kinds only
+
+
+def secret_key(variable: str, secret: str) -> str:
+    """Key of *secret* that *variable* takes when none is named: ``api-key`` of wandb for WANDB_API_KEY."""
+    words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", variable) if word]
+    shared = set(re.split(r"[^a-z0-9]+", secret.lower()))
+    kept = list(words)
+    while kept and kept[0] in shared:
+        kept.pop(0)
+    return "-".join(kept or words) or "value"
+
+
+def check_secrets(root: Node, faults: Faults) -> None:
+    """Note a fault for every literal that looks like a secret; its text is in no message."""
+    for node in root.walk():
+        if isinstance(node.value, str):
+            _check_text(node, faults)
+        elif node.is_map:
+            _check_map(node, faults)
+        elif node.is_list:
+            _check_arguments(node, faults)
+
+
+def is_secret_in_text(text: str) -> bool:
+    """True for a key of a known form, a URL with a password, or ``NAME=value`` of a secret's name."""
+    return has_secret_shape(text) or has_userinfo(text) or _assigns_secret(text)
+
+
+def _assigns_secret(text: str) -> bool:
+    return any(
+        is_secret_name(upper or query) and is_literal(value)
+        for upper, query, value in _ASSIGNED.findall(text)
+    )
+
+
+def _check_text(node: Node, faults: Faults) -> None:
+    if has_secret_shape(node.value):
+        _fault(
+            node, f"holds what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
+        )
+    elif has_userinfo(node.value):
+        fix = "leave user and password out and write credentials: or value_from: connection:ID/password"
+        _fault(node, f"is a URL with a user or password; {fix}", faults)
+    elif _assigns_secret(node.value):
+        _fault(
+            node, f"sets a secret by a literal; write an env entry with value_from: {REFERENCE_FORMS}", faults
+        )
+
+
+def _check_map(node: Node, faults: Faults) -> None:
+    name, value = node.get("name"), node.get("value")
+    if name is not None and value is not None and is_secret_name(str(name.value)) and is_literal(value.value):
+        reference = f"secret:NAME/{secret_key(str(name.value), '')}"
+        fix = f"value_from: {reference} (or env:NAME, connection:ID/field, variable:NAME)"
+        _fault(value, f"a literal under the secret's name {name.value!r:.60}; write {fix}", faults)
+    for key, item in node.value.items():
+        if key in ("credentials", "value_from") or item.is_map or item.is_list:
+            continue
+        if is_secret_name(key) and is_literal(item.value):
+            _fault(item, f"a literal under a secret's name; write value_from: {REFERENCE_FORMS}", faults)
+
+
+def _check_arguments(node: Node, faults: Faults) -> None:
+    """``--api-key abc``, ``db.password=abc`` and ``-u user:abc`` in a list, and within its scripts."""
+    words = [item.value for item in node.value]
+    kinds = dict(scripts(words))
+    is_for_users = any(isinstance(word, str) and _USER_PROGRAMS.search(word) for word in words)
+    command = " ".join(word for word in words if isinstance(word, str) and not any(map(str.isspace, word)))
+    if any(_is_given(value) for flag in _PASSWORD_FLAGS for value in flag.findall(command)):
+        _fault(node, f"gives a secret as an argument; {_AS_VARIABLE}", faults)
+    for index, item in enumerate(node.value):
+        if not isinstance(item.value, str):
+            continue
+        after = words[index + 1] if index + 1 < len(words) else None
+        kind = kinds.get(index)
+        if kind == "shell" or (kind is None and any(map(str.isspace, item.value.strip()))):
+            is_secret = _gives_secret(item.value, is_shell=kind == "shell")
+        else:
+            is_secret = kind is None and _is_secret_argument(item.value, after, is_for_users=is_for_users)
+        if is_secret:
+            _fault(item, f"gives a secret as an argument; {_AS_VARIABLE}", faults)
+
+
+def _is_secret_argument(text: str, after: object, *, is_for_users: bool) -> bool:
+    """Whether *text*, followed by *after*, hands a secret to the program."""
+    if override := _OVERRIDE.match(text):
+        return is_secret_name(override[1].rpartition(".")[2]) and is_literal(override[2])
+    flag, assigned, literal = text.partition("=")
+    if flag in _USER_FLAGS and (is_for_users or flag.startswith("--")):
+        return _is_user_and_password(literal if assigned else after, is_sure=is_for_users)
+    if is_for_users and text[:2] == "-u" and text[2:]:
+        return _is_user_and_password(text[2:], is_sure=True)
+    match = _FLAG.match(text)
+    if match is None or not is_secret_name(match[1]):
+        return False
+    given = match[2] if match[2] is not None else after
+    if match[2] is None and isinstance(given, str) and given.startswith("-"):
+        return False
+    return is_literal(given) and not (match[1] == "pass" and str(given).isdigit())
+
+
+def _is_user_and_password(value: object, *, is_sure: bool) -> bool:
+    """``user:pass``; without a program that takes it so, not ``1000:1000`` and ``nobody:nogroup``."""
+    match = _USER_AND_PASSWORD.match(value) if isinstance(value, str) else None
+    if match is None or not is_literal(match[1]):
+        return False
+    is_group = match[1].isdigit() or match[1].replace("-", "").islower()
+    return is_sure or not is_group
+
+
+def _gives_secret(text: str, *, is_shell: bool) -> bool:
+    """The same within a text of several words."""
+    if any(is_secret_name(flag) and _is_given(value) for flag, value in _FLAG_IN_SCRIPT.findall(text)):
+        return True
+    if any(_is_given(value) for flag in _PASSWORD_FLAGS for value in flag.findall(text)):
+        return True
+    is_sure = bool(_USER_PROGRAMS.search(text))
+    if any(
+        (is_sure or flag.startswith("--")) and _is_user_and_password(value, is_sure=is_sure)
+        for flag, value in _USER_IN_SCRIPT.findall(text)
+    ):
+        return True
+    assigned = _ASSIGNED_IN_SHELL.findall(text) if is_shell else ()
+    return any(is_secret_name(name.rpartition(".")[2]) and is_literal(value) for name, value in assigned)
+
+
+def _is_given(value: str) -> bool:
+    return is_literal(value) and not value.startswith("-") and not value.isdigit()
+
+
+def _fault(node: Node, text: str, faults: Faults) -> None:
+    if not node.is_broken:
+        faults.add(node.file, node.line, node.path, text)

@@ -1,0 +1,282 @@
+"""Templates in a spec: expressions over parameters and inputs, nothing else.
+
+``{{ parameters.x }}``, ``{{ .parameters.x }}`` and ``{{ inputs.x }}``, with arithmetic, comparison,
+``if``/``else`` and a few filters. No calls, no statements, no attribute of anything but the two maps:
+the syntax tree is checked against a list before it runs in Jinja2's sandbox. A string that is one
+expression takes the expression's type.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
+
+from jinja2 import StrictUndefined, TemplateError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from envscaler_airflow.envspec.documents import Node
+from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.parameters import BROKEN, MAX_NUMBER
+
+MAX_TEMPLATE = 10_000
+"""Longest text with a template, characters. Chosen: an entrypoint's script, several times."""
+
+_FILTERS = ("abs", "default", "length", "lower", "quote", "round", "string", "trim", "upper")
+MAX_DEPTH = 40
+"""Deepest expression. Chosen: people write 5."""
+_ALLOWED: tuple[type[nodes.Node], ...] = (
+    nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Const,
+    nodes.Filter, nodes.Keyword, nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not,
+    nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Neg, nodes.Pos, nodes.Concat,
+    nodes.Test, nodes.List, nodes.Tuple,
+)  # fmt: skip
+_TESTS = ("defined", "undefined", "none", "equalto", "in")
+EXPRESSION = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+"""One expression of a template."""
+_GO_DOT = re.compile(r"(?<![\w\])'\".])\.(?=(?:parameters|inputs)\b)")
+_SCALARS = (str, int, float, bool, type(None))
+
+
+class _Env(ImmutableSandboxedEnvironment):
+    """Expressions only; numbers stay small, and multiplication and ``%`` take numbers alone."""
+
+    intercepted_binops = frozenset({"*", "%", "/", "//", "+", "-"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator in "*%//-" and not (_is_number(left) and _is_number(right)):
+            raise TemplateError(f"{operator} takes numbers")
+        return super().call_binop(context, operator, left, right)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _round(value: float, digits: int = 0) -> float:
+    """Jinja's own takes any power of ten, however large."""
+    if not _is_number(value) or not isinstance(digits, int) or not 0 <= digits <= 15:
+        raise TemplateError("round takes a number, and 0 to 15 digits")
+    return round(value, digits) if digits else round(value)
+
+
+def _quote(value: object) -> str:
+    """As one word of a shell."""
+    if not isinstance(value, (str, int, float)):
+        raise TemplateError("quote takes text")
+    return shlex.quote(str(value))
+
+
+def _environment() -> _Env:
+    env = _Env(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
+    env.globals.clear()
+    known = {**env.filters, "round": _round, "quote": _quote}
+    env.filters = {name: known[name] for name in _FILTERS}
+    env.tests = {name: env.tests[name] for name in _TESTS}
+    return env
+
+
+_ENV = _environment()
+
+
+def parse(text: str) -> nodes.Template:
+    """The tree of template *text*, unchecked.
+
+    Raises:
+        TemplateError: It is not a valid template.
+    """
+    return _ENV.parse(_without_go_dots(text))
+
+
+def _without_go_dots(text: str) -> str:
+    return EXPRESSION.sub(lambda match: "{{" + _GO_DOT.sub("", match[1]) + "}}", text)
+
+
+@dataclass(slots=True)
+class Names:
+    """What templates may name.
+
+    Attributes:
+        parameters: Values by name.
+        inputs: URI by name; None when they are not known yet, and ``{{ inputs.x }}`` stays as it is.
+        declared: Input names that the spec declares; None when it declares none.
+        used_inputs: Filled with every input that a template names.
+    """
+
+    parameters: Mapping[str, Any]
+    inputs: Mapping[str, str] | None = None
+    declared: frozenset[str] | None = None
+    used_inputs: dict[str, None] = field(default_factory=dict)
+
+
+def render(root: Node, names: Names, faults: Faults) -> Node:
+    """*root* with every template replaced by its value."""
+    if isinstance(root.value, dict):
+        return replace(root, value={key: _entry(root, key, names, faults) for key in root.value})
+    if isinstance(root.value, list):
+        return replace(root, value=[render(item, names, faults) for item in root.value])
+    if isinstance(root.value, str) and any(mark in root.value for mark in ("{{", "{%", "{#")):
+        return _scalar(root, names, faults)
+    return root
+
+
+def _entry(root: Node, key: str, names: Names, faults: Faults) -> Node:
+    item: Node = root.value[key]
+    if "{{" in key or "{%" in key:
+        faults.add(item.file, item.line, root.path, "a template as a key; write templates in values only")
+    return render(item, names, faults)
+
+
+def _scalar(node: Node, names: Names, faults: Faults) -> Node:
+    try:
+        value = _evaluate(node.value, names)
+    except _BrokenParameterError:
+        return replace(node, is_broken=True)
+    except _TemplateFaultError as err:
+        faults.add(node.file, node.line, node.path, str(err))
+        return replace(node, is_broken=True)
+    return replace(node, value=value, raw=None)
+
+
+class _Entries:
+    """A map whose entries are all that a template sees: ``parameters.items`` is an entry, never a method."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+
+class _TemplateFaultError(ValueError):
+    """What is wrong with a template."""
+
+
+class _BrokenParameterError(_TemplateFaultError):
+    """The template names a parameter whose fault is told already."""
+
+
+def _evaluate(text: str, names: Names) -> Any:
+    if len(text) > MAX_TEMPLATE:
+        raise _TemplateFaultError(f"a template of {len(text)} characters; write at most {MAX_TEMPLATE}")
+    if "{%" in text or "{#" in text:
+        raise _TemplateFaultError("a template statement; write expressions {{ parameters.x }} only")
+    source = _without_go_dots(text)
+    try:
+        tree = _ENV.parse(source)
+        _check_tree(tree, names)
+        return _run(tree, source, names)
+    except TemplateError as err:
+        raise _TemplateFaultError(
+            f"is no template: {err.message or err!s:.200}; write {{{{ parameters.x }}}}"
+        ) from err
+    except (TypeError, ValueError, ArithmeticError, RecursionError, SyntaxError) as err:
+        if isinstance(err, _TemplateFaultError):
+            raise
+        reason = f"{err}".splitlines()[0] if str(err) else type(err).__name__
+        raise _TemplateFaultError(f"cannot be evaluated: {reason:.200}; check the parameters' types") from err
+
+
+def _check_tree(tree: nodes.Template, names: Names) -> None:
+    if _depth(tree, MAX_DEPTH) > MAX_DEPTH:
+        raise _TemplateFaultError(f"an expression nested deeper than {MAX_DEPTH}; write a simpler one")
+    for node in tree.find_all(nodes.Node):
+        if not isinstance(node, _ALLOWED):
+            kind = type(node).__name__
+            raise _TemplateFaultError(f"{kind} is not allowed in a template; write {{{{ parameters.x }}}}")
+        if isinstance(node, nodes.Name):
+            _check_name(node.name)
+        elif isinstance(node, (nodes.Getattr, nodes.Getitem)):
+            _check_member(node, names)
+        elif isinstance(node, nodes.Filter) and node.name not in _FILTERS:
+            raise _TemplateFaultError(
+                f"filter {node.name!r:.40} is not known; write one of {', '.join(_FILTERS)}"
+            )
+        elif isinstance(node, nodes.Test) and node.name not in _TESTS:
+            raise _TemplateFaultError(
+                f"test {node.name!r:.40} is not known; write one of {', '.join(_TESTS)}"
+            )
+    _check_whole_maps(tree)
+
+
+def _depth(node: nodes.Node, most: int) -> int:
+    if most < 0:
+        return 1
+    return 1 + max((_depth(child, most - 1) for child in node.iter_child_nodes()), default=0)
+
+
+def _check_name(name: str) -> None:
+    if name not in ("parameters", "inputs"):
+        raise _TemplateFaultError(
+            f"{name!r:.60} is not known; write {{{{ parameters.{name:.40} }}}} or {{{{ inputs.x }}}}"
+        )
+
+
+def _check_member(node: nodes.Getattr | nodes.Getitem, names: Names) -> None:
+    if not isinstance(node.node, nodes.Name):
+        raise _TemplateFaultError(
+            "only entries of parameters and inputs can be named; write {{ parameters.x }}"
+        )
+    member = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)
+    if not isinstance(member, str):
+        raise _TemplateFaultError(
+            "an entry is named by text; write {{ parameters.x }} or {{ parameters['x'] }}"
+        )
+    if node.node.name == "inputs":
+        _check_input(member, names)
+    elif member not in names.parameters:
+        known = ", ".join(sorted(names.parameters)) or "none"
+        text = f"parameter {member!r:.60} is not declared (declared: {known}); declare it under parameters"
+        raise _TemplateFaultError(text)
+    elif names.parameters[member] is BROKEN:
+        raise _BrokenParameterError
+
+
+def _check_input(member: str, names: Names) -> None:
+    names.used_inputs[member] = None
+    known = names.declared if names.inputs is None else frozenset(names.inputs)
+    if known is not None and member not in known:
+        listed = ", ".join(sorted(known)) or "none"
+        raise _TemplateFaultError(
+            f"input {member!r:.60} is not known (known: {listed}); hand it over: inputs={{...}}, or --input"
+        )
+
+
+def _check_whole_maps(tree: nodes.Template) -> None:
+    members: list[Any] = list(tree.find_all((nodes.Getattr, nodes.Getitem)))
+    inside = {id(member.node) for member in members}
+    for node in tree.find_all(nodes.Name):
+        if id(node) not in inside:
+            raise _TemplateFaultError(f"names all {node.name}; write one of them: {{{{ {node.name}.x }}}}")
+
+
+def _run(tree: nodes.Template, source: str, names: Names) -> Any:
+    inputs = names.inputs
+    if inputs is None:
+        inputs = {name: f"{{{{ inputs.{name} }}}}" for name in names.used_inputs}
+    context = {"parameters": _Entries(names.parameters), "inputs": _Entries(inputs)}
+    single = _single_expression(tree)
+    if single is None:
+        return _ENV.from_string(source).render(context)
+    inner = source[2:-2]
+    inner = inner[1:] if inner[:1] in ("-", "+") else inner  # Jinja2's own marks for white space
+    inner = inner[:-1] if inner[-1:] in ("-", "+") else inner
+    value: Any = _ENV.compile_expression(inner.strip(), undefined_to_none=False)(**context)
+    if not isinstance(value, _SCALARS):
+        raise _TemplateFaultError("gives no text, number or switch; write {{ parameters.x }}")
+    if _is_number(value) and not abs(value) < MAX_NUMBER:
+        raise _TemplateFaultError("gives no finite number below 1e15; check the arithmetic")
+    return value
+
+
+def _single_expression(tree: nodes.Template) -> nodes.Expr | None:
+    """The expression of a template that is nothing else."""
+    if len(tree.body) == 1 and isinstance(tree.body[0], nodes.Output):
+        parts = tree.body[0].nodes
+        if len(parts) == 1 and not isinstance(parts[0], nodes.TemplateData):
+            return parts[0]
+    return None

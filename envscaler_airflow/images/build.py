@@ -1,0 +1,421 @@
+"""Build the image of a stage: only when its content is new, layer by layer, with a readable log."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.images.access import ca_bundle, netrc, private_file, resolved
+from envscaler_airflow.images.bases import facts
+from envscaler_airflow.images.builders import Access, Builder, Image, Order
+from envscaler_airflow.images.context import Context, assemble
+from envscaler_airflow.images.dockerfile import CA, CREDENTIALS, ImageOptions
+from envscaler_airflow.images.programs import Output, find_program, run_program
+from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.stage_image import slug
+from envscaler_airflow.user_folders import cache_folder
+
+CONTENT = "io.envscaler.content"
+"""Label that holds the hash of the build context: an image that has it needs no build."""
+TAIL = 30
+"""Lines of the log that stand in the message of a failed build. Chosen: a compiler's error fits."""
+
+_STEP = re.compile(
+    r"(?:\[\d+/\d+\] )?STEP (?P<n>\d+)/(?P<of>\d+): (?P<what>.*)"
+    r"|#\d+ \[(?:[\w.-]+ )?(?P<dn>\d+)/(?P<dof>\d+)\] (?P<dwhat>.*)"
+)
+"""A step in the output of buildah, or of docker's BuildKit."""
+_IMAGE_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][\w.-]{0,127})?"
+)
+
+
+def default_logs() -> Path:
+    """``~/.cache/envscaler/builds``, or below XDG_CACHE_HOME."""
+    return cache_folder() / "builds"
+
+
+def mirrors() -> dict[str, str]:
+    """Build arguments for where installers come from: ENVSCALER_UV_IMAGE and ENVSCALER_MICROMAMBA_IMAGE."""
+    names = ("UV_IMAGE", "MICROMAMBA_IMAGE")
+    return {name: value for name in names if (value := os.environ.get(f"ENVSCALER_{name}"))}
+
+
+def configured_bases() -> tuple[str, ...]:
+    """Globs of ENVSCALER_ALLOWED_BASES, which hold for every build on this machine."""
+    return tuple(
+        part.strip() for part in os.environ.get("ENVSCALER_ALLOWED_BASES", "").split(",") if part.strip()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How an image is built.
+
+    Attributes:
+        name: Name with or without tag; None for the stage's. Without tag the content's hash is the tag.
+        is_shared: Look for it in its registry too, since it is meant to be there.
+        pull: Ask for a newer base even when one is here.
+        cache: Repository that layers are shared by.
+        ca_file: Certificates to trust besides the system's, such as those of a proxy.
+        tls_verify: False for a registry without TLS.
+        args: Build arguments, such as UV_IMAGE.
+        allowed_bases: Globs of which the base must match one; () allows all.
+        base_digest: The base's digest, of a lock; None for what is here or in its registry.
+        logs: Folder of logs.
+    """
+
+    name: str | None = None
+    is_shared: bool = False
+    pull: bool = False
+    cache: str | None = None
+    ca_file: Path | None = None
+    tls_verify: bool = True
+    args: Mapping[str, str] = field(default_factory=mirrors)
+    allowed_bases: tuple[str, ...] = field(default_factory=configured_bases)
+    base_digest: str | None = None
+    logs: Path = field(default_factory=default_logs)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An image of a stage.
+
+    Attributes:
+        name: Its whole name.
+        image: What the builder says of it.
+        content: Hash of its context.
+        base: Name of the base.
+        base_digest: Digest of the base; None for one that was never in a registry.
+        is_new: False when nothing had to be built.
+        digest: In its registry; None when it was not pushed.
+        log: File of the build's output; None when nothing was built.
+        seconds: Time of the build.
+    """
+
+    name: str
+    image: Image
+    content: str
+    base: str
+    base_digest: str | None
+    is_new: bool
+    digest: str | None = None
+    log: Path | None = None
+    seconds: float = 0.0
+
+
+def build_image(
+    spec: EnvSpec,
+    requirements: Requirements,
+    builder: Builder,
+    options: BuildOptions,
+    *,
+    say: Callable[[str], None],
+    resolve_secret: Callable[[str], str] | None = None,
+) -> Built:
+    """The image of *spec*; unchanged input builds nothing.
+
+    *say* is told each step, one line each. *resolve_secret* turns a reference (``env:NAME``) into its
+    value, which private indexes and bases need.
+
+    Raises:
+        SpecError: The base is not allowed or not to be had, or a step fails; the log's end is told.
+        BackendError: The image was built and is not there.
+    """
+    check_options(spec, options)
+    with tempfile.TemporaryDirectory(prefix="envscaler-build-") as name:
+        kit = _Kit.of(spec, requirements, Path(name), options, resolve_secret)
+        base, digest = _bring_base(spec, builder, options, kit.access)
+        pinned = _pinned(base, digest) if digest is not None and _is_remote(base) else base
+        how = ImageOptions(base=pinned, has_ca=kit.has_ca)
+        context = assemble(spec, requirements, Path(name, "context"), how)
+        whole = _name(spec, options, context)
+        image = _existing(builder, whole, context.content, options, kit.access)
+        if image is not None:
+            say(f"{whole}: unchanged, nothing to build")
+            return Built(whole, image, context.content, base, digest, is_new=False)
+        order = Order(
+            context.folder, whole, labels={CONTENT: context.content}, args=options.args,
+            secrets=kit.files, cache=options.cache,
+        )  # fmt: skip
+        log = options.logs / f"{context.content[:16]}.log"
+        seconds = _carry_out(builder, order, kit, log, say)
+        made = builder.inspect(whole)
+    if made is None:
+        raise BackendError(f"{whole} was built and is not there; its log is {log}")
+    return Built(whole, made, context.content, base, digest, is_new=True, log=log, seconds=seconds)
+
+
+def push_image(builder: Builder, built: Built, options: BuildOptions) -> Built:
+    """Send *built* to its registry; it comes back with its digest there.
+
+    Raises:
+        BackendError: It cannot be pushed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        env = {}
+        if options.ca_file is not None:
+            env["SSL_CERT_FILE"] = str(private_file(Path(name, "ca.pem"), ca_bundle(options.ca_file)))
+        access = Access(env=env, tls_verify=options.tls_verify)
+        return replace(built, digest=builder.push(built.name, access))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kit:
+    """Files of one build that are in no context and no layer."""
+
+    files: Mapping[str, Path]
+    access: Access
+    hidden: tuple[str, ...]
+
+    @property
+    def has_ca(self) -> bool:
+        return CA in self.files
+
+    @classmethod
+    def of(
+        cls,
+        spec: EnvSpec,
+        requirements: Requirements,
+        scratch: Path,
+        options: BuildOptions,
+        resolve_secret: Callable[[str], str] | None,
+    ) -> _Kit:
+        files: dict[str, Path] = {}
+        hidden: list[str] = []
+        runtime = requirements.runtime
+        if runtime is not None and runtime.credentials is not None:
+            value = resolved(runtime.credentials, resolve_secret)
+            hidden += [value, value.partition(":")[2]]
+            files[CREDENTIALS] = private_file(scratch / "netrc", netrc(requirements, value))
+        if options.ca_file is not None:
+            files[CA] = private_file(scratch / "ca.pem", ca_bundle(options.ca_file))
+        auth = None
+        if spec.base is not None and spec.base.credentials is not None:
+            value = resolved(spec.base.credentials, resolve_secret)
+            hidden += [value, value.partition(":")[2]]
+            auth = scratch / "auth"
+            auth.mkdir()
+            private_file(auth / "config.json", _auth_text(facts(spec.base).image, value))
+        env = {"SSL_CERT_FILE": str(files[CA])} if CA in files else {}
+        access = Access(env=env, auth=auth, tls_verify=options.tls_verify)
+        return cls(files, access, tuple(text for text in hidden if len(text) > 3))
+
+    def mask(self, line: str) -> str:
+        for text in self.hidden:
+            line = line.replace(text, "***")
+        return line
+
+
+def check_base(spec: EnvSpec, allowed: tuple[str, ...]) -> None:
+    """Refuse a base that no glob of *allowed* matches; () allows all.
+
+    Raises:
+        SpecError: It is not allowed.
+    """
+    image = facts(spec.base).image
+    if allowed and not any(fnmatch.fnmatchcase(image, pattern) for pattern in allowed):
+        raise SpecError(
+            f"base.image: {image} is not allowed here; write one that matches {', '.join(allowed)}"
+        )
+
+
+def check_options(spec: EnvSpec, options: BuildOptions) -> None:
+    """Refuse what cannot be built, before anything is fetched for it.
+
+    Raises:
+        SpecError: The base is not allowed; the image's name, or that of the repository of layers, is none; or
+            it is to be pushed, and its name is of this machine alone.
+    """
+    check_base(spec, options.allowed_bases)
+    for option, name in (("-t", options.name), ("--cache", options.cache)):
+        if name is not None and not _IMAGE_NAME.fullmatch(name):
+            raise SpecError(
+                f"{option} {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
+            )
+    name = options.name or "localhost/"
+    if options.is_shared and not (_has_registry(name) and _is_remote(name)):
+        told = f"-t {options.name} is in no registry" if options.name else "there is no -t"
+        raise SpecError(f"--push: {told}; write -t registry.example.com/team/name")
+
+
+def _auth_text(image: str, value: str) -> str:
+    user, colon, _ = value.partition(":")
+    pair = value if colon else f"token:{user}"
+    host = image.partition("/")[0] if _has_registry(image) else "https://index.docker.io/v1/"
+    return json.dumps({"auths": {host: {"auth": base64.b64encode(pair.encode()).decode()}}})
+
+
+def qualified(image: str) -> str:
+    """*image* with its registry: builders without a daemon know no short names."""
+    if _has_registry(image):
+        return image
+    return f"docker.io/{image}" if "/" in image else f"docker.io/library/{image}"
+
+
+def _has_registry(image: str) -> bool:
+    first, slash, _ = image.partition("/")
+    return bool(slash) and (first == "localhost" or "." in first or ":" in first)
+
+
+def _is_remote(image: str) -> bool:
+    return not image.startswith("localhost/")
+
+
+def _pinned(image: str, digest: str) -> str:
+    """A tag beside a digest is what not every builder reads."""
+    if "@" in image:
+        return image
+    name, colon, tag = image.rpartition(":")
+    return f"{name if colon and '/' not in tag else image}@{digest}"
+
+
+def _bring_base(
+    spec: EnvSpec, builder: Builder, options: BuildOptions, access: Access
+) -> tuple[str, str | None]:
+    """Name and digest of the base, which is on this machine afterwards."""
+    base = qualified(facts(spec.base).image)
+    if options.base_digest is not None and _is_remote(base):
+        base = _pinned(base, options.base_digest)
+    image = None if options.pull and _is_remote(base) else builder.inspect(base)
+    if image is None:
+        words = builder.pull(base, access)
+        image = builder.inspect(base)
+        if image is None:
+            raise SpecError(
+                f"base.image: {base} is not available here: {words or 'it is not on this machine'}; check "
+                "its name and the way to its registry, or write an image that is on this machine"
+            )
+    return base, options.base_digest or image.digest
+
+
+def _name(spec: EnvSpec, options: BuildOptions, context: Context) -> str:
+    name = options.name or f"localhost/{slug(spec.name)}"
+    if not _has_registry(name):
+        name = f"localhost/{name}"
+    return name if ":" in name.rpartition("/")[2] else f"{name}:{context.content[:16]}"
+
+
+def _existing(
+    builder: Builder, name: str, content: str, options: BuildOptions, access: Access
+) -> Image | None:
+    """The image of this content, here or (when it goes there anyway) in its registry."""
+    image = builder.inspect(name)
+    if image is None and options.is_shared and _is_remote(name) and builder.pull(name, access) is None:
+        image = builder.inspect(name)
+    return image if image is not None and image.labels.get(CONTENT) == content else None
+
+
+def _carry_out(builder: Builder, order: Order, kit: _Kit, log: Path, say: Callable[[str], None]) -> float:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begun, tail = time.monotonic(), [""]
+    with log.open("w", encoding="utf-8") as file:
+
+        def on_line(line: str) -> None:
+            shown = kit.mask(line)
+            file.write(f"{time.monotonic() - begun:8.1f}  {shown}\n")
+            tail[:] = [*tail, shown][-TAIL:]
+            if step := step_of(shown):
+                say(step)
+
+        say(f"building {order.name} with {builder.name} (log: {log})")
+        code = builder.build(order, kit.access, on_line)
+    if code != 0:
+        shown = "\n".join(f"  {line}" for line in tail if line)
+        raise SpecError(f"{order.name} cannot be built (exit code {code}); the whole log is {log}:\n{shown}")
+    return time.monotonic() - begun
+
+
+def step_of(line: str) -> str | None:
+    """``[3/12] RUN apt-get ...`` of a builder's line; None for any other."""
+    match = _STEP.match(line)
+    if match is None:
+        return (
+            "     from cache"
+            if line.startswith("--> Using cache") or re.fullmatch(r"#\d+ CACHED", line)
+            else None
+        )
+    number, of, what = (
+        (match["n"], match["of"], match["what"])
+        if match["n"]
+        else (match["dn"], match["dof"], match["dwhat"])
+    )
+    plain = re.sub(r"--mount=\S+ ", "", what)
+    return f"[{number}/{of}] {plain[:100]}"
+
+
+SEVERITIES = ("low", "medium", "high", "critical")
+"""From the least on, as both programs name them."""
+TIMEOUT_S = 1800.0
+"""Longest scan, seconds. Chosen: the database of vulnerabilities is loaded first."""
+
+
+def find_scanner() -> str:
+    """Path of trivy or grype.
+
+    Raises:
+        SpecError: Neither is installed; an unscanned image never passes.
+    """
+    program = find_program("trivy", "grype")
+    if program is None:
+        raise SpecError("--scan: neither trivy nor grype is installed; install one, or leave --scan out")
+    return program
+
+
+def scan_image(builder: Builder, image: str, *, severity: str = "high") -> str:
+    """The scanner's report when nothing of *severity* or above was found.
+
+    Raises:
+        SpecError: Something was found, or no scanner is installed.
+        BackendError: The scanner failed.
+    """
+    program = find_scanner()
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder, "image.tar")
+        builder.save(image, archive)
+        done = run_program(_words(program, archive, severity), timeout_s=TIMEOUT_S)
+    report = (done.out or done.err).strip()
+    if done.code == 0:
+        return report
+    if _has_findings(Path(program).name, done):
+        raise SpecError(f"{image} has vulnerabilities of severity {severity} or above:\n{report}")
+    raise BackendError(f"{program} failed (exit code {done.code}): {done.err.strip() or report}")
+
+
+_TRIVY_FOUND = 10
+"""Exit code that we ask trivy for."""
+_GRYPE_FOUND = "discovered vulnerabilities at or above the severity threshold"
+"""What grype says; its exit code differs by version. Source: anchore/grype, grype/grypeerr/errors.go."""
+
+
+def _has_findings(program: str, done: Output) -> bool:
+    if program == "trivy":
+        return done.code == _TRIVY_FOUND
+    return _GRYPE_FOUND in done.err + done.out
+
+
+def _words(program: str, archive: Path, severity: str) -> list[str]:
+    if Path(program).name == "grype":
+        return [program, f"docker-archive:{archive}", "--fail-on", severity, "--quiet"]
+    names = ",".join(name.upper() for name in SEVERITIES[SEVERITIES.index(severity) :])
+    return [
+        program,
+        "image",
+        "--input",
+        str(archive),
+        "--severity",
+        names,
+        "--quiet",
+        "--exit-code",
+        str(_TRIVY_FOUND),
+    ]

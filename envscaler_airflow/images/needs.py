@@ -1,0 +1,291 @@
+"""What ``run`` needs on this machine beside its sizes: code, programs, an installer, packages of extras."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from envscaler_airflow.backends.local.machine import Gpu, this_machine
+from envscaler_airflow.backends.local.volumes import exists
+from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.builders import Docker
+from envscaler_airflow.images.programs import find_program, run_program, uv_program
+from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.venv import python_version
+from envscaler_airflow.store.base import open_store
+
+_QUERIES: dict[str, tuple[str, ...]] = {
+    "dpkg-query": ("--show", "--showformat", "${db:Status-Status} ${Version}\n"),
+    "rpm": ("--query", "--queryformat", "%{VERSION}-%{RELEASE}\n"),
+    "apk": ("info", "--installed", "--verbose"),
+}
+"""How a system is asked for one package, by the program that knows."""
+
+
+def has_variable(name: str) -> bool:
+    """True when the environment has *name*."""
+    return name in os.environ
+
+
+def installed_versions(names: Sequence[str]) -> dict[str, str] | None:
+    """Version of each of *names* that the system has installed; None when nobody can tell."""
+    found = ((path, words) for program, words in _QUERIES.items() if (path := find_program(program)))
+    path, words = next(found, (None, ()))
+    if path is None:
+        return None
+    told = {name: run_program([path, *words, name]) for name in names}
+    read = {name: _version(name, done.out) for name, done in told.items() if done.code == 0}
+    return {name: version for name, version in read.items() if version is not None}
+
+
+def _version(name: str, told: str) -> str | None:
+    """Of ``installed 1:2.39``, ``2.39-1`` or ``name-2.39-r0``; None for what is configured away."""
+    words = told.split()
+    if len(words) > 1:
+        return words[1] if words[0] == "installed" else None
+    return words[0].removeprefix(f"{name}-") if words else None
+
+
+def driver_version() -> str | None:
+    """Version of the GPU driver; None without one."""
+    try:
+        import pynvml  # noqa: PLC0415 (only where a driver may be)
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def has_docker() -> bool:
+    """True when a docker daemon answers that can build."""
+    program = find_program("docker")
+    return program is not None and Docker(program).fault() is None
+
+
+def has_uv() -> bool:
+    """True when uv is installed, by the extra ``build`` or otherwise."""
+    try:
+        uv_program()
+    except SpecError:
+        return False
+    return True
+
+
+def has_program(name: str) -> bool:
+    """True when a program of that name is on the path."""
+    return find_program(name) is not None
+
+
+def python_of(version: str) -> str | None:
+    """Path of a Python of that version, ``3.11``, this process's own first; None without one."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    return find_program(f"python{version}")
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This machine.
+
+    Attributes:
+        cpus: Cores that can be used.
+        memory_bytes: Memory.
+        disk_bytes: Free space where runs are laid out.
+        gpus: GPUs that the driver shows.
+        driver: Its version; None without one.
+        family: Package manager; None when it is not known.
+        has_path: Tells whether a path exists.
+        is_mounted: Tells whether something is mounted at a path.
+        has_variable: Tells whether the environment has a variable.
+        installed_versions: Versions of the system packages that are there; None when no tool reports them.
+        has_docker: Tells whether a docker daemon answers.
+        has_uv: Tells whether uv is installed.
+        has_program: Tells whether a program is on the path.
+        python_of: Path of a Python of a version that is installed; None without one.
+    """
+
+    cpus: int
+    memory_bytes: int
+    disk_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    has_path: Callable[[str], bool] = field(default=exists)
+    is_mounted: Callable[[str], bool] = field(default=os.path.ismount)
+    has_variable: Callable[[str], bool] = field(default=has_variable)
+    installed_versions: Callable[[Sequence[str]], dict[str, str] | None] = field(default=installed_versions)
+    has_docker: Callable[[], bool] = field(default=has_docker)
+    has_uv: Callable[[], bool] = field(default=has_uv)
+    has_program: Callable[[str], bool] = field(default=has_program)
+    python_of: Callable[[str], str | None] = field(default=python_of)
+
+    def absent_packages(self, wanted: Sequence[str]) -> list[str] | None:
+        """Those of *wanted* (``git``, ``git=1:2.39``, ``git=1:2.*``) that are not here; None: not known."""
+        asked = {text: text.partition("=") for text in wanted}
+        versions = self.installed_versions([name for name, _, _ in asked.values()])
+        if versions is None:
+            return None
+        return [
+            text
+            for text, (name, _, version) in asked.items()
+            if name not in versions or (version and not fnmatch.fnmatchcase(versions[name], version))
+        ]
+
+
+def look_here() -> Here:
+    """Look at this machine."""
+    machine = this_machine()
+    return Here(
+        cpus=len(machine.cpus),
+        memory_bytes=machine.memory_bytes,
+        disk_bytes=shutil.disk_usage("/var/tmp").free,  # noqa: S108 (where local runs are laid out)
+        gpus=machine.gpus,
+        driver=driver_version(),
+    )
+
+
+_PROGRAMS = {"openssh-client": "ssh", "mercurial": "hg", "subversion": "svn", "breezy": "bzr"}
+"""Program of each system package that fetches requirements, where it has another name."""
+INSTALL_UV = "run `pip install 'envscaler-airflow[build]'`, or install uv"
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+_OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "oss", "hdfs")
+"""Schemes of volumes that a package of an extra, or of the user's, opens."""
+
+
+def lacking_code(spec: EnvSpec) -> list[str]:
+    """A workdir or a script that is not there, one sentence each with what to write."""
+    if not spec.entrypoint:
+        return ["entrypoint: is empty; write entrypoint: [python, train.py]"]
+    folder = spec.resolve_path("workdir")
+    if folder is not None and not Path(folder).is_dir():
+        return [f"workdir: {folder} is not a folder; name the folder of the code, such as workdir: ."]
+    script = _script(spec.entrypoint)
+    if script is None:
+        return []
+    if script.is_absolute():  # a volume, or a folder of the image, may bring it
+        is_brought = any(script.is_relative_to(volume.mount_path) for volume in spec.volumes)
+        return [] if is_brought or script.is_file() else [_absent(script)]
+    if folder is None:
+        return [f"entrypoint: {script} is not shipped: the spec has no workdir; write workdir: ."]
+    if not Path(folder, script).is_file():
+        return [f"entrypoint: {script} is not in the workdir {folder}; {_instead(script, Path(folder))}"]
+    return []
+
+
+def _instead(script: Path, folder: Path) -> str:
+    words = str(script).split()
+    if len(words) > 1:
+        return f"write each word apart: [{', '.join(words)}]"
+    near = get_close_matches(str(script), [path.name for path in folder.glob("*.py")], n=1)
+    return f"write {near[0]}" if near else "write its path below that folder"
+
+
+def _absent(script: Path) -> str:
+    return (
+        f"entrypoint: {script} is not on this machine; write a path below the workdir, such as {script.name}"
+    )
+
+
+def lacking_program(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
+    """A command that is not here and looks misspelt; [] where packages or code of the stage may bring it."""
+    program = spec.entrypoint[0] if spec.entrypoint else "python"
+    is_brought = "/" in program or program.endswith(".py") or not requirements.is_empty
+    if is_brought or _PYTHON.fullmatch(program) or machine.has_program(program):
+        return []
+    near = get_close_matches(program, ("python", "bash", "torchrun", "accelerate"), n=1)
+    return [f"entrypoint: there is no command {program!r:.80} on this machine; write {name}" for name in near]
+
+
+def lacking_inputs(spec: EnvSpec) -> list[str]:
+    """Inputs that the spec uses and that were not given."""
+    return [
+        f"inputs: {name} is not given; add --input {name}=URI, as an earlier stage prints it"
+        for name in spec.input_names
+        if name not in spec.inputs
+    ]
+
+
+def _script(entrypoint: tuple[str, ...]) -> Path | None:
+    """The Python file that is run; None where another thing is."""
+    program, *words = entrypoint
+    if program.endswith(".py"):
+        return Path(program)
+    if _PYTHON.fullmatch(Path(program).name) is None:
+        return None
+    while words and words[0] in ("-u", "-O", "-B", "-E", "-s", "-I"):
+        words.pop(0)
+    return Path(words[0]) if words and words[0].endswith(".py") else None
+
+
+def lacking_tools(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
+    """What makes the stage's own environment and is not here: uv, or the Python."""
+    if requirements.runtime is None:
+        return []
+    if requirements.runtime.package_manager == "conda":
+        return ["runtimes: package_manager: conda is for images; write pip or uv under targets.local"]
+    absent = [name for name in requirements.programs if not machine.has_program(_PROGRAMS.get(name, name))]
+    if absent:
+        return [f"runtimes: requirements are fetched by {', '.join(absent)}, not installed here; install it"]
+    if machine.has_uv():
+        return []
+    if requirements.needs_installer:
+        return [f"runtimes: uv installs the packages, and it is not installed; {INSTALL_UV}"]
+    version = python_version(spec)
+    if machine.python_of(version) is not None:
+        return []
+    return [f"runtimes: Python {version} is not here, and uv, which brings it, is not either; {INSTALL_UV}"]
+
+
+def local_source_faults(spec: EnvSpec) -> list[str]:
+    """Volumes of a scheme that this machine cannot open, one fault each; known without asking any store.
+
+    Object stores of the extras are left to ``dry-run``: another machine may have the extra.
+    """
+    if (spec.target or "local") != "local":
+        return []
+    found = []
+    for index, volume in enumerate(spec.volumes):
+        if volume.kind == "hdfs" and not _has_module("pyarrow"):
+            found.append(
+                f"volumes[{index}].source: {volume.source} is HDFS, which a stage on local opens by pyarrow "
+                "and a Hadoop client, and pyarrow is not installed; pip install pyarrow, write another "
+                "source such as s3://bucket/path, or one for local under targets"
+            )
+    return found
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def lacking_extras(spec: EnvSpec, store_url: str | None) -> list[str]:
+    """Packages that open the run store or a volume and are not installed."""
+    urls = {} if store_url is None else {"store": store_url}
+    for volume in spec.volumes:
+        scheme, separator, _ = str(volume.source).partition("://")
+        if separator and scheme in _OBJECT_STORES:
+            urls[f"volumes: {volume.name}"] = str(volume.source)
+    found = []
+    for name, url in urls.items():
+        try:
+            open_store(url)
+        except SpecError as err:
+            found.append(f"{name}: {err}")
+    return found

@@ -1,0 +1,83 @@
+"""One spec, every artefact: picks the rendering of a target. Pure."""
+
+from __future__ import annotations
+
+from envscaler_airflow.envspec import Loaded
+from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
+from envscaler_airflow.images.conda import render_conda
+from envscaler_airflow.images.distributed import batches
+from envscaler_airflow.images.dockerfile import (
+    ImageOptions,
+    needs_build,
+    render_dockerfile,
+)
+from envscaler_airflow.images.plain_job import render_kubernetes
+from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.userdata import render_vm
+from envscaler_airflow.images.venv import render_venv
+
+RENDERINGS = ("spec", "conda", "venv", "dockerfile", "kubernetes", "vm")
+"""What ``envscaler render --target`` takes."""
+VARIANTS = {"dockerfile": "docker", "kubernetes": "kubernetes", "vm": "vm", "venv": "local", "conda": "local"}
+"""The spec's target overlay that a rendering is of."""
+
+
+def render(
+    target: str,
+    spec: EnvSpec,
+    requirements: Requirements,
+    *,
+    image: str | None = None,
+    options: ImageOptions | None = None,
+) -> list[Artefact]:
+    """The artefacts of *target*, one of :data:`RENDERINGS` but ``spec``.
+
+    Args:
+        target: Which rendering.
+        spec: The resolved stage.
+        requirements: Its Python packages, as read or locked.
+        image: Name of the stage's image for ``kubernetes`` and ``vm``; None for the base.
+        options: What is known of the image's base and context.
+
+    Raises:
+        SpecError: The target cannot hold what the spec says, or the global batch cannot be kept.
+    """
+    batches(spec)
+    if target == "conda":
+        return render_conda(spec, requirements)
+    if target == "venv":
+        return render_venv(spec, requirements)
+    if target == "dockerfile":
+        return render_dockerfile(spec, requirements, options)
+    if target == "kubernetes":
+        return render_kubernetes(spec, image or base_image(spec), is_built=image is not None)
+    if target == "vm":
+        return render_vm(spec, requirements, image)
+    raise SpecError(f"--target {target!r:.60}: write one of {', '.join(RENDERINGS)}")
+
+
+def base_image(spec: EnvSpec) -> str:
+    """The image of a stage that needs no build.
+
+    Raises:
+        SpecError: It needs one, so that the name must be given.
+    """
+    if spec.base is not None and spec.base.image is not None and not needs_build(spec):
+        return str(spec.base.image)
+    raise SpecError(
+        f"{spec.name}: the base alone is not its environment; build it (`envscaler build -t NAME`) "
+        "and write --image NAME"
+    )
+
+
+def render_spec(loaded: Loaded) -> list[Artefact]:
+    """The composed spec less its defaults, and in comments the file and line that each value came from."""
+    body = loaded.spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    resolved = ("base_dirs", "warnings", "input_names")
+    shown = {key: value for key, value in body.items() if key not in resolved}
+    sources = [f"{path}: {where}" for path, where in loaded.sources.items()]
+    return [
+        Artefact("spec.yaml", yaml_text(shown) + "\n" + comment(["Where each value came from:", *sources]))
+    ]

@@ -1,0 +1,256 @@
+"""cloud-init user-data of a stage on a virtual machine. Pure.
+
+A base image means a container: the machine pulls the stage's image and runs it. A base of a
+distribution alone means the machine itself: packages, a virtual environment, the command.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import shlex
+from typing import Any
+
+from envscaler_airflow.envspec.gpus import vendor_of
+from envscaler_airflow.envspec.models import EnvSpec, Volume
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
+from envscaler_airflow.images.distributed import PORT, batch_env, launch_command
+from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.venv import render_venv
+
+HOME = "/opt/envscaler/stage"
+"""Folder of the stage's files on the machine."""
+SECRETS = "/run/envscaler/secrets.env"
+"""``NAME=value`` lines that whoever starts the machine puts there; user-data is readable to all on it."""
+NODE_FILE = "/run/envscaler/node.env"
+"""ENVSCALER_NODE and ENVSCALER_RENDEZVOUS, which only the start of the other nodes tells."""
+MAX_BYTES = 16384
+"""Largest user-data. Source: Amazon EC2, user data is limited to 16 KB in raw form."""
+PACK_ABOVE = 2048
+"""Files above this many bytes are compressed. Chosen: keeps the usual ones readable."""
+
+
+def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = None) -> list[Artefact]:
+    """``user-data``: a ``#cloud-config`` document.
+
+    Raises:
+        SpecError: A volume that a machine cannot have, or more than a provider takes.
+    """
+    _check_volumes(spec)
+    is_container = image is not None or (spec.base is not None and spec.base.image is not None)
+    if is_container:
+        image = image or (spec.base.image if spec.base is not None else None)
+        files = {"env.list": _env_list(spec), "run.sh": _container_script(spec, image or "")}
+    else:
+        files = {item.name: item.text for item in render_venv(spec, requirements)}
+        files["run.sh"] = _machine_script(spec)
+    gpus = _nvidia_gpus(spec)
+    if gpus:
+        files = {"gpu.sh": gpu_script(is_container=is_container), **files}
+    run = ["sh", f"{HOME}/run.sh"]
+    document: dict[str, Any] = {
+        "package_update": True,
+        "packages": ["docker.io"]
+        if is_container
+        else ["python3-venv", *spec.system_packages, *requirements.programs],
+        "write_files": [_file(name, text) for name, text in files.items()],
+        "mounts": _mounts(spec),
+        "runcmd": [["mkdir", "-p", path] for path in _folders(spec)]
+        + ([] if is_container else [["sh", f"{HOME}/venv.sh"]])
+        + [["sh", "-c", f"sh {HOME}/gpu.sh && exec {shlex.join(run)}"] if gpus else run],
+    }
+    notes = [f"{spec.name}, rendered by envscaler from its spec.", *_notes(spec)]
+    body = yaml_text({key: value for key, value in document.items() if value})
+    text = "#cloud-config\n" + comment(notes) + body
+    if len(text.encode()) > MAX_BYTES:
+        raise SpecError(
+            f"user-data of {spec.name} has {len(text.encode())} bytes, {MAX_BYTES} are taken at most; "
+            "build an image (base.image) instead of installing on the machine"
+        )
+    return [Artefact("user-data", text)]
+
+
+def _check_volumes(spec: EnvSpec) -> None:
+    faults = [
+        f"volumes: {volume.name}: {volume.source} is a claim of Kubernetes, which a machine has not; "
+        f"write targets: {{vm: {{volumes: [{{name: {volume.name}, source: nfs://host/path, ...}}]}}}}"
+        for volume in spec.volumes
+        if volume.kind == "pvc"
+    ]
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
+
+
+def _file(name: str, text: str) -> dict[str, Any]:
+    permissions = "0755" if name.endswith(".sh") else "0644"
+    head = {"path": f"{HOME}/{name}", "permissions": permissions, "owner": "root:root"}
+    if len(text) <= PACK_ABOVE and text.isascii():
+        return {**head, "content": text}
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return {**head, "encoding": "gz+b64", "content": packed}
+
+
+def _host_path(volume: Volume) -> str:
+    """Where a volume lies on the machine: a container gets it from there."""
+    return volume.location if volume.kind == "hostPath" else volume.mount_path
+
+
+def _folders(spec: EnvSpec) -> list[str]:
+    paths = [_host_path(volume) for volume in spec.volumes] + list(spec.outputs.values())
+    if spec.checkpoint is not None and spec.checkpoint.path is not None:
+        paths.append(spec.checkpoint.path)
+    return list(dict.fromkeys(paths))
+
+
+def _mounts(spec: EnvSpec) -> list[list[str]]:
+    found = []
+    for volume in spec.volumes:
+        if volume.kind == "nfs":
+            server, _, path = volume.location.partition("/")
+            options = "ro,_netdev" if volume.is_read_only else "rw,_netdev"
+            found.append([f"{server}:/{path}", volume.mount_path, "nfs", options, "0", "0"])
+    return found
+
+
+def _command(spec: EnvSpec) -> str:
+    """The launcher's command; node and rendezvous are the machine's own variables."""
+    nodes = spec.num_nodes.min
+    endpoint, rank = "ENVSCALER_RENDEZVOUS_HOST:29400", "ENVSCALER_NODE_RANK"
+    words = launch_command(spec, nodes, endpoint=endpoint, node_rank=rank if nodes > 1 else None)
+    shown = " ".join(_word(word, rank) for word in words)
+    return shown or "true"
+
+
+def _word(word: str, rank: str) -> str:
+    """Quote *word*; the two marks of the launcher become variables."""
+    if word.startswith("--") and word.endswith(f"={rank}"):
+        return f'{shlex.quote(word.removesuffix(rank))}"$ENVSCALER_NODE"'
+    if word.startswith("--") and "=ENVSCALER_RENDEZVOUS_HOST" in word:
+        flag, _, _ = word.partition("=")
+        tail = f":{PORT}" if word.endswith(f":{PORT}") else ""
+        return f'{flag}="$ENVSCALER_RENDEZVOUS"{tail}'
+    return shlex.quote(word)
+
+
+def _nvidia_gpus(spec: EnvSpec) -> int:
+    """GPUs that a driver of NVIDIA is for; drivers of others come with the machine's image."""
+    need = spec.resources.alternatives[0].requests.gpu
+    if need is None:
+        return 0
+    vendors = {need.vendor} if need.vendor else set(map(vendor_of, need.type)) or {"nvidia"}
+    return need.count if "nvidia" in vendors else 0
+
+
+_GPU_HEAD = """\
+#!/bin/sh
+# Makes the machine's GPUs usable, unless its image has done so: the driver{more}.
+set -eu
+export DEBIAN_FRONTEND=noninteractive
+if ! nvidia-smi >/dev/null 2>&1; then
+  if command -v ubuntu-drivers >/dev/null 2>&1 || apt-get install --yes ubuntu-drivers-common; then
+    ubuntu-drivers install --gpgpu
+  else
+    apt-get install --yes "linux-headers-$(uname -r)" nvidia-driver
+  fi
+  modprobe nvidia
+  modprobe nvidia-uvm
+  version="$(cut -d . -f 1 /sys/module/nvidia/version)"
+  if ! command -v nvidia-smi >/dev/null 2>&1; then
+    apt-get install --yes "nvidia-utils-$version-server" || apt-get install --yes "nvidia-utils-$version"
+  fi
+  if ls /dev/nvidia-nvswitch* >/dev/null 2>&1; then
+    apt-get install --yes "nvidia-fabricmanager-$version"
+    systemctl enable --now nvidia-fabricmanager
+  fi
+fi
+if ! nvidia-smi; then
+  echo "nvidia-smi does not answer: take an image with NVIDIA's driver" >&2
+  exit 1
+fi
+"""
+"""Sources: documentation.ubuntu.com/server/how-to/graphics/install-nvidia-drivers (``--gpgpu``, then utils),
+docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide, wiki.debian.org/NvidiaGraphicsDrivers."""
+_TOOLKIT = """\
+if ! command -v nvidia-ctk >/dev/null 2>&1; then
+  apt-get install --yes --no-install-recommends ca-certificates curl gnupg
+  base=https://nvidia.github.io/libnvidia-container
+  key=/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg
+  list=/etc/apt/sources.list.d/nvidia-container-toolkit.list
+  curl -fsSL "$base/gpgkey" | gpg --batch --yes --dearmor -o "$key"
+  curl -fsSL "$base/stable/deb/nvidia-container-toolkit.list" \\
+    | sed "s#deb https://#deb [signed-by=$key] https://#g" > "$list"
+  apt-get update
+  apt-get install --yes nvidia-container-toolkit
+fi
+nvidia-ctk runtime configure --runtime=docker
+systemctl restart docker
+"""
+"""Source: docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/install-guide.html, with apt."""
+
+
+def gpu_script(*, is_container: bool) -> str:
+    """Installs driver and, for containers, the toolkit by which Docker hands GPUs out; ends at what fails."""
+    head = _GPU_HEAD.replace("{more}", " and Docker's way to them" if is_container else "")
+    return head + (_TOOLKIT if is_container else "")
+
+
+_HEAD = f"""\
+#!/bin/sh
+set -eu
+cd {HOME}
+set -a
+if [ -f {SECRETS} ]; then . {SECRETS}; fi
+if [ -f {NODE_FILE} ]; then . {NODE_FILE}; fi
+"""
+
+
+def _machine_script(spec: EnvSpec) -> str:
+    batch = "".join(f"{key}={value}\n" for key, value in batch_env(spec, spec.num_nodes.min).items())
+    return f"{_HEAD}. ./env.sh\n{batch}PATH={HOME}/.venv/bin:$PATH\nset +a\nexec {_command(spec)}\n"
+
+
+def _container_script(spec: EnvSpec, image: str) -> str:
+    need = spec.resources.alternatives[0]
+    options = ["--rm", "--network=host", "--env-file=env.list"]
+    options += [f"--env={item.name}" for item in spec.env if item.value_from is not None]
+    options += [f"--env={item.name}" for item in spec.env if "\n" in (item.value or "")]
+    options += [f"--gpus={need.requests.gpu.count}"] if need.requests.gpu is not None else []
+    options += [f"--memory={need.limits.memory_bytes}"] if need.limits.memory_bytes is not None else []
+    options += [f"--cpus={need.limits.cpu_cores:g}"] if need.limits.cpu_cores is not None else []
+    options += [f"--shm-size={need.shm_bytes}"] if need.shm_bytes is not None else ["--ipc=host"]
+    for volume in spec.volumes:
+        mode = ":ro" if volume.is_read_only else ""
+        options.append(f"--volume={_host_path(volume)}:{volume.mount_path}{mode}")
+    mounted = {volume.mount_path for volume in spec.volumes}
+    options += [f"--volume={path}:{path}" for path in spec.outputs.values() if path not in mounted]
+    several = [item for item in spec.env if "\n" in (item.value or "")]
+    lines = "".join(f"{item.name}={shlex.quote(item.value or '')}\n" for item in several)
+    if spec.num_nodes.min > 1:
+        options += ["--env=ENVSCALER_NODE", "--env=ENVSCALER_RENDEZVOUS"]
+    if not spec.entrypoint:
+        command = shlex.join(["docker", "run", *options, image])
+    else:
+        inside = f"exec {_command(spec)}"
+        command = shlex.join(["docker", "run", *options, "--entrypoint=sh", image, "-c", inside])
+    return f"{_HEAD}{lines}set +a\nexec {command}\n"
+
+
+def _env_list(spec: EnvSpec) -> str:
+    values = {item.name: item.value for item in spec.env if item.value is not None and "\n" not in item.value}
+    values |= batch_env(spec, spec.num_nodes.min)
+    return "".join(f"{name}={value}\n" for name, value in values.items())
+
+
+def _notes(spec: EnvSpec) -> list[str]:
+    notes = [
+        f"{item.name} is taken from {item.value_from}: whoever starts the machine puts it into {SECRETS}"
+        for item in spec.env
+        if item.value_from is not None
+    ]
+    notes += [
+        f"{volume.mount_path}: `envscaler submit` copies {volume.source} in; this file alone leaves it empty"
+        for volume in spec.volumes
+        if volume.is_copied
+    ]
+    return notes

@@ -1,0 +1,82 @@
+"""A virtual environment: a script and a requirements file. Pure."""
+
+from __future__ import annotations
+
+import shlex
+
+from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.images.artefacts import Artefact, comment
+from envscaler_airflow.images.bases import Family, facts
+from envscaler_airflow.images.requirements import MAIN, Requirements
+
+DEFAULT_PYTHON = "3.11"
+"""Python of a stage that names none. Chosen: the oldest that the provider itself runs on."""
+
+_SCRIPT = """\
+#!/bin/sh
+{head}set -eu
+cd "$(dirname "$0")"
+venv="${{1:-.venv}}"
+python={python}
+if command -v uv >/dev/null 2>&1; then
+  uv venv --quiet --allow-existing --python "$python" "$venv"
+{uv}else
+  "python$python" -m venv "$venv"
+{pip}fi
+"""
+
+
+def render_venv(spec: EnvSpec, requirements: Requirements) -> list[Artefact]:
+    """``venv.sh`` makes the environment beside itself, ``env.sh`` sets its variables."""
+    version = python_version(spec)
+    hashes = " --require-hashes" if requirements.locked is not None else ""
+    has_packages = not requirements.is_empty
+    script = _SCRIPT.format(
+        head=comment([f"Makes a virtual environment for {spec.name}.", *_needs(spec)]),
+        python=shlex.quote(version),
+        uv=f'  uv pip install --quiet --python "$venv/bin/python"{hashes} --requirement {MAIN}\n'
+        if has_packages
+        else "",
+        pip=f'  "$venv/bin/python" -m pip install --quiet{hashes} --requirement {MAIN}\n'
+        if has_packages
+        else "",
+    )
+    return [
+        Artefact("venv.sh", script, is_executable=True),
+        *requirements.artefacts(),
+        Artefact("env.sh", env_script(spec)),
+    ]
+
+
+def python_version(spec: EnvSpec) -> str:
+    """Python of the stage: as written, else the base's, else the default."""
+    written = next((runtime.version for runtime in spec.runtimes if runtime.version), None)
+    of_base = facts(spec.base).python or ""
+    return written or (of_base if "." in of_base else DEFAULT_PYTHON)
+
+
+def env_script(spec: EnvSpec) -> str:
+    """Plain variables as exports; a reference is named and never resolved here."""
+    lines = [
+        f"export {item.name}={shlex.quote(item.value)}\n"
+        if item.value is not None
+        else comment([f"{item.name} is taken from {item.value_from}: set it before the start"])
+        for item in spec.env
+    ]
+    return "".join(lines)
+
+
+def _needs(spec: EnvSpec) -> list[str]:
+    if not spec.system_packages:
+        return []
+    return [f"Needs system packages: {install_command(facts(spec.base).family, spec.system_packages)}"]
+
+
+def install_command(family: Family, packages: tuple[str, ...]) -> str:
+    """The command that installs *packages* on a machine of this family."""
+    names = shlex.join(name.replace("=", "-", 1) if family == "dnf" else name for name in packages)
+    if family == "apt":
+        return f"apt-get install --yes --no-install-recommends {names}"
+    if family == "dnf":
+        return f"dnf install --assumeyes --setopt=install_weak_deps=False {names}"
+    return f"apk add --update-cache {names}"

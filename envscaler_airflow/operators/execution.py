@@ -1,0 +1,340 @@
+"""One slice of a task on a worker: the run's store, key, backend and controller."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk.configuration import conf
+from airflow.sdk.exceptions import AirflowRuntimeError
+from airflow.sdk.execution_time.context import NEVER_EXPIRE
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.errors import EnvScalerError, ProtocolError, StoreError
+from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.states import task_state
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.request import accept_delivery
+from envscaler_airflow.owner.retry import is_passing, watched_now
+from envscaler_airflow.owner.retry import postponed as again
+from envscaler_airflow.owner.stage import (
+    Delivered,
+    Stage,
+    SupersededError,
+    Waiting,
+    Wake,
+    Watching,
+)
+from envscaler_airflow.run import Actor, AttemptState, Event, RunState
+from envscaler_airflow.run.narration import describe, totals
+from envscaler_airflow.store import EventLog, RunKey, Store, check_store
+from envscaler_airflow.store.lease import (
+    BEGIN,
+    Cursor,
+    TaskLog,
+    log_key,
+    read_task_log,
+    write_task_log,
+)
+from envscaler_airflow.store.logs import CLAIM_CHUNKS
+from envscaler_airflow.triggers.stage_trigger import settle_s
+from envscaler_airflow.triggers.tail import labelled, read_lines
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+
+LOG_BYTES = 8 << 20
+"""Most of a training's output that one execution writes, bytes. Chosen: some seconds of a worker."""
+CHUNKS = 32
+"""Newest chunks of a node that one execution writes. Source: LOG_BYTES in chunks of 256 KiB (DESIGN)."""
+MAX_RESULT_BYTES = 1 << 22
+"""Largest ``result.json`` read, bytes. Chosen: a report of thousands of attempts."""
+
+Say = Callable[[str], object]
+
+
+class Transcript:
+    """Writes what the task's log lacks, in the order in which it happened.
+
+    Airflow drops what a trigger logged when the next one begins; it keeps what executions log. So an
+    execution that defers again writes all that came since the last execution, also what the trigger showed.
+    The last one writes only what the trigger did not show, where the trigger's log stays readable.
+    """
+
+    def __init__(self, store: Store, prefix: str, say: Say) -> None:
+        """Write the run at *prefix* through *say*, one line at a time."""
+        self._store, self._prefix, self._say = store, prefix, say
+        self._budget = LOG_BYTES
+
+    def write(self, *, goes_on: bool) -> None:
+        """Write what is missing. *goes_on*: the task defers again, so the trigger's log is dropped.
+
+        A store that cannot be read now costs nothing but a line: the next execution goes on from there.
+        """
+        try:
+            self._write(goes_on=goes_on)
+        except (StoreError, ProtocolError) as err:
+            self._say(f"the training's output cannot be read now, and follows later: {err}")
+
+    def _write(self, *, goes_on: bool) -> None:
+        log = read_task_log(self._store, self._prefix)
+        events = EventLog(self._store, self._prefix, snapshots=False)
+        state = events.load()
+        new = events.read(after=log.event) if log.event <= state.number else []
+        cursors = dict(log.kept if goes_on or not _outlives(log.host) else {**log.kept, **log.shown})
+        for event in new:
+            self._before(event, state, cursors, log)
+            words = describe(event, state)
+            if words:
+                self._say(words)
+        newest = state.attempts[-1:]
+        for attempt in newest:
+            self._output(attempt, cursors, log)
+        kept = _of(newest, cursors)
+        done = TaskLog(shown=kept, kept=kept, host=log.host, event=max(log.event, state.number))
+        write_task_log(self._store, self._prefix, done)
+        if not goes_on and state.status in ("succeeded", "failed", "stopped"):
+            for line in self._totals():
+                self._say(line)
+
+    def _before(self, event: Event, state: RunState, cursors: dict[str, Cursor], log: TaskLog) -> None:
+        """What an attempt printed comes before its end."""
+        if event.type != "attempt-ended":
+            return
+        key = (event.body.get("generation"), event.body.get("attempt"))
+        for attempt in state.attempts:
+            if (attempt.generation, attempt.number) == key:
+                self._output(attempt, cursors, log)
+
+    def _output(self, attempt: AttemptState, cursors: dict[str, Cursor], log: TaskLog) -> None:
+        nodes = attempt.allocation.nodes
+        for node in range(nodes):
+            key = log_key((attempt.generation, attempt.number), node)
+            cursor = self._skipped(node, cursors.get(key, BEGIN), log.shown.get(key, BEGIN))
+            found, cursors[key], used = read_lines(
+                self._store,
+                self._prefix,
+                attempt=(attempt.generation, attempt.number),
+                node=node,
+                cursor=cursor,
+                budget=max(0, self._budget),
+            )
+            self._budget -= used
+            for line in labelled(found, nodes=nodes):
+                self._say(line)
+
+    def _skipped(self, node: int, cursor: Cursor, shown: Cursor) -> Cursor:
+        """*cursor*, or a later one where the trigger showed more than one execution writes."""
+        first = shown[0] - CHUNKS
+        is_same_claim = cursor[0] // CLAIM_CHUNKS == shown[0] // CLAIM_CHUNKS
+        if cursor[0] >= first or not is_same_claim:
+            return cursor
+        self._say(
+            f"[{first - cursor[0]} chunks of node {node}'s output are left out: `envscaler logs` shows them]"
+        )
+        return first, 0
+
+    def _totals(self) -> list[str]:
+        text = self._store.read(f"{self._prefix}/result.json", max_bytes=MAX_RESULT_BYTES)
+        try:
+            body = json.loads(text or b"{}")
+            return [f"cost: {line}" for line in totals(body["report"]["bill"])]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return []
+
+
+def _of(attempts: Iterable[AttemptState], cursors: Mapping[str, Cursor]) -> dict[str, Cursor]:
+    """The part of *cursors* that is of *attempts*: no execution writes an older one again."""
+    keys = [
+        log_key((attempt.generation, attempt.number), node)
+        for attempt in attempts
+        for node in range(attempt.allocation.nodes)
+    ]
+    return {key: cursors[key] for key in keys if key in cursors}
+
+
+def _outlives(host: str) -> bool:
+    """True when the UI still shows the log of a trigger on *host* once the task has ended.
+
+    Airflow 3.3.2 then reads remote logs and the files beside the API server, and asks no triggerer any more.
+    Those files are this machine's where LocalExecutor runs the task. Elsewhere the end may appear twice.
+    """
+    if conf.getboolean("logging", "remote_logging", fallback=False):
+        return True
+    return host == platform.node() and conf.get("core", "executor", fallback="") == "LocalExecutor"
+
+
+log = logging.getLogger(__name__)
+
+LIFE_KEY = "envscaler_life"
+"""Key in Airflow's task state store under which a task keeps the uuid of its DAG run."""
+_METASTORE = "airflow.state.metastore.MetastoreBackend"
+"""Source: the default of ``[state_store] backend``, Airflow 3.3.2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one slice works with."""
+
+    store: Store
+    key: RunKey
+    backend: Backend
+    actor: Actor
+
+    @classmethod
+    def open(
+        cls, context: Context, *, compute: str, store_url: str | None, store_conn_id: str | None
+    ) -> Slice:
+        """Open the run of the task in *context*.
+
+        Raises:
+            SpecError: No store, no deployment, or no such backend.
+            SupersededError: Airflow no longer knows this try.
+        """
+        ti = context["ti"]
+        actor = Actor(str(ti.id), ti.try_number, ti.max_tries, life_of(context))
+        place = store_place(store_url, store_conn_id)
+        store = place.open()
+        key = run_key(context, place.deployment(store))
+        return cls(store, key, open_backend(compute), actor)
+
+    @property
+    def prefix(self) -> str:
+        """The run's folder in the store."""
+        return self.key.prefix
+
+    @property
+    def run_url(self) -> str:
+        """The same, as people write it."""
+        return self.store.uri(self.prefix)
+
+    def begun(self) -> Mapping[str, Any]:
+        """What the generation was begun with. Raises StoreError."""
+        return EventLog(self.store, self.prefix).load().begun
+
+    def state(self) -> RunState | None:
+        """Fold of the run's events; None when the store does not answer."""
+        try:
+            return EventLog(self.store, self.prefix, snapshots=False).load()
+        except (StoreError, ProtocolError):
+            return None
+
+    def advance(self, stage: Stage, event: Mapping[str, Any] | None) -> Waiting | Delivered:
+        """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
+        controller = self._controller(stage)
+        if event is None:
+            try:
+                controller.check_newest()
+            except StoreError:  # a folder that no run has written to is made by the check; no try owns it
+                check_store(self.store, self.prefix)
+                controller.check_newest()
+            else:
+                check_store(self.store, self.prefix)
+            return controller.enter()
+        return controller.resume(Wake.from_dict(event))
+
+    def time_out(self, stage: Stage, reason: str) -> None:
+        """Ask the attempt to save and go."""
+        self._controller(stage).time_out(reason)
+
+    def write_log(self, say: Callable[..., object], *, goes_on: bool) -> None:
+        """Write into the task's log what it lacks of the run; *goes_on*: the task defers again."""
+        Transcript(self.store, self.prefix, lambda line: say("%s", line)).write(goes_on=goes_on)
+
+    def accept_delivery(self) -> str | None:
+        """Record that Airflow took the result; says why it is not recorded, None when it is.
+
+        A success callback runs also where Airflow refused the success, so Airflow is asked.
+
+        Raises:
+            StoreError, ProtocolError: The store does not answer; a clear then delivers the result again.
+        """
+        key = self.key
+        try:
+            state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
+        except (AirflowRuntimeError, OSError):
+            state = "success"  # no answer: the callback itself says so
+        if state != "success":
+            return f"Airflow has the task as {state}"
+        is_recorded = accept_delivery(self.store, self.prefix, self.actor)
+        return None if is_recorded else "a newer try owns the run"
+
+    def _controller(self, stage: Stage) -> Controller:
+        return Controller(store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=stage)
+
+
+def life_of(context: Context) -> str | None:
+    """Uuid of the DAG run of the task in *context*, written by its first execution; None where unreadable.
+
+    Airflow keeps it over retries and clears, and deletes it with the DAG run. Nothing is read from a custom
+    backend, which may keep it longer, and where Airflow deletes it at a success.
+
+    Raises:
+        SupersededError: Airflow no longer knows this try.
+    """
+    kept = context.get("task_state_store")
+    if kept is None or not _keeps_lives():
+        return None
+    try:
+        if (found := kept.get(LIFE_KEY)) is None:
+            kept.set(LIFE_KEY, str(uuid.uuid4()), retention=NEVER_EXPIRE)
+            found = kept.get(LIFE_KEY)
+    except AirflowRuntimeError as err:
+        if (err.error.detail or {}).get("status_code") == HTTPStatus.NOT_FOUND:
+            raise SupersededError("Airflow no longer knows this try: another took its place") from err
+        log.warning("the life of this DAG run cannot be read: %s; its try number shows a retry", err)
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _keeps_lives() -> bool:
+    backend = conf.get("state_store", "backend", fallback=_METASTORE) or _METASTORE
+    is_custom = backend != _METASTORE or bool(conf.get("workers", "state_store_backend", fallback=""))
+    return not is_custom and not conf.getboolean("state_store", "clear_on_success", fallback=False)
+
+
+def postponed(
+    err: EnvScalerError,
+    part: Slice | None,
+    event: Mapping[str, Any] | None,
+    watched: Mapping[str, Any] | None,
+) -> tuple[str, Watching] | None:
+    """The run and what to watch until *err* has passed; None where it is Airflow's to retry.
+
+    Args:
+        err: What ended the execution.
+        part: The execution; None where it could not open the store.
+        event: What it was for; None for ``execute``.
+        watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None where none did.
+    """
+    if not is_passing(err):
+        return None
+    if watched is not None:
+        known, prefix = Watching.from_dict(watched["watching"]), str(watched["prefix"])
+    elif part is not None and (state := part.state()) is not None:
+        found = watched_now(state, part.actor)
+        if found is None:
+            return None
+        known, prefix = found, part.prefix
+    else:
+        return None  # no attempt was begun, as far as is known: an ordinary retry
+    wake = Wake() if event is None else Wake.from_dict(event)
+    watched_s = float((watched or {}).get("watched_s", 0.0))
+    after = again(known, wake, watched_s=watched_s, least_s=settle_s())
+    return None if after is None else (prefix, after)
+
+
+def run_key(context: Context, deployment: str, *, task_id: str | None = None) -> RunKey:
+    """Key of the run of the task in *context*, or of another task of its DAG run."""
+    ti = context["ti"]
+    map_index = ti.map_index if ti.map_index is not None else -1
+    team = getattr(context["dag_run"], "team_name", None)
+    return RunKey(deployment, ti.dag_id, ti.run_id, task_id or ti.task_id, map_index, team)

@@ -1,0 +1,80 @@
+"""The operator that clears up after owners that are gone for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseOperator
+
+from envscaler_airflow.errors import SpecError
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from envscaler_airflow.store.keys import RunKey
+
+
+class ReapOperator(BaseOperator):
+    """Ends and removes what no live run owns on a cluster; schedule it, every hour or so.
+
+    What ends by itself needs no reaper: a killed task asks its attempt to go, and an attempt whose owner is
+    silent ends by its lease. This takes away what is left when neither worked, and asks Airflow for the state
+    of the tasks of this deployment. A Job is left alone for its first 15 minutes. Pushes what it removed.
+
+    Args:
+        kubernetes_conn_id: Connection of the cncf.kubernetes provider; if not given, the kubeconfig.
+        store_url: Run store, instead of the connection's or ``[envscaler] store_url``.
+        store_conn_id: Connection of type ``envscaler_store``.
+        grace_s: Seconds that pods may take to end.
+        dry_run: True only says what would go.
+    """
+
+    template_fields: Sequence[str] = ("kubernetes_conn_id", "store_url", "store_conn_id")
+    ui_color = "#e8f3ec"
+
+    def __init__(
+        self,
+        *,
+        kubernetes_conn_id: str | None = None,
+        store_url: str | None = None,
+        store_conn_id: str | None = None,
+        grace_s: float = 30.0,
+        dry_run: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the arguments; nothing is asked while the DAG file is parsed."""
+        super().__init__(**kwargs)
+        self.kubernetes_conn_id = kubernetes_conn_id
+        self.store_url = store_url
+        self.store_conn_id = store_conn_id
+        self.grace_s = grace_s
+        self.only_say = dry_run
+
+    def execute(self, context: Context) -> list[dict[str, str]]:
+        """Names of the Jobs and why they went."""
+        del context
+        from envscaler_airflow.backends.kubernetes import (  # noqa: PLC0415  (DAG files do without)
+            KubernetesBackend,
+        )
+        from envscaler_airflow.hooks.compute import compute_place, open_backend  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.states import why_over  # noqa: PLC0415  (as above)
+        from envscaler_airflow.owner.reap import reap  # noqa: PLC0415  (as above)
+
+        place = store_place(self.store_url, self.store_conn_id)
+        store = place.open()
+        backend = open_backend(compute_place("kubernetes", self.kubernetes_conn_id))
+        if not isinstance(backend, KubernetesBackend):
+            raise SpecError(f"compute 'kubernetes' is {type(backend).__name__} here, which cannot be reaped")
+        deployment = place.deployment(store)
+
+        def over(key: RunKey) -> str | None:
+            return why_over(key) if key.deployment == deployment else None
+
+        gone = []
+        for orphan in reap(store, backend, task_is_over=over, grace_s=self.grace_s, dry_run=self.only_say):
+            self.log.info("job=%s reason=%r", orphan.handle.name, orphan.reason)
+            gone.append({"job": orphan.handle.name, "run": orphan.prefix, "reason": orphan.reason})
+        self.log.info("%d %s", len(gone), "would go" if self.only_say else "gone")
+        return gone

@@ -1,0 +1,507 @@
+"""The one place that acts: observe, decide, record the intent, act, record.
+
+Only a stage's owner calls it: slices of the operator on a worker, or a shell
+that waits. Every step can be repeated; a slice that dies at any line is
+followed by one that reads the events and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envscaler_agent import protocol
+from envscaler_airflow.backends.base import Handle, MendsNodes, OffersLater, RunsMixed
+from envscaler_airflow.errors import (
+    BackendError,
+    BudgetError,
+    NoOfferError,
+    ProtocolError,
+    RunFailedError,
+    SpecError,
+)
+from envscaler_airflow.owner import (
+    choose,
+    facts,
+    freeze,
+    in_place_change,
+    intent,
+    limits,
+    losses,
+    report,
+    validate_move,
+)
+from envscaler_airflow.owner.intent import Intending
+from envscaler_airflow.owner.ownership import live_of
+from envscaler_airflow.owner.stage import (
+    Delivered,
+    StoppedError,
+    SupersededError,
+    Waiting,
+    Wake,
+    Watching,
+)
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.run import (
+    Action,
+    AttemptState,
+    Facts,
+    Observed,
+    RunState,
+    enter,
+    fold,
+    next_action,
+)
+from envscaler_airflow.store.claims import creates_exclusively
+from envscaler_airflow.store.outputs import output_prefix
+from envscaler_airflow.store.stockouts import forget
+
+log = logging.getLogger(__name__)
+
+_Result = RunState | Waiting | Delivered
+
+
+class Controller(Intending):
+    """Acts for one run, on behalf of one try of its stage's task."""
+
+    def enter(self) -> Waiting | Delivered:
+        """What ``execute`` does: begin, adopt or deliver, then go on as far as possible.
+
+        Raises:
+            RunFailedError, BudgetError, StoppedError: The run is over; never retry.
+            SpecError, NoOfferError: The spec must change; never retry.
+            SupersededError: Another try owns the run.
+            StoreError, BackendError: No answer; try again when transient.
+            ProtocolError: A newer version has written events that this one does not know.
+        """
+        if self._stage.spec is None:
+            raise RuntimeError("execute needs the spec")
+        state = self._log.load()
+        self._check_newest(state)
+        frozen = freeze.freeze(self._stage.spec, self._store)
+        try:
+            state = self._entered(state, frozen)
+        finally:
+            frozen.discard()
+        return self._run(state, Wake("entry"))
+
+    def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
+        """State in which this try is the owner; what others append meanwhile is looked at anew."""
+        state = fold(self._log.read(after=state.number), state)  # packing a workdir takes time
+        while not self._is_ours(state):
+            state = self._entry(state, frozen)
+        return state
+
+    def check_newest(self) -> None:
+        """Raise where a newer try owns the run; the caller does so before it writes anything.
+
+        Raises:
+            SupersededError: A newer try of this DAG run, or a later DAG run of the same name, owns it.
+            StoreError: The store cannot be read.
+        """
+        self._check_newest(self._log.load())
+
+    def _check_newest(self, state: RunState) -> None:
+        entry = enter(state, self._actor)
+        if entry.kind == "superseded":
+            raise SupersededError(f"run {self._prefix}: {entry.reason}; it does nothing")
+
+    def _entry(self, state: RunState, frozen: freeze.Frozen) -> RunState:
+        self._check_newest(state)
+        fresh = self._stage.restart == "fresh"
+        entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=fresh)
+        log.debug("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
+        if entry.kind == "begin":
+            freeze.write(self._store, self._key, frozen)
+            return self._append(state, "generation", self._generation_body(state, frozen, entry.reason))
+        spent = facts.spent_usd(state, self._backend, now=self._clock())
+        if (fault := choose.budget_fault(self._stage, spent)) is not None:
+            log.warning("%s", fault)
+        body: dict[str, Any] = {"reason": entry.reason, "spec_hash": state.spec_hash}
+        if entry.respec:
+            freeze.write(self._store, self._key, frozen)
+            body["spec_hash"] = frozen.spec_hash
+        elif frozen.spec_hash != state.spec_hash:
+            self._say_how_spec_differs(state, frozen)
+        if entry.kind == "deliver" and state.delivered:
+            log.warning(
+                "hands over the result of generation %d again; restart='fresh' trains from the start",
+                state.generation,
+            )
+        return self._append(state, "owner", body)
+
+    def _say_how_spec_differs(self, state: RunState, frozen: freeze.Frozen) -> None:
+        try:
+            where = freeze.differences(self._store, self._prefix, state.spec_hash, frozen)
+        except ProtocolError as err:
+            where = str(err)
+        log.warning(
+            "the spec differs from the one that the run was begun with (%s); that counts from the next clear",
+            where,
+        )
+
+    def resume(self, wake: Wake) -> Waiting | Delivered:
+        """What every later slice does. Raises as :meth:`enter`."""
+        log.debug("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
+        state = self._log.load()
+        result = self._run(state, wake)
+        if isinstance(result, Waiting) and result.watching.number == state.number:  # nothing came of it
+            return replace(result, watching=replace(result.watching, answered=tuple(wake.seen)))
+        return result
+
+    def time_out(self, reason: str) -> None:
+        """Stop the run, since the task's time is over: the live attempt saves and ends. Returns at once.
+
+        The request stands in the events first, so that it counts whatever the attempt does meanwhile, and
+        also while none is live.
+        """
+        self._check_owner(state := self._log.load())
+        if state.status != "active":
+            return
+        if not any(item.body.get("why") == "timeout" for item in state.pending):
+            body = {"reason": reason, "by": f"ti {self._actor.ti_id}", "why": "timeout"}
+            self._log.append_request("stop-requested", body, actor=None)
+        self._check_owner(state := self._log.load())
+        stop = next((item for item in state.pending if item.body.get("why") == "timeout"), None)
+        if stop is not None and state.live is not None and state.live.phase == "started":
+            self._stop(state, Action("stop", why="timeout", reason=reason, request=stop))
+
+    def _run(self, state: RunState, wake: Wake) -> Waiting | Delivered:
+        self._tried.clear()
+        self._holding.clear()
+        if state.begun_at is not None:
+            self._stage = self._stage.since(state.begun_at)
+        while True:
+            self._check_owner(state)
+            state = self._released(state)
+            if state.status in ("succeeded", "failed", "stopped"):
+                waiting = self._until_released(state)
+                if waiting is not None:
+                    return waiting
+            action = next_action(state, self._facts(state, wake))
+            log.debug(
+                "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
+            )
+            result = self._act(state, action)
+            if isinstance(result, Waiting | Delivered):
+                return result
+            if action.kind in ("start", "end", "kill"):
+                wake = Wake("status")
+            elif action.kind in ("stop", "change"):  # a time that was over was not that of the going
+                wake = replace(wake, kind="status")
+            state = result
+
+    def _act(self, state: RunState, action: Action) -> _Result:
+        """State after *action*, or what ends this execution."""
+        return self._ACTIONS[action.kind](self, state, action)
+
+    def _facts(self, state: RunState, wake: Wake) -> Facts:
+        live, last = state.live, state.current
+        observed = None
+        if live is not None and live.handle is not None:
+            observed = self._observed(live, wake)
+            if observed is not None and self._mend(live, observed, wake):
+                observed = self._observed(live, wake)
+        spec = self._spec(state)
+        is_full = live is None and last is not None and last.outcome == "out-of-memory"
+        return Facts(
+            observed=observed,
+            spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
+            budget_usd=self._stage.budget_usd,
+            reserve_usd=self._reserve_usd(state, observed, wake),
+            backoff_is_over=wake.kind in ("backoff", "entry"),
+            is_overdue=wake.kind == "overdue",
+            memory_limit_bytes=choose.memory_limit_bytes(spec, last),
+            memory_cap_bytes=choose.memory_cap_bytes(spec, self._backend.offers() if is_full else ()),
+            oom_memory_factor=spec.failure.oom_memory_factor,
+            max_fruitless_attempts=spec.failure.max_fruitless_attempts,
+        )
+
+    def _reserve_usd(self, state: RunState, observed: Observed | None, wake: Wake) -> float:
+        """What the live attempt still costs if it is drained now; 0 without one."""
+        if self._stage.budget_usd is None or state.live is None or observed is None:
+            return 0.0
+        check_s = max(wake.check_s, limits.BUDGET_EVERY_S)
+        known = limits.measured_s(state)
+        usd = limits.reserve_usd(
+            state.live.allocation, check_s=check_s, checkpoint_s=known, said=observed.head
+        )
+        return usd or 0.0
+
+    def _observed(self, live: AttemptState, wake: Wake) -> Observed | None:
+        ages: dict[str, Any] = {"silent_s": wake.silent_s, "quiet_s": wake.quiet_s}
+        return facts.observe(self._store, self._prefix, self._backend, live, **ages)
+
+    def _mend(self, live: AttemptState, observed: Observed, wake: Wake) -> bool:
+        """True when lost nodes of a live attempt are being made again; where nobody can, nothing is done."""
+        is_lost = any(node.state == "lost" or node.reason == "unneeded" for node in observed.nodes)
+        if not is_lost or live.handle is None or not isinstance(self._backend, MendsNodes):
+            return False
+        try:
+            mended = self._backend.mend(Handle.from_dict(live.handle), quiet_s=wake.quiet_s)
+        except BackendError as err:
+            log.warning("the backend cannot replace the lost nodes: %s", err)
+            return False
+        if mended:
+            log.info("replaced: %s", ", ".join(mended))
+        return bool(mended)
+
+    # -- actions: each returns the state after it, or what ends the slice
+
+    def _start(self, state: RunState, action: Action) -> _Result:
+        try:
+            allocation = self._allocation(state, action)
+            self._check_claims(allocation)
+        except (SpecError, NoOfferError, BudgetError) as err:
+            self._append(state, "failed", intent.failed_body(state, err))
+            raise
+        attempt = len(state.attempts_of(state.generation)) + 1
+        body = {
+            "generation": state.generation,
+            "attempt": attempt,
+            "allocation": allocation.to_dict(),
+            "reason": action.reason,
+            "spec_hash": state.spec_hash,
+        }
+        spec, begun = self._spec(state), state.attempts_of(state.generation)
+        sizes = in_place_change.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
+        known = [one for one in (action.memory_bytes, sizes.memory_bytes) if one is not None]
+        memory = max(known, default=None)  # what the last one needed, though it is beyond the spec's limit
+        every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._clock())
+        found = {"memory_bytes": memory, "vcpus": sizes.vcpus, "checkpoint_every_s": every_s}
+        if every_s is not None:
+            found["losses_per_hour"] = losses.losses_per_hour(state, now=self._clock())
+        body |= {name: value for name, value in found.items() if value is not None}
+        return self._append(state, "attempt-intended", body)
+
+    def _check_claims(self, allocation: Allocation) -> None:
+        """Refuse several nodes, and nodes that are replaced, on a store where two pods could have one claim.
+
+        Raises:
+            SpecError: The store has no exclusive create.
+        """
+        is_replacing = isinstance(self._backend, MendsNodes)
+        if (allocation.nodes > 1 or is_replacing) and not creates_exclusively(self._store):
+            what = f"{allocation.nodes} nodes" + (
+                f" that {self._backend.name} replaces" if is_replacing else ""
+            )
+            raise SpecError(
+                f"store {self._store.url}: two writers can both create one name there, so a stage on {what} "
+                "is not safe; use s3://, gs://, abfs:// or a shared folder, or one node on another backend"
+            )
+
+    def _allocation(self, state: RunState, action: Action) -> Allocation:
+        """The target, unless it has too little memory now; without one, the planner's choice."""
+        target, memory, now = action.target, action.memory_bytes, self._clock()
+        spent = facts.spent_usd(state, self._backend, now=now)
+        if (fault := choose.budget_fault(self._stage, spent)) is not None:
+            raise BudgetError(fault)
+        if target is not None and (memory is None or choose.least_memory_bytes(target) >= memory):
+            return target
+        spec, offers = self._spec(state), self._backend.offers()
+        goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
+        sold_out = choose.sold_out_offers(self._store, offers, now=now)
+        how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(self._backend, RunsMixed)}
+        made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
+        if made.chosen is None and isinstance(self._backend, OffersLater):
+            offers = (*offers, *self._backend.later_offers())
+            made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
+        for warning in () if state.attempts else choose.warnings_of(spec, offers):
+            log.warning("%s", warning)
+        self._check_still_owner(state)
+        choose.write_plan(self._store, self._prefix, made, spec, offers, **how)
+        return made.pick()
+
+    def _was_had(self, live: AttemptState) -> None:
+        """What was kept against its offers is over."""
+        for part in live.allocation.parts:
+            forget(self._store, part.offer)
+
+    def _end(self, state: RunState, action: Action) -> _Result:
+        live, end = live_of(state), action.end
+        if end is None or live.handle is None:
+            raise RuntimeError("an end needs a started attempt")
+        usage = facts.usage_of(self._backend, live)
+        body = {
+            "generation": live.generation,
+            "attempt": live.number,
+            **end.to_dict(),
+            **report.measured(self._store, self._prefix, live),
+        }
+        has_run = len(end.never_came) < live.allocation.nodes
+        if has_run and facts.is_missing(usage, live, now=self._clock()):
+            usage = facts.least_usage(self._store, self._prefix, live)
+            body |= {"usage_is_least": True} if usage is not None else {}
+        if end.outputs is not None:
+            body["outputs"] = self._own_outputs(state, live, end.outputs, claim=end.claim or 0)
+        if end.outcome == "not-started":
+            refused = choose.refused_by(live, end.never_came)
+            body["refused"] = [offer.name for offer in refused]
+            if end.failure == "capacity":  # volumes that it does not reach say nothing of its stock
+                self._remember(refused, end.detail)
+        else:
+            self._was_had(live)
+        if usage is not None:
+            body["usage"] = [[item.node, item.start, item.end] for item in usage]
+            reported = [item.now for item in usage if item.end is None and item.now is not None]
+            body |= {"usage_at": max(reported)} if reported else {}
+        usd = facts.usd_of(live, usage, now=self._clock())
+        if usd is not None:
+            body["usd"] = usd
+        return self._append(state, "attempt-ended", body)
+
+    def _own_outputs(
+        self, state: RunState, live: AttemptState, said: Mapping[str, str], *, claim: int
+    ) -> dict[str, str]:
+        """Where this run keeps what is there; a URI that the training's side wrote is no address."""
+        names = self._spec(state).outputs.keys() & said.keys()
+        key = (live.generation, live.number)
+        folders = {name: output_prefix(name, attempt=key, claim=claim) for name in sorted(names)}
+        return {name: self._store.uri(f"{self._prefix}/{folder}") for name, folder in folders.items()}
+
+    def _stop(self, state: RunState, action: Action) -> _Result:
+        body = self._stop_body(state, action, align="now" if action.why == "stop" else "step")
+        if action.request is not None:
+            body["request"] = action.request.number
+        after = self._append(state, "attempt-stopping", body)
+        return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
+
+    def _kill(self, state: RunState, action: Action) -> _Result:
+        live = live_of(state)
+        log.warning("attempt %d is killed: %s", live.number, action.reason)
+        self._check_still_owner(state)
+        if live.handle is not None:
+            self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
+        return self._waiting(state, action.reason)
+
+    def _judge(self, state: RunState, action: Action) -> _Result:
+        if action.request is None:
+            raise RuntimeError("nothing to judge")
+        live, spec = live_of(state), self._spec(state)
+        verdict = validate_move.judge(
+            self._store, self._prefix, state, spec, self._backend, action.request, clock=self._clock
+        )
+        body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
+        if verdict.target is None:
+            return self._append(state, "move-refused", body)
+        body |= {"target": verdict.target.to_dict()}
+        way = in_place_change.way_of(spec, live, verdict.target, self._backend)
+        leaving = self._leaving(live, verdict.target)
+        if leaving:
+            body["leaving"] = [item.to_dict() for item in leaving]
+        is_last = in_place_change.are_last(leaving, live, verdict.target)
+        if way == "rescale" and (not is_last or self._would_begin_anew(live)):
+            way = "move"  # only the last nodes can go while the others stay what they are
+        if way != "move":
+            body |= {"generation": live.generation, "attempt": live.number, "kind": way}
+            return self._append(state, "move-deferred" if way == "next-start" else "change-intended", body)
+        body = self._stop_body(state, replace(action, why="move"), align=spec.checkpoint_align) | body
+        after = self._append(state, "move-accepted", body)
+        return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
+
+    def _go_on_changing(self, state: RunState, action: Action) -> _Result:
+        return self._change(state, action)
+
+    def _refuse(self, state: RunState, action: Action) -> _Result:
+        if action.request is None:
+            raise RuntimeError("nothing to refuse")
+        return self._append(
+            state, "move-refused", {"request": action.request.number, "reason": action.reason}
+        )
+
+    def _wait(self, state: RunState, action: Action) -> _Result:
+        if action.backoff_s:
+            reason = f"{action.reason}; next start in {action.backoff_s:.0f} s"
+            orphan_after_s = self._spec(state).failure.orphan_after_s
+            watching = Watching(
+                state.number, state.generation, backoff_s=action.backoff_s, orphan_after_s=orphan_after_s
+            )
+            return Waiting(watching, reason)
+        if state.live is not None and state.live.phase == "stopping":
+            self._ask_to_go(state)
+        return self._waiting(state, action.reason)
+
+    def _succeed(self, state: RunState, action: Action) -> _Result:
+        body = {"generation": state.generation, "outputs": action.extra.get("outputs", {})}
+        return self._append(state, "succeeded", body)
+
+    def _fail(self, state: RunState, action: Action) -> _Result:
+        if state.status != "failed":
+            body = {"generation": state.generation, "reason": action.reason, "failure": action.failure}
+            return self._append(state, "failed", body)
+        message = report.failure_message(state)
+        self._write_result(state, report.run_report(state, now=self._clock()))
+        raise BudgetError(message) if state.failure == "budget" else RunFailedError(message)
+
+    def _halt(self, state: RunState, action: Action) -> _Result:
+        if state.status != "stopped":
+            return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
+        self._write_result(state, report.run_report(state, now=self._clock()))
+        again = (
+            "clear the task, or start the run again by its name, to take it up "
+            "(a clear while a worker ran the task may count as a retry: clear it once more)"
+        )
+        raise StoppedError(f"the run was stopped: {state.reason}; {again}")
+
+    def _deliver(self, state: RunState, action: Action) -> _Result:
+        del action
+        after = self._append(state, "delivered", {"generation": state.generation})
+        if after.number == state.number or self._actor not in after.delivered:
+            return after
+        body = report.run_report(after, now=self._clock())
+        self._write_result(after, body)
+        return Delivered(dict(after.outputs), body)
+
+    def _mismatch(self, state: RunState, action: Action) -> _Result:
+        raise ProtocolError(f"run {self._prefix}, event {state.number}: {action.reason}")
+
+    def _write_result(self, state: RunState, body: Mapping[str, Any]) -> None:
+        whole = {
+            "schema": protocol.SCHEMA,
+            "status": state.status,
+            "generation": state.generation,
+            "outputs": dict(state.outputs),
+            "reason": state.reason,
+            "report": body,
+        }
+        self._check_still_owner(state)
+        self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
+
+    def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
+        now = self._clock()
+        self._stage.check_deadline(now)
+        stage = self._stage.since(now)
+        body = {
+            "generation": state.generation + 1,
+            "reason": reason,
+            "spec_hash": frozen.spec_hash,
+            "spec_source": stage.spec_source,
+            "strategy": stage.strategy,
+        }
+        optional = {
+            "restore_from": stage.restore_from,
+            "budget_usd": stage.budget_usd,
+            "deadline_s": stage.deadline_s,
+        }
+        return body | {name: value for name, value in optional.items() if value is not None}
+
+    _ACTIONS: Mapping[str, Callable[[Controller, RunState, Action], _Result]] = {
+        "start": _start,
+        "carry-out": Intending.carry_out,
+        "discard": Intending.discard,
+        "end": _end,
+        "stop": _stop,
+        "kill": _kill,
+        "judge": _judge,
+        "refuse": _refuse,
+        "change": _go_on_changing,
+        "wait": _wait,
+        "succeed": _succeed,
+        "fail": _fail,
+        "halt": _halt,
+        "deliver": _deliver,
+        "mismatch": _mismatch,
+    }

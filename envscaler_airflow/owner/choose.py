@@ -1,0 +1,236 @@
+"""Choose what the next attempt runs on, by the planner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.resources import GIB, default_limit_bytes
+from envscaler_airflow.errors import BudgetError
+from envscaler_airflow.images.cuda import software_faults
+from envscaler_airflow.images.requirements import Requirements as Packages
+from envscaler_airflow.owner.stage import Stage
+from envscaler_airflow.planning import (
+    Allocation,
+    Goal,
+    Offer,
+    Plan,
+    Requirements,
+    Work,
+    feasible,
+    is_ordered,
+    plan,
+    requirements_of,
+)
+from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.planning.data import data_places
+from envscaler_airflow.planning.planner import Rejected, data_misfits
+from envscaler_airflow.planning.requirements import Misfit
+from envscaler_airflow.planning.stockouts import against
+from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.scaling.from_spec import speedup_warning
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.stockouts import stockouts
+
+
+def warnings_of(spec: EnvSpec, offers: Sequence[Offer]) -> list[str]:
+    """What stops no start of a stage but may not be what its author means."""
+    speedup = speedup_warning(spec, offers)
+    return [*spec.warnings, *([] if speedup is None else [speedup])]
+
+
+def make_plan(
+    state: RunState,
+    spec: EnvSpec,
+    offers: Iterable[Offer],
+    goal: Goal,
+    *,
+    memory_bytes: int | None = None,
+    sold_out: frozenset[str] = frozenset(),
+    is_mixed: bool = False,
+) -> Plan:
+    """Where the next attempt may run, best first.
+
+    Offers that this run was just refused, and those in *sold_out* (names, as other runs met it), come
+    into play again only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers
+    where the stage's volumes cannot be used are none, nor are GPUs that its packages have no kernels for.
+    """
+    requirements = _with_memory(requirements_of(spec), memory_bytes)
+    refused = refused_offers(state) | sold_out
+    usable, useless = _by_software(spec, offers)
+    left = [offer for offer in usable if offer.name not in refused]
+    how: dict[str, Any] = {"goal": goal, "work": Work(data=data_places(spec))}
+    how |= {"is_ordered": is_ordered(spec), "is_mixed": is_mixed}
+    made = plan(requirements, left, **how)
+    if made.chosen is None and refused:
+        made = plan(requirements, usable, **how)
+    rejected = sorted((*made.rejected, *useless), key=lambda item: item.distance)
+    return replace(made, rejected=tuple(rejected))
+
+
+def _by_software(spec: EnvSpec, offers: Iterable[Offer]) -> tuple[list[Offer], list[Rejected]]:
+    """*offers* that the stage's packages run on, and the others with the reason."""
+    told, usable, useless = _software_fault(spec), [], []
+    for offer in offers:
+        fault = told(offer)
+        if fault is None:
+            usable.append(offer)
+        else:  # the machine itself lacks nothing
+            useless.append(Rejected(Allocation(offer, spec.node_bounds.min), (Misfit("cuda", fault, 0.0),)))
+    return usable, useless
+
+
+def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
+    """Tells of an offer why the stage's packages have no use of its GPUs; None of what is not known.
+
+    By what is frozen alone: a requirements file may have changed, or be out of reach, since the run began.
+    What runs on this machine is not looked at: its own environment holds other packages.
+    """
+    runtime = next(iter(spec.runtimes), None)
+    is_known = runtime is None or runtime.requirements is None
+    of_gpu = software_faults(spec, Packages(runtime)) if is_known else None
+
+    def told(offer: Offer) -> str | None:
+        if of_gpu is None or offer.gpu_name is None or offer.cloud == "local":
+            return None
+        return of_gpu(offer.gpu_name)
+
+    return told
+
+
+def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
+    """Why nobody knows what is left of the budget; None when it is known, or there is none."""
+    if stage.budget_usd is None or spent_usd is not None:
+        return None
+    return (
+        f"what the stage has cost so far is unknown, since a price is: a budget of "
+        f"{usd_text(stage.budget_usd)} cannot be kept; state the price, or clear the task without a budget"
+    )
+
+
+def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
+    """What the user wants of the rest: money and time that the generation has used are gone.
+
+    Args:
+        state: Fold of the run's events.
+        stage: What was asked for.
+        spent_usd: By this generation so far; None when unknown.
+        now: Clock of the owner's side, seconds since the epoch.
+
+    Raises:
+        BudgetError: There is a budget, and nobody knows what of it is left.
+    """
+    fault = budget_fault(stage, spent_usd)
+    if fault is not None:
+        raise BudgetError(fault)
+    budget, deadline = stage.budget_usd, stage.deadline_s
+    begun = state.begun_at if state.attempts_of(state.generation) else None
+    return Goal(
+        strategy=stage.strategy,  # type: ignore[arg-type]  # checked by the operator
+        value_of_hour_usd=stage.value_of_hour,
+        budget_usd=None if budget is None else max(0.0, budget - (spent_usd or 0.0)),
+        deadline_s=None if deadline is None else max(0.0, deadline - (now - begun if begun else 0.0)),
+    )
+
+
+def _with_memory(
+    requirements: tuple[Requirements, ...], memory_bytes: int | None
+) -> tuple[Requirements, ...]:
+    least = (memory_bytes or 0) / GIB
+    return tuple(replace(one, memory_gib=max(one.memory_gib, least)) for one in requirements)
+
+
+def sold_out_offers(store: Store, offers: Iterable[Offer], *, now: float) -> frozenset[str]:
+    """Names of *offers* that runs on this store were lately told cannot be had.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    known = stockouts(store, now=now)
+    return frozenset(offer.name for offer in offers if against(offer, known, now) is not None)
+
+
+def refused_offers(state: RunState) -> frozenset[str]:
+    """Offers that could not be had since the last attempt that ran."""
+    names: list[str] = []
+    for attempt in reversed(state.attempts_of(state.generation)):
+        if attempt.outcome != "not-started":
+            break
+        if attempt.ended.get("failure") == "spec":
+            continue  # says nothing of the offer
+        names += attempt.ended.get("refused") or [part.offer.name for part in attempt.allocation.parts]
+    return frozenset(names)
+
+
+def write_plan(
+    store: Store,
+    prefix: str,
+    made: Plan,
+    spec: EnvSpec,
+    offers: Iterable[Offer],
+    *,
+    memory_bytes: int | None = None,
+    is_mixed: bool = False,
+) -> None:
+    """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
+    running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
+    found = feasible(running, _by_software(spec, offers)[0], data=data_places(spec), is_mixed=is_mixed)
+    targets = [item.to_dict() for item in found]
+    body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
+    store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
+
+
+def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:
+    """Memory per node that the last attempt had; None before the first."""
+    if last is None:
+        return None
+    share_bytes, stated = least_memory_bytes(last.allocation), spec.resources.alternatives[0]
+    limit = last.memory_bytes or stated.limits.memory_bytes
+    if limit is not None:
+        return min(limit, share_bytes)
+    is_of_cluster = last.allocation.offer.cloud == "kubernetes"  # elsewhere no other pod is beside it
+    return default_limit_bytes(stated.requests.memory_bytes, share_bytes) if is_of_cluster else share_bytes
+
+
+def least_memory_bytes(allocation: Allocation) -> int:
+    """Memory of its smallest node."""
+    return int(min(part.offer.memory_gib for part in allocation.parts) * GIB)
+
+
+def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
+    """Most that memory per node may be raised to; None when there is no offer to tell by."""
+    largest = max((int(offer.memory_gib * GIB) for offer in offers), default=None)
+    cap = spec.failure.oom_memory_cap_bytes
+    if cap is None or largest is None:
+        return largest if cap is None else cap
+    return min(cap, largest)
+
+
+def refused_by(attempt: AttemptState, never_came: Iterable[int]) -> tuple[Offer, ...]:
+    """Offers of the nodes that never came; all of the attempt's when none is named."""
+    parts = attempt.allocation.parts
+    nodes = set(never_came)
+    told = [part.offer for part in parts if nodes & set(range(part.first_rank, part.first_rank + part.nodes))]
+    return tuple(told or (part.offer for part in parts))
+
+
+def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | None:
+    """Why *target* cannot be had now, None when it can."""
+    known = {offer.name for offer in offers}
+    gone = [part.offer.name for part in target.parts if part.offer.name not in known]
+    if gone:
+        return f"{' and '.join(gone)} is no longer offered"
+    told = _software_fault(spec)
+    for part in target.parts:
+        for found in data_misfits(data_places(spec), part.offer):
+            return found.reason
+        if (fault := told(part.offer)) is not None:
+            return fault
+    bounds = spec.node_bounds
+    if not bounds.min <= target.nodes <= bounds.max:
+        return f"{target.nodes} nodes are outside {bounds.min}..{bounds.max}"
+    return None

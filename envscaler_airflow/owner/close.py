@@ -1,0 +1,113 @@
+"""Record the end of a run whose task is over, in the place of its owner, which does not come back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, RunFailedError
+from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.facts import spent_usd
+from envscaler_airflow.owner.foreground import Holder
+from envscaler_airflow.owner.freeze import key_of
+from envscaler_airflow.owner.request import owns
+from envscaler_airflow.owner.stage import (
+    Delivered,
+    Stage,
+    StoppedError,
+    SupersededError,
+    Waiting,
+)
+from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.run import FINAL_STOPS, Action, Actor, RunState
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+
+log = logging.getLogger(__name__)
+
+
+class _Over(Exception):  # noqa: N818  (a way out, not a fault)
+    """Nothing more is to be recorded."""
+
+
+class _Closer(Controller):
+    """Ends what runs and records it; starts nothing, moves nothing, and hands no result over."""
+
+    def _act(self, state: RunState, action: Action) -> RunState | Waiting | Delivered:
+        if action.kind in ("start", "carry-out", "deliver"):
+            raise _Over
+        return super()._act(state, action)
+
+
+def _not(seconds: float) -> NoReturn:
+    del seconds
+    raise _Over
+
+
+def close(
+    store: Store,
+    prefix: str,
+    backend: Backend,
+    *,
+    ti_id: str,
+    try_number: int | None = None,
+    waits: bool = True,
+) -> RunState:
+    """Wait until what was asked to stop has ended, and record its end, its cost, and that the run stopped.
+
+    Acts as the try (*ti_id*, *try_number*), whose task is over, and only while no other owns the run: a
+    new try takes it over at any moment. What the attempt used is released. With *waits* False only what has
+    ended by now is recorded.
+
+    Raises:
+        StoreError, BackendError: No answer for an hour.
+        ProtocolError: The run's events cannot be read.
+    """
+    events = EventLog(store, prefix, snapshots=False)
+    actor = _asked(events, ti_id, try_number)
+    if actor is None:
+        return events.load()
+    stage = Stage(spec=None, spec_source="")
+    closer = _Closer(store=store, key=key_of(store, prefix), backend=backend, actor=actor, stage=stage)
+    holder = Holder(closer, store, prefix, backend, actor, sleep=time.sleep if waits else _not)
+    with suppress(_Over, StoppedError, RunFailedError, BudgetError, SupersededError):
+        holder.go_on()
+    return events.load()
+
+
+def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None:
+    """The owner, once a stop of its run is requested; None when nothing is to stop, or another owns it."""
+    while True:
+        state = events.load()
+        owner = state.owner
+        if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
+            return None
+        if state.live is not None and state.live.stop_why in FINAL_STOPS:
+            return owner
+        if any(request.type == "stop-requested" for request in state.pending):
+            return owner
+        body = {"reason": "its task is over", "by": f"ti {ti_id}"}
+        if events.append(state.number, "stop-requested", body, actor=None) is not None:
+            return owner
+
+
+def close_behind(
+    store: Store, prefix: str, backend: Backend, *, ti_id: str, try_number: int | None = None
+) -> None:
+    """:func:`close` in a thread of its own, which the end of this process ends: ``reap`` comes after it."""
+
+    def follow() -> None:
+        try:
+            state = close(store, prefix, backend, ti_id=ti_id, try_number=try_number)
+        except (BackendError, ProtocolError) as err:
+            log.warning("run=%s its end is not recorded: %s; `envscaler reap` does it", prefix, err)
+            return
+        usd = spent_usd(state, backend, now=store.now())
+        cost = "unknown" if usd is None else usd_text(usd)
+        log.info("run=%s %s after its task was ended; cost %s", prefix, state.status, cost)
+
+    threading.Thread(target=follow, name=f"envscaler-close-{prefix}", daemon=True).start()

@@ -1,0 +1,157 @@
+"""What an owner asks of a running attempt: to go, or to be changed in place; and what it then waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from envscaler_agent import protocol
+from envscaler_agent.protocol import Control, Progress
+from envscaler_airflow.backends.base import Handle, MarksNodes
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.owner import in_place_change, limits
+from envscaler_airflow.owner.in_place_change import Leaving, who_leaves
+from envscaler_airflow.owner.ownership import Owner, live_of
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.owner.stage import Waiting, Watching
+from envscaler_airflow.owner.usage import spans_of
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.run import Action, AttemptState, RunState
+from envscaler_airflow.store.checkpoints import read_control
+
+RELEASE_AGAIN_S = 600.0
+"""Between two tries to release an ended attempt while the next one runs, seconds. Chosen: some seconds of a
+worker six times an hour, for machines that may be paid for."""
+OVERDUE_MARGIN_S = 60.0
+"""Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
+
+
+class Asking(Owner):
+    """An owner with a running attempt."""
+
+    def _stop_body(self, state: RunState, action: Action, *, align: str) -> dict[str, Any]:
+        live = live_of(state)
+        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        if said is not None and action.why == "stalled":
+            said = replace(said, progress=Progress())  # no step of it is to come
+        return {
+            "generation": live.generation,
+            "attempt": live.number,
+            "why": action.why,
+            "reason": action.reason,
+            "align": align,
+            "grace_s": limits.grace_s(state, said),
+        }
+
+    def _ask_to_go(self, state: RunState) -> RunState:
+        """Write the control of a stopping attempt; repeated by every slice until it went."""
+        live, spec = live_of(state), self._spec(state)
+        name = protocol.control_name(live.generation, live.number)
+        before = read_control(self._store, f"{self._prefix}/{name}")
+        control = Control(
+            sequence=live.stop_number,
+            action="stop" if live.stop_why == "stalled" else "leave",
+            align=str(live.stop.get("align", "step")),
+            align_timeout_s=spec.checkpoint_align_timeout_s,
+            grace_s=float(live.stop.get("grace_s", limits.GRACE_S)),
+            reason=str(live.stop.get("reason", "")),
+            candidates=None if before is None else before.candidates,
+            restore_from=state.begun.get("restore_from"),
+            orphan_after_s=self._spec(state).failure.orphan_after_s,
+        )
+        self._check_still_owner(state)
+        self._store.write(f"{self._prefix}/{name}", control.to_json())
+        return state
+
+    def _leaving(self, live: AttemptState, target: Allocation) -> tuple[Leaving, ...]:
+        """Which nodes go when *target* has fewer, by what each of them says of its steps."""
+        fewer = live.allocation.nodes - target.nodes
+        if fewer <= 0:
+            return ()
+        key, step_s = (live.generation, live.number), {}
+        for node in range(live.allocation.nodes):
+            said = read_status(self._store, self._prefix, attempt=key, node=node)
+            if said is not None and said.progress.step_time_s is not None:
+                step_s[node] = said.progress.step_time_s
+        return who_leaves(live.allocation, fewer, removable=self._marked(live), step_s=step_s)
+
+    def _would_begin_anew(self, live: AttemptState) -> bool:
+        """True for what restores by a Session: started again on several nodes, that is as the attempt began.
+
+        A Session tells the seconds of its saves, also before the first.
+        """
+        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        return said is not None and said.progress.save_s is not None
+
+    def _marked(self, live: AttemptState) -> frozenset[int]:
+        """Nodes that somebody marked to go first; none where nobody can, or where there is no answer."""
+        if live.handle is None or not isinstance(self._backend, MarksNodes):
+            return frozenset()
+        try:
+            return self._backend.removable(Handle.from_dict(live.handle))
+        except BackendError:
+            return frozenset()
+
+    def _change(self, state: RunState, action: Action) -> RunState | Waiting:
+        """Go on with a change in place: it is done, undone, awaited, or left to the next attempt."""
+        live = live_of(state)
+        change = live.change
+        if change is None:
+            raise RuntimeError("nothing is being changed")
+        self._check_still_owner(state)
+        sizes = in_place_change.sizes_of(self._spec(state), change.target, had_bytes=live.memory_bytes)
+        is_overdue = bool(action.extra.get("is_overdue"))
+        got = in_place_change.carry_out(self._backend, live, change, sizes, is_overdue=is_overdue)
+        if got.state == "going":
+            return self._waiting_for_change(state, got)
+        reason = f"{change.reason}; {got.reason}" if got.reason else change.reason
+        if got.state == "move":
+            moved = replace(action, why="move", reason=reason)
+            body = self._stop_body(state, moved, align=self._spec(state).checkpoint_align)
+            after = self._append(state, "attempt-stopping", body | {"target": change.target.to_dict()})
+            return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
+        body = {"generation": live.generation, "attempt": live.number, "kind": change.kind, "reason": reason}
+        if got.state == "undone":
+            return self._append(state, "change-undone", body)
+        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        step = said.progress.step if said is not None else None
+        body |= {"target": change.target.to_dict(), **got.found} | ({} if step is None else {"step": step})
+        return self._append(state, "changed", body)
+
+    def _waiting_for_change(self, state: RunState, got: in_place_change.Outcome) -> Waiting:
+        live, waiting = live_of(state), self._waiting(state, got.reason)
+        assert live.change is not None
+        watching = replace(
+            waiting.watching,
+            changing=live.change.kind,
+            age=f"change-{live.change.number}",
+            overdue_after_s=in_place_change.CHANGE_S,
+        )
+        if got.handle is not None:
+            watching = replace(watching, handle=got.handle.to_dict(), nodes=live.change.target.nodes)
+        return Waiting(watching, got.reason)
+
+    def _waiting(self, state: RunState, reason: str) -> Waiting:
+        live = live_of(state)
+        stopping = live.phase == "stopping"
+        overdue = None
+        if stopping:
+            align = self._spec(state).checkpoint_align_timeout_s if live.stop.get("align") == "epoch" else 0.0
+            overdue = align + float(live.stop.get("grace_s", limits.GRACE_S)) + OVERDUE_MARGIN_S
+        watching = Watching(
+            number=state.number,
+            generation=live.generation,
+            attempt=live.number,
+            nodes=live.allocation.nodes,
+            handle=live.handle,
+            stopping=stopping,
+            age=f"stopping-g{live.generation}-a{live.number}" if stopping else "",
+            overdue_after_s=overdue,
+            usd_left=None if stopping else self._usd_left(state, live),
+            checkpoint_s=limits.measured_s(state),
+            release_after_s=RELEASE_AGAIN_S if any(one.unreleased for one in state.attempts) else None,
+            orphan_after_s=self._spec(state).failure.orphan_after_s,
+            spans=[span.to_dict() for span in spans_of(live)],
+            started_at=live.started_at,
+        )
+        return Waiting(watching, reason)

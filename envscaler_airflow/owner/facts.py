@@ -1,0 +1,170 @@
+"""Gather what the owner knows beside the events. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
+from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.owner.run_watch import read_status, unless_heard
+from envscaler_airflow.owner.usage import billed_usd, cost_usd, spans_of, with_removed
+from envscaler_airflow.run import AttemptState, NodeFacts, Observed, RunState
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import join
+
+SOON_S = 60.0
+"""Ran so briefly, an attempt may have been billed for no second, by times in whole seconds. Chosen."""
+
+
+def observe(
+    store: Store,
+    prefix: str,
+    backend: Backend,
+    attempt: AttemptState,
+    *,
+    silent_s: float,
+    quiet_s: Mapping[int, float],
+) -> Observed | None:
+    """The nodes of a started attempt, as backend and store know them; None when it has no handle.
+
+    A node that only the backend misses is not lost while its status changes: see :func:`unless_heard`.
+    """
+    if attempt.handle is None:
+        return None
+    try:
+        seen: AttemptStatus | None = unless_heard(backend.observe(Handle.from_dict(attempt.handle)), quiet_s)
+    except BackendError:
+        seen = None
+    key = (attempt.generation, attempt.number)
+    known = {node.node: node for node in seen.nodes} if seen else {}
+    nodes = []
+    # Nodes of a change in place that was given up when the attempt was asked to go are to go too.
+    more = [] if attempt.change is not None else [one for one in known if one >= attempt.allocation.nodes]
+    for index in (*range(attempt.allocation.nodes), *sorted(more)):
+        status, node = read_status(store, prefix, attempt=key, node=index), known.get(index)
+        if node is None:
+            nodes.append(NodeFacts(index, "unknown", status=status))
+        else:
+            nodes.append(
+                NodeFacts(
+                    index,
+                    node.state,
+                    exit_code=node.exit_code,
+                    signal=node.signal,
+                    reason=node.reason,
+                    detail=node.detail,
+                    status=status,
+                )
+            )
+    return Observed(tuple(nodes), silent_s=silent_s)
+
+
+def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
+    """Billed intervals; None when the backend cannot tell now."""
+    if attempt.handle is None:
+        return ()
+    try:
+        return with_removed(backend.usage(Handle.from_dict(attempt.handle)), attempt)
+    except BackendError:
+        return None
+
+
+def may_be_held(attempt: AttemptState) -> bool:
+    """True for an ended attempt whose machines may live on, and whose bill is so not known to be closed."""
+    if attempt.is_live or not attempt.unreleased:
+        return False
+    rows = attempt.ended.get("usage")
+    return not isinstance(rows, list) or any(row[2] is None for row in rows)
+
+
+def is_missing(usage: tuple[UsageInterval, ...] | None, attempt: AttemptState, *, now: float) -> bool:
+    """True where the times of an attempt that ran and is over are gone with it.
+
+    Where what was held was deleted, a backend knows only when it was made: no time at all, for what the owner
+    saw started long ago, is unknown and not free.
+    """
+    is_none = bool(usage) and all(item.end is not None and item.end <= item.start for item in usage or ())
+    return is_none and attempt.started_at is not None and now - attempt.started_at > SOON_S
+
+
+def least_usage(store: Store, prefix: str, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
+    """What each pod held at least: from its claim to its last status, by the store's dates; None for nothing.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    found, key = [], (attempt.generation, attempt.number)
+    for node in range(max(attempt.allocation.nodes, *(one.allocation.nodes for one in attempt.earlier), 0)):
+        claim = 1
+        while claimed := store.read_dated(
+            join(prefix, claim_name(*key, node, claim)), max_bytes=MAX_JSON_BYTES
+        ):
+            said = store.read_dated(join(prefix, status_name(*key, node, claim)), max_bytes=MAX_JSON_BYTES)
+            if claimed[1] is not None and said is not None and said[1] is not None:
+                found.append(UsageInterval(node, claimed[1], max(claimed[1], said[1])))
+            claim += 1
+    return tuple(found) or None
+
+
+def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:
+    """Cost of *intervals*, each node at its own price; None when a price or the time is unknown.
+
+    Args:
+        attempt: Whose allocation sets the prices.
+        intervals: One or more for each node.
+        now: The run's clock, seconds since the epoch.
+    """
+    if intervals is None:
+        return None
+    started = attempt.started_at
+    return billed_usd(spans_of(attempt), intervals, started_at=started, handle=attempt.handle, now=now)
+
+
+def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
+    """Cost of the current generation so far, for its budget; None when a price is unknown.
+
+    Metered; where the backend did not tell, at most what the owner's own times allow, so that a bill
+    which nobody can read never looks free.
+    """
+    total = 0.0
+    for attempt in state.attempts_of(state.generation):
+        usd = attempt.ended.get("usd")
+        part = float(usd) if isinstance(usd, int | float) else None
+        if attempt.ended.get("usage_is_least"):
+            part = None
+        if attempt.is_live or may_be_held(attempt):
+            part = usd_of(attempt, usage_of(backend, attempt), now=now)
+        if part is None:
+            part = _most_usd(attempt, now=now)
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
+    """What the attempt can have cost at most, from the intent to the end; None when its price is unknown."""
+    end = now if attempt.ended_at is None or may_be_held(attempt) else attempt.ended_at
+    most = max([attempt.allocation.nodes, *(before.allocation.nodes for before in attempt.earlier)])
+    held = [UsageInterval(node, attempt.intended_at, max(end, attempt.intended_at)) for node in range(most)]
+    return cost_usd(spans_of(attempt), held)
+
+
+def move_pauses_s(state: RunState) -> list[float]:
+    """Pauses of the moves of this generation, ask to first step, as far as the events tell, seconds."""
+    pauses = []
+    for before, after in pairwise(state.attempts_of(state.generation)):
+        if before.stop_why != "move" or before.stopping_at is None or after.started_at is None:
+            continue
+        first = [after.ended.get(name) for name in ("setup_s", "first_step_s")]
+        known = sum(part for part in first if isinstance(part, int | float))
+        pauses.append(max(0.0, after.started_at - before.stopping_at) + known)
+    return pauses
+
+
+def start_s(state: RunState) -> float | None:
+    """Mean pause of the moves of this generation, seconds; None before the first."""
+    pauses = move_pauses_s(state)
+    return sum(pauses) / len(pauses) if pauses else None

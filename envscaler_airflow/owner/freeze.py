@@ -1,0 +1,266 @@
+"""What a generation runs on, frozen in the store: spec and code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.envspec import EnvSpec, parse_reference, spec_hash
+from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.images.distributed import batch_env, batches, launch_command
+from envscaler_airflow.owner.stage import Stage
+from envscaler_airflow.run import AttemptState
+from envscaler_airflow.store.archive import pack_workdir
+from envscaler_airflow.store.base import Store, folder_of
+from envscaler_airflow.store.keys import RunKey
+
+ARCHIVE_FIELD = "workdir_archive"
+"""Field beside the spec's own that names the archive of its workdir."""
+MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
+"""Where the processes of several nodes find each other. Only the nodes know; the wrapper puts it in."""
+NODE_RANK = "$ENVSCALER_NODE"
+"""Number of a node, in the same way."""
+MAX_KEY_BYTES = 1 << 16
+"""Largest ``run.json`` read, bytes. Chosen: a key is below a kilobyte."""
+MAX_SPEC_BYTES = 1 << 22
+"""Largest frozen spec read, bytes. Chosen: far above what the loader accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A spec with its code, ready to be written.
+
+    Attributes:
+        spec_hash: Over the resolved spec, parameters, inputs, and the content of the workdir.
+        document: Content of the frozen spec's file.
+        archive: Packed workdir on this machine, None without one; the caller deletes it.
+        archive_name: Its name in the store.
+    """
+
+    spec_hash: str
+    document: Mapping[str, Any]
+    archive: Path | None = None
+    archive_name: str | None = None
+
+    def discard(self) -> None:
+        """Delete the packed workdir from this machine."""
+        if self.archive is not None:
+            self.archive.unlink(missing_ok=True)
+
+
+def freeze(spec: EnvSpec, store: Store) -> Frozen:
+    """Pack the workdir, less a *store* that lies in it, and hash everything that decides what runs.
+
+    Raises:
+        SpecError: It runs nothing, its global batch cannot be kept on every number of nodes that it allows,
+            or its workdir cannot be packed: absent, too large, links out of it.
+    """
+    if not spec.entrypoint:
+        raise SpecError(f"{spec.name}: entrypoint: is empty; write entrypoint: [python, train.py]")
+    batches(spec)
+    document = spec.to_dict()
+    digest = spec_hash(spec)
+    folder = spec.resolve_path("workdir")
+    if folder is None:
+        return Frozen(digest, document)
+    packed = pack_workdir(folder, store=folder_of(store))
+    whole = hashlib.sha256(f"{digest} {packed.sha256}".encode()).hexdigest()
+    return Frozen(whole, {**document, ARCHIVE_FIELD: packed.name}, packed.path, packed.name)
+
+
+def spec_name(spec_hash: str) -> str:
+    """Store name of the spec with that hash: owners never write each other's, and a launch names its own."""
+    return f"spec-{spec_hash[:16]}.json"
+
+
+def write(store: Store, key: RunKey, frozen: Frozen) -> None:
+    """Put code, key and spec in the store, in an order that can be cut off at any point.
+
+    Nothing runs on it before an event names its hash.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    prefix = key.prefix
+    if frozen.archive is not None and store.size(f"{prefix}/{frozen.archive_name}") is None:
+        store.put_file(f"{prefix}/{frozen.archive_name}", frozen.archive)
+    made = {"schema": SCHEMA, "key": key.to_dict(), "at": store.now()}
+    store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
+    store.write(f"{prefix}/{spec_name(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
+
+
+def key_of(store: Store, prefix: str) -> RunKey:
+    """The key of the run at *prefix*.
+
+    Raises:
+        ProtocolError: It has none that can be read.
+    """
+    name = f"{prefix}/run.json"
+    try:
+        key = RunKey.from_dict(json.loads(store.read(name, max_bytes=MAX_KEY_BYTES) or b"{}")["key"])
+    except (ValueError, KeyError, TypeError) as err:
+        raise ProtocolError(f"{store.uri(name)}: expected the key of a run, got {err!r}") from err
+    if key.prefix != prefix:
+        raise ProtocolError(f"{store.uri(name)}: is the key of {key.prefix}")
+    return key
+
+
+def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
+    """The frozen spec with that hash, as it stands in the store.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: It is absent, or not a JSON object.
+    """
+    name = f"{prefix}/{spec_name(spec_hash)}"
+    text = store.read(name, max_bytes=MAX_SPEC_BYTES)
+    try:
+        document = json.loads(text or b"")
+    except ValueError as err:
+        fault = "is absent" if text is None else f"not JSON: {err}"
+        raise ProtocolError(f"{name}: {fault}") from err
+    if not isinstance(document, dict):
+        raise ProtocolError(f"{name}: got {type(document).__name__}, expected an object")
+    return document
+
+
+def read_parameters(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
+    """The values of the spec's parameters that a run was made with; {} where there are none to read.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    try:
+        found = read_document(store, prefix, spec_hash).get("parameters")
+    except ProtocolError:
+        return {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def thaw_spec(store: Store, prefix: str, spec_hash: str) -> EnvSpec:
+    """The frozen spec with that hash. Raises as :func:`read_document`."""
+    document = read_document(store, prefix, spec_hash)
+    document.pop(ARCHIVE_FIELD, None)
+    try:
+        return EnvSpec.from_dict(document)
+    except SpecError as err:
+        raise ProtocolError(f"{prefix}/{spec_name(spec_hash)} was written by another version: {err}") from err
+
+
+MAX_DIFFERENCES = 10
+"""Differing fields that a log line names. Chosen: more than a person reads."""
+
+
+def differences(store: Store, prefix: str, spec_hash: str, frozen: Frozen) -> str:
+    """Which fields of *frozen* differ from the spec with that hash: ``entrypoint, resources.requests.cpu``.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: The spec does not exist.
+    """
+    found = sorted(_differing(read_document(store, prefix, spec_hash), frozen.document, ""))
+    more = len(found) - MAX_DIFFERENCES
+    names = ", ".join(found[:MAX_DIFFERENCES])
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in one.keys() | other.keys():
+            yield from _differing(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+    elif json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
+        yield path
+
+
+def named_request(store: Store, key: RunKey, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
+    """As much of a request as tells the attempt from any other: enough to find what was started of it.
+
+    Raises:
+        StoreError: The store cannot be read.
+        ProtocolError: There is no such spec.
+    """
+    document = read_document(store, key.prefix, spec_hash)
+    document["resources"] = _resized(document.get("resources") or {}, live)
+    return AttemptRequest(
+        store_url=store.url,
+        run_prefix=key.prefix,
+        run_label=f"{key.dag_id}.{key.task_id}",
+        generation=live.generation,
+        attempt=live.number,
+        allocation=live.allocation,
+        command=(),
+        spec=document,
+        spec_name=spec_name(spec_hash),
+    )
+
+
+def attempt_request(
+    store: Store,
+    key: RunKey,
+    stage: Stage,
+    spec: EnvSpec,
+    live: AttemptState,
+    *,
+    spec_hash: str,
+    grace_s: float,
+    deadline_s: float | None = None,
+) -> AttemptRequest:
+    """What the backend is asked to start. Secrets are resolved here and go no further than its call.
+
+    A stage of several processes is started below its launcher, for as many nodes as this attempt has.
+
+    Raises:
+        SpecError: A secret cannot be resolved, or so many nodes cannot keep the global batch.
+    """
+    plain = {item.name: item.value for item in spec.env if item.value is not None}
+    nodes = live.allocation.nodes
+    return replace(
+        named_request(store, key, live, spec_hash=spec_hash),
+        command=_command(spec, nodes),
+        env=plain | batch_env(spec, nodes),
+        secret_env=_secrets(stage, spec),
+        store_options=stage.store_options,
+        grace_s=grace_s,
+        deadline_s=deadline_s,
+        python=stage.python,
+    )
+
+
+def _resized(resources: Mapping[str, Any], live: AttemptState) -> dict[str, Any]:
+    """*resources* with the memory, and the CPUs, that the attempt has instead of the spec's.
+
+    Memory is requested as it is limited: an attempt that has more than the spec states needs it.
+    """
+    asked, most = dict(resources.get("requests") or {}), dict(resources.get("limits") or {})
+    if live.memory_bytes is not None:
+        most["memory"] = asked["memory"] = f"{live.memory_bytes // 2**20}Mi"
+    if live.vcpus is not None:
+        asked["cpu"] = f"{round(live.vcpus * 1000)}m"
+    return {**resources, "requests": asked, "limits": most}
+
+
+def _command(spec: EnvSpec, nodes: int) -> tuple[str, ...]:
+    """The entrypoint below its launcher; torchrun's nodes number themselves when they meet."""
+    is_elastic = spec.distributed is not None and spec.distributed.elastic
+    if nodes == 1 and not is_elastic:
+        return launch_command(spec, 1)
+    is_torchrun = spec.distributed is not None and spec.distributed.launcher == "torchrun"
+    return launch_command(spec, nodes, endpoint=MEETING, node_rank=None if is_torchrun else NODE_RANK)
+
+
+def _secrets(stage: Stage, spec: EnvSpec) -> dict[str, str]:
+    values = {}
+    for item in spec.env:
+        if item.value_from is None:
+            continue
+        if stage.resolve_secret is None:
+            raise SpecError(f"env {item.name}: {item.value_from} cannot be resolved here")
+        reference = parse_reference(item.value_from, variable=item.name)
+        values[item.name] = stage.resolve_secret(str(reference))
+    return values

@@ -1,0 +1,243 @@
+"""How an accepted move is made: in place, at the next start, or by a next attempt now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from envscaler_airflow.backends.base import Backend, Handle, RescalesInPlace, ResizesInPlace
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.owner.choose import least_memory_bytes
+from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.planning.record import Record
+from envscaler_airflow.run import AttemptState, Change
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving(Record):
+    """A node that goes, and why it and no other."""
+
+    node: int
+    reason: str
+
+
+def who_leaves(
+    allocation: Allocation,
+    count: int,
+    *,
+    removable: Collection[int] = (),
+    step_s: Mapping[int, float] | None = None,
+) -> tuple[Leaving, ...]:
+    """The *count* nodes that go, first to go first; never node 0, which speaks for the training.
+
+    One that is marked removable; else spot before on-demand; else the slowest; else the last.
+
+    Args:
+        allocation: What the attempt has.
+        count: How many go; fewer than there are.
+        removable: Nodes that somebody marked.
+        step_s: Seconds of a step by node, as far as they are known.
+    """
+    if not 0 <= count < allocation.nodes:
+        raise ValueError(f"count must be >= 0 and < {allocation.nodes}, got {count!r}")
+    speeds = step_s or {}
+    slowest = max(speeds.values(), default=0.0)
+
+    def rank(node: int) -> tuple[bool, bool, float, int]:
+        is_spot = allocation.offer_of(node).capacity_type == "spot"
+        return (node not in removable, not is_spot, -speeds.get(node, 0.0), -node)
+
+    chosen = sorted(range(1, allocation.nodes), key=rank)[:count]
+    return tuple(Leaving(node, _why(allocation, node, removable, speeds, slowest)) for node in chosen)
+
+
+def _why(
+    allocation: Allocation,
+    node: int,
+    removable: Collection[int],
+    speeds: Mapping[int, float],
+    slowest: float,
+) -> str:
+    if node in removable:
+        return "it is marked removable"
+    if allocation.is_mixed and allocation.offer_of(node).capacity_type == "spot":
+        return "it is spot, and others are on demand"
+    if node in speeds and speeds[node] == slowest and len(set(speeds.values())) > 1:
+        return f"it is the slowest: {speeds[node]:.3g} s a step"
+    if node in speeds and len(set(speeds.values())) > 1:
+        return f"it is among the slowest: {speeds[node]:.3g} s a step"
+    return "it is the last, and nothing else tells them apart"
+
+
+CHANGE_S = 600.0
+"""Longest wait for a change in place, seconds. Chosen: as long as a node may be silent."""
+
+Way = Literal["move", "resize", "rescale", "next-start"]
+
+
+def way_of(spec: EnvSpec, live: AttemptState, target: Allocation, backend: Backend) -> Way:
+    """How the attempt comes to have *target*.
+
+    Under the vertical policy, other CPU and memory of the same nodes: in place where the backend can, and
+    less of them at the next start, since taking it away gains nothing now. Another number of the same nodes:
+    in place where the launcher is elastic and the backend can. All else is a next attempt, also more CPUs
+    under another policy: a training that sized itself by its CPUs at the start would not use them.
+    """
+    here = live.allocation
+    if _is_vertical(spec) and _is_resize(here, target):
+        if _is_no_more(here.offer, target.offer):
+            return "next-start"
+        return "resize" if isinstance(backend, ResizesInPlace) else "move"
+    is_rescale = here.offer == target.offer and not here.is_mixed and not target.is_mixed
+    if is_rescale and _is_elastic(spec) and isinstance(backend, RescalesInPlace):
+        return "rescale"
+    return "move"
+
+
+def _is_resize(here: Allocation, target: Allocation) -> bool:
+    if here.is_mixed or target.is_mixed or here.nodes != target.nodes or here.name == target.name:
+        return False
+    return _kind(here.offer) == _kind(target.offer)
+
+
+def _kind(offer: Offer) -> Offer:
+    """*offer* without its size: ``node:cpu-1`` and ``node:cpu-2`` are slices of one machine."""
+    kind = offer.instance_type.partition(":")[0] if ":" in offer.instance_type else offer.instance_type
+    return replace(offer, instance_type=kind, vcpus=1.0, memory_gib=1.0, usd_per_hour=None, price_source="")
+
+
+def _is_no_more(here: Offer, target: Offer) -> bool:
+    return target.vcpus <= here.vcpus and target.memory_gib <= here.memory_gib
+
+
+def _is_vertical(spec: EnvSpec) -> bool:
+    return spec.scaling is not None and spec.scaling.policy == "vertical"
+
+
+def _is_elastic(spec: EnvSpec) -> bool:
+    distributed = spec.distributed
+    return distributed is not None and distributed.elastic and distributed.launcher == "torchrun"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """CPU and memory per node that an attempt gets; None: as the spec says."""
+
+    vcpus: float | None = None
+    memory_bytes: int | None = None
+
+
+def sizes_of(spec: EnvSpec, allocation: Allocation, *, had_bytes: int | None = None) -> Sizes:
+    """All of the slice, but no more than the spec's limits, or than the memory that was had already."""
+    limits = spec.resources.alternatives[0].limits
+    vcpus = min(part.offer.vcpus for part in allocation.parts)
+    memory = least_memory_bytes(allocation)
+    if limits.cpu_cores is not None:
+        vcpus = min(vcpus, limits.cpu_cores)
+    if limits.memory_bytes is not None:
+        memory = min(memory, max(limits.memory_bytes, had_bytes or 0))
+    return Sizes(vcpus, memory)
+
+
+def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation) -> Sizes:
+    """Sizes of an attempt under the vertical policy, once that chose another slice than the first."""
+    if not _is_vertical(spec) or first is None or first.name == allocation.name:
+        return Sizes()
+    return sizes_of(spec, allocation)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far a change is.
+
+    ``done``. ``going``: look again. ``undone``: it stays as it was, and the reason says why. ``move``: never
+    in place, or not now; the next attempt gets it.
+
+    Attributes:
+        state: See above.
+        reason: For the event.
+        handle: The attempt's from now on; None: as before.
+        found: Fields of the ``changed`` event.
+    """
+
+    state: Literal["done", "going", "undone", "move"]
+    reason: str = ""
+    handle: Handle | None = None
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+
+def carry_out(
+    backend: Backend, live: AttemptState, change: Change, sizes: Sizes, *, is_overdue: bool
+) -> Outcome:
+    """Ask the backend for *change*, which may be a repeat, and tell how far it is.
+
+    Raises:
+        BackendError: No answer; try again.
+    """
+    if live.handle is None:
+        raise RuntimeError("only a started attempt can be changed")
+    handle = Handle.from_dict(live.handle)
+    if change.kind == "resize":
+        return _resize(backend, handle, sizes, is_overdue=is_overdue)
+    return _rescale(backend, handle, live, change, is_overdue=is_overdue)
+
+
+def _resize(backend: Backend, handle: Handle, sizes: Sizes, *, is_overdue: bool) -> Outcome:
+    if not isinstance(backend, ResizesInPlace):
+        return Outcome("move", "nothing here can be resized in place")
+    try:
+        state = backend.resize(handle, vcpus=sizes.vcpus, memory_bytes=sizes.memory_bytes)
+    except BackendError as err:
+        if err.transient:
+            raise
+        return Outcome("move", f"not in place: {err}")
+    if state == "done":
+        found = {"vcpus": sizes.vcpus, "memory_bytes": sizes.memory_bytes}
+        return Outcome("done", found={name: value for name, value in found.items() if value is not None})
+    if state == "going" and not is_overdue:
+        return Outcome("going", "the machine is being resized")
+    why = f"it is not done within {CHANGE_S:.0f} s" if state == "going" else f"in place it is {state}"
+    return Outcome("move", why)
+
+
+def _rescale(
+    backend: Backend, handle: Handle, live: AttemptState, change: Change, *, is_overdue: bool
+) -> Outcome:
+    if not isinstance(backend, RescalesInPlace):
+        return Outcome("move", "nothing here can be rescaled in place")
+    nodes = change.target.nodes
+    try:
+        found = backend.rescale(handle, nodes)
+    except CapacityError as err:
+        return Outcome("undone", str(err))
+    except BackendError as err:
+        if err.transient:
+            raise
+        return Outcome("move", f"not in place: {err}")
+    seen = backend.observe(found).nodes
+    missing = next((one.detail for one in seen if one.state == "pending" and one.reason == "capacity"), None)
+    if missing is None and is_overdue and any(one.state != "running" for one in seen):
+        missing = f"not all nodes ran within {CHANGE_S:.0f} s"
+    if missing is not None:
+        return _undo(backend, handle, live, missing)
+    if all(one.state == "running" for one in seen):
+        return Outcome("done", handle=found, found={"handle": found.to_dict()})
+    return Outcome("going", f"{nodes} nodes are awaited", handle=found)
+
+
+def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing: str) -> Outcome:
+    """Back to the nodes that the attempt had; where that fails too, the target is for the next attempt."""
+    try:
+        backend.rescale(handle, live.allocation.nodes)
+    except (CapacityError, BackendError) as err:
+        if isinstance(err, BackendError) and err.transient:
+            raise
+        return Outcome("move", f"neither to be had nor to be undone: {missing}; {err}")
+    return Outcome("undone", f"none to be had: {missing}")
+
+
+def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:
+    """True when those that leave are the last ones, or none leaves."""
+    return {item.node for item in leaving} == set(range(target.nodes, live.allocation.nodes))

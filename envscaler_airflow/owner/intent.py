@@ -1,0 +1,210 @@
+"""An intent becomes a start, or is given up: it never stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from envscaler_agent.protocol import Control, control_name, parse_checkpoint_name
+from envscaler_airflow.backends.base import AttemptRequest, Handle
+from envscaler_airflow.errors import (
+    BackendError,
+    BudgetError,
+    CapacityError,
+    EnvScalerError,
+    NoOfferError,
+    SpecError,
+    StoreError,
+)
+from envscaler_airflow.owner import choose, facts, forecast, freeze, limits, tables
+from envscaler_airflow.owner.observe import START_S
+from envscaler_airflow.owner.ownership import live_of
+from envscaler_airflow.owner.release import Releasing
+from envscaler_airflow.planning import Offer
+from envscaler_airflow.run import Action, AttemptState, RunState
+from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.checkpoints import complete_checkpoints, read_control
+from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.stockouts import remember
+
+MAX_CANDIDATES = 16
+"""Checkpoints that a start may fall back on. Chosen: five times what is kept by default."""
+_BEFORE_THE_START = ("hold", "run")
+
+
+def hold(store: Store, control: Control, *, generation: int, attempt: int) -> None:
+    """Let every older attempt publish and delete nothing from its next reading on.
+
+    Written only when no control is there: a stop that came first stands, and so does an earlier promise.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    held = replace(control, action="hold", candidates=None)
+    store.create(control_name(generation, attempt), held.to_json())
+
+
+def list_candidates(store: Store, *, generation: int, attempt: int) -> tuple[str, ...]:
+    """Checkpoints that *attempt* may resume from, best first.
+
+    Those of the attempt before, then those that it was itself allowed. What an older attempt saved after a
+    newer one began is in neither, so it is void. An attempt whose list was never made adds none.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    complete = complete_checkpoints(store, generation)
+    found: list[str] = []
+    for number in range(attempt - 1, 0, -1):
+        found += [name for name in complete if (key := parse_checkpoint_name(name)) and key[2] == number]
+        control = read_control(store, control_name(generation, number))
+        if control is not None and control.candidates is not None:
+            found += control.candidates
+            break
+    return tuple(dict.fromkeys(found))[:MAX_CANDIDATES]
+
+
+def promise(
+    store: Store, control: Control, candidates: tuple[str, ...], *, generation: int, attempt: int
+) -> None:
+    """Write *candidates* into the control of the attempt, which runs from now on unless it was stopped.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    name = control_name(generation, attempt)
+    found = read_control(store, name)
+    base = control if found is None or found.action in _BEFORE_THE_START else found
+    store.write(name, replace(base, candidates=candidates).to_json())
+
+
+_UNCHOSEN: dict[type[EnvScalerError], str] = {
+    SpecError: "spec",
+    NoOfferError: "no-offer",
+    BudgetError: "budget",
+}
+_NOT_STARTED: dict[type[EnvScalerError], str] = {CapacityError: "capacity", SpecError: "spec"}
+"""Class of the failure; ``backend`` for all others, after which another offer may do."""
+
+
+def failed_body(state: RunState, err: SpecError | NoOfferError | BudgetError) -> dict[str, Any]:
+    """Body of the ``failed`` event of a run for which no attempt can be chosen."""
+    return {"generation": state.generation, "reason": str(err), "failure": _UNCHOSEN[type(err)]}
+
+
+class Intending(Releasing):
+    """An owner that carries intents out."""
+
+    def carry_out(self, state: RunState, action: Action) -> RunState:
+        """Start the intended attempt, adopt it, or record why it cannot start."""
+        del action
+        live = live_of(state)
+        self._check_still_owner(state)
+        renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
+        self._promise(state, live)
+        try:
+            self._build_tables(state, live)
+            request = self._request(state, live)
+            now = self._check_still_owner(state)
+            if now.number != state.number:
+                return now  # what came meanwhile is answered before a machine is paid for
+            handle = self._backend.submit(request)
+        except (SpecError, CapacityError, NoOfferError, BackendError) as err:
+            if isinstance(err, StoreError) or (isinstance(err, BackendError) and err.transient):
+                raise
+            found = self._found(state, live)
+            if found is None:
+                return self._not_started(state, live, err)
+            handle = found
+        return self._started(state, live, handle)
+
+    def discard(self, state: RunState, action: Action) -> RunState:
+        """End an attempt that was asked to go before its start; what was started after all goes first."""
+        live = live_of(state)
+        self._check_still_owner(state)
+        found = self._found(state, live)
+        if found is not None:
+            return self._started(state, live, found)
+        body = {"outcome": "stopped", "detail": action.reason, "usage": [], "usd": 0.0}
+        return self._append(state, "attempt-ended", _key(live) | body)
+
+    def _started(self, state: RunState, live: AttemptState, handle: Handle) -> RunState:
+        return self._append(state, "attempt-started", _key(live) | {"handle": handle.to_dict()})
+
+    def _found(self, state: RunState, live: AttemptState) -> Handle | None:
+        """What an earlier execution started of the attempt, without recording it."""
+        name = live.spec_hash or state.spec_hash
+        return self._backend.find(freeze.named_request(self._store, self._key, live, spec_hash=name))
+
+    def _request(self, state: RunState, live: AttemptState) -> AttemptRequest:
+        spec_hash = live.spec_hash or state.spec_hash
+        request = freeze.attempt_request(
+            self._store,
+            self._key,
+            self._stage,
+            self._thaw(spec_hash),
+            live,
+            spec_hash=spec_hash,
+            grace_s=limits.grace_s(state),
+            deadline_s=self._machine_deadline_s(state, live),
+        )
+        return replace(request, restore_from=state.begun.get("restore_from"))
+
+    def _build_tables(self, state: RunState, live: AttemptState) -> None:
+        """What the sensor's policy looks up, built here: nothing decides for long in a triggerer."""
+        scaling, deadline_s = self._spec(state).scaling, self._stage.deadline_s
+        if scaling is not None and scaling.policy == "phase":
+            forecast.publish(self._store, self._key)
+        if scaling is None or scaling.policy != "deadline" or deadline_s is None:
+            return
+        left_s = deadline_s - (0.0 if state.begun_at is None else self._clock() - state.begun_at)
+        start_s = facts.start_s(state)
+        job = tables.job_of(
+            live.allocation,
+            self._backend.offers(),
+            deadline_s=left_s,
+            start_s=START_S if start_s is None else start_s,
+        )
+        if job is not None:
+            tables.publish(self._store, self._prefix, job)
+
+    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
+        deadline_s = self._stage.deadline_s
+        since = 0.0 if state.begun_at is None else self._clock() - state.begun_at
+        return limits.machine_deadline_s(
+            usd_left=self._usd_left(state, live),
+            usd_per_hour=live.allocation.usd_per_hour,
+            deadline_left_s=None if deadline_s is None else deadline_s - since,
+            deadline_s=deadline_s,
+        )
+
+    def _promise(self, state: RunState, live: AttemptState) -> None:
+        """Fence first, then list what the attempt may resume from; a later execution lists again."""
+        control = Control(
+            action="run",
+            restore_from=state.begun.get("restore_from"),
+            orphan_after_s=self._spec(state).failure.orphan_after_s,
+            grace_s=limits.grace_s(state),
+            checkpoint_every_s=live.checkpoint_every_s,
+        )
+        store = for_run(self._store, self._prefix)
+        hold(store, control, generation=live.generation, attempt=live.number)
+        found = list_candidates(store, generation=live.generation, attempt=live.number)
+        self._check_still_owner(state)
+        promise(store, control, found, generation=live.generation, attempt=live.number)
+
+    def _not_started(self, state: RunState, live: AttemptState, err: EnvScalerError) -> RunState:
+        if isinstance(err, CapacityError):  # for other runs on this store; says nothing of a full machine
+            self._remember(choose.refused_by(live, ()), str(err))
+        body: dict[str, Any] = {"outcome": "not-started", "failure": _NOT_STARTED.get(type(err), "backend")}
+        body |= {"detail": str(err), "usage": [], "usd": 0.0}
+        return self._append(state, "attempt-ended", _key(live) | body)
+
+    def _remember(self, offers: Iterable[Offer], said: str) -> None:
+        for offer in offers:
+            remember(self._store, offer, "", said, now=self._clock())
+
+
+def _key(live: AttemptState) -> dict[str, Any]:
+    return {"generation": live.generation, "attempt": live.number}

@@ -1,0 +1,81 @@
+"""How often spot is lost here, and how often to save against that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.scaling.deadline import Hazard
+from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.interval import price_aware_interval_s
+
+PRIOR_H = 10.0
+"""Hours that the fitted rate counts for beside the hours seen. Chosen: a day on spot says more than it."""
+PRIOR_AGE_H = 3.0
+"""Age of the spot machine whose fitted rate is believed at first, hours. Chosen: a usual job."""
+LEAST_EVERY_S = 60.0
+"""Shortest interval between checkpoints, seconds. Chosen: uploads of one end before the next begins."""
+GONE = frozenset({"lost", "killed"})
+"""Ends that nobody asked for and that the code is not to blame for."""
+
+
+def losses_per_hour(state: RunState, *, now: float) -> float:
+    """Losses of a spot node an hour: what this generation saw, and the fitted rate as so many hours more.
+
+    Args:
+        state: Fold of the run's events.
+        now: Owner's clock, seconds since the epoch.
+    """
+    hours, losses = 0.0, 0
+    for attempt in state.attempts_of(state.generation):
+        nodes = sum(part.nodes for part in attempt.allocation.parts if part.offer.capacity_type == "spot")
+        if not nodes or attempt.started_at is None:
+            continue
+        until = now if attempt.ended_at is None else attempt.ended_at
+        hours += nodes * max(0.0, until - attempt.started_at) / 3600.0
+        losses += attempt.outcome in GONE
+    prior = Hazard().up[age_bin(PRIOR_AGE_H)]
+    return (losses + prior * PRIOR_H) / (hours + PRIOR_H)
+
+
+def interruptions(offers: Iterable[Offer], per_hour: float) -> dict[str, float]:
+    """Losses an hour by name of each spot offer; on-demand machines stay, as far as anybody knows."""
+    return {offer.name: per_hour for offer in offers if offer.capacity_type == "spot"}
+
+
+def save_s_of(ended: Mapping[str, object]) -> float | None:
+    """Seconds that training stood still for one checkpoint, as an ended attempt told; None when it did not.
+
+    The time of the last one, upload inside, where only that is known.
+    """
+    total, count, last = (ended.get(name) for name in ("save_s", "checkpoints", "checkpoint_s"))
+    if isinstance(total, int | float) and isinstance(count, int) and count > 0:
+        return float(total) / count
+    return float(last) if isinstance(last, int | float) else None
+
+
+def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *, now: float) -> float | None:
+    """Seconds between the checkpoints of the next attempt; None leaves it to the spec.
+
+    Daly's interval for the measured cost of a checkpoint and the rate of losses, which a price above what
+    this offer cost before raises. Only on spot, only where the spec counts seconds, and never longer than
+    it says: that is what the user is ready to lose.
+    """
+    every = spec.checkpoint.every.seconds if spec.checkpoint is not None else None
+    spot = [part for part in allocation.parts if part.offer.capacity_type == "spot"]
+    earlier = state.attempts_of(state.generation)
+    costs = [cost for attempt in reversed(earlier) if (cost := save_s_of(attempt.ended)) is not None]
+    if every is None or not spot or not costs:
+        return None
+    price = spot[0].offer.usd_per_hour
+    per_hour = losses_per_hour(state, now=now) * sum(part.nodes for part in spot)
+    best = price_aware_interval_s(costs[0], per_hour, price, _prices(earlier, spot[0].offer))
+    return None if best is None else min(every, max(LEAST_EVERY_S, best))
+
+
+def _prices(attempts: Iterable[AttemptState], offer: Offer) -> list[float]:
+    """What the same offer cost when earlier attempts began on it."""
+    offers = (part.offer for attempt in attempts for part in attempt.begun_on.parts)
+    return [one.usd_per_hour for one in offers if one.name == offer.name and one.usd_per_hour is not None]

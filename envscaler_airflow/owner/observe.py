@@ -1,0 +1,487 @@
+"""Look at a run as a scaling policy sees it, check by check. Reads only; asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from envscaler_agent.protocol import Progress, Status
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.catalog.library import gpu_facts
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.owner import facts, forecast, losses, tables
+from envscaler_airflow.owner.forecast import Foretold
+from envscaler_airflow.owner.freeze import thaw_spec
+from envscaler_airflow.owner.limits import CHECKPOINT_S
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
+from envscaler_airflow.run import AttemptState, RunState, fold
+from envscaler_airflow.scaling import (
+    Ask,
+    Check,
+    Memory,
+    Observation,
+    Policy,
+    Propose,
+    Sample,
+    ask_rules,
+    decide,
+    is_asked,
+    recent,
+    remember,
+    usage_samples,
+    window_s,
+    work_of,
+)
+from envscaler_airflow.scaling.explore import Measured
+from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
+from envscaler_airflow.scaling.observation import Refused
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.decisions import read_decisions
+from envscaler_airflow.store.events import EventLog
+
+START_S = 30.0
+START_STDEV_S = 15.0
+"""Pause of a move before anything was measured, seconds. Chosen: two worker slots, a process, a restore."""
+SLOTS_S = 6.0
+"""The part of a move's pause that a first start does not have: two short worker slots and the way out of the
+old machine, seconds. Chosen: a task slice of Airflow 3.3 begins within 2 to 3 s on two cores."""
+STALE_S = 90.0
+"""A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
+STATUS_S = 15.0
+"""How often a node speaks, seconds. Source: ``courier.loop.STATUS_S``."""
+LONG_CHECK_S = 120.0
+"""Most time between two checks for which rules that count checks keep what they need, seconds. Chosen: four
+times the sensor's own default; a longer pause is a restart, and what was before it is another story."""
+MAX_POINTS = 240
+"""Progress points kept for a speed. Chosen: an hour of statuses."""
+
+RunSight = Literal["no-run", "no-attempt", "over", "seen"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one look at the run showed.
+
+    Attributes:
+        kind: ``no-run`` yet, ``no-attempt`` live now, ``over``, or ``seen``.
+        state: Fold of the events.
+        check: The decision with all that it was made from; None unless ``seen``.
+    """
+
+    kind: RunSight
+    state: RunState
+    check: Check | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What this observer remembers of the live attempt since its last change in place.
+
+    Points are of one pod of node 0, that of *claim*; each pod's seconds count from its own start.
+    """
+
+    key: tuple[int, int, int]
+    since_s: float
+    epoch: int | None = None
+    points: list[tuple[float, float]] = field(default_factory=list)
+    sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)
+    earlier: Speed | None = None
+    unit: str = ""
+    claim: int = 0
+
+
+class Observer:
+    """Looks at one run again and again, and carries windows and speeds from look to look."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        prefix: str,
+        backend: Backend,
+        candidates: tuple[Allocation, ...] = (),
+        ask: Ask | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Go on from the decisions that are recorded in the run.
+
+        Args:
+            store: Run store.
+            prefix: The run's folder.
+            backend: For metered cost.
+            candidates: What the stage may move to; empty: those of ``plan.json``.
+            ask: Answers the queries of rules; None: those that the last check recorded stand.
+            monotonic: For ages.
+            clock: The run's; the store's when None.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._backend = backend
+        self._candidates = candidates
+        self._ask = ask
+        self._monotonic = monotonic
+        self._clock = clock or store.now
+        self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
+        self._state = RunState()
+        checks = [check for check, _ in read_decisions(store, prefix)]
+        self._memory: Memory = remember(checks)
+        self._last: Check | None = checks[-1] if checks else None
+        self._offset_s = self._memory.elapsed_s - monotonic()
+        self._attempt: _Attempt | None = None
+        self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
+        self._unknown: Mapping[str, str] = checks[-1].observation.unknown if checks else {}
+        self._plan: Mapping[str, Any] = {}
+        self._told = Foretold()
+        self._phases = _phases_of(checks)
+        self._table: str | None = None
+        self._policies = tables.with_tables(store, prefix)
+        self._spec: tuple[str, EnvSpec] | None = None
+
+    def look(self) -> Sight:
+        """Read what is new, and decide.
+
+        Raises:
+            StoreError: The store cannot be read; nothing is known.
+        """
+        if self._state.number == 0:
+            self._state = self._log.load()
+        else:
+            self._state = fold(self._log.read(after=self._state.number), self._state)
+        state = self._state
+        if state.generation == 0:
+            return Sight("no-run", state)
+        if state.status != "active":
+            return Sight("over", state)
+        live = state.live
+        if live is None or live.phase == "intended" or live.generation != state.generation:
+            return Sight("no-attempt", state)
+        observation = self.observation(state, live)
+        policy = self.policy(state)
+        decision = decide(observation, policy, policies=self._policies)
+        check = Check(observation, policy, decision)
+        self._memory = self._memory.after(check)
+        self._last = check
+        return Sight("seen", state, check)
+
+    def spec(self, state: RunState) -> EnvSpec:
+        """The frozen spec of the run."""
+        if self._spec is None or self._spec[0] != state.spec_hash:
+            self._spec = (state.spec_hash, thaw_spec(self._store, self._prefix, state.spec_hash))
+            self._plan = self._read_plan()
+        return self._spec[1]
+
+    def policy(self, state: RunState) -> Policy:
+        """The stage's policy, with the value of an hour that the plan was made with."""
+        return policy_of(self.spec(state), value_of_hour=float(self._plan.get("value_of_hour_usd") or 0.0))
+
+    @property
+    def policies(self) -> Mapping[str, Propose]:
+        """All that there are, the deadline policy with the tables of this stage."""
+        return self._policies
+
+    def _read_plan(self) -> Mapping[str, Any]:
+        text = self._store.read(f"{self._prefix}/plan.json")
+        body = json.loads(text) if text else {}
+        return body if isinstance(body, dict) else {}
+
+    def candidates(self, state: RunState) -> tuple[Allocation, ...]:
+        """What the stage may move to; not what the next attempt gets anyway."""
+        self.spec(state)
+        planned = [Allocation.from_dict(item) for item in self._plan.get("targets", ())]
+        put_off = state.live.next_allocation if state.live is not None else None
+        names = {put_off.name} if put_off is not None else set()
+        return tuple(item for item in self._candidates or planned if item.name not in names)
+
+    def observation(self, state: RunState, live: AttemptState) -> Observation:
+        """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
+        now_s, now = self._monotonic() + self._offset_s, self._clock()
+        mine = self._remembered(state, live, now_s)
+        head = self._head(state, live, mine, now_s)
+        next_phase, next_in_s = self._foretell(head, now_s)
+        has_moved = _moves(state) > 0
+        return replace(
+            self._work_and_places(state, live, mine, head, now_s),
+            samples=self._samples,
+            unknown=self._unknown,
+            spent_usd=facts.spent_usd(state, self._backend, now=now),
+            budget_usd=_number(state.begun.get("budget_usd")),
+            deadline_table=self._table,
+            deadline_left_s=self._deadline_left_s(state),
+            since_move_s=now_s - mine.since_s if has_moved else None,
+            since_move_epochs=_epochs_since(mine, head) if has_moved else None,
+            moves=_moves(state),
+            pending=_pending(state, live),
+            training_phase=head.progress.phase if head else None,
+            next_phase=next_phase,
+            next_phase_in_s=next_in_s,
+            phase_lasts_s=self._told.lasts_s(),
+            wanted=dict(self._memory.wanted),
+            refused={item.target: Refused(item.times, max(0.0, now - item.at)) for item in state.refused},
+        )
+
+    def _work_and_places(
+        self, state: RunState, live: AttemptState, mine: _Attempt, head: Status | None, now_s: float
+    ) -> Observation:
+        """How far the training is and how fast, and what is known of where it runs and may run."""
+        done = work_of(head.progress) if head else None
+        candidates = self.candidates(state)
+        places = (live.allocation, *candidates)
+        return Observation(
+            current=live.allocation,
+            candidates=candidates,
+            elapsed_s=now_s,
+            generation=live.generation,
+            attempt=live.number,
+            health=self._health(mine, head, now_s),
+            phase=head.phase if head else "setup",
+            unit=done.unit if done else "steps",
+            units_done=done.done if done else None,
+            units_total=done.total if done else None,
+            epoch=head.progress.epoch if head else None,
+            speeds=self._speeds(live, mine),
+            measured=self._measured(live, head),
+            gpu_speeds=_gpu_speeds(places),
+            speedups=speedups_of(self.spec(state)),
+            overheads=self._overheads(state, live, head),
+            interruptions_per_hour=_interruptions(state, places, now=self._clock()),
+        )
+
+    def _head(self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float) -> Status | None:
+        """What node 0 says, once all that it tells is remembered."""
+        head = self._statuses(state, live, mine, now_s).get(0)
+        self._ask_queries(self.policy(state), now_s)
+        if mine.epoch is None and head is not None:
+            mine.epoch = head.progress.epoch
+        self._take_point(mine, head)
+        return head
+
+    def _statuses(
+        self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float
+    ) -> dict[int, Status]:
+        found = {}
+        for node in range(live.allocation.nodes):
+            key = (live.generation, live.number)
+            status = read_status(self._store, self._prefix, attempt=key, node=node)
+            if status is None:
+                continue
+            found[node] = status
+            last = mine.sequences.get(node)
+            if last is None or last[0] != status.sequence:
+                mine.sequences[node] = (status.sequence, now_s)
+        if len(found) == live.allocation.nodes:
+            self._take_samples(self.policy(state), mine, found, now_s)
+        return found
+
+    def _take_samples(
+        self, policy: Policy, mine: _Attempt, statuses: Mapping[int, Status], now_s: float
+    ) -> None:
+        """One round of samples once every node has spoken since the last one; only what rules look at."""
+        spoken = {node: status.sequence for node, status in statuses.items()}
+        if any(mine.sampled.get(node) == sequence for node, sequence in spoken.items()):
+            return
+        mine.sampled = spoken
+        new = [
+            sample
+            for node, status in statuses.items()
+            for sample in usage_samples(now_s, node, status.usage)
+            if is_asked(sample.metric, policy)
+        ]
+        self._add_samples(policy, new, now_s)
+
+    def _ask_queries(self, policy: Policy, now_s: float) -> None:
+        """A sample of each query; one that has no value now begins anew, as a metric of nodes would."""
+        if self._ask is None or all(rule.query is None for rule in policy.rules):
+            return
+        answers = ask_rules(policy, self._ask, at_s=now_s)
+        self._unknown = answers.unknown
+        self._samples = tuple(item for item in self._samples if item.metric not in answers.unknown)
+        self._add_samples(policy, answers.samples, now_s)
+
+    def _add_samples(self, policy: Policy, new: Iterable[Sample], now_s: float) -> None:
+        last_s = now_s if self._last is None else self._last.observation.elapsed_s
+        interval_s = min(max(STATUS_S, now_s - last_s), LONG_CHECK_S)
+        window = window_s(policy, interval_s=interval_s)
+        self._samples = recent((*self._samples, *new), now_s=now_s, window_s=window)
+
+    def _remembered(self, state: RunState, live: AttemptState, now_s: float) -> _Attempt:
+        key = (live.generation, live.number, len(live.earlier))
+        if self._attempt is None or self._attempt.key != key:
+            self._told = forecast.read(self._store, self._prefix)
+            self._table = tables.name_of(self._store, self._prefix)
+            since, epoch = now_s, None
+            last = self._last.observation if self._last else None
+            was = None if last is None else (last.generation, last.attempt, last.moves)
+            if self._attempt is None and last is not None and was == (*key[:2], _moves(state)):
+                since = last.elapsed_s - (last.since_move_s or 0.0)
+                epoch = None if last.epoch is None else last.epoch - (last.since_move_epochs or 0)
+            else:
+                self._samples = ()
+            speed = self._memory.speeds.get(live.allocation.name)
+            earlier = speed if self._memory.generation == live.generation else None
+            unit = "" if earlier is None else self._memory.unit
+            self._attempt = _Attempt(key, since, epoch, earlier=earlier, unit=unit)
+        return self._attempt
+
+    @staticmethod
+    def _take_point(mine: _Attempt, head: Status | None) -> None:
+        if head is None:
+            return
+        work, at_s = work_of(head.progress), head.progress.elapsed_s
+        done = work.done
+        if head.phase != "running" or done is None or at_s is None:
+            return
+        if mine.unit and work.unit != mine.unit:  # the training told its steps later than its epochs
+            mine.points.clear()
+            mine.earlier = None
+        mine.unit = work.unit
+        if mine.points and (head.claim != mine.claim or at_s < mine.points[-1][0]):
+            mine.earlier = merged(mine.earlier, measure(mine.points))  # of a pod that was replaced
+            mine.points.clear()
+        mine.claim = head.claim
+        if not mine.points or at_s > mine.points[-1][0]:
+            mine.points.append((at_s, done))
+            del mine.points[:-MAX_POINTS]
+
+    @staticmethod
+    def _health(mine: _Attempt, head: Status | None, now_s: float) -> Literal["ok", "stalled", "unknown"]:
+        seen = mine.sequences.get(0)
+        if head is None or seen is None or now_s - seen[1] > STALE_S:
+            return "unknown"
+        return "stalled" if head.health == "stalled" else "ok"
+
+    def _speeds(self, live: AttemptState, mine: _Attempt) -> dict[str, Speed]:
+        is_same = self._memory.unit in ("", mine.unit or self._memory.unit)
+        is_known = self._memory.generation == live.generation and is_same
+        known = dict(self._memory.speeds) if is_known else {}
+        speed = merged(mine.earlier, measure(mine.points))
+        if speed is not None:
+            known[live.allocation.name] = speed
+        return known
+
+    def _foretell(self, head: Status | None, now_s: float) -> tuple[str | None, float | None]:
+        """What the run before went on with; phases are counted from the first check of this run."""
+        phase = head.progress.phase if head is not None else None
+        if phase is None:
+            return None, None
+        if not self._phases or self._phases[-1][0] != phase:
+            self._phases.append((phase, now_s))
+        phases = tuple(name for name, _ in self._phases)
+        return self._told.after(phases, now_s - self._phases[-1][1])
+
+    def _measured(self, live: AttemptState, head: Status | None) -> dict[str, Measured]:
+        """The steps of this generation by where they were made, the newest of each."""
+        known = dict(self._memory.measured) if self._memory.generation == live.generation else {}
+        step = None if head is None or head.phase != "running" else _step_of(head.progress)
+        if step is not None:
+            known[live.allocation.name] = step
+        return known
+
+    def _overheads(self, state: RunState, live: AttemptState, head: Status | None) -> Overheads:
+        spec = self.spec(state)
+        pauses, measured = facts.move_pauses_s(state), facts.start_s(state)
+        every = spec.checkpoint.every.seconds if spec.checkpoint else None
+        expected = expected_pause_s(live, head)
+        known = next((item for item in (measured, expected) if item is not None), START_S)
+        return Overheads(
+            start_s=known,
+            start_stdev_s=START_STDEV_S / (1 + len(pauses) + (expected is not None)),
+            checkpoint_s=_checkpoint_s(state, head),
+            checkpoint_every_s=every if live.checkpoint_every_s is None else live.checkpoint_every_s,
+        )
+
+    def _deadline_left_s(self, state: RunState) -> float | None:
+        deadline_s = _number(state.begun.get("deadline_s"))
+        if deadline_s is None or state.begun_at is None:
+            return None
+        return deadline_s - (self._clock() - state.begun_at)
+
+
+def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:
+    """Announced phases so far, each with when it was first seen."""
+    found: list[tuple[str, float]] = []
+    for check in checks:
+        seen = check.observation
+        if seen.training_phase is not None and (not found or found[-1][0] != seen.training_phase):
+            found.append((seen.training_phase, seen.elapsed_s))
+    return found
+
+
+def _step_of(said: Progress) -> Measured | None:
+    """A step as the training measures it; None when it does not tell its batch and time.
+
+    Synchronisation that it does not tell counts as none that is sure: what several GPUs take longer than
+    one does is learned from that.
+    """
+    if not said.batch or not said.step_time_s:
+        return None
+    sync_s = min(said.sync_time_s or 0.0, said.step_time_s)
+    return Measured(said.batch, said.step_time_s, sync_s, said.noise_scale)
+
+
+def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:
+    """Memory bandwidth of each known GPU, GB/s, by which types are compared before they were tried."""
+    known, names = gpu_facts(), {place.offer.gpu_name for place in places}
+    return {
+        name: found.bandwidth_gb_s
+        for name in sorted(name for name in names if name)
+        if (found := known.get(name)) is not None and found.bandwidth_gb_s is not None
+    }
+
+
+def _interruptions(state: RunState, places: Iterable[Allocation], *, now: float) -> dict[str, float]:
+    """Losses that are to be expected an hour, of every offer of *places*."""
+    offers = [part.offer for place in places for part in place.parts]
+    return losses.interruptions(offers, losses.losses_per_hour(state, now=now))
+
+
+def _checkpoint_s(state: RunState, head: Status | None) -> float:
+    """As the attempt measured it, else the last one that did, else :data:`CHECKPOINT_S`."""
+    told = [attempt.ended.get("checkpoint_s") for attempt in reversed(state.attempts_of(state.generation))]
+    said = (head.checkpoint_s if head else None, *told)
+    return next((float(value) for value in said if isinstance(value, int | float)), CHECKPOINT_S)
+
+
+def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
+    """What a move will pause the stage, told from how this attempt itself began; None when that is unknown.
+
+    From the intent to the first step, and :data:`SLOTS_S` besides.
+    """
+    if live.started_at is None or head is None:
+        return None
+    setup, first = head.setup_s, head.progress.first_step_s
+    if setup is None or first is None:
+        return None
+    return SLOTS_S + max(0.0, live.started_at - live.intended_at) + setup + first
+
+
+def _moves(state: RunState) -> int:
+    """Moves that were carried out, those in place too."""
+    attempts = state.attempts_of(state.generation)
+    left = sum(attempt.stop_why == "move" and not attempt.is_live for attempt in attempts)
+    return left + sum(len(attempt.earlier) for attempt in attempts)
+
+
+def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:
+    if mine.epoch is None or head is None or head.progress.epoch is None:
+        return None
+    return max(0, head.progress.epoch - mine.epoch)
+
+
+def _pending(state: RunState, live: AttemptState) -> str | None:
+    if live.phase == "stopping":
+        return f"attempt {live.number} was asked to go ({live.stop_why})"
+    if live.change is not None:
+        return f"attempt {live.number} is being changed to {live.change.target.name}"
+    for request in state.pending:
+        return f"request {request.number} ({request.type}) has no answer yet"
+    return None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,107 @@
+"""The owner of a run: what it acts on, its events, and whether it still is the owner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.owner import facts, freeze
+from envscaler_airflow.owner.sanitize import shortened
+from envscaler_airflow.owner.stage import Stage, SupersededError
+from envscaler_airflow.run import Actor, AttemptState, RunState, fold
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+
+log = logging.getLogger(__name__)
+
+
+class Owner:
+    """One try of a stage's task: what it owns, and how it writes down what it does."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        key: RunKey,
+        backend: Backend,
+        actor: Actor,
+        stage: Stage,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* asks.
+
+        *clock* is the run's; the store's when None.
+        """
+        self._stage = stage
+        self._store = store
+        self._key = key
+        self._prefix = key.prefix
+        self._backend = backend
+        self._actor = actor
+        self._clock = clock or store.now
+        self._log = EventLog(store, self._prefix, clock=self._clock)
+        self._tried: set[tuple[int, int]] = set()
+        """Ended attempts that this execution tried to release."""
+        self._holding: dict[tuple[int, int], str] = {}
+        """Of these, the ones that will soon be released, each with what it waits for."""
+        self._thawed: tuple[str, EnvSpec] | None = None
+
+    def _spec(self, state: RunState) -> EnvSpec:
+        """The frozen spec of the run."""
+        return self._thaw(state.spec_hash)
+
+    def _thaw(self, spec_hash: str) -> EnvSpec:
+        """The frozen spec with that hash."""
+        if self._thawed is None or self._thawed[0] != spec_hash:
+            self._thawed = (spec_hash, freeze.thaw_spec(self._store, self._prefix, spec_hash))
+        return self._thawed[1]
+
+    def _usd_left(self, state: RunState, live: AttemptState) -> float | None:
+        """What the live attempt may cost in all; None without a budget, or when a price is unknown."""
+        if self._stage.budget_usd is None:
+            return None
+        others = replace(state, attempts=tuple(item for item in state.attempts if item is not live))
+        spent = facts.spent_usd(others, self._backend, now=self._clock())
+        return None if spent is None else self._stage.budget_usd - spent
+
+    # -- events
+
+    def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
+        """State after the event, or after whatever another writer put at its number."""
+        event = self._log.append(state.number, kind, shortened(body), actor=self._actor)
+        if event is not None:
+            log.debug("run=%s event=%d type=%s", self._prefix, event.number, kind)
+            return fold([event], state)
+        return fold(self._log.read(after=state.number), state)
+
+    def _is_ours(self, state: RunState) -> bool:
+        """True when the last ``owner`` event names this try."""
+        return self._actor.is_try_of(state.owner)
+
+    def _check_owner(self, state: RunState) -> None:
+        if not self._is_ours(state):
+            raise SupersededError(
+                f"run {self._prefix} is owned by {_name(state.owner)}, not by {_name(self._actor)}"
+            )
+
+    def _check_still_owner(self, state: RunState) -> RunState:
+        """State by now, right before the world is touched: this process may have slept since *state*."""
+        now = fold(self._log.read(after=state.number), state)
+        self._check_owner(now)
+        return now
+
+
+def _name(actor: Actor | None) -> str:
+    return "no try" if actor is None else f"{actor.ti_id} (try {actor.try_number})"
+
+
+def live_of(state: RunState) -> AttemptState:
+    """The live attempt, where there must be one."""
+    if state.live is None:
+        raise RuntimeError(f"event {state.number}: no live attempt")
+    return state.live

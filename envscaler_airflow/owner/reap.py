@@ -1,0 +1,117 @@
+"""End and remove what no live run owns: for a shell, and for a task of Airflow that is run now and then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
+from envscaler_airflow.backends.kubernetes.orphans import Orphan, orphans
+from envscaler_airflow.errors import BackendError, ProtocolError
+from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.freeze import key_of
+from envscaler_airflow.owner.request import kill_quietly
+from envscaler_airflow.run import RunState
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+
+log = logging.getLogger(__name__)
+
+
+def reap(
+    store: Store,
+    backend: KubernetesBackend,
+    *,
+    task_is_over: Callable[[RunKey], str | None] = lambda _key: None,
+    grace_s: float = 30.0,
+    dry_run: bool = False,
+) -> Iterator[Orphan]:
+    """Remove Jobs of the backend's namespace that no live run of *store* owns; yields each.
+
+    A Job is left alone for its first 15 minutes, when it belongs to another store, and when its run cannot be
+    told. A live attempt whose task is over is asked to save and go, as by a kill; its Job is removed by a
+    later call.
+
+    Args:
+        store: Run store.
+        backend: Of the namespace.
+        task_is_over: Why the task of a run will not come back to it; None when it may, or nobody knows.
+        grace_s: Seconds that pods may take to end.
+        dry_run: True only yields.
+
+    Raises:
+        StoreError: The store cannot be read.
+        BackendError: The API server does not answer, or does not tell the time.
+    """
+    answer = backend.cluster.list(names.jobs(backend.namespace), {"limit": 1})
+    if answer.server_time is None:
+        raise BackendError("the API server does not tell the time: ages cannot be known")
+
+    def ownerless(prefix: str) -> str | None:
+        key = _key(store, prefix)
+        return task_is_over(key) if key is not None else None
+
+    for orphan in orphans(
+        backend,
+        store.url,
+        lambda prefix: _state(store, prefix),
+        server_time=answer.server_time,
+        ownerless=ownerless,
+    ):
+        if not dry_run:
+            _end(store, backend, orphan, grace_s)
+        yield orphan
+
+
+def _state(store: Store, prefix: str) -> RunState | None:
+    """Fold of a run's events; None when there is no such run.
+
+    Raises:
+        ProtocolError: It cannot be told: a version that is newer wrote of it, or this is another store.
+    """
+    state = EventLog(store, prefix, snapshots=False).load()
+    if state.unknown:
+        raise ProtocolError(f"run {prefix}, event {state.unknown[-1]}: a newer version wrote it")
+    if state.number:
+        return state
+    deployment = prefix.partition("/")[0]
+    if not store.children(deployment):  # not mounted here, or another store behind the same URL
+        raise ProtocolError(f"store {store.url} holds nothing of the deployment {deployment}")
+    return None
+
+
+def _key(store: Store, prefix: str) -> RunKey | None:
+    """Whose run it is; None when its folder does not say, or names another's."""
+    try:
+        return key_of(store, prefix)
+    except ProtocolError:
+        return None
+
+
+def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: float) -> None:
+    if orphan.is_live and orphan.runs:
+        state = _state(store, orphan.prefix)
+        owner = state.owner.ti_id if state is not None and state.owner is not None else ""
+        asked = kill_quietly(store, orphan.prefix, backend, ti_id=owner, reason=orphan.reason)
+        if asked and state is not None and state.live is not None and state.live.handle is None:
+            backend.stop(orphan.handle, grace_s=grace_s)  # its owner died before it could record the start
+        return
+    if orphan.runs:
+        backend.stop(orphan.handle, grace_s=grace_s)
+    elif orphan.is_live:
+        _record(store, backend, orphan)
+    uid = str(orphan.handle.details["uid"])
+    backend.cluster.delete(names.jobs(backend.namespace, orphan.handle.name), uid=uid)
+
+
+def _record(store: Store, backend: KubernetesBackend, orphan: Orphan) -> None:
+    """Write down how the attempt ended and what it cost, before its Job is removed."""
+    state = _state(store, orphan.prefix)
+    owner = state.owner if state is not None else None
+    if owner is None:
+        return
+    try:
+        close(store, orphan.prefix, backend, ti_id=owner.ti_id, waits=False)
+    except ProtocolError as err:
+        log.warning("run=%s its end is not recorded: %s", orphan.prefix, err)

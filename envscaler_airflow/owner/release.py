@@ -1,0 +1,92 @@
+"""Give back what ended attempts were on, again and again until it is given back; bill what lives on."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.errors import BackendError
+from envscaler_airflow.owner import facts
+from envscaler_airflow.owner.control import Asking
+from envscaler_airflow.owner.stage import Waiting, Watching
+from envscaler_airflow.run import AttemptState, RunState
+
+log = logging.getLogger(__name__)
+
+HOLD_S = 600.0
+"""So long a run that is over waits for its machines to be given back, seconds. Chosen: longer than an API
+server takes to restart; a result is not kept from the next stage for what `envscaler reap` can remove."""
+HOLD_EVERY_S = 30.0
+"""Between two tries meanwhile, seconds. Chosen: two statuses of a node."""
+
+
+class Releasing(Asking):
+    """An owner that releases ended attempts, each once in an execution."""
+
+    def _released(self, state: RunState) -> RunState:
+        """State after another try for every ended attempt that may still hold something."""
+        if state.unknown:
+            return state
+        for attempt in state.attempts:
+            key = (attempt.generation, attempt.number)
+            is_last = attempt is state.attempts[-1]
+            if attempt.is_live or attempt.handle is None or attempt.released_at is not None:
+                continue
+            if key not in self._tried and (attempt.unreleased or is_last):
+                self._tried.add(key)
+                return self._released(self._release(state, attempt, Handle.from_dict(attempt.handle)))
+        return state
+
+    def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:
+        key = {"generation": attempt.generation, "attempt": attempt.number}
+        try:
+            why = self._why_held(attempt, handle)
+            if not why:
+                self._backend.release(handle)
+        except BackendError as err:
+            why = str(err)
+            if err.transient:
+                self._holding[attempt.generation, attempt.number] = why
+        if not why:
+            return (
+                self._append(state, "attempt-released", key | self._bill(attempt))
+                if attempt.unreleased
+                else state
+            )
+        log.warning("attempt %d is not released, and is tried again: %s", attempt.number, why)
+        return state if attempt.unreleased else self._append(state, "release-failed", key | {"detail": why})
+
+    def _why_held(self, attempt: AttemptState, handle: Handle) -> str:
+        """Why the machines of an ended attempt are not given back yet; "" when nothing of it runs.
+
+        What was called lost and lives on ends now: whatever it writes is void.
+        """
+        nodes = self._backend.observe(handle).nodes
+        lives = [str(one.node) for one in nodes if one.state in ("pending", "starting", "running")]
+        if lives:
+            self._backend.stop(handle, grace_s=0)
+            why = f"node {', '.join(lives)} still runs, and is stopped"
+            self._holding[attempt.generation, attempt.number] = why
+            return why
+        is_unseen = attempt.outcome == "lost" and any(one.state == "unknown" for one in nodes)
+        return "whether it still runs is unknown" if is_unseen else ""
+
+    def _bill(self, attempt: AttemptState) -> dict[str, Any]:
+        """The backend's last bill of the attempt, where the bill at its end was not complete."""
+        if not facts.may_be_held(attempt):
+            return {}
+        usage, now = facts.usage_of(self._backend, attempt), self._clock()
+        usd = facts.usd_of(attempt, usage, now=now)
+        found: dict[str, Any] = {} if usage is None else {"usage": [[u.node, u.start, u.end] for u in usage]}
+        return found if usd is None else found | {"usd": usd}
+
+    def _until_released(self, state: RunState) -> Waiting | None:
+        """A short wait while machines of an ended run are still to be released; None for none."""
+        now = self._clock()
+        for attempt in state.attempts:
+            why = self._holding.get((attempt.generation, attempt.number))
+            if why is not None and attempt.ended_at is not None and now - attempt.ended_at < HOLD_S:
+                watching = Watching(state.number, state.generation, backoff_s=HOLD_EVERY_S)
+                return Waiting(watching, f"attempt {attempt.number} has ended and is not released: {why}")
+        return None

@@ -1,0 +1,284 @@
+"""What a run cost and how it went, from its events: JSON for XCom, words for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from envscaler_agent.protocol import Status
+from envscaler_airflow.owner.run_watch import read_claimed, read_status
+from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
+from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run.cost import Bill, Held, Pause, Use, bill
+from envscaler_airflow.store.base import Store
+
+
+def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]:
+    """What node 0 last said of times and counts: fields of the ``attempt-ended`` event.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    status = read_status(store, prefix, attempt=(attempt.generation, attempt.number), node=0)
+    if status is None:
+        return {}
+    progress = status.progress
+    fields = {
+        "setup_s": status.setup_s,
+        "restore_s": status.restore_s,
+        "checkpoint_s": status.checkpoint_s,
+        "checkpoints": status.checkpoints,
+        "restored_from": status.restored_from,
+        "rejected": list(status.rejected) or None,
+        "cpu_seconds": status.cpu_seconds,
+        "elapsed_s": progress.elapsed_s,
+        "first_step_s": progress.first_step_s,
+        "save_s": progress.save_s,
+        "total_steps": progress.total_steps,
+        "samples": progress.samples,
+        "repeated_samples": progress.repeated_samples,
+        "epoch": progress.epoch,
+    }
+    fields |= _before(store, prefix, attempt, status)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _before(store: Store, prefix: str, attempt: AttemptState, last: Status) -> dict[str, Any]:
+    """What the pods did that node 0 had before its *last* one, within the same attempt.
+
+    ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated. ``start_step``:
+    where the first of them began.
+    """
+    key = (attempt.generation, attempt.number)
+    said = [read_claimed(store, prefix, attempt=key, claim=claim) for claim in range(1, last.claim)]
+    known = [one for one in said if one is not None]
+    if not known:
+        return {}
+    trained, repeated = 0.0, 0
+    for one, after in pairwise([*known, last]):
+        done = one.progress
+        trained += max(0.0, (done.elapsed_s or 0.0) - (done.first_step_s or 0.0) - (done.save_s or 0.0))
+        if done.step is not None and after.start_step is not None:
+            repeated += max(0, done.step - after.start_step)
+    return {"earlier_s": trained, "repeated_steps": repeated, "start_step": known[0].start_step}
+
+
+def run_bill(state: RunState, *, now: float) -> Bill:
+    """The bill of the current generation.
+
+    Before the work is done, what it cost is not compared with the whole of it on one allocation.
+    """
+    attempts = state.attempts_of(state.generation)
+    uses = [
+        use for index, attempt in enumerate(attempts) for use in _uses(attempt, _next_start(attempts, index))
+    ]
+    came = [attempt for attempt in attempts if attempt.outcome != "not-started"]
+    pauses = [_pause(before, after) for before, after in pairwise(came)]
+    totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
+    known = [total for total in totals if total is not None]
+    total = None if not known or _made_steps(state, uses) else known[-1]
+    made = bill(uses, now=now, pauses=pauses, total_steps=total)
+    return made if state.status == "succeeded" else replace(made, saved_usd=None)
+
+
+def _made_steps(state: RunState, uses: Sequence[Use]) -> bool:
+    """True for a run that is done and whose steps are known: it may have announced more."""
+    last = uses[-1] if uses else None
+    return state.status == "succeeded" and last is not None and None not in (last.first_step, last.last_step)
+
+
+def run_report(state: RunState, *, now: float) -> dict[str, Any]:
+    """The cost report as JSON: what goes into XCom, ``result.json`` and ``envscaler report``."""
+    attempts = state.attempts_of(state.generation)
+    return {
+        "status": state.status,
+        "generation": state.generation,
+        "reason": state.reason,
+        "bill": run_bill(state, now=now).to_dict(),
+        "attempts": [_described(attempt) for attempt in attempts],
+    }
+
+
+def _described(attempt: AttemptState) -> dict[str, Any]:
+    keys = (
+        "outcome",
+        "detail",
+        "exit_code",
+        "signal",
+        "start_step",
+        "step",
+        "checkpoint",
+        "restored_from",
+        "rejected",
+        "repeated_samples",
+    )
+    described = {key: attempt.ended[key] for key in keys if key in attempt.ended}
+    return {
+        "attempt": attempt.number,
+        "allocation": attempt.allocation.name,
+        "price_source": "; ".join(dict.fromkeys(one.offer.price_source for one in attempt.allocation.parts)),
+        "reason": attempt.reason,
+        **described,
+    }
+
+
+def failure_message(state: RunState) -> str:
+    """Why the run failed, with the exit code and the last lines of its output."""
+    last = state.current
+    lines: Sequence[str] = last.ended.get("last_lines", ()) if last else ()
+    head = f"the stage failed: {state.reason}"
+    if not lines:
+        return head
+    many = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
+    return "\n".join([head, f"last {many} of attempt {last.number if last else '?'}:", *lines])
+
+
+def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
+    """One, or one more for each change in place: nothing is lost by it, and it starts nothing."""
+    ended, held, spans = attempt.ended, _held(attempt), spans_of(attempt)
+    provisioning = _provisioning_s(attempt)
+    steps = [_integer(ended, "start_step"), *(span.step for span in spans[1:])]
+    whole = Use(
+        generation=attempt.generation,
+        attempt=attempt.number,
+        allocation=attempt.allocation,
+        held=held,
+        why_ended=why_ended(attempt),
+        provisioning_s=provisioning,
+        idle_s=_idle_s(attempt, held, provisioning),
+        first_step=steps[-1],
+        last_step=attempt.step,
+        kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
+        repeated_steps=_integer(attempt.ended, "repeated_steps") or 0,
+        is_least=attempt.ended.get("usage_is_least") is True,
+    )
+    if len(spans) == 1 or held is None:
+        return [whole]
+    is_metered = bool(held) and not attempt.is_live
+    parts = by_span(held, spans, began=begun_at(held, attempt.handle) if is_metered else None)
+    before = [
+        replace(
+            whole,
+            allocation=allocation,
+            held=part,
+            why_ended="changed in place",
+            provisioning_s=provisioning if index == 0 else 0.0,
+            idle_s=_part(whole.idle_s, part, held),
+            first_step=steps[index],
+            last_step=steps[index + 1],
+            kept_step=steps[index + 1],
+        )
+        for index, (allocation, part) in enumerate(parts[:-1])
+    ]
+    idle_s = _part(whole.idle_s, parts[-1][1], held)
+    return [*before, replace(whole, held=parts[-1][1], provisioning_s=0.0, idle_s=idle_s)]
+
+
+def _part(seconds: float | None, part: Sequence[Held], held: Sequence[Held]) -> float | None:
+    """The share of *seconds* that falls on *part* of what was held; None where either is unknown."""
+    lasted = [[one.end - one.start for one in some if one.end is not None] for some in (part, held)]
+    if seconds is None or len(lasted[0]) < len(part) or len(lasted[1]) < len(held):
+        return None
+    return seconds * sum(lasted[0]) / sum(lasted[1]) if sum(lasted[1]) else seconds
+
+
+def why_ended(attempt: AttemptState) -> str:
+    """``moved``, ``lost``, ``succeeded``, ...; ``""`` while it lives."""
+    if attempt.outcome == "left" and attempt.stop_why == "move":
+        return "moved"
+    return attempt.outcome
+
+
+def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
+    if attempt.is_live and attempt.started_at is not None:
+        return tuple(Held(node, attempt.started_at) for node in range(attempt.allocation.nodes))
+    rows = attempt.ended.get("usage")
+    if not isinstance(rows, list):
+        return None
+    at, ended_at = attempt.ended.get("usage_at"), attempt.ended_at
+    off_s = 0.0 if at is None or ended_at is None else ended_at - at
+    # What was open then is billed to the run's now, or to the release: by the run's clock.
+    return tuple(
+        Held(int(node), max(0.0, start + off_s), attempt.released_at)
+        if end is None
+        else Held(int(node), float(start), float(end))
+        for node, start, end in rows
+    )
+
+
+def _next_start(attempts: Sequence[AttemptState], index: int) -> int | None:
+    """Step that the next attempt which came resumed from: what was kept of this one.
+
+    One that was refused, as the target of a move without room, resumed from nothing.
+    """
+    came = (one for one in attempts[index + 1 :] if one.outcome != "not-started")
+    after = next(came, None)
+    return attempts[index].checkpoint_step if after is None else _integer(after.ended, "start_step")
+
+
+def _provisioning_s(attempt: AttemptState) -> float | None:
+    """Held before the first step; an attempt that made none was provisioning to its end."""
+    setup, first = _number(attempt.ended, "setup_s"), _number(attempt.ended, "first_step_s")
+    return None if setup is None or first is None else setup + first
+
+
+def _idle_s(attempt: AttemptState, held: tuple[Held, ...] | None, provisioning: float | None) -> float | None:
+    elapsed, first = _number(attempt.ended, "elapsed_s"), _number(attempt.ended, "first_step_s")
+    mine = [one for one in held or () if one.node == 0]
+    ends = [one.end for one in mine if one.end is not None]
+    if not mine or len(ends) < len(mine) or provisioning is None or elapsed is None or first is None:
+        return None
+    saving = _number(attempt.ended, "save_s")
+    if saving is None and attempt.checkpoint_step is not None:
+        return None  # it saved, and nobody said for how long
+    trained = elapsed - first - (saving or 0.0) + (_number(attempt.ended, "earlier_s") or 0.0)
+    whole = sum(ends) - sum(one.start for one in mine)
+    return max(0.0, whole - provisioning - max(0.0, trained))
+
+
+def _pause(before: AttemptState, after: AttemptState) -> Pause:
+    left, came = _held(before), _held(after)
+    came_at = came[0].start if came else None
+    parts = {
+        "checkpoint": _number(before.ended, "checkpoint_s") if before.outcome == "left" else None,
+        "noticed": _between(left[0].end if left else None, before.ended_at),
+        "waited": _between(before.ended_at, after.intended_at),
+        "start": _between(after.intended_at, came_at),
+        "setup": _number(after.ended, "setup_s"),
+        "first_step": _number(after.ended, "first_step_s"),
+    }
+    return Pause(
+        before=before.number,
+        after=after.number,
+        why=why_ended(before),
+        total_s=_pause_s(before, after, left, came_at),
+        parts={name: value for name, value in parts.items() if value is not None},
+    )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    """Seconds, >= 0; ``noticed`` is the trigger's look and a worker slot, ``waited`` the back-off."""
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def _pause_s(
+    before: AttemptState, after: AttemptState, left: tuple[Held, ...] | None, came_at: float | None
+) -> float | None:
+    """From the last step that was seen to the first one after."""
+    provisioning = _provisioning_s(after)
+    setup, elapsed = _number(before.ended, "setup_s"), _number(before.ended, "elapsed_s")
+    if not left or came_at is None or provisioning is None or setup is None or elapsed is None:
+        return None
+    return max(0.0, came_at + provisioning - (left[0].start + setup + elapsed))
+
+
+def _number(body: Mapping[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _integer(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,158 @@
+"""Ask the owner of a run for something: what sensors, shells and kill paths do.
+
+Nothing here starts or replaces an attempt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from envscaler_agent import protocol
+from envscaler_agent.protocol import Control
+from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.errors import BackendError, StoreError
+from envscaler_airflow.owner import limits
+from envscaler_airflow.owner.run_watch import read_status
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, AttemptState, Event, RunState
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.checkpoints import read_control
+from envscaler_airflow.store.events import EventLog
+
+
+def request_stop(store: Store, prefix: str, *, reason: str, by: str) -> Event:
+    """Ask the owner to checkpoint and stop the run.
+
+    Raises:
+        StoreError: The store cannot be written.
+    """
+    return EventLog(store, prefix).append_request("stop-requested", {"reason": reason, "by": by}, actor=None)
+
+
+def request_move(
+    store: Store,
+    prefix: str,
+    *,
+    target: Allocation,
+    from_attempt: tuple[int, int],
+    because: Mapping[str, Any],
+) -> Event:
+    """Ask the owner to move the live attempt to *target*.
+
+    Args:
+        store: Run store.
+        prefix: The run's folder.
+        target: Where to.
+        from_attempt: ``(generation, attempt)`` that the numbers were taken from; the request is
+            stale for any other.
+        because: ``reason``, ``numbers`` and ``check`` of the decision, JSON; of very long ones what the
+            owner needs, the rest stands in ``decisions/``.
+    """
+    short = _shortened(because, target)
+    body = {**short, "target": target.to_dict(), "from_attempt": list(from_attempt)}
+    return EventLog(store, prefix).append_request("move-requested", body, actor=None)
+
+
+def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, Any]:
+    """*because* without the other places and the samples, where an event could not hold them."""
+    if len(json.dumps(because)) <= MAX_EVENT_BYTES // 2:
+        return because
+    short = dict(because)
+    numbers, check = because.get("numbers"), because.get("check")
+    if isinstance(numbers, Mapping):
+        moving = numbers.get("moving")
+        there = moving.get(target.name) if isinstance(moving, Mapping) else None
+        short["numbers"] = {
+            **{key: value for key, value in numbers.items() if not isinstance(value, Mapping | list)},
+            **({"staying": numbers["staying"]} if "staying" in numbers else {}),
+            **({} if there is None else {"moving": {target.name: there}}),
+        }
+    if isinstance(check, Mapping):
+        seen, decision = dict(check["observation"]), dict(check["decision"])
+        for name in ("candidates", "samples", "wanted"):
+            seen.pop(name, None)
+        short["check"] = {**check, "observation": seen, "decision": {**decision, "numbers": {}, "wanted": {}}}
+    return short
+
+
+def kill_quietly(
+    store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str, try_number: int | None = None
+) -> bool:
+    """What a user's kill of a deferred task does: ask the attempt to save and go, wait for nothing.
+
+    Between two attempts the request alone is written: no further one starts.
+    Acts only while the run's last owner is the try (*ti_id*, *try_number*), where the number is known: on a
+    clear, the kill of the old try comes after the new one has begun. Returns whether it acted.
+
+    Raises:
+        StoreError: The store cannot be read or written; the lease ends the attempt then.
+    """
+    log = EventLog(store, prefix)
+    body = {"reason": reason, "by": f"ti {ti_id}"}
+    while True:
+        state = log.load()
+        live = state.live
+        if state.status != "active" or not owns(state.owner, ti_id, try_number):
+            return False
+        event = log.append(state.number, "stop-requested", body, actor=None)
+        if event is not None:
+            break  # else the number was taken, perhaps by a new owner: look again
+    if live is None:
+        return True
+    grace_s = _grace_s(store, prefix, state, live)
+    name = f"{prefix}/{protocol.control_name(live.generation, live.number)}"
+    control = replace(
+        read_control(store, name) or Control(),
+        sequence=event.number,
+        action="leave",
+        align="now",
+        grace_s=grace_s,
+        reason=reason,
+    )
+    store.write(name, control.to_json())
+    if live.handle is not None:
+        _stop_gracefully(backend, Handle.from_dict(live.handle), grace_s=grace_s)
+    return True
+
+
+def owns(owner: Actor | None, ti_id: str, try_number: int | None) -> bool:
+    """True when *owner* is that try; by its task instance alone where *try_number* is not known."""
+    is_try = owner is not None and try_number in (None, owner.try_number)
+    return is_try and owner is not None and owner.ti_id == ti_id
+
+
+def accept_delivery(store: Store, prefix: str, actor: Actor) -> bool:
+    """Record that Airflow took the result that was delivered to *actor*; returns whether it is recorded.
+
+    Only while the last ``owner`` event names *actor*: a newer try delivers again.
+
+    Raises:
+        StoreError: The store cannot be read or written; a clear then delivers the same result again.
+        ProtocolError: An event cannot be read.
+    """
+    log = EventLog(store, prefix)
+    while True:
+        state = log.load()
+        if state.accepted or not actor.is_try_of(state.owner) or not state.delivered:
+            return state.accepted
+        log.append(state.number, "accepted", {"generation": state.generation}, actor=actor)
+
+
+def _grace_s(store: Store, prefix: str, state: RunState, live: AttemptState) -> float:
+    """As long as the last checkpoint took twice; the least when the store does not tell."""
+    try:
+        said = read_status(store, prefix, attempt=(live.generation, live.number), node=0)
+    except StoreError:
+        said = None
+    return limits.grace_s(state, said)
+
+
+def _stop_gracefully(backend: Backend, handle: Handle, *, grace_s: float) -> None:
+    try:
+        backend.stop(handle, grace_s=grace_s)
+    except BackendError as err:
+        if not err.transient:
+            raise

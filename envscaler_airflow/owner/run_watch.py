@@ -1,0 +1,326 @@
+"""Observe a run and say when its owner is needed. Reads only; never decides, never acts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from envscaler_agent import protocol
+from envscaler_agent.protocol import Status
+from envscaler_airflow.backends.base import (
+    QUIET_S,
+    SILENT,
+    AttemptStatus,
+    Backend,
+    Handle,
+    NodeStatus,
+    ResizesInPlace,
+    UsageInterval,
+)
+from envscaler_airflow.errors import BackendError, ProtocolError
+from envscaler_airflow.owner.limits import BUDGET_EVERY_S, reserve_usd
+from envscaler_airflow.owner.sanitize import believable
+from envscaler_airflow.owner.stage import Wake, Watching
+from envscaler_airflow.owner.usage import Span, billed_usd
+from envscaler_airflow.run import Event
+from envscaler_airflow.run.outcome import LOST_AFTER_S, PENDING
+from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.lease import ages_of
+from envscaler_airflow.store.names import join
+
+REQUESTS = frozenset({"move-requested", "stop-requested"})
+NEVER = frozenset(reason for reason, fate in PENDING.items() if fate != "wait")
+"""Reasons of a node that does not run yet for which waiting is over."""
+AGAIN_S = 60.0
+"""Before a wake is repeated for what the owner could do nothing about, seconds. Chosen: a slice takes some
+seconds of a worker, and a kubelet has long answered."""
+
+
+def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: int) -> Status | None:
+    """What a node last said, as far as it is believable; None when it has not, or not by the protocol.
+
+    Only the pod that claimed the node last speaks for it.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    generation, number = attempt
+    claim = newest_claim(for_run(store, prefix), generation=generation, attempt=number, node=node, known=1)
+    return read_claimed(store, prefix, attempt=attempt, node=node, claim=claim)
+
+
+def read_claimed(
+    store: Store, prefix: str, *, attempt: tuple[int, int], claim: int, node: int = 0
+) -> Status | None:
+    """Last status of the pod of that claim, also after a later claim. Raises as :func:`read_status`."""
+    name = join(prefix, protocol.status_name(*attempt, node, claim))
+    try:
+        text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
+        return None if text is None else replace(believable(Status.from_json(text, where=name)), claim=claim)
+    except ProtocolError:
+        return None
+
+
+def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> AttemptStatus:
+    """*observed*, where a node that is silent to the backend alone is unknown, and not lost. Pure.
+
+    A kubelet may be dead, or cut off, while the containers of its pods train on: their status in the store
+    changes, and a replacement would make two of them train.
+    """
+
+    def heard(node: NodeStatus) -> NodeStatus:
+        is_quiet = quiet_s.get(node.node, 0.0) >= QUIET_S
+        is_silent = node.state == "lost" and node.reason == SILENT
+        return replace(node, state="unknown") if is_silent and not is_quiet else node
+
+    return AttemptStatus(tuple(heard(node) for node in observed.nodes))
+
+
+class Watch:
+    """Watches one attempt, or sits out a wait, for StageTrigger and for a shell that waits."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        prefix: str,
+        backend: Backend,
+        watching: Watching,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
+        poll_s: float = 0.0,
+    ) -> None:
+        """Begin at *watching*; ages count from now, by *monotonic*.
+
+        *clock* is the run's, to which a bill runs whose provider does not report its own time; the store's
+        when None. *poll_s* is the time between two looks.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._backend = backend
+        self._watching = watching
+        self._monotonic = monotonic
+        self._clock = clock or store.now
+        self._check_s = max(BUDGET_EVERY_S, poll_s)
+        self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
+        self._began = monotonic()
+        self._number = watching.number
+        self._spans = tuple(Span.from_dict(item) for item in watching.spans)
+        self._sequences: dict[int, tuple[int, int]] = {}
+        self._reported: dict[int, float] = {}
+        self._heard = self._began
+        self._read_at, self._blind_s, self._gap_s = self._began, 0.0, 0.0
+        self._is_heard = self._has_read = self._is_blind = False
+        self._request: Wake | None = None
+        self._ages: Mapping[str, float] | None = None
+        self._billed = self._began
+        self.statuses: dict[int, Status] = {}
+        """What each node last said, for whoever shows it."""
+        self.observed: AttemptStatus | None = None
+        """What the backend last said of the attempt, for the same; None before the first answer."""
+
+    def poll(self) -> Wake | None:
+        """What the owner is needed for, None when for nothing. Blocks on I/O: call it in a thread.
+
+        What it was needed for before, and could do nothing about, is told again after :data:`AGAIN_S`.
+
+        Raises:
+            StoreError: The store cannot be read; nothing is known, try again.
+        """
+        now = self._monotonic()
+        self._leave_out_blindness(now)
+        self._is_blind = True  # until all of it was read
+        wake = self._needed()
+        self._read_at, self._gap_s, self._is_blind = now, 0.0, False
+        return wake
+
+    def _leave_out_blindness(self, now: float) -> None:
+        """Time over which the store could not be read is no age: whoever else needs it was cut off too."""
+        if self._is_blind:
+            more = now - self._read_at - self._gap_s
+            self._heard += more
+            self._reported = {node: at + more for node, at in self._reported.items()}
+            self._blind_s += more
+            self._gap_s += more
+
+    def _needed(self) -> Wake | None:
+        if self._ages is None:
+            self._ages = ages_of(self._store, self._prefix)
+        elapsed = self._monotonic() - self._began
+        is_paused = elapsed < self._watching.pause_s
+        wake = self._new_events() or self._request
+        if wake is not None and is_paused and wake.kind != "superseded":
+            self._request, wake = wake, None  # the owner gets it once the pause is over
+        if wake is not None:
+            self._request = None
+            return wake
+        if self._watching.backoff_s is not None:
+            return Wake("backoff") if elapsed >= self._watching.backoff_s and not is_paused else None
+        if self._watching.handle is None:
+            return None if is_paused else Wake("status", detail="nothing to watch")
+        return self._of_attempt(Handle.from_dict(self._watching.handle), elapsed, is_paused=is_paused)
+
+    def _of_attempt(self, handle: Handle, elapsed: float, *, is_paused: bool) -> Wake | None:
+        """The attempt is looked at in a pause too, so that its ages go on from what was seen."""
+        wakes = self._attempt(handle)
+        if is_paused:
+            return None
+        quiet = self._watching.answered if elapsed < AGAIN_S else ()
+        first = next((one for one in wakes if one.detail not in quiet), None)
+        seen, silent = tuple(one.detail for one in wakes), max((one.silent_s for one in wakes), default=0.0)
+        if first is None and self._watching.pause_s:
+            first = Wake("status", detail="tried again, since there was no answer")
+        return None if first is None else replace(first, seen=seen, silent_s=silent, quiet_s=self._quiet())
+
+    def ages(self) -> dict[str, float]:
+        """How long what is watched has lasted, over all watchers: what the next one is to go on from."""
+        found = {}
+        if self._watching.age:
+            found[self._watching.age] = self._lasted_s()
+        if self._silent_s() >= BUDGET_EVERY_S:
+            found[self._silence] = self._silent_s()
+        return found | {self._quietness(node): seconds for node, seconds in self._quiet().items()}
+
+    def _quiet(self) -> dict[int, float]:
+        """Seconds since the status of each node changed, over all watchers; only those that are many."""
+        now, found = self._monotonic(), {}
+        for node in range(self._watching.nodes if self._watching.attempt else 0):
+            if node in self._reported:
+                seconds = now - self._reported[node]
+            else:
+                before = (self._ages or {}).get(self._quietness(node), 0.0)
+                seconds = before + now - self._began - self._blind_s
+            if seconds >= BUDGET_EVERY_S:
+                found[node] = seconds
+        return found
+
+    def _quietness(self, node: int) -> str:
+        return f"quiet-g{self._watching.generation}-a{self._watching.attempt}-n{node}"
+
+    @property
+    def _silence(self) -> str:
+        return f"silent-g{self._watching.generation}-a{self._watching.attempt}"
+
+    def _lasted_s(self) -> float:
+        before = (self._ages or {}).get(self._watching.age, 0.0)
+        return before + self._monotonic() - self._began - self._blind_s
+
+    def _silent_s(self) -> float:
+        before = 0.0 if self._is_heard else (self._ages or {}).get(self._silence, 0.0)
+        return before + self._monotonic() - self._heard
+
+    def _new_events(self) -> Wake | None:
+        for event in self._log.read(after=self._number):
+            self._number = event.number
+            if event.type in REQUESTS:
+                return Wake("request", detail=event.type)
+            if self._is_newer(event):
+                return Wake("superseded", detail=f"event {event.number}: {event.type}")
+        return None
+
+    def _is_newer(self, event: Event) -> bool:
+        if event.type in ("generation", "succeeded", "failed", "stopped", "owner"):
+            return True
+        if event.type != "attempt-intended":
+            return False
+        key = (event.body.get("generation"), event.body.get("attempt"))
+        return key != (self._watching.generation, self._watching.attempt)
+
+    def _attempt(self, handle: Handle) -> list[Wake]:
+        """All that the owner may be needed for now, the most urgent first."""
+        self._read_statuses()
+        details = []
+        try:
+            self.observed = observed = unless_heard(self._backend.observe(handle), self._quiet())
+            is_known = all(node.state != "unknown" for node in observed.nodes)
+            details = self._details(handle, observed)
+        except BackendError:
+            is_known = False
+        if is_known:
+            self._hear()
+        wakes = [Wake("status", detail=detail) for detail in details]
+        wakes += [*self._from_statuses(is_known=is_known), *self._over_budget(handle)]
+        release_s = self._watching.release_after_s
+        if release_s is not None and self._monotonic() - self._began >= release_s:
+            wakes.append(Wake("status", detail="an earlier attempt is not released"))
+        return [*self._overdue(), *wakes]
+
+    def _details(self, handle: Handle, observed: AttemptStatus) -> list[str]:
+        """What the backend tells that the owner may be needed for."""
+        nodes = observed.nodes
+        told = {
+            "the attempt ended": observed.is_over,
+            "none to be had": any(
+                node.state in ("pending", "starting") and node.reason in NEVER for node in nodes
+            ),
+            "a node is lost": any(node.state == "lost" for node in nodes),
+            "a part of it has failed": any(node.reason == "unneeded" for node in nodes),
+        }
+        found = [detail for detail, is_so in told.items() if is_so]
+        return [*found, "the change in place is over"] if self._has_changed(handle, observed) else found
+
+    def _hear(self) -> None:
+        self._heard, self._is_heard = self._monotonic(), True
+
+    def _has_changed(self, handle: Handle, observed: AttemptStatus) -> bool:
+        """True when a change that is awaited is done, or cannot be."""
+        if self._watching.changing == "resize" and isinstance(self._backend, ResizesInPlace):
+            return self._backend.resized(handle) != "going"
+        is_rescale = self._watching.changing == "rescale"
+        return is_rescale and all(node.state == "running" for node in observed.nodes)
+
+    def _read_statuses(self) -> None:
+        attempt = (self._watching.generation, self._watching.attempt)
+        for node in range(self._watching.nodes):
+            status = read_status(self._store, self._prefix, attempt=attempt, node=node)
+            if status is None:
+                continue
+            now = (status.claim, status.sequence)
+            if self._sequences.get(node, None if self._has_read else now) != now:
+                self._hear()  # what is there at the first look may be of long ago
+                self._reported[node] = self._monotonic()
+            self._sequences[node] = now
+            self.statuses[node] = status
+        self._has_read = True
+
+    def _from_statuses(self, *, is_known: bool) -> list[Wake]:
+        said, found = self.statuses.values(), []
+        if not is_known and len(said) == self._watching.nodes and all(s.phase == "ended" for s in said):
+            found.append(Wake("status", detail="every node said that it ended"))
+        if not self._watching.stopping and any(status.health == "stalled" for status in said):
+            found.append(Wake("status", detail="stalled"))
+        silent = self._silent_s()
+        if silent >= LOST_AFTER_S:
+            found.append(Wake("silent", silent_s=silent, detail="neither backend nor nodes have reported"))
+        return found
+
+    def _overdue(self) -> list[Wake]:
+        after = self._watching.overdue_after_s
+        return [Wake("overdue", detail="overdue")] if after is not None and self._lasted_s() >= after else []
+
+    def _over_budget(self, handle: Handle) -> list[Wake]:
+        """The money is looked at here too: between two slices of the owner an attempt may run for days."""
+        left, now = self._watching.usd_left, self._monotonic()
+        if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
+            return []
+        self._billed = now
+        watching, at = self._watching, self._clock()
+        try:
+            intervals = self._backend.usage(handle)
+        except BackendError:
+            nodes = range(watching.nodes)
+            intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
+        usd = billed_usd(
+            self._spans, intervals, started_at=watching.started_at, handle=watching.handle, now=at
+        )
+        more = reserve_usd(
+            self._spans[-1].allocation,
+            check_s=self._check_s,
+            checkpoint_s=watching.checkpoint_s,
+            said=self.statuses.get(0),
+        )
+        is_spent = usd is not None and more is not None and usd + more >= left
+        return [Wake("status", detail="the budget is spent", check_s=self._check_s)] if is_spent else []

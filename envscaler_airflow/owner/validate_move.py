@@ -1,0 +1,128 @@
+"""Judge a requested move on fresh facts, before the owner accepts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from envscaler_airflow.backends.base import Backend, CountsFree, Handle
+from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.errors import BackendError, NoOfferError
+from envscaler_airflow.owner import choose
+from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.planning import Allocation
+from envscaler_airflow.run import AttemptState, Request, RunState
+from envscaler_airflow.scaling import Check, Observation, validate
+from envscaler_airflow.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer: *target* is None for no."""
+
+    target: Allocation | None
+    reason: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def judge(
+    store: Store,
+    prefix: str,
+    state: RunState,
+    spec: EnvSpec,
+    backend: Backend,
+    request: Request,
+    *,
+    clock: Callable[[], float],
+) -> Verdict:
+    """Accept or refuse the move that *request* asks for.
+
+    Fresh are: the attempt and its health, work done, offers and prices, money and time left.
+    The speed of the present machine is the sensor's, which watched it for longer than a slice can.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    live = state.live
+    if live is None:
+        return Verdict(None, "no attempt is live")
+    try:
+        target = Allocation.from_dict(request.body["target"])
+        asked_from = [int(number) for number in request.body.get("from_attempt") or ()]
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as err:
+        return Verdict(None, f"the request cannot be read: {err!r}")
+    if asked_from and asked_from != [live.generation, live.number]:
+        return Verdict(None, f"it was asked of attempt {asked_from[-1]}; now attempt {live.number} runs")
+    try:
+        offers = backend.offers()
+    except (BackendError, NoOfferError) as err:
+        return Verdict(None, f"what can be had is not known now: {err}")
+    refusal = choose.fits(spec, target, offers)
+    if refusal is not None:
+        return Verdict(None, refusal)
+    fresh = {offer.name: offer for offer in offers}
+    rest = None if target.rest is None else fresh[target.rest.name]
+    target = replace(target, offer=fresh[target.offer.name], rest=rest)
+    observer = Observer(store=store, prefix=prefix, backend=backend, candidates=(target,), clock=clock)
+    return _validate(observer, state, live, request, target, backend)
+
+
+def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Mapping[str, int]:
+    """Nodes available beside those that the stage has; empty where the backend does not report it.
+
+    What the stage itself uses counts as free: it stops before it starts elsewhere.
+    """
+    if not isinstance(backend, CountsFree):
+        return {}
+    mine = None if live.handle is None else Handle.from_dict(live.handle)
+    try:
+        free = backend.free_nodes([part.offer for part in target.parts], without=mine)
+    except BackendError:
+        return {}
+    held = {part.offer.name: part.nodes for part in live.allocation.parts}
+    return {name: max(0, nodes - held.get(name, 0)) for name, nodes in free.items()}
+
+
+def _validate(
+    observer: Observer,
+    state: RunState,
+    live: AttemptState,
+    request: Request,
+    target: Allocation,
+    backend: Backend,
+) -> Verdict:
+    now = observer.observation(state, live)
+    asked = _asked_with(request)
+    free = _free_nodes(backend, live, target)
+    others = tuple(item for item in state.pending if item.number != request.number)
+    now = replace(
+        now,
+        # One reading cannot tell an age, so a node that spoke is taken at its word.
+        health="ok" if now.health == "unknown" and now.units_done is not None else now.health,
+        speeds={**(asked.speeds if asked else {}), **now.speeds},
+        pending=None if not others and live.phase != "stopping" else now.pending,
+        free_nodes=free,
+        refused={},  # whoever asks has waited
+    )
+    is_forced = bool(request.body.get("forced"))
+    policy, policies = observer.policy(state), observer.policies
+    if not is_forced and policy.name not in policies:
+        return Verdict(None, f"policy {policy.name!r} is not installed where the owner runs")
+    decision = validate(now, policy, target, is_forced=is_forced, policies=policies)
+    numbers = {**json.loads(json.dumps(dict(decision.numbers))), "units_left": now.units_left}
+    if decision.action != "move":
+        return Verdict(None, decision.reason, numbers)
+    if decision.target.name != target.name:
+        return Verdict(None, f"the policy now wants {decision.target.name}", numbers)
+    return Verdict(target, decision.reason, numbers)
+
+
+def _asked_with(request: Request) -> Observation | None:
+    """What the sensor saw when it asked; None when it is not told or of another version."""
+    body = request.body.get("check")
+    try:
+        return Check.from_dict(body).observation if isinstance(body, Mapping) else None
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None

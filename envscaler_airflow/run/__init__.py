@@ -1,0 +1,42 @@
+"""The state machine of a run: events, their fold, and what comes next. Pure."""
+
+from envscaler_airflow.run.events import EVENT_TYPES, MAX_EVENT_BYTES, Actor, Event
+from envscaler_airflow.run.outcome import End, NodeFacts, Observed, end_of
+from envscaler_airflow.run.state import (
+    OUTCOMES,
+    AttemptState,
+    Before,
+    Change,
+    ChangeKind,
+    Request,
+    RunState,
+    fold,
+    is_cleared,
+)
+from envscaler_airflow.run.steps import FINAL_STOPS, Action, Entry, Facts, enter, next_action
+
+__all__ = [
+    "EVENT_TYPES",
+    "FINAL_STOPS",
+    "MAX_EVENT_BYTES",
+    "OUTCOMES",
+    "Action",
+    "Actor",
+    "AttemptState",
+    "Before",
+    "Change",
+    "ChangeKind",
+    "End",
+    "Entry",
+    "Event",
+    "Facts",
+    "NodeFacts",
+    "Observed",
+    "Request",
+    "RunState",
+    "end_of",
+    "enter",
+    "fold",
+    "is_cleared",
+    "next_action",
+]

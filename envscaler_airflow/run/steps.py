@@ -1,0 +1,523 @@
+"""What the owner does next. Pure: state and facts in, one action out.
+
+The controller carries the action out, records it as events, and asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run.events import Actor
+from envscaler_airflow.run.outcome import PENDING, USER_ERRORS, End, NodeFacts, Observed, end_of
+from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
+
+MAX_FRUITLESS_ATTEMPTS = 5
+"""Attempts in a row without a newer checkpoint after which a run fails. Chosen: with the back-off below,
+a disruption of a few minutes passes."""
+BACKOFF_FIRST_S = 10.0
+BACKOFF_LAST_S = 600.0
+"""First and longest wait between starts after an involuntary end, seconds. Chosen: a passing fault costs
+seconds, a lasting one six starts an hour."""
+OOM_MEMORY_FACTOR = 1.5
+"""Memory of the next attempt after an out-of-memory, times the last. Chosen: three rises triple it."""
+
+WORTH_A_START = 0.1
+"""Share of a budget that is left for which another attempt starts after a machine's own deadline. Chosen: for
+less a start and its last checkpoint would take most of it."""
+
+_HOPELESS = {
+    "image": "its image is not available",
+    "refused": "the cluster refuses it",
+    "capacity": "no machine is available",
+}
+_NOT_HAD = {"capacity": "no machine is available", "placement": "no machine of it reaches the volumes"}
+FINAL_STOPS = ("stop", "timeout", "budget", "image", "refused")
+"""Stop reasons after which only a clear of the task starts another attempt."""
+
+EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What ``execute`` finds and does first.
+
+    Attributes:
+        kind: ``begin`` a new generation, ``adopt`` the run, ``deliver`` its result.
+        reason: For the log and the event.
+        respec: True when the run goes on with the new spec.
+    """
+
+    kind: EntryKind
+    reason: str
+    respec: bool = False
+
+
+def enter(state: RunState, actor: Actor, *, spec_hash: str = "", fresh: bool = False) -> Entry:
+    """The table "at execute": what a new try of the stage's task does with what it finds.
+
+    Args:
+        state: Fold of the run's events.
+        actor: This try.
+        spec_hash: Of the spec that the DAG file holds now.
+        fresh: ``restart="fresh"``: begin a generation once per clear, not once per retry.
+    """
+    if state.generation == 0:
+        return Entry("begin", "first start")
+    kind = _kin(state.owner, actor)
+    if kind == "older":
+        return Entry("superseded", f"try {actor.try_number} ({actor.ti_id}) is older than the owner")
+    if kind == "another life":
+        return Entry("begin", "the DAG run was deleted and recreated")
+    cleared = is_cleared(state, actor)
+    if fresh and cleared:
+        return Entry("begin", "restart='fresh'")
+    if state.status == "succeeded":
+        return _after_success(state, cleared=cleared)
+    if state.status in ("failed", "stopped") and not cleared:
+        return Entry("adopt", f"the run {_past(state.status)}, and only a clear of the task overrides that")
+    respec = cleared and spec_hash != state.spec_hash
+    if state.status in ("failed", "stopped"):
+        return Entry("adopt", f"goes on after it {_past(state.status)}", respec=respec)
+    return Entry("adopt", "taken over from the try before", respec=respec)
+
+
+def _after_success(state: RunState, *, cleared: bool) -> Entry:
+    if cleared and state.accepted:
+        return Entry("begin", "cleared after success")
+    if not state.delivered:
+        return Entry("deliver", "succeeded before, not yet delivered")
+    if not state.accepted:
+        return Entry("deliver", "delivered before to a try that Airflow did not count as a success")
+    return Entry("deliver", "delivered before, and the task was not cleared")
+
+
+def _past(status: str) -> str:
+    return {"failed": "failed", "stopped": "was stopped"}[status]
+
+
+def _kin(owner: Actor | None, actor: Actor) -> Literal["same life", "another life", "older"]:
+    """How *actor* relates to the owner: a try of the same DAG run that may follow it, of another, or older.
+
+    Within a life the higher try number is newer, between lives the later task instance id, a UUIDv7. Where a
+    life cannot be read, a later id with a try number that is not above the owner's is another life.
+    """
+    if owner is None or actor.is_try_of(owner):
+        return "same life"
+    is_above, is_later = actor.try_number > owner.try_number, actor.ti_id > owner.ti_id
+    if None in (owner.life, actor.life):
+        if actor.ti_id < owner.ti_id:
+            return "older"
+        return "same life" if is_above else "another life" if is_later else "older"
+    if owner.life != actor.life:
+        return "another life" if is_later else "older"
+    is_newer = is_above or (actor.try_number == owner.try_number and is_later)
+    return "same life" if is_newer else "older"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the owner knows beside the events.
+
+    Attributes:
+        observed: The live attempt; None when none is live or nothing could be learned.
+        spent_usd: Metered cost of this generation; None when a price is unknown.
+        budget_usd: Most that this generation may cost; None for no bound.
+        reserve_usd: What the live attempt still costs if it is drained now.
+        backoff_is_over: True when this call comes after the wait that the last one asked for.
+        is_overdue: True when an attempt that was asked to go did not within its time.
+        memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.
+        memory_cap_bytes: Most that memory may be raised to after an out-of-memory; None for the offer's.
+        oom_memory_factor: See :data:`OOM_MEMORY_FACTOR`.
+        max_fruitless_attempts: See :data:`MAX_FRUITLESS_ATTEMPTS`.
+    """
+
+    observed: Observed | None = None
+    spent_usd: float | None = None
+    budget_usd: float | None = None
+    reserve_usd: float = 0.0
+    backoff_is_over: bool = False
+    is_overdue: bool = False
+    memory_limit_bytes: int | None = None
+    memory_cap_bytes: int | None = None
+    oom_memory_factor: float = OOM_MEMORY_FACTOR
+    max_fruitless_attempts: int = MAX_FRUITLESS_ATTEMPTS
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do.
+
+    ``start``: intend and start the next attempt, on *target* when given. ``carry-out``: submit the
+    intended one. ``discard``: end one that was asked to go before its start. ``end``: record *end*.
+    ``stop``: ask the live attempt to go, for *why*. ``kill``: its time is over. ``judge``: answer a move
+    request. ``refuse``: answer it with no. ``change``: go on with a change in place. ``wait``: nothing now.
+    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over. ``mismatch``: this
+    version may not go on.
+    """
+
+    kind: Literal[
+        "start",
+        "carry-out",
+        "discard",
+        "end",
+        "stop",
+        "kill",
+        "judge",
+        "refuse",
+        "change",
+        "wait",
+        "succeed",
+        "fail",
+        "halt",
+        "deliver",
+        "mismatch",
+    ]
+    reason: str = ""
+    why: str = ""
+    target: Allocation | None = None
+    memory_bytes: int | None = None
+    backoff_s: float = 0.0
+    end: End | None = None
+    request: Request | None = None
+    failure: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def next_action(state: RunState, facts: Facts) -> Action:
+    """The next thing to do; the caller records it and asks again until it is a wait or an end.
+
+    Where a newer version wrote events that this one does not know, it watches what runs, hands over what
+    succeeded, and neither starts nor stops anything.
+    """
+    action = _known_action(state, facts)
+    return _cautious(state, action) if state.unknown else action
+
+
+def _cautious(state: RunState, action: Action) -> Action:
+    words = f"event {state.unknown[-1]} was written by a newer version of envscaler-airflow"
+    if action.kind == "judge":
+        return Action(
+            "refuse", request=action.request, reason=f"{words}; until that takes over, nothing moves"
+        )
+    may_run = state.live is not None and state.live.handle is not None
+    if action.kind in ("stop", "kill", "change") and may_run:
+        return Action("wait", reason=f"{words}; it is only watched, and asked for nothing: {action.reason}")
+    is_new = action.kind in ("start", "carry-out", "discard", "stop") or (
+        action.kind in ("fail", "halt") and state.status == "active"
+    )
+    return Action("mismatch", reason=f"{words}; install that version to go on") if is_new else action
+
+
+def _known_action(state: RunState, facts: Facts) -> Action:
+    if state.status == "succeeded":
+        return Action("deliver")
+    if state.status == "failed":
+        return Action("fail", reason=state.reason, failure=state.failure)
+    if state.status == "stopped":
+        return Action("halt", reason=state.reason)
+    live = state.live
+    if live is None:
+        return _between_attempts(state, facts)
+    if live.phase == "intended":
+        return _must_go(state, live, facts) or Action("carry-out", reason=live.reason)
+    if live.handle is None:
+        return Action("discard", reason=f"was not started: {live.stop.get('reason') or live.stop_why}")
+    return _while_live(state, live, facts)
+
+
+def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
+    end = end_of(facts.observed, stalled=live.stop_why == "stalled") if facts.observed else None
+    if end is not None:
+        return Action("end", end=end)
+    if live.phase == "stopping":
+        moves = _first(state.pending, "move-requested")
+        if moves is not None:
+            return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
+        if facts.is_overdue:
+            return Action("kill", reason="it did not go within its time")
+        if live.stop_why in _HOPELESS and not _is_at_work(facts):
+            return Action("kill", reason="nothing of it trains")
+        return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
+    if (hopeless := _pending(facts, "fail")) is not None:
+        return Action("stop", why=hopeless.reason, reason=f"{_HOPELESS[hopeless.reason]}: {hopeless.detail}")
+    if (missing := _pending(facts, "next-offer")) is not None:
+        kind: Literal["stop", "kill"] = "stop" if _has_trained(facts) else "kill"
+        return Action(kind, why="capacity", reason=f"{_NOT_HAD[missing.reason]}: {missing.detail}")
+    lost = _lost_node(facts)
+    if lost is not None:
+        return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
+    return _asked_of(state, live, facts) or Action("wait", reason=_sight(facts))
+
+
+def _sight(facts: Facts) -> str:
+    """How far the attempt is, in a word: it may wait for a machine for long."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    coming = [one for one in nodes if one.state in ("pending", "starting")]
+    detail = next((one.detail for one in coming if one.detail), "")
+    return (f"starts: {detail}" if detail else "starts") if coming else "runs"
+
+
+def _lost_node(facts: Facts) -> int | None:
+    """A node that is gone for good while others still run; None when all are there."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    return next((one.node for one in nodes if one.state == "lost"), None)
+
+
+def _pending(facts: Facts, fate: str) -> NodeFacts | None:
+    """The first node that does not run yet, and of which the backend reports a reason of that *fate*."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    waiting = (one for one in nodes if one.state in ("pending", "starting"))
+    return next((one for one in waiting if PENDING.get(one.reason) == fate), None)
+
+
+def _is_at_work(facts: Facts) -> bool:
+    """True when a node has something to save, or is at it: the others of one that was made again."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    at_work = (one.status for one in nodes if one.state in ("running", "unknown"))
+    return any(said is not None and said.phase not in ("setup", "restoring", "ended") for said in at_work)
+
+
+def _has_trained(facts: Facts) -> bool:
+    """True when a node is at work that has made steps or checkpoints, and does not wait for its first."""
+    head = facts.observed.head if facts.observed else None
+    if head is None or not _is_at_work(facts):
+        return False
+    return head.last_checkpoint is not None or (head.progress.step or 0) > (head.start_step or 0)
+
+
+def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
+    """The stop of an attempt that must not go on, nor be started; None when it may."""
+    stop = _first(state.pending, "stop-requested")
+    if stop is not None:
+        return Action("stop", why=_why(stop), request=stop, reason=_reason(stop))
+    if live.generation != state.generation:
+        return Action("stop", why="stop", reason="it belongs to an earlier generation")
+    if live.spec_hash != state.spec_hash:
+        return Action("stop", why="spec-changed", reason="the spec changed and the task was cleared")
+    if _is_over_budget(facts):
+        return Action("stop", why="budget", reason=_budget_words(facts))
+    return None
+
+
+def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
+    if (stop := _must_go(state, live, facts)) is not None:
+        return stop
+    head = facts.observed.head if facts.observed else None
+    if head is not None and head.health == "stalled":
+        return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
+    move = _first(state.pending, "move-requested")
+    if live.change is None:
+        return Action("judge", request=move) if move is not None else None
+    if move is not None:
+        words = f"the attempt is being changed to {live.change.target.name}"
+        return Action("refuse", request=move, reason=words)
+    return Action("change", reason=live.change.reason, extra={"is_overdue": facts.is_overdue})
+
+
+def _why(stop: Request) -> str:
+    """``timeout`` where the task's time is over, else ``stop``."""
+    return "timeout" if stop.body.get("why") == "timeout" else "stop"
+
+
+def _reason(stop: Request) -> str:
+    return str(stop.body.get("reason") or "requested to stop")
+
+
+def _is_over_budget(facts: Facts) -> bool:
+    if facts.budget_usd is None or facts.spent_usd is None:
+        return False
+    return facts.spent_usd + facts.reserve_usd >= facts.budget_usd
+
+
+def _budget_words(facts: Facts) -> str:
+    words = f"{_usd(facts.spent_usd)} of the budget of {_usd(facts.budget_usd)} are spent"
+    return f"{words}, saving and ending costs up to {_usd(facts.reserve_usd)}" if facts.reserve_usd else words
+
+
+def _usd(amount: float | None) -> str:
+    """``$1.67``, ``$0.0042``; an unknown amount counts as none."""
+    return usd_text(amount or 0.0)
+
+
+def _first(pending: Iterable[Request], kind: str) -> Request | None:
+    return next((item for item in pending if item.type == kind), None)
+
+
+def _between_attempts(state: RunState, facts: Facts) -> Action:
+    move, last = _first(state.pending, "move-requested"), state.current
+    if move is not None:
+        return Action("refuse", request=move, reason="no attempt is live; the request is stale")
+    if last is not None and last.outcome == "succeeded":  # a stop that came with it has nothing to stop
+        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
+    stop = _first(state.pending, "stop-requested")
+    if stop is not None:
+        return _final(_why(stop), _reason(stop))
+    if _is_over_budget(facts):
+        return Action("fail", reason=_budget_words(facts), failure="budget")
+    if last is None:
+        return Action("start", reason="first attempt of the generation")
+    return _after_stop(state, last) or _after_failure(state, last, facts)
+
+
+def _after_stop(state: RunState, last: AttemptState) -> Action | None:
+    """What follows an end that the owner requested; None when it requested none.
+
+    A stop is final: only a clear of the task after it lets the run go on.
+    """
+    if last.stop_why in FINAL_STOPS:
+        request = last.stop.get("request")
+        requested_at = request if isinstance(request, int) else last.stop_number
+        if state.cleared_number > requested_at:
+            return Action("start", reason=f"cleared after a stop ({last.stop_why})")
+        return _final(last.stop_why, str(last.stop.get("reason") or "requested to stop"))
+    if last.stop_why == "move" and last.target is not None:
+        return Action(
+            "start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target)
+        )
+    if last.stop_why == "spec-changed":
+        return Action("start", reason="the spec changed")
+    return None
+
+
+def _final(why: str, reason: str) -> Action:
+    """The end of the run that a stop for *why* brings."""
+    return Action("halt", reason=reason) if why == "stop" else Action("fail", reason=reason, failure=why)
+
+
+def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
+    """Memory that the last attempt needed, where the target has it: a smaller one was chosen on purpose."""
+    memory = last.memory_bytes
+    if memory is None or target is None:
+        return memory
+    least = min(part.offer.memory_gib for part in target.parts)
+    return memory if least * 2**30 >= memory else None
+
+
+def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
+    counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.cleared_number)
+    if not counted:
+        return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
+    is_full = last.outcome == "out-of-memory"
+    target = _next_allocation(last)
+    memory = _raised_memory(facts) if is_full else _still_fits(last, target)
+    if is_full and memory is None:
+        return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
+    if last.outcome == "deadline-exceeded" and not _has_money_left(state, facts):
+        return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
+    failure = _hopeless(counted, facts)
+    if failure is not None:
+        return failure
+    if not facts.backoff_is_over:
+        return Action("wait", reason=f"after: {last.outcome}", backoff_s=backoff_s(counted))
+    detail = last.ended.get("detail")
+    reason = f"after: {last.outcome}" + (f" ({detail})" if detail else "")
+    return Action("start", reason=reason, target=target, memory_bytes=memory)
+
+
+def _has_money_left(state: RunState, facts: Facts) -> bool:
+    """True when the machine's own deadline, which counts from its start, came before the money was spent.
+
+    It waited unbilled, or had fewer nodes for a while. A deadline of the stage may be what ended it, too.
+    """
+    if facts.budget_usd is None or facts.spent_usd is None or state.begun.get("deadline_s") is not None:
+        return False
+    return facts.budget_usd - facts.spent_usd >= WORTH_A_START * facts.budget_usd
+
+
+def _next_allocation(last: AttemptState) -> Allocation | None:
+    """Where it was; None (plan anew) when that could not be had."""
+    if last.outcome == "not-started":
+        return None
+    return last.target or last.next_allocation or last.allocation
+
+
+def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
+    """Seconds to wait before the next start: doubles with each end in a row that brought nothing."""
+    refused = 0
+    for attempt in reversed(attempts):
+        if not _is_out_of_stock(attempt):
+            break
+        refused += 1
+    exponent = max(0, count_fruitless(attempts) + refused - 1)
+    return min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2.0 ** min(exponent, 16))
+
+
+def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
+    """How many of the last attempts in a row ended unasked without a newer checkpoint.
+
+    Ends that the owner asked for count as progress; attempts that could not be had for want of capacity do
+    not count, those that the backend refused for good do.
+    """
+    count, newest = 0, -1
+    for attempt in attempts:
+        if _is_out_of_stock(attempt):
+            continue
+        step = attempt.checkpoint_step
+        is_newer = step is not None and step > newest
+        newest = max(newest, -1 if step is None else step)
+        count = 0 if is_newer or attempt.stop_why in ("move", "spec-changed", "stop") else count + 1
+    return count
+
+
+def _is_out_of_stock(attempt: AttemptState) -> bool:
+    return attempt.outcome == "not-started" and attempt.ended.get("failure", "capacity") == "capacity"
+
+
+def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
+    last = attempts[-1]
+    if last.outcome == "not-started" and last.ended.get("failure") == "spec":
+        return Action("fail", reason=str(last.ended.get("detail") or last.outcome), failure="spec")
+    if last.outcome in USER_ERRORS:
+        if not _is_seen_to_train(last):
+            return Action("fail", reason=_words(last, "before its first step was seen"), failure=last.outcome)
+        before = attempts[-2] if len(attempts) > 1 else None
+        if before is not None and _is_same_error(before, last):
+            when = "twice" if last.step is None else f"twice at step {last.step}"
+            return Action("fail", reason=_words(last, when), failure=last.outcome)
+    fruitless = count_fruitless(attempts)
+    if fruitless >= facts.max_fruitless_attempts:
+        reason = _words(last, f"{fruitless} attempts in a row without a newer checkpoint")
+        return Action("fail", reason=reason, failure=last.outcome)
+    return None
+
+
+def _is_seen_to_train(attempt: AttemptState) -> bool:
+    """True when it made a step or a checkpoint: code that tells no steps still makes checkpoints."""
+    if attempt.step is None:
+        return attempt.checkpoint_step is not None
+    return attempt.step > (attempt.ended.get("start_step") or 0)
+
+
+def _is_same_error(one: AttemptState, other: AttemptState) -> bool:
+    keys = ("outcome", "exit_code", "signal", "step")
+    return all(one.ended.get(key) == other.ended.get(key) for key in keys)
+
+
+def _words(last: AttemptState, when: str) -> str:
+    code = last.ended.get("exit_code")
+    exits = f", exit code {code}" if code is not None else ""
+    detail = last.ended.get("detail") or ""
+    if detail == f"exit code {code}":
+        detail = ""
+    return f"{last.outcome} {when}{exits}" + (f": {detail}" if detail else "")
+
+
+def _raised_memory(facts: Facts) -> int | None:
+    limit, cap = facts.memory_limit_bytes, facts.memory_cap_bytes
+    if limit is None or (cap is not None and limit >= cap):
+        return None
+    raised = int(limit * facts.oom_memory_factor)
+    return raised if cap is None else min(raised, cap)
+
+
+def _at_cap(facts: Facts) -> str:
+    limit = facts.memory_limit_bytes
+    gib = "unknown" if limit is None else f"{limit / 2**30:.2f} GiB"
+    return (
+        f"out of memory at its cap ({gib} per node): give resources.limits.memory or "
+        f"failure.oom_memory_cap more"
+    )

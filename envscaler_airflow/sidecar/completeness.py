@@ -1,0 +1,507 @@
+"""What of a training's folder is whole now, and what a snapshot of it waits for.
+
+A unit with its saver's mark counts at once. Any other counts when its files have been the same for
+:data:`QUIET_S`. Files that are saved more often than that count, once a snapshot is overdue, when they are
+renamed into place, their format says that they are whole, or they are written anew each time and closed: then
+all of them are copied as they are at one instant, as a kill would leave them. What else is written all the
+time is a log, and is left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import pickletools
+import signal
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from json import dumps
+from pathlib import PurePosixPath
+from typing import IO, Any
+
+from envscaler_agent.protocol import Progress
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.sidecar import saver_layouts
+from envscaler_airflow.sidecar import tree as trees
+from envscaler_airflow.sidecar.saver_layouts import Unit
+from envscaler_airflow.sidecar.tree import Tree
+from envscaler_airflow.store.manifests import ChangedError, TreeFile
+
+_MAX_HEADER_BYTES = 100 << 20  # source: safetensors, MAX_HEADER_SIZE
+_MAX_TEXT_BYTES = 1 << 20
+"""Largest text and pickle that is searched for a step. Chosen: without tensors they are small."""
+_ZIP = b"PK\x03\x04"
+HEAD_BYTES = 1024
+"""Chosen: pickles and JSON texts say in it how long they are or what they count; a log never changes it."""
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_HDF5_HEAD_BYTES = 64
+"""More than any superblock has before its end-of-file address."""
+STEP_KEYS = ("global_step", "step", "iteration", "iter", "steps", "n_iter", "epoch")
+"""Names under which trainings keep their step. Source: Lightning, transformers, detectron2, mmengine."""
+
+
+def has_end(item: TreeFile) -> bool:
+    """True when its format says where the file ends, and it ends there.
+
+    Zip, HDF5, safetensors, a JSON object or array, and a pickle. A part of such a file never reads as a whole
+    one.
+    """
+    try:
+        with item.open(shares_names=True) as stream:
+            head = stream.read(HEAD_BYTES)
+            if head[:4] == _ZIP or item.path.endswith(".safetensors"):
+                return _torn(item, head, stream) is None
+            if head.startswith(_HDF5):
+                return _hdf5_has_end(head, item.size) is True
+            if item.size > _MAX_TEXT_BYTES:
+                return False
+            stream.seek(0)
+            return _is_whole_text_or_pickle(stream.read(_MAX_TEXT_BYTES))
+    except (OSError, CheckpointError):
+        return False
+
+
+def _is_whole_text_or_pickle(data: bytes) -> bool:
+    try:
+        if data[:1] != b"\x80":
+            return data.lstrip()[:1] in (b"{", b"[") and json.loads(data) is not None
+        end = 0
+        for _, _, at in pickletools.genops(data):
+            end = at or 0
+    except (ValueError, RecursionError):
+        return False
+    return end == len(data) - 1
+
+
+def _hdf5_has_end(head: bytes, size: int) -> bool | None:
+    """Whether the file of *size* bytes ends where its superblock says; None for a version not known here."""
+    version = head[8] if len(head) >= _HDF5_HEAD_BYTES else -1
+    if version in (0, 1):
+        width, at = head[13], 24 + 4 * version + 2 * head[13]
+    elif version in (2, 3):
+        width, at = head[9], 12 + 2 * head[9]
+    else:
+        return False if version < 0 else None
+    is_being_written = version == 3 and bool(head[11] & 1)
+    return int.from_bytes(head[at : at + width], "little") == size and not is_being_written
+
+
+def first_look(item: TreeFile) -> tuple[bytes, str | None]:
+    """Its first bytes, and why it cannot be whole; None when its format does not say so.
+
+    The first bytes distinguish a file that is rewritten from one that is appended to.
+    """
+    try:
+        with item.open(shares_names=True) as stream:
+            head = stream.read(HEAD_BYTES)
+            return head, _torn(item, head, stream)
+    except (FileNotFoundError, ChangedError):
+        return b"", f"{item.path}: vanished"
+
+
+def _torn(item: TreeFile, head: bytes, stream: IO[bytes]) -> str | None:
+    if head[:4] == _ZIP:
+        return None if zipfile.is_zipfile(stream) else f"{item.path}: zip without its end"
+    if head.startswith(_HDF5):
+        is_torn = _hdf5_has_end(head, item.size) is False
+        return f"{item.path}: HDF5 without its end" if is_torn else None
+    if item.path.endswith(".safetensors"):
+        stream.seek(8)
+        return _torn_safetensors(item, head[:8], stream)
+    return None
+
+
+def _torn_safetensors(item: TreeFile, head: bytes, stream: IO[bytes]) -> str | None:
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > min(item.size, _MAX_HEADER_BYTES):
+        return f"{item.path}: shorter than its header says"
+    try:
+        header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return f"{item.path}: its header is torn"
+    expected = 8 + length + max(ends, default=0)
+    return None if item.size == expected else f"{item.path}: {item.size} bytes, its header says {expected}"
+
+
+def steps_in(item: TreeFile) -> frozenset[int]:
+    """Whole numbers that the file keeps under a name for steps; empty when there is none to be read."""
+    try:
+        with item.open(shares_names=True) as stream:
+            if stream.read(4) == _ZIP:
+                return frozenset(_in_zip(stream))
+            if item.size > _MAX_TEXT_BYTES:
+                return frozenset()
+            stream.seek(0)
+            return frozenset(_in_bytes(stream.read(_MAX_TEXT_BYTES)))
+    except (
+        OSError,
+        CheckpointError,
+        ValueError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+        RecursionError,
+    ):
+        return frozenset()
+
+
+def _in_zip(stream: IO[bytes]) -> Iterator[int]:
+    with zipfile.ZipFile(stream) as archive:
+        for member in archive.infolist()[:1000]:
+            name = member.filename.rpartition("/")[2]
+            if member.file_size > _MAX_TEXT_BYTES:
+                continue
+            if name.endswith((".json", ".pkl")):
+                yield from _in_bytes(archive.read(member))
+            elif name.removesuffix(".npy") in STEP_KEYS:
+                yield from _in_npy(archive.read(member))
+
+
+def _in_npy(data: bytes) -> Iterator[int]:
+    """A single number as numpy keeps it. Source: numpy.lib.format, version 1.0."""
+    if b"'shape': ()" in data[:128] and b"'<i8'" in data[:128]:
+        yield int.from_bytes(data[-8:], "little", signed=True)
+
+
+def _in_bytes(data: bytes) -> Iterator[int]:
+    if data[:1] == b"\x80":
+        yield from _in_pickle(data)
+        return
+    try:
+        body = json.loads(data)
+    except ValueError:
+        return
+    if isinstance(body, Mapping):
+        yield from _in_mapping(body)
+
+
+def _in_mapping(body: Mapping[str, Any]) -> Iterator[int]:
+    for key in STEP_KEYS:
+        if type(body.get(key)) is int:
+            yield body[key]
+
+
+def _in_pickle(data: bytes) -> Iterator[int]:
+    """Numbers that follow such a name at once, as a dict's items do. The pickle is read, never run."""
+    key: object = None
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
+            continue
+        if key in STEP_KEYS and type(argument) is int and "INT" in opcode.name.replace("LONG1", "INT"):
+            yield argument
+        key = argument if isinstance(argument, str) else None
+
+
+QUIET_S = 5.0
+"""Seconds without a change before a file without a mark counts. Chosen: writers flush more often while they
+write."""
+SAVE_S = 60.0
+"""Longest that a file counts as a save that goes on; what is written for longer is a log. Chosen: in that
+time a slow disk takes some gigabytes, and what is larger has a format that says where it ends."""
+LAG_S = 5.0
+"""Age that a reported step may have when a save is seen. Chosen: the wrapper's and our own looks, on a busy
+machine."""
+_F_SETSIG = getattr(fcntl, "F_SETSIG", 10)
+_Facts = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One file as it was last seen.
+
+    Attributes:
+        facts: Size, modification time, inode.
+        since: When these facts were first seen, by the watcher's own clock.
+        streak: When the changes began of which this is the last, with less than :data:`QUIET_S` between two.
+        is_replaced: True when another file was put in its place, as by a rename.
+        is_rewritten: True when it was written from its first bytes on and closed, as no log is.
+        progress: What the training had reported by then.
+        torn: Why it cannot be whole; None when its format does not say so.
+        head: Its first bytes.
+    """
+
+    facts: _Facts
+    since: float
+    streak: float
+    progress: Progress
+    is_replaced: bool = False
+    is_rewritten: bool = False
+    torn: str | None = None
+    head: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a snapshot would hold now.
+
+    Attributes:
+        units: Whole ones.
+        links: Kept with them.
+        step: Of the newest content; None when unknown.
+        progress: What the training had reported when the newest content was first seen.
+        left_out: Path to the reason, of all that is there and not in it.
+        waits_for: Of these, what a snapshot waits for; empty when it can be taken.
+        is_hurried: True when files count that were saved less than :data:`QUIET_S` ago.
+    """
+
+    units: tuple[Unit, ...] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
+    step: int | None = None
+    progress: Progress = field(default_factory=Progress)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    waits_for: tuple[str, ...] = ()
+    is_hurried: bool = False
+
+    @property
+    def files(self) -> tuple[TreeFile, ...]:
+        """By path."""
+        return tuple(sorted((item for unit in self.units for item in unit.files), key=lambda item: item.path))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any name, size, modification time, inode or link does; logs do not count."""
+        facts = [
+            (item.path, item.size, item.mtime_ns, item.inode)
+            for item in self.files
+            if not saver_layouts.is_log(item.path)
+        ]
+        return sha256(dumps([facts, sorted(self.links.items())]).encode()).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(item.size for item in self.files)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing of a training in it."""
+        return all(unit.kind == "file" and saver_layouts.is_log(unit.name) for unit in self.units)
+
+
+class Settling:
+    """Follows a folder from look to look."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        """Begin without knowing anything; ages are by *monotonic*."""
+        self._monotonic = monotonic
+        self._seen: dict[str, Seen] = {}
+        self._links: dict[str, tuple[str, float]] = {}
+        self._tree: Tree | None = None
+        self._pointers: Mapping[str, Unit] = {}
+        self._families = saver_layouts.Families(())
+        self._now = monotonic()
+
+    def look(self, tree: Tree, progress: Progress) -> None:
+        """Take up *tree* as it is now; what was saved before it was seen is of *progress* or earlier."""
+        self._now = now = self._monotonic()
+        self._tree = tree
+        self._seen = {item.path: self._see(item, progress, now) for item in tree.files}
+        self._links = {
+            path: (target, self._links[path][1] if self._links.get(path, ("", 0))[0] == target else now)
+            for path, target in tree.links.items()
+        }
+
+    def _see(self, item: TreeFile, progress: Progress, now: float) -> Seen:
+        facts = (item.size, item.mtime_ns, item.inode)
+        last = self._seen.get(item.path)
+        if last is not None and last.facts == facts:
+            return last
+        head, torn = first_look(item)
+        seen = Seen(facts, now, now, progress, torn=torn, head=head)
+        if last is None:
+            return seen
+        is_going_on = now - last.since < QUIET_S
+        is_replaced = item.inode != last.facts[2] or (last.is_replaced and is_going_on)
+        is_added_to = item.size > last.facts[0] and seen.head.startswith(last.head)
+        is_rewritten = last.is_rewritten and is_going_on
+        return replace(
+            seen,
+            streak=last.streak if is_going_on else now,
+            is_replaced=is_replaced,
+            is_rewritten=is_rewritten or (not is_added_to and self._is_open(item) is False),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of every file but logs and temporary ones, whole or not: changes with each save."""
+        tree = self._tree
+        files = (
+            [] if tree is None else [item for item in tree.files if not saver_layouts.is_temporary(item.path)]
+        )
+        return Selection(tuple(Unit(item.path, (item,)) for item in files)).fingerprint
+
+    def quiet_s(self, item: TreeFile) -> float:
+        """Seconds since the file was first seen as it is."""
+        return self._now - self._seen[item.path].since
+
+    def select(self, *, hurry: bool = False, died_ns: int | None = None, is_over: bool = False) -> Selection:
+        """What a snapshot would hold.
+
+        Args:
+            hurry: A snapshot is overdue: what is closed counts though it is saved all the time.
+            is_over: The command has ended, so that no process writes any more.
+            died_ns: When it was killed or failed, and may have been writing; None when it ended well.
+        """
+        tree = self._tree
+        if tree is None:
+            return Selection()
+        known = saver_layouts.units(tree)
+        self._pointers, self._families = saver_layouts.pointers(known), saver_layouts.Families(known)
+        why = {unit.name: self._fault(unit, hurry=hurry, is_over=is_over, died_ns=died_ns) for unit in known}
+        chosen = saver_layouts.wanted(known, lambda unit: why[unit.name] is None, tree.links)
+        waits = self._waits(known, chosen, why, tree)
+        marked = [unit for unit in known if unit.mark is not None]
+        if marked and not any(why[unit.name] is None for unit in marked):
+            chosen = [unit for unit in chosen if unit.kind not in ("file", "set")]
+        if is_over and waits:  # what is waited for will not come, and what lies beside it may belong to it
+            chosen = [unit for unit in chosen if unit.kind not in ("file", "set")]
+        newest, step = saver_layouts.step_of(chosen)
+        progress = Progress() if newest is None else self._seen[newest.newest.path].progress
+        if newest is not None and step is None:
+            step = _refined(newest.newest, progress)
+        left_out = {name: reason for name, reason in why.items() if reason is not None} | dict(tree.left_out)
+        held = {item.path for unit in chosen for item in unit.files}
+        links = {path: target for path, target in tree.links.items() if _is_held(path, tree.links, held)}
+        left_out |= {path: "a link to what is not whole" for path in tree.links if path not in links}
+        left_out |= {
+            item.path: "a temporary name" for item in tree.files if saver_layouts.is_temporary(item.path)
+        }
+        return Selection(tuple(chosen), links, step, progress, left_out, tuple(waits), hurry)
+
+    def _fault(self, unit: Unit, *, hurry: bool, is_over: bool, died_ns: int | None) -> str | None:
+        """Why *unit* is not whole; None when it is."""
+        torn = next((found for item in unit.files if (found := self._seen[item.path].torn)), None)
+        if torn is not None:
+            return torn.removeprefix(f"{unit.name}: ")
+        if unit.mark is False:
+            return "its saver has not finished it"
+        if saver_layouts.is_event_file(unit.name):
+            return "a log"
+        if unit.mark or self._is_named_as_whole(unit):
+            return None
+        quiet = min(self.quiet_s(item) for item in unit.files)
+        missing = self._families.lacks(unit)
+        if missing and (is_over or quiet < SAVE_S):
+            return f"lacks {', '.join(sorted(missing)[:3])}, which the one before has"
+        if is_over:
+            return self._fault_at_the_end(unit, died_ns)
+        if quiet >= QUIET_S:
+            return None
+        is_loose = unit.kind in ("file", "set")
+        if hurry and is_loose and all(self._is_settled(item) for item in unit.files):
+            return None
+        return f"changed less than {QUIET_S:g} s ago"
+
+    def _fault_at_the_end(self, unit: Unit, died_ns: int | None) -> str | None:
+        if died_ns is None or unit.end_mark:
+            return None
+        is_loose = unit.kind in ("file", "set")
+        for item in unit.files:
+            is_quiet = item.mtime_ns <= died_ns - QUIET_S * 1e9
+            if not is_quiet and not (is_loose and self._is_settled(item, is_over=True)):
+                return f"it was written less than {QUIET_S:g} s before the command died"
+        return None
+
+    def _is_named_as_whole(self, unit: Unit) -> bool:
+        """True when a pointer names it that was written after it."""
+        named_at = (
+            self._seen[path].facts[1] for path, named in self._pointers.items() if named.name == unit.name
+        )
+        return any(at >= unit.newest.mtime_ns for at in named_at)
+
+    def _is_settled(self, item: TreeFile, *, is_over: bool = False) -> bool:
+        """True for a file that is saved all the time and whole at this moment.
+
+        By a rename, by its format, as a small text that names what it points to, or as one that its writer
+        writes anew each time and has closed.
+        """
+        if saver_layouts.is_log(item.path):
+            return False
+        if self._seen[item.path].is_replaced or item.path in self._pointers:
+            return self.quiet_s(item) > 0 or not self._is_open(item)
+        if self._seen[item.path].is_rewritten and not is_over and self._is_open(item) is False:
+            return True  # its writer, which lives, has closed it
+        return has_end(item) and not self._is_open(item)
+
+    def _is_open(self, item: TreeFile) -> bool | None:
+        """True when a process has it open for writing; None when the system does not say."""
+        try:
+            with item.open(shares_names=True) as stream:
+                return is_open_for_writing(stream.fileno())
+        except (OSError, CheckpointError):
+            return None
+
+    def _waits(
+        self, known: Sequence[Unit], chosen: Sequence[Unit], why: dict[str, str | None], tree: Tree
+    ) -> list[str]:
+        """Names of units that what is *chosen* may belong together with, and that are being written."""
+        whole = {unit.name for unit in chosen}
+        since: dict[str, float] = {}
+        for unit in chosen:
+            if unit.kind in ("file", "set") and not saver_layouts.is_log(unit.name):
+                folder = str(PurePosixPath(unit.name).parent)
+                streak = max(self._seen[item.path].streak for item in unit.files)
+                since[folder] = max(since.get(folder, -float("inf")), streak)
+        found = []
+        for unit in known:
+            if unit.kind != "file" or unit.name in whole or saver_layouts.is_log(unit.name):
+                continue
+            newest = since.get(str(PurePosixPath(unit.name).parent))
+            if newest is not None:
+                if self._is_a_log(unit.files[0], newest):
+                    why[unit.name] = "written all the time"
+                else:
+                    found.append(unit.name)
+        by_path = {item.path: unit for unit in known for item in unit.files}
+        for path, (_, at) in self._links.items():
+            target = trees.resolved(path, tree.links)
+            named = next((one for one in known if one.name == target), by_path.get(target))
+            if named is not None and why[named.name] is not None and self._now - at < SAVE_S:
+                found.append(named.name)
+        return sorted(set(found))
+
+    def _is_a_log(self, item: TreeFile, newest: float) -> bool:
+        """True for a file that is kept open and written, and was not begun by a save at *newest*."""
+        seen = self._seen[item.path]
+        if seen.torn is not None:
+            return self.quiet_s(item) >= SAVE_S
+        is_saved = seen.is_replaced or seen.is_rewritten or item.path in self._pointers
+        if is_saved or has_end(item):
+            return False
+        return self._now - seen.streak >= SAVE_S or seen.streak < newest - QUIET_S
+
+
+def _is_held(path: str, links: Mapping[str, str], held: Iterable[str]) -> bool:
+    target = trees.resolved(path, links)
+    return target == "." or any(name == target or name.startswith(f"{target}/") for name in held)
+
+
+def _refined(item: TreeFile, progress: Progress) -> int | None:
+    """The step that the file keeps, where it is what the training reported or a moment before; else None."""
+    found = steps_in(item)
+    if not found:
+        return None
+    if progress.step is None:
+        return next(iter(found)) if len(found) == 1 else None
+    slack = 2 + LAG_S * (progress.steps_per_s or 0.0)
+    near = [step for step in found if abs(step - progress.step) <= slack]
+    return max(near, default=None)
+
+
+def is_open_for_writing(file: int) -> bool | None:
+    """True when any process has the open *file* open for writing; None when the system does not say.
+
+    Source: fcntl(2), F_SETLEASE: a read lease is refused with EAGAIN while the file is open for writing.
+    It is given back at once; a writer that comes in between waits for that long.
+    """
+    try:
+        fcntl.fcntl(file, _F_SETSIG, signal.SIGURG)  # by default SIGIO, which ends a process
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as err:
+        return True if err.errno == errno.EAGAIN else None
+    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False

@@ -1,0 +1,258 @@
+"""Copy volumes and inputs in before the start.
+
+========================= ==============================================================================
+source                    what lands at the mount's path
+========================= ==============================================================================
+output of a run (URI)     its files, each checked against the manifest
+``s3://``, ``gs://``, ... all below that name, or the one object of that name
+``file://``, ``/path``    a copy of the folder or file; a link inside that leads outside is refused
+``hostPath:/path``        a link to the machine's own folder; nothing is copied
+========================= ==============================================================================
+
+One file lands inside the mount's path under its own name, unless the mount's path ends with the same
+suffix: then it is the file itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePosixPath
+
+from envscaler_agent.protocol import SCHEMA, Manifest
+from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.spool_state import Mount
+from envscaler_airflow.store import manifests, outputs
+from envscaler_airflow.store.base import Store, TellsVersions, open_store
+from envscaler_airflow.store.names import landing
+from envscaler_airflow.store.root import COPY_BYTES, Root
+from envscaler_airflow.store.transfer_progress import Moved
+
+
+def fetch(site: Site, store: Store, sizes: Mapping[str, int], path: Path, index: Path, moved: Moved) -> None:
+    """Let *path* hold exactly the objects of *sizes*; *index* remembers their versions, *moved* counts bytes.
+
+    Raises:
+        StoreError: The store did not answer in time.
+        SetupCancelledError, WorkInterruptedError: See :meth:`Site.wanted`.
+    """
+    known = _read(index)
+    held: dict[str, str | None] = {}
+
+    def hold(name: str) -> None:
+        if name in held:  # by an earlier try
+            moved.add(sizes[name])
+            return
+        target = path / name
+        version = store.version(name) if isinstance(store, TellsVersions) else None
+        if version is not None and known.get(name) == version and target.is_file():
+            moved.add(sizes[name])
+        else:
+            with landing(target) as part, part.open("w+b") as stream, moved.arriving(stream, sizes[name]):
+                store.get_file(name, stream)
+        held[name] = version
+
+    site.patiently(lambda: each(hold, sizes, store, moved, between=site.wanted), what=path.name, moved=moved)
+    _remove_others(path, {path / name for name in sizes})
+    _write(index, {name: version for name, version in held.items() if version is not None})
+
+
+def each(
+    act: Callable[[str], None],
+    sizes: Mapping[str, int],
+    store: Store,
+    moved: Moved,
+    *,
+    between: Callable[[], None],
+) -> None:
+    """*act* on each name of *sizes*, small ones side by side."""
+    moved.begin(sum(sizes.values()))
+    manifests.side_by_side(act, sorted(sizes), store.at_once, size=sizes.__getitem__, between=between)
+
+
+def _remove_others(path: Path, kept: set[Path]) -> None:
+    for item in path.rglob("*"):
+        if (item.is_file() or item.is_symlink()) and item not in kept:
+            item.unlink(missing_ok=True)
+
+
+def _read(index: Path) -> dict[str, str]:
+    try:
+        body = json.loads(index.read_bytes())["versions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _write(index: Path, versions: dict[str, str]) -> None:
+    index.parent.mkdir(parents=True, exist_ok=True)
+    part = index.with_name(f".{index.name}.part")
+    part.write_text(json.dumps({"schema": SCHEMA, "versions": versions}), encoding="utf-8")
+    part.replace(index)
+
+
+_HOST = "hostPath:"
+
+
+def bring(site: Site, mount: Mount) -> None:
+    """Lay *mount* out.
+
+    Raises:
+        SpecError: The source cannot be had that way, or does not exist.
+        CheckpointError: An output of a run is missing, torn or of another hash.
+        StoreError: The store did not answer in time.
+    """
+    path = Path(mount.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if mount.source.startswith(_HOST):
+        _link(mount, path)
+    elif outputs.is_output_uri(mount.source):
+        _bring_output(site, mount, path)
+    elif mount.source.startswith(("/", "file://")):
+        _copy(site, mount, path)
+    else:
+        _fetch_all(site, mount, path)
+
+
+def _link(mount: Mount, path: Path) -> None:
+    source = Path("/" + mount.source.removeprefix(_HOST).lstrip("/"))
+    if not source.exists():
+        raise SpecError(f"volume {mount.name}: {source} does not exist on this machine")
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        path.rmdir()
+    path.symlink_to(source)
+
+
+def _bring_output(site: Site, mount: Mount, path: Path) -> None:
+    store, prefix = outputs.open_folder(mount.source, site.layout.store_options)
+    manifest: Manifest = site.patiently(lambda: manifests.read_manifest(store, prefix), what=mount.name)
+
+    def fetch(target: Path) -> None:
+        with _transfer(site, mount) as moved:
+            site.patiently(
+                lambda: manifests.fetch(store, prefix, manifest, target, between=site.wanted, moved=moved),
+                what=mount.name,
+                moved=moved,
+            )
+
+    try:
+        if manifest.kind != "file" or not _is_file_path(path, manifest.files[0].path):
+            path.mkdir(parents=True, exist_ok=True)
+            fetch(path)
+            return
+        only = manifest.files[0]
+        fetch(path.parent)
+        if path.name != only.path:
+            (path.parent / only.path).replace(path)
+    except CheckpointError as err:
+        raise CheckpointError(f"volume {mount.name}: {err}") from err
+
+
+def _transfer(site: Site, mount: Mount) -> AbstractContextManager[Moved]:
+    return site.transfer("fetching", f"volume {mount.name}")
+
+
+def _is_file_path(path: Path, name: str) -> bool:
+    suffix = PurePosixPath(name).suffix
+    return bool(suffix) and path.suffix == suffix and not path.is_dir()
+
+
+def _copy(site: Site, mount: Mount, path: Path) -> None:
+    """The source itself may be a link; its content is opened below it, so no link in it leads elsewhere."""
+    named = Path(mount.source.removeprefix("file://"))
+    source = Path(os.path.realpath(named))
+    try:
+        if source.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
+            files = [(item.path, item) for item in manifests.walk(source)]
+        elif source.is_file():
+            landing = _landing(path, named.name)
+            path, files = landing.parent, [(landing.name, manifests.one_file(source))]
+        else:
+            raise SpecError(f"volume {mount.name}: {named} does not exist on this machine")
+        root = Root.real(Path(os.path.realpath(path, strict=True)))
+        with _transfer(site, mount) as moved:
+            moved.begin(sum(item.size for _, item in files))
+            for name, item in files:
+                site.wanted()
+                _copy_file(item, root, name, moved)
+    except CheckpointError as err:
+        raise SpecError(f"volume {mount.name}: {err}") from err
+
+
+def _copy_file(item: manifests.TreeFile, root: Root, name: str, moved: Moved) -> None:
+    """The file with its mode and time, as one whole."""
+    with item.open(shares_names=True) as stream, root.landing(name) as new:
+        with moved.sending(stream, item.size):
+            shutil.copyfileobj(stream, new, COPY_BYTES)
+        seen = os.fstat(stream.fileno())
+        new.flush()
+        os.fchmod(new.fileno(), seen.st_mode & 0o777)
+        os.utime(new.fileno(), ns=(seen.st_atime_ns, seen.st_mtime_ns))
+
+
+def _landing(path: Path, name: str) -> Path:
+    if _is_file_path(path, name):
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    return path / name
+
+
+def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
+    store = open_store(mount.source, site.layout.store_options)
+    sizes = site.patiently(lambda: store.sizes(""), what=mount.name)
+    if sizes:
+        path.mkdir(parents=True, exist_ok=True)
+        _get(site, mount, store, sizes, path)
+        return
+    if mount.is_written_back:
+        path.mkdir(parents=True, exist_ok=True)  # nothing lies there yet
+        return
+    parent, _, name = mount.source.rstrip("/").rpartition("/")
+    store = open_store(parent, site.layout.store_options)
+    size = site.patiently(lambda: store.size(name), what=mount.name)
+    if size is None:
+        raise SpecError(f"volume {mount.name}: nothing lies at {mount.source}")
+    if mount.index is not None:
+        _get(site, mount, store, {name: size}, path)
+        return
+    landing = _landing(path, name)
+    _get(site, mount, store, {name: size}, landing.parent, place=landing.name)
+
+
+def _get(
+    site: Site, mount: Mount, store: Store, sizes: Mapping[str, int], path: Path, *, place: str | None = None
+) -> None:
+    """Lay the objects of *sizes* below *path*, small ones side by side; *place*: the only one there."""
+    with _transfer(site, mount) as moved:
+        if mount.index is not None:
+            fetch(site, store, sizes, path, Path(mount.index), moved)
+            return
+        root = Root.real(Path(os.path.realpath(path, strict=True)))
+
+        def get(name: str) -> None:
+            """Through no link."""
+            if _size(root, place or name) == sizes[name]:
+                moved.add(sizes[name])  # fetched before, since it lands as a whole
+                return
+            with root.landing(place or name) as stream, moved.arriving(stream, sizes[name]):
+                store.get_file(name, stream)
+
+        site.patiently(
+            lambda: each(get, sizes, store, moved, between=site.wanted), what=mount.name, moved=moved
+        )
+
+
+def _size(root: Root, path: str) -> int | None:
+    try:
+        seen = root.stat(path)
+    except OSError:
+        return None
+    return seen.st_size if stat.S_ISREG(seen.st_mode) else None

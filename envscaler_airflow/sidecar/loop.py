@@ -1,0 +1,291 @@
+"""The rounds of a running courier: what is heard, what is said, and the end.
+
+Three threads, so that nothing quick waits for anything long: this one (control, lease, chunks,
+status), one for the set-up and the uploads, one for snapshots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+
+from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.sidecar import claim, setup
+from envscaler_airflow.sidecar.context import Backoff, Site, WorkInterruptedError
+from envscaler_airflow.sidecar.frozen_spec import Frozen
+from envscaler_airflow.sidecar.owner_watch import OwnerWatch
+from envscaler_airflow.sidecar.snapshots import Snapshots
+from envscaler_airflow.sidecar.spool_state import State
+from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs
+from envscaler_airflow.sidecar.writeback import WriteBack
+
+ROUND_S = 0.5
+"""Between two rounds. Chosen: half of the wrapper's second."""
+STATUS_S = 15.0
+"""Between two statuses without a change, seconds. Chosen: a stall is seen within a minute, for 240 writes an
+hour and node."""
+WRAPPER_S = 120.0
+"""How long a wrapper may say nothing after the set-up failed, before its end is told for it. Chosen."""
+
+log = logging.getLogger(__name__)
+
+
+class Heavy:
+    """Set-up, then checkpoints, then outputs: what takes long, one after another."""
+
+    def __init__(self, site: Site) -> None:
+        """Go on where an earlier courier was."""
+        self._site = site
+        self._checkpoints: Checkpoints | None = None
+        self._outputs = Outputs(site)
+        self._volumes = WriteBack(site)
+        self.frozen: Frozen | None = None
+
+    def step(self) -> None:
+        """Do what is next.
+
+        Raises:
+            WorkInterruptedError: The courier must end.
+        """
+        site = self._site
+        if not site.memory.state.is_laid_out:
+            setup.lay_out(site)
+        if not site.who.claim:
+            claim.take(site)  # the set-up could not, or this sidecar was restarted after it
+        if site.memory.state.is_drained:
+            return
+        if site.memory.state.failed is not None:
+            site.memory.update(is_drained=True)
+            return
+        if self._checkpoints is None:
+            self.frozen = setup.read_spec(site)
+            self._checkpoints = Checkpoints(site, self.frozen.keep, volumes=self._volumes)
+        has_left = self._checkpoints.step()
+        if has_left and site.memory.state.is_final_snapshot_done:
+            ended = site.ended()
+            # Looked at once more: the last snapshot may have come after the step above.
+            if ended is not None and self._checkpoints.step() and self._are_outputs_done(ended):
+                site.memory.update(is_drained=True)
+
+    def _are_outputs_done(self, ended: Ended) -> bool:
+        if ended.reason != "succeeded":
+            return True
+        return self._volumes.step() and (self._site.who.node != 0 or self._outputs.step())
+
+
+class Speaker:
+    """Writes the node's status: every 15 s, and at once when something changed that others act on."""
+
+    def __init__(self, site: Site) -> None:
+        """Go on with the sequence of an earlier courier, also of one on a machine that is gone."""
+        self._site = site
+        self._backoff = Backoff(site.monotonic)
+        self._said: Status | None = None
+        self._said_at = -float("inf")
+        self._sequence: int | None = None
+
+    @property
+    def _name(self) -> str:
+        who = self._site.who
+        return status_name(who.generation, who.attempt, who.node, who.claim)
+
+    def step(self, status: Status) -> bool:
+        """Write *status* when it is time; True when the store holds what matters of it."""
+        now = self._site.monotonic()
+        has_changed = self._said is None or _matter(status) != _matter(self._said)
+        if not has_changed and now - self._said_at < STATUS_S:
+            return True
+        if not self._backoff.is_ready:
+            return False
+        try:
+            self._sequence = self._next_sequence()
+            self._site.store.write(self._name, dataclasses.replace(status, sequence=self._sequence).to_json())
+        except (StoreError, OSError) as err:
+            self._backoff.failed()
+            log.warning("status not written error=%s", err)
+            return False
+        self._backoff.worked()
+        self._said, self._said_at = status, now
+        return True
+
+    def _next_sequence(self) -> int:
+        """One more than was ever written, as far as this disk and the store remember."""
+        last = self._sequence if self._sequence is not None else self._last_in_store()
+        sequence = max(last, self._site.memory.state.sequence) + 1
+        try:
+            self._site.memory.update(sequence=sequence)
+        except OSError as err:  # a full disk must not silence the node
+            self._site.messages.say("courier", f"courier.json: {err}")
+        else:
+            self._site.messages.say("courier", None)
+        return sequence
+
+    def _last_in_store(self) -> int:
+        body = self._site.store.read(self._name, max_bytes=MAX_JSON_BYTES)
+        if body is None:
+            return 0
+        try:
+            return Status.from_json(body, where=self._name).sequence
+        except ProtocolError:
+            return 0  # readers only ask whether it changed
+
+
+def _matter(status: Status) -> Status:
+    """The parts of a status whose change is written at once."""
+    progress = dataclasses.replace(type(status.progress)(), epoch=status.progress.epoch)
+    return dataclasses.replace(
+        status, sequence=0, progress=progress, cpu_seconds=None, usage={}, transfer=None
+    )
+
+
+def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
+    """What this node says now: the wrapper's part, and the courier's own; ``ended`` only when *is_over*."""
+    state, who = site.memory.state, site.who
+    base = said or Status()
+    ended, phase = _end(state, base) if is_over else (None, _phase(state, base))
+    message = "; ".join(part for part in (state.failed, site.messages.text(), base.message) if part)
+    return dataclasses.replace(
+        base,
+        generation=who.generation,
+        attempt=who.attempt,
+        node=who.node,
+        claim=who.claim,
+        address=site.address or base.address,
+        phase=phase,
+        ended=ended,
+        transfer=None if is_over else site.transferring(),
+        start_step=state.start_step,
+        restored_from=state.restored_from,
+        restored_claim=state.restored_claim,
+        restore_s=state.restore_s,
+        checkpoint_s=state.checkpoint_s if state.checkpoint_s is not None else base.checkpoint_s,
+        rejected=state.rejected,
+        last_checkpoint=state.last_checkpoint,
+        last_checkpoint_step=state.last_checkpoint_step,
+        checkpoints=state.checkpoints,
+        outputs=dict(state.outputs) if ended is not None and ended.reason == "succeeded" else {},
+        message=message[:2000],
+    )
+
+
+def _phase(state: State, base: Status) -> str:
+    if base.ended is not None:
+        return "uploading"
+    if not state.is_laid_out:
+        return "restoring" if state.is_restoring else "setup"
+    return base.phase
+
+
+def _end(state: State, base: Status) -> tuple[Ended | None, str]:
+    if base.ended is None:
+        return Ended(reason=state.failed_as, detail=state.failed or "the wrapper never began"), "ended"
+    if state.failed is not None and base.ended.reason == "succeeded":
+        return dataclasses.replace(base.ended, reason="failed", detail=state.failed), "ended"
+    return base.ended, "ended"
+
+
+class Courier:
+    """One courier: :meth:`run` until all is uploaded or it is told to end."""
+
+    def __init__(self, site: Site) -> None:
+        """Serve *site*."""
+        self._site = site
+        self.heavy = Heavy(site)
+        self._watch = OwnerWatch(site)
+        self._chunks = Chunks(site)
+        self._speaker = Speaker(site)
+        self._said: Status | None = None
+        self._failed_at: float | None = None
+        self._failure: BaseException | None = None
+        self._snapshots: Snapshots | None = None
+
+    def run(self) -> bool:
+        """Go on until the end; True when all is done, False when the courier was told to end."""
+        if self._site.memory.state.phase == "done":
+            return True
+        threads = [self._thread(self.heavy.step, "heavy"), self._thread(self.snapshot, "snapshots")]
+        try:
+            while not self.step():
+                if self._site.ending.wait(ROUND_S):
+                    break
+        finally:
+            self._site.ending.set()
+            for thread in threads:
+                thread.join(timeout=20)
+        if self._failure is not None:
+            raise self._failure
+        return self._site.memory.state.phase == "done"
+
+    def _thread(self, step: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=self._rounds, args=(step, name), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _rounds(self, step: Callable[[], None], name: str) -> None:
+        try:
+            while not self._site.ending.is_set():
+                try:
+                    step()
+                except (StoreError, OSError) as err:  # a full disk, for one: said, and tried again
+                    self._site.messages.say(name, f"{type(err).__name__}: {err}")
+                    self._site.ending.wait(5)
+                else:
+                    self._site.messages.say(name, None)
+                self._site.ending.wait(ROUND_S)
+        except WorkInterruptedError:
+            pass
+        except BaseException as err:  # noqa: BLE001 - the thread's outermost edge: handed to run()
+            self._failure = err
+            self._site.ending.set()
+
+    def snapshot(self) -> None:
+        """One round of the snapshots, once it is known how often they are wanted."""
+        if self._snapshots is None:
+            if self.heavy.frozen is None and self._site.memory.state.failed is None:
+                return
+            every = self.heavy.frozen.every if self.heavy.frozen else None
+            self._snapshots = Snapshots(self._site, every)
+        self._snapshots.step()
+
+    def step(self) -> bool:
+        """One quick round; True when all is done and reported. Before its claim it writes nothing."""
+        site = self._site
+        if not site.who.claim:
+            return False
+        said = self._hear()
+        has_ended = said is not None and said.ended is not None
+        if not has_ended:
+            self._watch.step()
+        is_empty = self._chunks.step(has_ended=has_ended)
+        state = site.memory.state
+        is_over = state.is_drained and is_empty and (has_ended or self._is_abandoned())
+        is_said = self._speaker.step(compose(site, said, is_over=is_over))
+        phase = "setup" if not state.is_laid_out else "draining" if has_ended else "running"
+        # Only now: whoever reads "done" may take the machine away.
+        self._enter("done" if is_over and is_said else phase)
+        return is_over and is_said
+
+    def _hear(self) -> Status | None:
+        try:
+            self._said = self._site.exchange.wrapper_status() or self._said
+        except (ProtocolError, OSError) as err:
+            self._site.messages.say("wrapper", str(err))
+        else:
+            self._site.messages.say("wrapper", None)
+        return self._said
+
+    def _enter(self, phase: str) -> None:
+        if phase != self._site.memory.state.phase:
+            try:
+                self._site.memory.update(phase=phase)
+            except OSError as err:
+                self._site.messages.say("courier", str(err))
+
+    def _is_abandoned(self) -> bool:
+        """The set-up failed, and the wrapper never took that up."""
+        if self._failed_at is None:
+            self._failed_at = self._site.monotonic()
+        return self._site.monotonic() - self._failed_at >= WRAPPER_S

@@ -1,0 +1,385 @@
+"""Which parts of a training's folder are whole, by the layout that its saver writes.
+
+Completeness is judged per unit: a file, or a folder whose content marks it as one saver's.
+
+- Hugging Face Trainer ``checkpoint-N/``: whole with a readable ``trainer_state.json``, which is written
+  last. The newest whole one counts, and the best one that it names; the step is N.
+- Accelerate and diffusers ``checkpoint-N/`` and ``checkpoint_N/`` (``save_state``): no such mark; quiet, and
+  with every file that the one before has. The newest whole one counts; the step is N.
+- torch distributed checkpoints: ``.metadata`` not older than its shards. The newest numbered folder counts,
+  and every one without a number (``best/``).
+- DeepSpeed: the folder that the file ``latest`` beside it names, which rank 0 writes after all ranks' files
+  (engine.py of 0.19.8, ``save_checkpoint``).
+- Any other folder that is named like a save (``step_100``, ``epoch-3``, ``5``): quiet, and with every file
+  that the one before has.
+- Other files of one number in one folder (``model_20.json`` and ``optimizer_20.pkl``): as such a folder.
+- Any other file, so Lightning's ``last.ckpt``: by itself.
+
+A unit that a symbolic link names (``latest``) counts whatever its number. One that a small text file names
+(``last_checkpoint``, ``checkpoint``) which is not older than it is whole: savers write such a file last.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.sidecar import tree as trees
+from envscaler_airflow.sidecar.tree import Tree
+from envscaler_airflow.store.manifests import TreeFile
+
+_MAX_STATE_BYTES = 64 << 20  # trainer_state.json grows with the log history
+_MOST_POINTERS = 20  # newest small files that may name others; chosen: savers keep one or two
+_MAX_TAG_BYTES = 4096  # a file name and its end of line
+
+_CHECKPOINT = re.compile(r"((?:.*/)?checkpoint[-_](\d+))/(.+)\Z")
+_OF_THE_TRAINER = re.compile(r"(?:training_args\.bin|trainer_state\.json|rng_state(?:_\d+)?\.pth)\Z")
+_RANDOM_STATES = re.compile(r"(?:.*/)?random_states_\d+\.pkl\Z")
+_SHARD = re.compile(r"((?:.*/)?)(?:[^/]*\.distcp|\.metadata)\Z")
+_DEEPSPEED = re.compile(r"((?:.*/)?)([^/]+)/[^/]*_(?:model|optim)_states\.pt\Z")
+_SAVE_FOLDER = re.compile(
+    r"((?:.*/)?(?:(?:global[-_]?)?(?:step|iter|iteration|epoch|ckpt|checkpoint|snapshot|save)[-_=]?\d+|\d+))/.+\Z",
+    re.IGNORECASE,
+)
+_FOLDER_STEP = re.compile(r"(?:epoch[-_=]?\d+|.*?(\d+)\D*)\Z", re.IGNORECASE)
+_FILE_STEP = re.compile(
+    r"[^/]*(?<![A-Za-z])(?:step|iter|iteration)s?[-_=]?0*(\d+)(?!\d)[^/]*\Z", re.IGNORECASE
+)
+_NUMBER = re.compile(r"(\d+)\D*\Z")
+_TEMPORARY = re.compile(
+    r"tmp[-_.]|\.tmp|.*(?:\.tmp|\.temp|\.part|\.partial|\.incomplete|_tmp|-tmp|orbax-checkpoint-tmp.*)(?:[-_.]?\w{1,40})?\Z"
+)
+"""Names that a later rename replaces. Source: transformers, orbax, Lightning, huggingface_hub."""
+_LOG = re.compile(
+    r"(?:.*/)?(?:events\.out\.tfevents.*|[^/]*\.(?:log|out|err|jsonl|csv|tsv|lock|pid|wandb)|[^/]*log[^/]*\.txt)\Z",
+    re.IGNORECASE,
+)
+"""Files that are written all the time by the names that loggers give them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is whole, or not, by itself.
+
+    Attributes:
+        name: Path of the file or folder.
+        files: Of it.
+        kind: ``trainer``, ``accelerate``, ``distributed``, ``deepspeed``, ``folder``, ``set`` or ``file``.
+        mark: True when the saver's mark says that it is whole, False when it says that it is not; None where
+            the saver makes no mark.
+        end_mark: True where a mark is there that files may follow: it counts once the writer is gone.
+        step: That the name or the mark says; None when neither does.
+        keeps: Names of units that this one says must be kept (the best).
+    """
+
+    name: str
+    files: tuple[TreeFile, ...]
+    kind: str = "file"
+    mark: bool | None = None
+    end_mark: bool = False
+    step: int | None = None
+    keeps: frozenset[str] = frozenset()
+
+    @property
+    def newest(self) -> TreeFile:
+        """The file that was changed last."""
+        return max(self.files, key=lambda item: item.mtime_ns)
+
+    @property
+    def facts(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Name, size, modification time and inode of each file: any change makes others."""
+        return tuple((item.path, item.size, item.mtime_ns, item.inode) for item in self.files)
+
+    @property
+    def shape(self) -> frozenset[str]:
+        """Names of its files without numbers, to be compared with the one before."""
+        inner = (
+            item.path.removeprefix(self.name) if self.kind != "set" else item.path for item in self.files
+        )
+        return frozenset(re.sub(r"\d+", "#", path) for path in inner)
+
+
+def is_temporary(path: str) -> bool:
+    """True for what a later rename replaces: ``tmp-checkpoint-8/``, ``model.pt.tmp``."""
+    return any(_TEMPORARY.match(part) for part in path.split("/"))
+
+
+def is_log(path: str) -> bool:
+    """True for a file that loggers write all the time, by its name."""
+    return _LOG.match(path) is not None
+
+
+def is_event_file(path: str) -> bool:
+    """True for TensorBoard's: the next attempt writes its own."""
+    return path.rpartition("/")[2].startswith("events.out.tfevents")
+
+
+def units(tree: Tree) -> tuple[Unit, ...]:
+    """All units of *tree*, by name; what has a temporary name belongs to none."""
+    rest = [item for item in tree.files if not is_temporary(item.path)]
+    found: list[Unit] = []
+    for take in (_checkpoint_folders, _distributed, _deepspeed, _save_folders):
+        made = list(take(rest))
+        taken = {item.path for unit in made for item in unit.files}
+        rest = [item for item in rest if item.path not in taken]
+        found += made
+    found += _numbered_sets(rest)
+    return tuple(sorted(found, key=lambda unit: unit.name))
+
+
+def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mapping[str, str]) -> list[Unit]:
+    """Those of *known* that belong into a snapshot: whole, and of some families the newest alone."""
+    whole = [unit for unit in known if is_whole(unit)]
+    pointed = {trees.resolved(path, links) for path in links}
+    newest: dict[tuple[str, str], Unit] = {}
+    for unit in whole:
+        key = (unit.kind, str(PurePosixPath(unit.name).parent))
+        if _is_of_a_family(unit) and (key not in newest or _order(unit) > _order(newest[key])):
+            newest[key] = unit
+    chosen = set(newest.values())
+    best = {name for unit in chosen for name in unit.keeps}
+    return [
+        unit for unit in whole if not _is_of_a_family(unit) or unit in chosen or unit.name in best | pointed
+    ]
+
+
+class Families:
+    """Units that a saver writes one after another, to find what a new one lacks."""
+
+    def __init__(self, known: Iterable[Unit]) -> None:
+        """Sort *known* by their numbers."""
+        members: dict[tuple[str, str], list[tuple[tuple[int, int], str, frozenset[str]]]] = {}
+        for unit in known:
+            if unit.kind in ("accelerate", "folder", "set"):
+                shape, order = unit.shape, _order(unit)
+                for key in self._keys(unit, shape):
+                    members.setdefault(key, []).append((order, unit.name, shape))
+        self._members = {key: sorted(found, key=lambda one: one[:2]) for key, found in members.items()}
+
+    @staticmethod
+    def _keys(unit: Unit, shape: frozenset[str]) -> list[tuple[str, str]]:
+        """By its name without numbers; of a set, by each name in it."""
+        names = shape if unit.kind == "set" else {re.sub(r"\d+", "#", unit.name)}
+        return [(unit.kind, name) for name in names]
+
+    def lacks(self, unit: Unit) -> frozenset[str]:
+        """Files of the one before *unit*, without numbers, that it has not (yet)."""
+        if unit.kind not in ("accelerate", "folder", "set"):
+            return frozenset()
+        shape, order = unit.shape, _order(unit)
+        before = []
+        for key in self._keys(unit, shape):
+            found = self._members[key]
+            index = bisect.bisect_left(found, order, key=lambda one: one[0])
+            before += found[index - 1 : index] if index else []
+        return frozenset() if not before else max(before, key=lambda one: one[:2])[2] - shape
+
+
+def step_of(chosen: Sequence[Unit]) -> tuple[Unit | None, int | None]:
+    """The unit with the newest content, and its step where its name or mark says so.
+
+    A small text file that names another unit (``latest``) points to it.
+    """
+    by_age = sorted(
+        (unit for unit in chosen if not (unit.kind == "file" and is_log(unit.name))),
+        key=lambda unit: (unit.newest.mtime_ns, unit.step is not None),
+        reverse=True,
+    )
+    if not by_age:
+        return None, None
+    newest = by_age[0]
+    if newest.step is None and newest.kind == "file":
+        named = _named_by(newest.files[0], by_age[1:])
+        if named is not None:
+            return named, named.step
+    return newest, newest.step
+
+
+def _named_by(mark: TreeFile, others: Iterable[Unit]) -> Unit | None:
+    text = _tag(mark, is_name=False)
+    if not text:
+        return None
+    words = {word for word in re.split(r"[\s\"':,/]+", text) if len(word) > 1}
+    for unit in others:
+        names = {PurePosixPath(unit.name).name, *(PurePosixPath(item.path).name for item in unit.files)}
+        names |= {name.partition(".")[0] for name in names if re.search(r"\d\.", name)}
+        if words & names:
+            return unit
+    return None
+
+
+def _is_of_a_family(unit: Unit) -> bool:
+    return unit.kind in ("trainer", "accelerate") or (unit.kind == "distributed" and unit.step is not None)
+
+
+def _order(unit: Unit) -> tuple[int, int]:
+    number = _number(unit.name)
+    return (-1 if number is None else number, unit.newest.mtime_ns)
+
+
+def _numbered_sets(files: Iterable[TreeFile]) -> Iterator[Unit]:
+    """Files by folder and by the last number in their names; those without a number each by itself."""
+    groups: dict[tuple[str, int], list[TreeFile]] = {}
+    for item in files:
+        number = _number(PurePosixPath(item.path).stem)
+        if number is None or is_log(item.path):
+            yield Unit(item.path, (item,), step=_file_step(item.path))
+        else:
+            groups.setdefault((str(PurePosixPath(item.path).parent), number), []).append(item)
+    for items in groups.values():
+        named = next((step for item in items if (step := _file_step(item.path)) is not None), None)
+        yield Unit(items[0].path, tuple(items), "set", step=named)
+
+
+def pointers(known: Sequence[Unit]) -> dict[str, Unit]:
+    """Path of each small text file that names a unit (``last_checkpoint``, ``checkpoint``), to that unit."""
+    small = [
+        unit.files[0]
+        for unit in known
+        if unit.kind == "file" and 0 < unit.files[0].size <= _MAX_TAG_BYTES and not is_log(unit.name)
+    ]
+    small.sort(key=lambda item: item.mtime_ns, reverse=True)
+    found = {}
+    for item in small[:_MOST_POINTERS]:
+        named = _named_by(item, (other for other in known if other.name != item.path))
+        if named is not None:
+            found[item.path] = named
+    return found
+
+
+def _file_step(path: str) -> int | None:
+    match = _FILE_STEP.match(path.rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
+def _number(name: str) -> int | None:
+    match = _NUMBER.search(name.rstrip("/").rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
+def _grouped(files: Iterable[TreeFile], pattern: re.Pattern[str]) -> dict[str, list[TreeFile]]:
+    groups: dict[str, list[TreeFile]] = {}
+    for item in files:
+        match = pattern.match(item.path)
+        if match:
+            groups.setdefault(match[1], []).append(item)
+    return groups
+
+
+def _checkpoint_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    groups = _grouped(files, _CHECKPOINT)
+    parents = {folder: str(PurePosixPath(folder).parent) for folder in groups}
+    of_trainer = {
+        parents[folder]
+        for folder, items in groups.items()
+        if any(_OF_THE_TRAINER.match(item.path.removeprefix(f"{folder}/")) for item in items)
+    }
+    for folder, items in groups.items():
+        step = _number(folder)
+        if parents[folder] in of_trainer:
+            yield _of_trainer(folder, tuple(items), step)
+        elif _is_of_accelerate(folder, items):
+            inner = list(
+                _distributed([item for item in items if item.path.count("/") > folder.count("/") + 1])
+            )
+            is_torn = any(unit.mark is False for unit in inner)
+            has_all = any(_RANDOM_STATES.match(item.path) and item.size for item in items)
+            mark = False if is_torn else None
+            yield Unit(folder, tuple(items), "accelerate", mark=mark, end_mark=has_all, step=step)
+
+
+def _is_of_accelerate(folder: str, items: Iterable[TreeFile]) -> bool:
+    names = {item.path.removeprefix(f"{folder}/") for item in items}
+    return any(_RANDOM_STATES.match(name) for name in names) or bool(
+        names & {"optimizer.bin", "scheduler.bin", "sampler.bin"}
+    )
+
+
+def _of_trainer(folder: str, items: tuple[TreeFile, ...], step: int | None) -> Unit:
+    state = _trainer_state(items, folder)
+    if state is None:
+        return Unit(folder, items, "trainer", mark=False, step=step)
+    best = str(state.get("best_model_checkpoint") or "").rstrip("/").rpartition("/")[2]
+    parent = str(PurePosixPath(folder).parent)
+    keeps = {best if parent == "." else f"{parent}/{best}"} if best else set()
+    return Unit(folder, items, "trainer", mark=True, step=step, keeps=frozenset(keeps))
+
+
+def _trainer_state(files: Iterable[TreeFile], folder: str) -> dict[str, object] | None:
+    for item in files:
+        if item.path == f"{folder}/trainer_state.json" and item.size <= _MAX_STATE_BYTES:
+            try:
+                with item.open(shares_names=True) as stream:
+                    body = json.loads(stream.read(_MAX_STATE_BYTES + 1))
+            except (CheckpointError, OSError, ValueError, RecursionError):
+                return None
+            return body if isinstance(body, dict) and "global_step" in body else None
+    return None
+
+
+def _distributed(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    groups = _grouped(files, _SHARD)
+    for prefix, shards in groups.items():
+        marks = [item for item in shards if item.path == f"{prefix}.metadata"]
+        # The coordinator writes .metadata last; one that is older than a shard is of the save before.
+        is_whole = bool(marks) and all(item.mtime_ns <= marks[0].mtime_ns for item in shards)
+        inner = [item for item in files if item.path.startswith(prefix) and _is_in(item, prefix, groups)]
+        if not prefix:  # the tree itself is the checkpoint: what lies beside the shards is a unit of its own
+            inner = shards
+        yield Unit(
+            prefix.rstrip("/") or ".", tuple(inner), "distributed", mark=is_whole, step=_number(prefix)
+        )
+
+
+def _is_in(item: TreeFile, prefix: str, groups: Iterable[str]) -> bool:
+    """True unless the file belongs to a shard folder further down."""
+    return not any(len(other) > len(prefix) and item.path.startswith(other) for other in groups)
+
+
+def _deepspeed(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    tags = {(match[1], match[2]) for item in files if (match := _DEEPSPEED.match(item.path))}
+    for prefix, tag in sorted(tags):
+        mark = next((item for item in files if item.path == f"{prefix}latest"), None)
+        named = _tag(mark) if mark is not None else None
+        inner = tuple(item for item in files if item.path.startswith(f"{prefix}{tag}/"))
+        # A tag that is saved again in place is whole when its mark is written again.
+        is_older = mark is not None and all(item.mtime_ns <= mark.mtime_ns for item in inner)
+        is_kept = named == tag or (named is not None and _number(tag) is None)
+        yield Unit(f"{prefix}{tag}", inner, "deepspeed", mark=is_older and is_kept, step=_number(tag))
+
+
+def _tag(mark: TreeFile, *, is_name: bool = True) -> str | None:
+    """The folder that ``latest`` names; None when it names none, or is being written."""
+    if mark.size > _MAX_TAG_BYTES:
+        return None
+    try:
+        with mark.open(shares_names=True) as stream:
+            name = stream.read(_MAX_TAG_BYTES).decode().strip()
+    except (CheckpointError, OSError, UnicodeDecodeError):
+        return None
+    return name if name and not (is_name and "/" in name) else None
+
+
+def _save_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
+    groups: dict[str, list[TreeFile]] = {}
+    for item in files:
+        folder = _outermost_save(item.path)
+        if folder is not None:
+            groups.setdefault(folder, []).append(item)
+    for folder, items in groups.items():
+        match = _FOLDER_STEP.match(folder.rpartition("/")[2])
+        step = int(match[1]) if match and match[1] else None
+        yield Unit(folder, tuple(items), "folder", step=step)
+
+
+def _outermost_save(path: str) -> str | None:
+    parts = path.split("/")
+    for count in range(1, len(parts)):
+        if _SAVE_FOLDER.match("/".join(parts[:count]) + "/x") and not is_temporary("/".join(parts[:count])):
+            return "/".join(parts[:count])
+    return None

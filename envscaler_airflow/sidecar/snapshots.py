@@ -1,0 +1,485 @@
+"""When code that knows nothing of us is checkpointed: a copy of its folder becomes a local save.
+
+A copy is taken when ``checkpoint.every`` is due and something changed, when the owner asks, and once
+more after the command ended. What of the folder counts is :mod:`.settling`'s answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+
+from envscaler_agent.protocol import Control, Ended, Progress, Status, checkpoint_name
+from envscaler_airflow.errors import CheckpointError, ProtocolError
+from envscaler_airflow.sidecar import saver_layouts, tree
+from envscaler_airflow.sidecar.completeness import QUIET_S, Selection, Settling, is_open_for_writing
+from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.frozen_spec import SNAPSHOT_EVERY
+from envscaler_airflow.sidecar.spool_state import Exchange
+from envscaler_airflow.store.manifests import TreeFile
+from envscaler_airflow.store.root import COPY_BYTES, Place, Root
+
+MOST_OPEN = 256
+"""Files that are held open at once. Chosen: a quarter of the usual limit of a process."""
+
+
+def copy(
+    folder: Path,
+    selection: Selection,
+    target: Root,
+    *,
+    parent: Place | None = None,
+    between: Callable[[], None],
+    nobody_writes: bool = False,
+) -> None:
+    """Copy *selection* of *folder* to the new folder *target*; *between* runs before each file.
+
+    Up to :data:`MOST_OPEN` files are opened first, so that the copy is of one instant, whatever replaces them
+    meanwhile; of more, each must be the same before and after all were copied.
+
+    When *nobody_writes* any more, files are linked where the file system can: that takes neither time
+    nor room.
+
+    Raises:
+        CheckpointError: The files changed meanwhile, or there is too little room.
+        OSError: The disk is full after all.
+    """
+    if not nobody_writes:
+        _check_room(selection.size, target.path)
+    files = selection.files
+    is_held = len(files) <= MOST_OPEN
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(_open(item, folder, selection)) for item in files] if is_held else []
+        if is_held:
+            _check_units(folder, selection, parent)
+        for index, item in enumerate(files):
+            between()
+            with contextlib.ExitStack() as own:
+                stream = opened[index] if is_held else own.enter_context(_open(item, folder, selection))
+                _copy_one(stream, item, target, nobody_writes=nobody_writes)
+                if not _is_same(stream, item):
+                    raise _changed(folder, item.path)
+        if not is_held:
+            _check_units(folder, selection, parent)
+
+
+def _open(item: TreeFile, folder: Path, selection: Selection) -> BufferedReader:
+    try:
+        stream = item.open()
+    except OSError as err:
+        raise _changed(folder, f"{item.path}: {err.strerror}") from err
+    except CheckpointError as err:
+        raise _changed(folder, str(err)) from err
+    is_being_written = selection.is_hurried and is_open_for_writing(stream.fileno())
+    if not _is_same(stream, item) or (is_being_written and not saver_layouts.is_log(item.path)):
+        stream.close()
+        raise _changed(folder, item.path)
+    return stream
+
+
+def _is_same(stream: BufferedReader, item: TreeFile) -> bool:
+    now = os.fstat(stream.fileno())
+    return (now.st_size, now.st_mtime_ns, now.st_ino) == (item.size, item.mtime_ns, item.inode)
+
+
+def _changed(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{folder} changed while it was copied: {what}")
+
+
+def _check_units(folder: Path, selection: Selection, parent: Place | None) -> None:
+    """Every unit still is what was selected: no file of it is another one, none came, none went."""
+    try:
+        now = {unit.name: unit.facts for unit in saver_layouts.units(tree.look(folder, parent=parent))}
+    except OSError as err:
+        raise _changed(folder, str(err)) from err
+    for unit in selection.units:
+        if now.get(unit.name) != unit.facts:
+            raise _changed(folder, unit.name)
+
+
+def _copy_one(stream: BufferedReader, item: TreeFile, target: Root, *, nobody_writes: bool) -> None:
+    if nobody_writes and _link(stream, target, item.path):
+        return
+    stream.seek(0)
+    with target.landing(item.path) as new:
+        shutil.copyfileobj(stream, new, COPY_BYTES)
+        new.flush()
+        os.utime(new.fileno(), ns=(item.mtime_ns, item.mtime_ns))
+
+
+def _link(stream: BufferedReader, target: Root, path: str) -> bool:
+    try:
+        target.link(path, stream)
+    except OSError:  # another file system, or one without links
+        return False
+    return True
+
+
+def _check_room(size: int, folder: Path) -> None:
+    """Leave the training room to write: 5 % of the disk or 1 GiB, whichever is less. Chosen."""
+    room = os.statvfs(folder)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    spare = min(total // 20, 1 << 30)
+    if free < size + spare:
+        raise CheckpointError(
+            f"disk full: a snapshot takes {size} bytes, {free} are free and {spare} are left to the training"
+        )
+
+
+DEFAULT_S = 600.0
+"""Interval where it counts in steps or epochs, seconds. Source: ``SNAPSHOT_EVERY``."""
+SLACK = 0.5
+"""Part of the interval that a save may be late. Chosen."""
+SLACK_LEAST_S = 15.0
+"""The same at least, seconds. Chosen: quiet, hurry, and a look."""
+_SILENCE_PART = "silence"
+MOST_NAMED = 5
+
+
+class Silence:
+    """Watches for node 0; :meth:`step` is called while nothing new could be saved."""
+
+    def __init__(self, site: Site, every: Mapping[str, float] | None) -> None:
+        """Expect a save *every* so often; None where the spec does not say."""
+        self._site = site
+        self._every = every
+        self._since = site.monotonic()
+        self._checkpoints = site.memory.state.checkpoints
+
+    def saved(self) -> None:
+        """Something was saved: count from now."""
+        self._since = self._site.monotonic()
+        self._say(None)
+
+    def step(self, selection: Selection | None, progress: Progress) -> None:
+        """Say so when it is time; *selection*: the folder's content, None for code that saves by itself."""
+        site = self._site
+        if site.who.node != 0 or (self._every is None and site.layout.checkpoint_path is None):
+            return
+        if site.memory.state.checkpoints > self._checkpoints or site.exchange.saved(site.who):
+            self._checkpoints = site.memory.state.checkpoints
+            self.saved()
+            return
+        due_s = self._due_s()
+        if site.monotonic() - self._since < due_s + max(SLACK * due_s, SLACK_LEAST_S):
+            return
+        self._say(f"no checkpoint after {self._interval(progress)}: {self._reason(selection)}")
+
+    def _due_s(self) -> float:
+        return (self._every or {}).get("seconds", DEFAULT_S)
+
+    def _interval(self, progress: Progress) -> str:
+        for unit, now in (("steps", progress.step), ("epochs", progress.epoch)):
+            if unit in (self._every or {}):
+                of = "" if now is not None else f", and no {unit[:-1]} is reported"
+                return f"its interval ({self._every[unit]:g} {unit}{of})" if self._every else ""
+        return f"its interval of {self._due_s():g} s"
+
+    def _reason(self, selection: Selection | None) -> str:
+        path = self._site.layout.checkpoint_path
+        if selection is None:
+            if self._site.exchange.saves():
+                return (
+                    "the training's Session has saved nothing in that time; it saves at the next "
+                    "checkpoint(), with align: epoch at the next end of an epoch"
+                )
+            return "the training has no Session that saves, and the spec has no checkpoint.path to look at"
+        head = f"{path}: "
+        waits = list(selection.waits_for) or list(selection.left_out)
+        if waits:
+            words = [f"{name} ({selection.left_out.get(name, 'is being written')})" for name in waits]
+            more = f", and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+            begin = "waits for" if selection.is_empty or selection.waits_for else "nothing new; left out:"
+            return f"{head}{begin} {', '.join(words[:MOST_NAMED])}{more}"
+        if selection.is_empty:
+            return f"{head}has no files; does the training save there?"
+        names = [unit.name for unit in selection.units]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"{head}nothing new since the last one ({', '.join(names[:MOST_NAMED])}{more})"
+
+    def _say(self, line: str | None) -> None:
+        self._site.messages.say(_SILENCE_PART, line)
+        self._site.exchange.notice(line)
+
+
+SCAN_S = 1.0
+"""Between two looks at the tree. Chosen: a fifth of the quiet time."""
+HURRY_S = 2 * QUIET_S
+"""How long a snapshot that is due waits for quiet; then it takes what is whole at an instant. Chosen."""
+ASK_SHARE = 0.8
+"""Part of the grace after which an ask is answered all the same. Chosen: the wrapper waits for the whole."""
+UNREADABLE_S = 60.0
+"""Longest wait at the end for a folder that cannot be read. Chosen: a mount that comes back takes seconds."""
+_PART = "snapshot"
+
+
+class Snapshots:
+    """Takes the snapshots of node 0; :meth:`step` is called about every half second.
+
+    On other nodes, without a checkpoint folder, and for code that cooperates it only answers.
+    """
+
+    def __init__(self, site: Site, every: Mapping[str, float] | None) -> None:
+        """Take one *every* so often (None: the default), and when asked."""
+        self._site = site
+        self._every = every or SNAPSHOT_EVERY
+        self._settling = Settling(site.monotonic)
+        self._silence = Silence(site, every)
+        self._last_at = site.monotonic()
+        self._due_since: float | None = None
+        self._next_scan = -float("inf")
+        self._is_read = False
+        self._unreadable_since: float | None = None
+        self._ask: tuple[int, float, str | None] | None = None  # sequence, seen at, fingerprint then
+        with suppress(OSError):  # hard links of a copy that was cut short would be foreign names of its files
+            site.exchange.remove(site.exchange.checkpoints / ".snapshot")
+
+    def step(self) -> None:
+        """Answer what is asked, take what is due. Never raises for a tree that is not ready."""
+        state = self._site.memory.state
+        if not state.is_laid_out or state.is_final_snapshot_done:
+            return
+        status = self._status()
+        ended = status.ended if status else None
+        progress = status.progress if status else Progress()
+        asked = self._asked()
+        if self._folder() is None or state.failed is not None:
+            if ended is None and state.failed is None:
+                self._silence.step(None, progress)
+            if asked is not None:
+                self._answer(asked, None)
+            if ended is not None or state.failed is not None:
+                self._site.memory.update(is_final_snapshot_done=True)
+            return
+        now = self._site.monotonic()
+        if ended is None and now < self._next_scan:
+            return
+        self._scan(progress)
+        # A large tree is looked at less often, so that looking takes a twentieth of the time at most.
+        self._next_scan = now + max(SCAN_S, 20 * (self._site.monotonic() - now))
+        if ended is not None:
+            if self._unreadable_since is None or now - self._unreadable_since >= UNREADABLE_S:
+                self._last(ended)
+        elif asked is not None:
+            self._for_ask(asked)
+        else:
+            self._periodic(progress)
+
+    # -- what is known
+
+    def _folder(self) -> Path | None:
+        path = self._site.layout.checkpoint_path
+        if path is None or self._site.who.node != 0 or self._site.exchange.saves():
+            return None
+        return Path(path)
+
+    def _status(self) -> Status | None:
+        try:
+            return self._site.exchange.wrapper_status()
+        except ProtocolError:
+            return None  # the main loop says so
+
+    def _asked(self) -> Control | None:
+        control = self._site.exchange.current_control()
+        if control is None or control.action not in ("checkpoint", "leave"):
+            return None
+        return control if control.sequence > self._site.memory.state.answered else None
+
+    def _scan(self, progress: Progress) -> None:
+        """Look at the tree."""
+        folder = self._folder()
+        self._is_read = False
+        if folder is None:
+            return
+        try:
+            self._site.check_place(folder)
+            self._settling.look(tree.look(folder, parent=self._site.place(folder)), progress)
+        except CheckpointError as err:
+            self._site.messages.say(_PART, f"no snapshot: {err}")
+        except OSError as err:  # no folder any more, or not ours to read: no end may wait for it for ever
+            if self._unreadable_since is None:
+                self._unreadable_since = self._site.monotonic()
+            self._site.messages.say(_PART, f"no snapshot: {err}")
+        else:
+            self._unreadable_since = None
+            self._is_read = True
+
+    def _selected(self, *, hurry: bool = False) -> Selection:
+        """What is whole now; empty when the folder could not be read."""
+        return self._settling.select(hurry=hurry) if self._is_read else Selection()
+
+    def _is_new(self, selection: Selection) -> bool:
+        return not selection.is_empty and selection.fingerprint != self._site.memory.state.snapshot
+
+    def _is_due(self, progress: Progress) -> bool:
+        if self._site.exchange.saved(self._site.who):
+            return False  # the last one is still being uploaded
+        state, every = self._site.memory.state, self._every
+        if "steps" in every and progress.step is not None:
+            return progress.step - (state.snapshot_step or state.start_step or 0) >= every["steps"]
+        if "epochs" in every and progress.epoch is not None:
+            return progress.epoch - (state.snapshot_epoch or 0) >= every["epochs"]
+        seconds = every.get("seconds", SNAPSHOT_EVERY["seconds"])
+        return self._site.monotonic() - self._last_at >= seconds
+
+    # -- the three occasions
+
+    def _periodic(self, progress: Progress) -> None:
+        if not self._is_due(progress):
+            self._due_since = None
+            return
+        now = self._site.monotonic()
+        if self._due_since is None:
+            self._due_since = now
+        selection = self._selected()
+        if not self._is_ready(selection) and now - self._due_since >= HURRY_S:
+            selection = self._selected(hurry=True)
+        name = self._take(selection) if self._is_ready(selection) else None
+        if name is None and self._is_read:
+            self._silence.step(selection, progress)
+
+    def _is_ready(self, selection: Selection) -> bool:
+        return self._is_new(selection) and not selection.waits_for
+
+    def _for_ask(self, control: Control) -> None:
+        """Copy what is new; with ``align: epoch`` wait for the next save, such code's own boundary."""
+        now = self._site.monotonic()
+        selection = self._selected()
+        if self._ask is None or self._ask[0] != control.sequence:
+            self._ask = (control.sequence, now, self._settling.fingerprint)
+        _, since, first = self._ask
+        waits = control.align == "epoch"
+        is_late = now - since >= (control.align_timeout_s if waits else ASK_SHARE * control.grace_s)
+        if waits and not is_late and self._settling.fingerprint == first:
+            return
+        if not self._is_ready(selection) and (is_late or now - since >= HURRY_S):
+            selection = self._selected(hurry=True)
+        if self._is_ready(selection):
+            name = self._take(selection)
+            if name is not None or is_late:
+                self._answer(control, name)
+        elif is_late or not self._may_come(selection):
+            if selection.waits_for or selection.left_out:
+                self._site.messages.say(_PART, f"no snapshot: {waiting_words(selection)}")
+            self._answer(control, None)
+
+    def _may_come(self, selection: Selection) -> bool:
+        """True when something is being written that a snapshot could hold soon."""
+        return bool(selection.waits_for) or any(
+            reason.startswith(("changed less", "its saver", "lacks"))
+            for reason in selection.left_out.values()
+        )
+
+    def _last(self, ended: Ended) -> None:
+        if self._is_read:
+            died_ns = None if ended.exit_code == 0 else self._site.exchange.wrapper.stat().st_mtime_ns
+            selection = self._settling.select(is_over=True, died_ns=died_ns)
+            if self._is_new(selection):
+                self._take(selection, nobody_writes=True)
+            elif selection.is_empty and selection.left_out:
+                self._site.messages.say(_PART, f"no last snapshot: {waiting_words(selection)}")
+        asked = self._asked()
+        if asked is not None:
+            self._answer(asked, None)
+        self._site.memory.update(is_final_snapshot_done=True)
+
+    # -- how
+
+    def _take(self, selection: Selection, *, nobody_writes: bool = False) -> str | None:
+        """Copy; None, and a message, when it did not count."""
+        folder = self._folder()
+        if folder is None:
+            return None
+        progress = selection.progress
+        exchange, site = self._site.exchange, self._site
+        part = exchange.checkpoints / ".snapshot"
+        began = site.monotonic()
+        try:
+            copy(
+                folder,
+                selection,
+                exchange.new_folder(part),
+                parent=site.place(folder),
+                between=site.between,
+                nobody_writes=nobody_writes,
+            )
+            name, body = self._describe(selection, progress, site.monotonic() - began)
+            exchange.write_json(snapshot_facts(exchange, name), body)
+            exchange.folder.rename(exchange.name(part), exchange.name(exchange.checkpoints / name))
+        except (CheckpointError, OSError) as err:
+            site.messages.say(_PART, f"no snapshot: {err}")
+            return None
+        finally:
+            with suppress(OSError):
+                exchange.remove(part)
+        site.messages.say(_PART, left_out_words(selection))
+        self._silence.saved()
+        self._last_at, self._due_since = site.monotonic(), None
+        site.memory.update(
+            snapshot=selection.fingerprint,
+            snapshot_step=progress.step,
+            snapshot_epoch=progress.epoch,
+            name_step=_step_of(name, site),
+        )
+        return name
+
+    def _describe(
+        self, selection: Selection, progress: Progress, save_s: float
+    ) -> tuple[str, dict[str, object]]:
+        """Name and facts. The name's step grows even where nobody counts; the facts hold what is known."""
+        who, last = self._site.who, self._site.memory.state.name_step
+        step = selection.step if selection.step is not None else progress.step
+        number = step if step is not None and step > last else last + 1
+        is_same_step = step is not None and step == progress.step
+        facts: dict[str, object] = {
+            "step": step,
+            "epoch": progress.epoch if is_same_step else None,
+            "samples": progress.samples if is_same_step else None,
+            "save_s": save_s,
+        }
+        if selection.links:
+            facts["links"] = dict(selection.links)
+        return checkpoint_name(who.generation, number, who.attempt), facts
+
+    def _answer(self, control: Control, name: str | None) -> None:
+        body = {"sequence": control.sequence, "taken": name is not None, "name": name}
+        self._site.exchange.write_json(self._site.exchange.snapshot_done, body)
+        self._site.memory.update(answered=control.sequence)
+
+
+"""Files named in a message. Chosen: a line that a person reads."""
+
+
+def waiting_words(selection: Selection) -> str:
+    """``model.pt: zip without its end, log.txt: written all the time``: what stands in the way, and why."""
+    first = [*selection.waits_for, *(path for path in selection.left_out if path not in selection.waits_for)]
+    words = [f"{path}: {selection.left_out.get(path, 'is being written')}" for path in first[:MOST_NAMED]]
+    more = len(first) - MOST_NAMED
+    return ", ".join(words) + (f", and {more} more" if more > 0 else "")
+
+
+def left_out_words(selection: Selection) -> str | None:
+    """What a snapshot that was taken does not hold; None when that is nothing a person need know."""
+    odd = {
+        path: reason
+        for path, reason in selection.left_out.items()
+        if reason.startswith(("a link", "its name"))
+    }
+    odd |= {path: reason for path, reason in selection.left_out.items() if reason == "written all the time"}
+    if not odd:
+        return None
+    return f"left out of the snapshot: {waiting_words(Selection(left_out=odd))}"
+
+
+def snapshot_facts(exchange: Exchange, name: str) -> Path:
+    """Where the facts of snapshot *name* lie: beside it, since its own files may have any name."""
+    return exchange.checkpoints / f"{name}.snapshot.json"
+
+
+def _step_of(name: str, site: Site) -> int:
+    return max(site.memory.state.name_step, int(name.split("-")[2]))

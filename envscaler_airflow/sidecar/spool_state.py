@@ -1,0 +1,444 @@
+"""The folder between the wrapper and the courier, and what the courier remembers in it.
+
+JSON files are replaced atomically, so a reader sees the old one or the new one. What the wrapper's
+side wrote is data: bounded, checked, and never followed out of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from envscaler_agent.protocol import (
+    MAX_JSON_BYTES,
+    SCHEMA,
+    Control,
+    Status,
+    parse_checkpoint_name,
+)
+from envscaler_airflow.errors import CheckpointError, ProtocolError
+from envscaler_airflow.store.root import Root
+
+_OPEN = re.compile(r"\d{6,12}\.open\Z")
+_CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Which node of which attempt this sidecar serves; *claim* is 0 before it has claimed the node."""
+
+    generation: int
+    attempt: int
+    node: int
+    nodes: int
+    claim: int = 1
+
+
+class Mount(BaseModel):
+    """A volume to copy in before the start.
+
+    ``index``: where its path outlives the node of the stage, the file that remembers what it holds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    name: str
+    source: str
+    path: str
+    read_only: bool = False
+    index: str | None = None
+
+    @property
+    def is_written_back(self) -> bool:
+        """True for an object store's volume that the training may write."""
+        return not self.read_only and "://" in self.source and not self.source.startswith("file:")
+
+
+class Layout(BaseModel):
+    """Where things lie on this node, as the backend says (``layout.json``).
+
+    ``spec`` is the name of the frozen spec in the run's folder: the one that this attempt was launched with,
+    whatever later owners write. ``processes_per_node`` is set where nodes come and go during the attempt.
+    ``seen_as`` are paths of the spec by the path here, where the training sees the folder under the former.
+    ``own`` is a folder that outlives the sidecar's process and that the training cannot write, where the
+    backend has one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    spec: str = ""
+    work: str | None = None
+    workdir_archive: str | None = None
+    mounts: tuple[Mount, ...] = ()
+    outputs: dict[str, str] = {}
+    checkpoint_path: str | None = None
+    store_options: dict[str, Any] = {}
+    processes_per_node: int | None = None
+    seen_as: dict[str, str] = {}
+    own: str | None = None
+
+    @property
+    def own_folder(self) -> Path | None:
+        """``own`` as a path."""
+        return Path(self.own) if self.own else None
+
+    @classmethod
+    def read(cls, path: Path) -> Layout:
+        """Read ``layout.json``.
+
+        Raises:
+            ProtocolError: Not JSON, or a field of the wrong type.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as err:
+            raise ProtocolError(f"{path}: {err}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the courier must know after it was killed (``courier.json``).
+
+    Attributes:
+        pid: Of the courier.
+        uid, claim: Of the pod or node process, and the number of its claim to the node; 0 before it has one.
+        phase: ``setup``, ``running``, ``draining``, ``done``.
+        sequence: Of the last status written.
+        is_laid_out: True once ``start.json`` is there, whatever it says.
+        is_restoring: True while a checkpoint is chosen and fetched.
+        failed: Why the set-up or the hand-over of outputs failed.
+        failed_as: What the end is called where the set-up failed and the wrapper does not say.
+        start_step, restored_from, restored_claim, restore_s, rejected: See ``protocol.Status``.
+        last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: Likewise.
+        name_step: Largest step in the name of a checkpoint of this attempt or of the one restored.
+        snapshot: Fingerprint of the tree that the last snapshot holds, or that was laid back.
+        snapshot_step, snapshot_epoch: Progress at the last snapshot.
+        answered: Sequence of the last control that a snapshot was answered for.
+        override: A control of the courier's own (lease expired, superseded), as JSON; once set it stays.
+        is_drained: True when nothing but chunks and the last status is left to upload.
+        is_final_snapshot_done: True when the tree was looked at once more after the end.
+        outputs: Output name to URI, once uploaded.
+        places: Path that is read from the training to where its folder really was before the start.
+    """
+
+    pid: int = 0
+    uid: str = ""
+    claim: int = 0
+    phase: str = "setup"
+    sequence: int = 0
+    is_laid_out: bool = False
+    is_restoring: bool = False
+    failed: str | None = None
+    failed_as: str = "setup-failed"
+    start_step: int | None = None
+    restored_from: str | None = None
+    restored_claim: int | None = None
+    restore_s: float | None = None
+    rejected: tuple[str, ...] = ()
+    last_checkpoint: str | None = None
+    last_checkpoint_step: int | None = None
+    checkpoint_s: float | None = None
+    checkpoints: int = 0
+    name_step: int = 0
+    snapshot: str | None = None
+    snapshot_step: int | None = None
+    snapshot_epoch: int | None = None
+    answered: int = -1
+    override: str | None = None
+    is_drained: bool = False
+    is_final_snapshot_done: bool = False
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+_STATE = TypeAdapter(State)
+
+
+class Exchange:
+    """Paths of the folder, atomic writes, and checked reads."""
+
+    def __init__(self, root: Path) -> None:
+        """Use *root*, which is made when it is not there."""
+        self.root = root
+        self.start = root / "start.json"
+        self.control = root / "control.json"
+        self.wrapper = root / "wrapper.json"
+        self.courier = root / "courier.json"
+        self.snapshot_done = root / "snapshot.done"
+        self.checkpoints = root / "checkpoints"
+        self.restored = root / "restored"
+        root.mkdir(parents=True, exist_ok=True)
+        self._folder = Root.of(root)
+        for folder in ("checkpoints", "restored", "metrics", "logs"):
+            self.folder.make_folder(folder)
+
+    @property
+    def folder(self) -> Root:
+        """The folder itself: everything goes by its descriptor, since the training lays links here too.
+
+        Raises:
+            OSError: The training replaced it by a link or a file.
+        """
+        held = self._folder
+        try:
+            is_same = self.root.stat().st_ino == held.stat("").st_ino
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:  # the training removed it
+            held.path.mkdir(parents=True, exist_ok=True)
+            self._folder = held = Root.real(held.path)
+        return held
+
+    def name(self, path: Path) -> str:
+        """*path*, which lies below, as a name below :attr:`folder`."""
+        return path.relative_to(self.root).as_posix()
+
+    def _listed(self, folder: Path) -> list[tuple[Path, os.stat_result]]:
+        """What lies in *folder*; nothing when the training has removed it or laid something else there."""
+        try:
+            return [(folder / name, facts) for name, facts in self.folder.scan(self.name(folder))]
+        except OSError as err:
+            if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return []
+            raise
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replace *path* atomically.
+
+        Raises:
+            OSError: The disk is full, for one; the old file stays.
+        """
+        name = self.name(path)
+        with self.folder.landing(name) as stream:
+            stream.write(data)
+            stream.flush()
+            with suppress(FileNotFoundError):
+                if stat.S_ISDIR(self.folder.stat(name).st_mode):
+                    self.folder.remove(name)
+
+    def write_json(self, path: Path, body: Mapping[str, Any]) -> None:
+        """Replace *path* by *body*, with ``schema``."""
+        self.write(path, json.dumps({"schema": SCHEMA, **body}, separators=(",", ":")).encode())
+
+    def read_json(self, path: Path) -> dict[str, Any] | None:
+        """An object, None when *path* is absent.
+
+        Raises:
+            ProtocolError: Too large or no JSON object.
+        """
+        body = self._read(path)
+        if body is None:
+            return None
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError) as err:
+            raise ProtocolError(f"{path.name}: not JSON: {err}") from err
+        if not isinstance(found, dict):
+            raise ProtocolError(f"{path.name}: got {type(found).__name__}, expected an object")
+        return found
+
+    def notice(self, line: str | None) -> None:
+        """Have the wrapper add *line* to the training's log, once; None takes back what it has not seen.
+
+        The log is a courtesy: a full disk changes nothing else.
+        """
+        path = self.root / "notice.json"
+        if line is None and not path.exists():
+            return
+        with contextlib.suppress(OSError, ProtocolError):
+            if line is None:
+                path.unlink()
+            elif (self.read_json(path) or {}).get("text") != line:
+                self.write_json(path, {"text": line})
+
+    def wrapper_status(self) -> Status | None:
+        """What the wrapper last said, None before it said anything.
+
+        Raises:
+            ProtocolError: It wrote what the protocol forbids.
+        """
+        body = self._read(self.wrapper)
+        return None if body is None else Status.from_json(body, where="wrapper.json")
+
+    def control_text(self) -> bytes | None:
+        """What lies where the wrapper looks for the control; None when that is no readable file."""
+        try:
+            return self._read(self.control)
+        except ProtocolError:
+            return None
+
+    def current_control(self) -> Control | None:
+        """What was handed to the wrapper last; None before that."""
+        try:
+            body = self._read(self.control)
+            return None if body is None else Control.from_json(body, where="control.json")
+        except ProtocolError:  # only readable ones are handed over
+            return None
+
+    def saves(self) -> bool:
+        """True when the training saves through ``Session``; one that only reports is snapshotted."""
+        try:
+            body = self.read_json(self.root / "progress" / "rank-0.json")
+        except ProtocolError:
+            return False
+        return bool(body and body.get("saves"))
+
+    def chunks(self, folder: str) -> list[tuple[int, Path]]:
+        """Closed chunks in ``metrics`` or ``logs``, in order."""
+        found = []
+        for path, facts in self._listed(self.root / folder):
+            match = _CHUNK.match(path.name)
+            if match and _is_own_file(facts):
+                found.append((int(match[1]), path))
+        return sorted(found)
+
+    def close_chunks(self, folder: str) -> None:
+        """Close what a wrapper that was killed left open. Only once it is known to have ended."""
+        suffix = ".log" if folder == "logs" else ".jsonl"
+        for path, facts in self._listed(self.root / folder):
+            if _OPEN.match(path.name) and _is_own_file(facts) and facts.st_size:
+                self.folder.rename(self.name(path), self.name(path.with_suffix(suffix)))
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[BufferedReader]:
+        """A file that the training's side wrote, to be sent.
+
+        Raises:
+            ProtocolError: It is a link, a hard link, a pipe or a device by now.
+            OSError: It is gone, or cannot be read.
+        """
+        try:
+            stream = self.folder.open_file(self.name(path))
+        except CheckpointError as err:
+            raise ProtocolError(str(err)) from err
+        except OSError as err:
+            if err.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise ProtocolError(f"{path.name} became a link") from err
+            raise
+        with stream:
+            if not _is_own_file(os.fstat(stream.fileno())):
+                raise ProtocolError(f"{path.name} has a second name (hard link)")
+            yield stream
+
+    def remove(self, path: Path) -> None:
+        """Remove the file or folder *path*, of a link the link; nothing happens when it is absent."""
+        self.folder.remove(self.name(path))
+
+    def new_folder(self, path: Path) -> Root:
+        """An empty folder at *path*, whatever was there. Raises OSError."""
+        self.remove(path)
+        return self.made_folder(path)
+
+    def made_folder(self, path: Path) -> Root:
+        """The folder *path*, made where it is absent. Raises OSError."""
+        self.folder.make_folder(self.name(path))
+        return self.folder.enter(self.name(path))
+
+    def saved(self, who: Who) -> list[str]:
+        """Complete local saves of this attempt that are not done yet, by step."""
+        names = []
+        for path, _ in self._listed(self.checkpoints):
+            key = parse_checkpoint_name(path.name)
+            if (
+                key
+                and (key[0], key[2]) == (who.generation, who.attempt)
+                and not self.done(path.name).exists()
+            ):
+                names.append((key[1], path.name))
+        return [name for _, name in sorted(names)]
+
+    def done(self, name: str) -> Path:
+        """Mark that checkpoint *name* is in the store with its manifest, or was given up for good."""
+        return self.checkpoints / f"{name}.done"
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            stream = self.folder.open_file(self.name(path))
+        except FileNotFoundError:
+            return None
+        except CheckpointError as err:
+            raise ProtocolError(f"{path.name} is not a file") from err
+        except OSError as err:
+            raise ProtocolError(f"{path.name}: {err.strerror}") from err
+        with stream:
+            body = stream.read(MAX_JSON_BYTES + 1)
+        if len(body) > MAX_JSON_BYTES:
+            raise ProtocolError(f"{path.name}: more than {MAX_JSON_BYTES} bytes")
+        return body
+
+
+def _places(path: Path) -> Mapping[str, str]:
+    """What :class:`Memory` wrote there; nothing before the start."""
+    try:
+        found: Mapping[str, str] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _is_own_file(facts: os.stat_result) -> bool:
+    """A plain file without a second name, as the wrapper writes them."""
+    return stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+
+
+class Memory:
+    """The courier's :class:`State`, kept in ``courier.json``; safe between its two threads."""
+
+    def __init__(self, exchange: Exchange, *, own: Path | None = None) -> None:
+        """Take up what an earlier sidecar of this folder left.
+
+        What the training must not change (where folders really were) is kept in the folder *own* where there
+        is one, since ``courier.json`` lies where the training writes.
+        """
+        self._exchange = exchange
+        self._own = None if own is None else own / "places.json"
+        self._lock = threading.RLock()
+        self._state = dataclasses.replace(self._load(), pid=os.getpid())
+        if self._own is not None:
+            self._state = dataclasses.replace(self._state, places=_places(self._own))
+
+    @property
+    def state(self) -> State:
+        """The state now; frozen, so it can be looked at without a lock."""
+        return self._state
+
+    def update(self, **changes: Any) -> State:
+        """Change fields, on disk before anyone sees them.
+
+        Raises:
+            OSError: Not written; nothing has changed.
+        """
+        with self._lock:
+            state = dataclasses.replace(self._state, **changes)
+            if self._own is not None and "places" in changes:
+                self._own.parent.mkdir(parents=True, exist_ok=True)
+                self._own.write_text(json.dumps(changes["places"]), encoding="utf-8")
+            self._exchange.write_json(self._exchange.courier, dataclasses.asdict(state))
+            self._state = state
+            return state
+
+    def _load(self) -> State:
+        try:
+            body = self._exchange.read_json(self._exchange.courier) or {}
+        except ProtocolError:  # replaced atomically, so only another hand can have torn it
+            body = {}
+        known = {item.name for item in dataclasses.fields(State)}
+        kept = {key: value for key, value in body.items() if key in known}
+        try:
+            # Names that are no UTF-8 come into it by messages; pydantic refuses them.
+            text = json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace")
+            return _STATE.validate_json(text, strict=True)
+        except ValidationError:
+            return State()

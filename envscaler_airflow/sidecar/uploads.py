@@ -1,0 +1,459 @@
+"""What goes up: chunks of logs and metrics, checkpoints, and at the end the outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from envscaler_agent.protocol import (
+    MAX_JSON_BYTES,
+    Manifest,
+    ManifestFile,
+    Status,
+    control_name,
+    log_name,
+    manifest_name,
+    metrics_name,
+    parse_checkpoint_name,
+    status_name,
+)
+from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
+from envscaler_airflow.sidecar.claim import WHY, standing_of
+from envscaler_airflow.sidecar.context import Backoff, Site
+from envscaler_airflow.sidecar.snapshots import snapshot_facts
+from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.store import checkpoints, manifests, outputs
+from envscaler_airflow.store.claims import newest_claim
+
+OTHERS_S = 600.0
+"""Longest wait for the other nodes' part of a checkpoint. Chosen: a tenth of an hour's work of all nodes."""
+OTHERS_AT_END_S = 120.0
+"""The same once this node's command has ended and no other says that it uploads: the others end soon after,
+or never speak again. Chosen."""
+_AGENT = "agent.json"
+log = logging.getLogger(__name__)
+
+
+class Chunks:
+    """Uploads closed chunks in order and deletes them; what cannot go up stays."""
+
+    def __init__(self, site: Site) -> None:
+        """Begin with what lies there."""
+        self._site = site
+        self._backoff = Backoff(site.monotonic)
+
+    def step(self, *, has_ended: bool) -> bool:
+        """Upload what is closed; True when nothing is left. Once it *has_ended*, nobody writes any more."""
+        if not self._backoff.is_ready:
+            return False
+        try:
+            for folder in ("logs", "metrics"):
+                if has_ended:
+                    self._site.exchange.close_chunks(folder)
+                for number, path in self._site.exchange.chunks(folder):
+                    self._send(folder, number, path)
+                    self._site.exchange.remove(path)
+        except (StoreError, OSError) as err:
+            self._backoff.failed()
+            self._site.messages.say("chunks", f"logs and metrics wait: {err}")
+            return False
+        self._backoff.worked()
+        self._site.messages.say("chunks", None)
+        return True
+
+    def _send(self, folder: str, number: int, path: Path) -> None:
+        """What the training laid in a chunk's place is not sent, and keeps no later one waiting."""
+        try:
+            with self._site.exchange.opened(path) as stream:
+                self._site.store.put_file(self._name(folder, number), stream)
+        except ProtocolError as err:
+            self._site.messages.say("chunks", f"not uploaded: {err}")
+
+    def _name(self, folder: str, number: int) -> str:
+        who = self._site.who
+        name = log_name if folder == "logs" else metrics_name
+        return name(who.generation, who.attempt, who.node, number, who.claim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    files: tuple[ManifestFile, ...]
+    since: float
+    upload_s: float
+
+
+class Checkpoints:
+    """Uploads local saves, completes them with a manifest, lets old ones go."""
+
+    def __init__(self, site: Site, keep: int, *, volumes: WriteBack | None = None) -> None:
+        """Keep the *keep* newest good ones in the store; *volumes* go up with each."""
+        self._site = site
+        self._volumes = volumes or WriteBack(site)
+        self._keep = keep
+        self._backoff = Backoff(site.monotonic)
+        self._uploaded: dict[str, _Uploaded] = {}
+        self._given_up: set[str] = set()
+        self._warned: set[str] = set()
+
+    def step(self) -> bool:
+        """Bring every local save a step further; True when none is left.
+
+        Raises:
+            WorkInterruptedError: The courier must end; the next one uploads again.
+        """
+        if not self._backoff.is_ready:
+            return False
+        waiting = [name for name in self._site.exchange.saved(self._site.who) if name not in self._given_up]
+        for name in waiting:
+            try:
+                self._bring_on(name)
+            except CheckpointError as err:
+                self._give_up(name, str(err))
+            except (StoreError, OSError) as err:
+                self._backoff.failed()
+                self._site.messages.say("checkpoint", f"checkpoint {name} waits: {err}")
+                return False
+        self._backoff.worked()
+        return all(name in self._given_up for name in self._site.exchange.saved(self._site.who))
+
+    def _give_up(self, name: str, why: str) -> None:
+        """Wait for it no more, nor let what is saved later wait: it is done with, as one in the store."""
+        self._given_up.add(name)
+        self._uploaded.pop(name, None)
+        self._site.messages.say("checkpoint", f"checkpoint {name} is lost: {why}; the one before stays")
+        with contextlib.suppress(OSError):
+            self._site.exchange.write_json(self._site.exchange.done(name), {"name": name, "lost": why})
+            self._tidy(name)
+
+    def _bring_on(self, name: str) -> None:
+        if name not in self._uploaded:
+            if self._is_in_store(name) or not self._may_publish(name):
+                return
+            self._upload(name)
+        self._complete(name)
+
+    def _is_in_store(self, name: str) -> bool:
+        """True when it is complete: by a sidecar that was killed, or by node 0 with what this node saved."""
+        who, store = self._site.who, self._site.store
+        claim = checkpoints.manifest_claim(store, name)
+        if claim is None or (who.node == 0 and claim != who.claim):
+            return False
+        manifest = checkpoints.read_checkpoint(store, name, claim=claim)
+        if who.node != 0 and any(item.claim != who.claim for item in manifest.files if item.node == who.node):
+            return False  # of the pod that this one replaced
+        self._completed(name, manifest, 0.0)
+        return True
+
+    def _upload(self, name: str) -> None:
+        site = self._site
+        began = site.monotonic()
+        folder = site.exchange.folder.enter(site.exchange.name(site.exchange.checkpoints / name))
+        is_snapshot = snapshot_facts(site.exchange, name).exists()
+        skip = set() if is_snapshot else {_AGENT}
+        files = [item for item in manifests.files_of(folder) if item.path not in skip]
+        prefix = checkpoints.checkpoint_prefix(name)
+        with site.transfer("uploading", checkpoints.words(name)) as moved:
+            done = manifests.upload(
+                site.store,
+                prefix,
+                files,
+                node=site.who.node,
+                claim=site.who.claim,
+                between=site.between,
+                shares_names=is_snapshot,
+                moved=moved,
+            )
+        self._write_back()
+        if site.who.node != 0:
+            part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
+            manifests.write_manifest(
+                site.store, prefix, part, name=manifests.node_list(site.who.node, site.who.claim)
+            )
+        now = site.monotonic()
+        self._uploaded[name] = _Uploaded(done, now, now - began)
+
+    def _write_back(self) -> None:
+        """Before the checkpoint counts: none is met with an older volume. What cannot be kept is said."""
+        try:
+            self._volumes.flush()
+        except CheckpointError as err:
+            self._site.messages.say("volumes", f"not written back: {err}")
+        else:
+            self._site.messages.say("volumes", None)
+
+    def _complete(self, name: str) -> None:
+        site, mine = self._site, self._uploaded[name]
+        if site.who.node != 0:
+            if not self._is_in_store(name):
+                self._check_patience(name, mine, "node 0's manifest", [0])
+            return
+        lists, missing = self._others(name)
+        if missing:
+            self._check_patience(name, mine, f"the files of nodes {missing}", missing)
+            return
+        if not self._may_publish(name):
+            return
+        files, differ = _merge([mine.files, *lists])
+        manifest = self._manifest(name, files)
+        prefix = checkpoints.checkpoint_prefix(name)
+        manifests.write_manifest(site.store, prefix, manifest, name=manifest_name(site.who.claim))
+        self._warn_of(differ)
+        self._completed(name, manifest, mine.upload_s)
+
+    def _warn_of(self, differ: list[str]) -> None:
+        """Report loudly what a restore on another number of nodes would leave out."""
+        if not differ:
+            self._site.messages.say("names", None)
+            return
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        line = (
+            f"several nodes saved different files as {differ[0]}{more}; each node gets its own back, and on "
+            "another number of nodes some are left out: put the rank into the name"
+        )
+        if differ[0] not in self._warned:
+            self._warned.add(differ[0])
+            log.warning("%s", line)
+        self._site.messages.say("names", line)
+
+    def _may_publish(self, name: str) -> bool:
+        """False, and a message, while the owner prepares a later attempt.
+
+        Raises:
+            CheckpointError: A later attempt has begun, or another pod has claimed the node.
+        """
+        standing = standing_of(self._site)
+        if standing == "open":
+            return True
+        if standing != "held":
+            raise CheckpointError(WHY[standing])
+        self._site.messages.say("checkpoint", f"checkpoint {name} is not published: {WHY[standing]}")
+        return False
+
+    def _check_patience(self, name: str, mine: _Uploaded, what: str, nodes: list[int]) -> None:
+        waited = self._site.monotonic() - mine.since
+        is_late = self._site.has_ended() and waited >= OTHERS_AT_END_S and not self._are_uploading(nodes)
+        if is_late or waited >= OTHERS_S:
+            raise CheckpointError(f"{what} did not come within {waited:.0f} s")
+        self._site.messages.say("checkpoint", f"checkpoint {name} waits for {what}")
+
+    def _are_uploading(self, nodes: list[int]) -> bool:
+        who = self._site.who
+        for node in nodes:
+            where = status_name(who.generation, who.attempt, node, self._claim_of(node))
+            body = self._site.store.read(where, max_bytes=MAX_JSON_BYTES)
+            try:
+                phase = Status.from_json(body, where=where).phase if body is not None else None
+            except ProtocolError:
+                phase = None
+            if phase != "uploading":
+                return False
+        return True
+
+    def _claim_of(self, node: int) -> int:
+        who = self._site.who
+        return newest_claim(
+            self._site.store, generation=who.generation, attempt=who.attempt, node=node, known=1
+        )
+
+    def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
+        lists, missing = [], []
+        if snapshot_facts(self._site.exchange, name).exists():
+            return [], []  # a snapshot is node 0's alone
+        prefix = checkpoints.checkpoint_prefix(name)
+        for node in range(1, self._nodes_of(name)):
+            listed = manifests.node_list(node, self._claim_of(node))
+            if self._site.store.size(f"{prefix}/{listed}") is None:
+                missing.append(node)
+            else:
+                lists.append(manifests.read_manifest(self._site.store, prefix, name=listed).files)
+        return lists, missing
+
+    def _nodes_of(self, name: str) -> int:
+        """Nodes that saved it: where they come and go, by the number of processes that it was saved by."""
+        each, processes = self._site.layout.processes_per_node, _whole(self._facts(name)[0], "world_size")
+        if each is None or processes is None:
+            return self._site.who.nodes
+        return max(1, math.ceil(processes / each))
+
+    def _manifest(self, name: str, files: tuple[ManifestFile, ...]) -> Manifest:
+        facts, cooperative = self._facts(name)
+        key = parse_checkpoint_name(name)
+        step = _whole(facts, "step")
+        try:
+            return Manifest(
+                kind="checkpoint",
+                files=files,
+                step=step if step is not None or not cooperative or key is None else key[1],
+                epoch=_whole(facts, "epoch"),
+                samples=_whole(facts, "samples"),
+                world_size=_whole(facts, "world_size"),
+                global_batch=_whole(facts, "global_batch"),
+                generation=self._site.who.generation,
+                attempt=self._site.who.attempt,
+                cooperative=cooperative,
+                links=_links(facts),
+            )
+        except ValueError as err:
+            raise CheckpointError(f"{name}: {err}") from err
+
+    def _facts(self, name: str) -> tuple[Mapping[str, Any], bool]:
+        exchange = self._site.exchange
+        beside = snapshot_facts(exchange, name)
+        cooperative = not beside.exists()
+        try:
+            body = exchange.read_json(exchange.checkpoints / name / _AGENT if cooperative else beside)
+        except ProtocolError as err:
+            raise CheckpointError(f"{name}: {err}") from err
+        return body or {}, cooperative
+
+    def _completed(self, name: str, manifest: Manifest, upload_s: float) -> None:
+        site = self._site
+        self._uploaded.pop(name, None)
+        facts, _ = self._facts(name)
+        key = parse_checkpoint_name(name)
+        state = site.memory.state
+        site.memory.update(
+            last_checkpoint=name,
+            last_checkpoint_step=manifest.step if manifest.step is not None else key and key[1],
+            checkpoint_s=upload_s + _seconds(facts, "save_s"),
+            checkpoints=state.checkpoints + (state.last_checkpoint != name),
+            name_step=max(state.name_step, key[1] if key else 0),
+        )
+        site.exchange.write_json(site.exchange.done(name), {"name": name, "step": manifest.step})
+        site.messages.say("checkpoint", None)
+        self._tidy(name)
+        if site.who.node == 0:
+            self._prune()
+
+    def _tidy(self, newest: str) -> None:
+        """Remove local saves that are in the store; the newest of the training's own stays until the next."""
+        exchange = self._site.exchange
+        for path in list(exchange.checkpoints.iterdir()):
+            if not path.is_dir() or not exchange.done(path.name).exists():
+                continue
+            facts = snapshot_facts(exchange, path.name)
+            if path.name != newest or facts.exists():
+                with contextlib.suppress(OSError):
+                    exchange.remove(path)
+                exchange.remove(facts)
+
+    def _prune(self) -> None:
+        site = self._site
+        who = site.who
+        try:
+            # From the store: the training can change its copy in the spool.
+            control = checkpoints.read_control(site.store, control_name(who.generation, who.attempt))
+            if control is None:
+                return
+            checkpoints.prune(
+                site.store,
+                generation=who.generation,
+                attempt=who.attempt,
+                claim=who.claim,
+                candidates=control.candidates or (),
+                keep=self._keep,
+                rejected=[line.partition(":")[0] for line in site.memory.state.rejected],
+                spare=self._begun_from(),
+            )
+        except StoreError as err:
+            site.messages.say("retention", f"old checkpoints stay: {err}")
+        else:
+            site.messages.say("retention", None)
+
+    def _begun_from(self) -> str | None:
+        """What a node that comes later, or again, begins from, as the others did; None where none can."""
+        layout, state = self._site.layout, self._site.memory.state
+        is_alone = self._site.who.nodes == 1 and layout.processes_per_node is None
+        return None if is_alone else state.restored_from
+
+
+def _merge(lists: list[tuple[ManifestFile, ...]]) -> tuple[tuple[ManifestFile, ...], list[str]]:
+    """All files of all nodes, and the paths under which nodes saved different ones, which are all kept.
+
+    What all nodes saved alike counts once.
+    """
+    merged: dict[str, list[ManifestFile]] = {}
+    for item in (item for files in lists for item in files):
+        merged.setdefault(item.path, []).append(item)
+    differ = {path for path, items in merged.items() if len({item.sha256 for item in items}) > 1}
+    kept = (items if path in differ else items[:1] for path, items in sorted(merged.items()))
+    return tuple(item for items in kept for item in items), sorted(differ)
+
+
+def _links(facts: Mapping[str, Any]) -> dict[str, str]:
+    found = facts.get("links")
+    return {str(path): str(target) for path, target in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _whole(facts: Mapping[str, Any], name: str) -> int | None:
+    value = facts.get(name)
+    return value if type(value) is int and 0 <= value < 2**63 else None
+
+
+def _seconds(facts: Mapping[str, Any], name: str) -> float:
+    """0 for what is no time; JSON can say NaN, 1e999 and whole numbers beyond any float."""
+    value = facts.get(name)
+    is_time = isinstance(value, (int, float)) and 0 <= value < 2**63
+    return float(value) if is_time and value is not None else 0.0
+
+
+class Outputs:
+    """Uploads the outputs of a command that succeeded, from node 0."""
+
+    def __init__(self, site: Site) -> None:
+        """Begin with what is not uploaded yet."""
+        self._site = site
+        self._backoff = Backoff(site.monotonic)
+
+    def step(self) -> bool:
+        """Upload what is missing; True when nothing is left, or when one cannot be had.
+
+        Raises:
+            WorkInterruptedError: The courier must end; the next one goes on.
+        """
+        if not self._backoff.is_ready:
+            return False
+        site = self._site
+        for name, path in sorted(site.layout.outputs.items()):
+            if name in site.memory.state.outputs:
+                continue
+            try:
+                self._put(name, Path(path))
+            except CheckpointError as err:
+                site.memory.update(failed=str(err))
+                return True
+            except (StoreError, OSError) as err:
+                self._backoff.failed()
+                site.messages.say("outputs", f"output {name} waits: {err}")
+                return False
+        site.messages.say("outputs", None)
+        return True
+
+    def _check_standing(self, name: str) -> None:
+        standing = standing_of(self._site)
+        if standing == "held":
+            raise StoreError(WHY[standing], transient=True)
+        if standing != "open":
+            raise CheckpointError(f"output {name!r}: {WHY[standing]}")
+
+    def _put(self, name: str, path: Path) -> None:
+        site = self._site
+        who = site.who
+        site.check_place(path)
+        with site.transfer("uploading", f"output {name}") as moved:
+            uri = outputs.put_output(
+                site.store,
+                name,
+                path,
+                parent=site.place(path),
+                attempt=(who.generation, who.attempt),
+                claim=who.claim,
+                hooks=outputs.Hooks(site.between, partial(self._check_standing, name), moved),
+            )
+        site.memory.update(outputs={**site.memory.state.outputs, name: uri})

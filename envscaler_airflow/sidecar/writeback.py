@@ -1,0 +1,113 @@
+"""Bring back what the training changed below volumes of an object store that it may write.
+
+A file counts as changed when the file system says so (ctime) since the volume was laid out or last
+brought back, whatever clock the training has. What was deleted stays in the store. Where two nodes write
+one name, the last one stands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
+from envscaler_airflow.sidecar.context import Backoff, Site
+from envscaler_airflow.sidecar.spool_state import Mount
+from envscaler_airflow.store import manifests
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.outputs import is_output_uri
+
+COARSE_NS = 10_000_000
+"""By which a time of the file system may be behind, ns. Source: Linux, coarse clock, at most 10 ms."""
+
+
+class WriteBack:
+    """Uploads what changed, with every checkpoint and at the end of a command that succeeded."""
+
+    def __init__(self, site: Site) -> None:
+        """Go on from the marks that lie in the exchange."""
+        self._site = site
+        self._backoff = Backoff(site.monotonic)
+
+    def mark(self) -> None:
+        """What lies in the volumes now is what the store holds. Raises OSError."""
+        for index, _ in self._writable():
+            self._site.exchange.write(self._mark(index), b"")
+
+    def flush(self) -> None:
+        """Upload what changed since the last time.
+
+        Raises:
+            CheckpointError: A link leads outside its volume, or a name cannot be kept; the others are up.
+            StoreError, OSError: Not all is up; the call can be repeated.
+            WorkInterruptedError: The courier must end.
+        """
+        refused: CheckpointError | None = None
+        for index, mount in self._writable():
+            mark = self._mark(index)
+            since = self._marked_ns(mark)
+            now = mark.with_suffix(".new")
+            self._site.exchange.write(now, b"")
+            try:
+                self._upload(mount, since - COARSE_NS)
+            except CheckpointError as err:
+                refused = refused or err
+            else:
+                self._site.exchange.folder.rename(now.name, mark.name)
+        if refused is not None:
+            raise refused
+
+    def step(self) -> bool:
+        """The same at the end; True when nothing is left, or when one volume cannot be brought back.
+
+        Raises:
+            WorkInterruptedError: The courier must end; the next one goes on.
+        """
+        if not self._backoff.is_ready:
+            return False
+        try:
+            self.flush()
+        except CheckpointError as err:
+            self._site.memory.update(failed=str(err))
+            return True
+        except (StoreError, OSError) as err:
+            self._backoff.failed()
+            self._site.messages.say("volumes", f"volumes wait: {err}")
+            return False
+        self._site.messages.say("volumes", None)
+        return True
+
+    def _writable(self) -> list[tuple[int, Mount]]:
+        found = [item for item in enumerate(self._site.layout.mounts) if item[1].is_written_back]
+        return [(index, mount) for index, mount in found if not is_output_uri(mount.source)]
+
+    def _marked_ns(self, mark: Path) -> int:
+        """When it was made, by the file system's clock; 0 when there is none."""
+        try:
+            return self._site.exchange.folder.stat(mark.name).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _mark(self, index: int) -> Path:
+        return self._site.exchange.root / f"volume-{index}.mark"
+
+    def _upload(self, mount: Mount, since_ns: int) -> None:
+        site = self._site
+        site.check_place(Path(mount.path))
+        store = open_store(mount.source, site.layout.store_options)
+        found = manifests.walk(Path(mount.path), parent=site.place(Path(mount.path)))
+        items = [item for item in found if item.ctime_ns >= since_ns]
+        with site.transfer("uploading", f"volume {mount.name}") as moved:
+            moved.begin(sum(item.size for item in items))
+
+            def put(item: manifests.TreeFile) -> None:
+                try:
+                    with item.open() as stream, moved.sending(stream, item.size):
+                        store.put_file(item.path, stream)
+                except (FileNotFoundError, manifests.ChangedError):
+                    return  # what took its place is newer than this look, and goes up with the next
+                except ProtocolError as err:
+                    raise CheckpointError(f"volume {mount.name}: {item.path}: {err}") from err
+
+            manifests.side_by_side(
+                put, items, store.at_once, size=lambda item: item.size, between=site.between
+            )

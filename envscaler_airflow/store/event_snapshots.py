@@ -1,0 +1,53 @@
+"""Snapshots: the fold of a run's first events in one file. They save time and decide nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow import __version__
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.run import RunState
+
+_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
+
+
+def pack(state: RunState, *, event: bytes) -> bytes:
+    """Write down *state*, whose last event is stored as *event*."""
+    body = {
+        "schema": SCHEMA,
+        "fold": __version__,
+        "number": state.number,
+        "event_sha256": hashlib.sha256(event).hexdigest(),
+        "state": _STATE.dump_python(state, mode="json"),
+    }
+    return json.dumps({**body, "sha256": _digest(body)}, separators=(",", ":")).encode()
+
+
+def unpack(text: bytes, *, number: int, event: bytes) -> RunState:
+    """Read what :meth:`pack` of this very version wrote for this run.
+
+    Raises:
+        ProtocolError: Torn, changed, of another number, run or version: fold the events instead.
+    """
+    try:
+        body = json.loads(text)
+        said = body.pop("sha256")
+        ours = {"schema": SCHEMA, "fold": __version__, "number": number}
+        ours["event_sha256"] = hashlib.sha256(event).hexdigest()
+        if said != _digest(body) or any(body.get(name) != value for name, value in ours.items()):
+            raise ProtocolError(f"snapshot {number}: not of this run, version and number, or changed")
+        state = _STATE.validate_python(body["state"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ProtocolError(f"snapshot {number}: {err!r}") from err
+    if state.number != number:
+        raise ProtocolError(f"snapshot {number}: holds the state after event {state.number}")
+    return state
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,508 @@
+"""Folders in the store that count only with their manifest, which is written last.
+
+Checkpoints and outputs are such folders. A file keeps its relative path as its name in the
+store, save that what would meet our own names gets ``.file`` appended (:func:`stored_path`).
+
+Symbolic links are followed while they stay inside the folder (the copy holds what they point
+to); one that leads outside is refused, since the reader of the link is not the training.
+Sockets, pipes and devices are left out. Empty folders are not kept.
+
+The training may change its folders at any moment. A file is opened once, below the folder's own
+descriptor (:class:`~envscaler_airflow.store.root.Root`); that very file is checked, hashed and sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from io import BufferedRandom, BufferedReader
+from pathlib import Path
+from typing import TypeVar
+
+from envscaler_agent.protocol import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ManifestFile,
+    is_safe_relative_path,
+    manifest_name,
+    parse_manifest_name,
+)
+from envscaler_airflow.errors import CheckpointError, ProtocolError
+from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.names import MANIFEST, join
+from envscaler_airflow.store.root import Place, Root
+from envscaler_airflow.store.transfer_progress import Moved
+
+_NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
+"""Errors of names that no disk can have: a file and a folder of one name, too long; and of a link."""
+
+
+SMALL_BYTES = 4 << 20
+"""Files up to this size are moved side by side, larger ones in parts. Chosen: below, each file's round trip
+takes longer than its bytes at 1 Gbit/s."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_SWAPPED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+"""What opening meets where a link or a file took the place of a folder or file, by O_NOFOLLOW."""
+_ENTRY_BYTES = len('{"path":"","size":,"sha256":"","node":0,"claim":0},') + 64
+"""Bytes of JSON for each file in a manifest beside its path and size, at least."""
+
+
+def _no_pause() -> None:
+    """Between two files: nothing to wait for."""
+
+
+class ChangedError(CheckpointError):
+    """Another file lies there than a moment before."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """One regular file below a folder, as seen at one moment.
+
+    Attributes:
+        path: Relative to the folder, with ``/``.
+        root: The folder.
+        real: The same as *path* with every link resolved.
+        size, mtime_ns, inode: What the file system says; any change makes another fingerprint.
+        ctime_ns: When the file or a fact of it last changed, by the file system's clock.
+        names: How many names of it lie in the folder.
+    """
+
+    path: str
+    root: Root
+    real: str
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int = 0
+    names: int = 1
+
+    def open(self, *, shares_names: bool = False) -> BufferedReader:
+        """Open the very file that was seen, for reading.
+
+        Args:
+            shares_names: The sidecar itself made hard links to it.
+
+        Raises:
+            CheckpointError: Another file lies there by now, or a hard link makes a file outside of the
+                folder look like one of its own.
+            OSError: It is gone, or cannot be read.
+        """
+        try:
+            stream = self.root.open_file(self.real)
+        except OSError as err:
+            if err.errno in _SWAPPED:
+                raise ChangedError(f"{self.path} became a link while it was read") from err
+            raise
+        seen = os.fstat(stream.fileno())
+        if seen.st_ino != self.inode:
+            stream.close()
+            raise ChangedError(f"{self.path} was replaced while it was read")
+        if seen.st_nlink > self.names and not shares_names:
+            stream.close()
+            raise CheckpointError(
+                f"{self.path} has {seen.st_nlink} names (hard links), {self.names} of them in "
+                f"{self.root.path}; copy the file instead"
+            )
+        return stream
+
+
+def stored_path(path: str) -> str:
+    """Name in the store of the file *path*: itself, unless its first part is one of ours.
+
+    ``manifest.json`` -> ``manifest.json.file``; ``manifest.json.file`` -> ``manifest.json.file.file``.
+    """
+    first, slash, rest = path.partition("/")
+    return f"{first}.file{slash}{rest}" if first.startswith(MANIFEST) else path
+
+
+def node_list(node: int, claim: int) -> str:
+    """Name of the list of what *node* uploaded under *claim*, from which node 0 makes the manifest."""
+    return f"node-n{node}-c{claim}.json"
+
+
+def for_node(manifest: Manifest, node: int) -> Manifest:
+    """*manifest* with one file for each path: that of *node*, else that of the first node which saved it."""
+    found: dict[str, ManifestFile] = {}
+    for item in sorted(manifest.files, key=lambda item: (item.node != node, item.node)):
+        found.setdefault(item.path, item)
+    return replace(manifest, files=tuple(item for item in manifest.files if found[item.path] is item))
+
+
+def walk(folder: Path, *, parent: Place | None = None) -> tuple[TreeFile, ...]:
+    """All regular files below *folder*, by path. What vanishes meanwhile is left out.
+
+    Args:
+        folder: It may itself be a link to its neighbour.
+        parent: The folder above, when that is known from before the training ran.
+
+    Raises:
+        CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long).
+        FileNotFoundError: *folder* itself is not there.
+    """
+    return files_of(Root.of(folder, parent=parent))
+
+
+def files_of(root: Root) -> tuple[TreeFile, ...]:
+    """All regular files below *root*, by path, see :func:`walk`."""
+    found = sorted(_walk(root, "", "", ("",)), key=lambda item: item.path)
+    names = Counter(inode for _, inode in {(item.real, item.inode) for item in found})
+    return tuple(item if (many := names[item.inode]) == 1 else replace(item, names=many) for item in found)
+
+
+def one_file(path: Path, *, parent: Place | None = None) -> TreeFile:
+    """The file *path*, or the one beside or below it in its folder that it is a link to.
+
+    Raises:
+        CheckpointError: The link leads outside its folder, or to what is not a regular file.
+        OSError: It is not there any more.
+    """
+    root = Root.above(path, parent)
+    real = root.resolve(path.name)
+    if real is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    seen = root.stat(real)
+    if not stat.S_ISREG(seen.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    return tree_file(path.name, root, real, seen)
+
+
+def entries(root: Root, here: str) -> list[tuple[str, os.stat_result]]:
+    """Entries of the folder *here* below *root*: none when it vanished meanwhile.
+
+    Raises:
+        OSError: It cannot be read, or *root* itself is gone.
+    """
+    try:
+        return root.scan(here)
+    except (FileNotFoundError, NotADirectoryError):
+        if not here:
+            raise
+        return []
+
+
+def tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFile:
+    """The file *path*, found as *real*, with the facts of *seen*."""
+    return TreeFile(path, root, real, seen.st_size, seen.st_mtime_ns, seen.st_ino, seen.st_ctime_ns)
+
+
+def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterator[TreeFile]:
+    """Files below the folder *here* of *root*, called *prefix*; *above* are those on the way."""
+    for name, facts in entries(root, here):
+        found = _landed(root, join(here, name), facts)
+        if found is None:
+            continue
+        real, seen = found
+        if stat.S_ISDIR(seen.st_mode):
+            if real not in above:  # a link to a folder above would never end
+                yield from _walk(root, real, f"{prefix}{name}/", (*above, real))
+        elif stat.S_ISREG(seen.st_mode):
+            path = prefix + name
+            if not is_safe_relative_path(path):
+                raise CheckpointError(f"{root.path / here}: the name {path!r:.200} cannot be kept; rename it")
+            yield tree_file(path, root, real, seen)
+
+
+def _landed(root: Root, path: str, facts: os.stat_result) -> tuple[str, os.stat_result] | None:
+    """Name and facts of *path*, of a link where it leads; None when that is nowhere."""
+    if not stat.S_ISLNK(facts.st_mode):
+        return path, facts
+    real = root.resolve(path)
+    try:
+        return None if real is None else (real, root.stat(real))
+    except OSError:
+        return None  # replaced meanwhile
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file, read as a stream."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def upload(
+    store: Store,
+    prefix: str,
+    files: Sequence[TreeFile],
+    *,
+    node: int = 0,
+    claim: int = 0,
+    between: Callable[[], None] = _no_pause,
+    shares_names: bool = False,
+    moved: Moved | None = None,
+) -> tuple[ManifestFile, ...]:
+    """Put *files* below *prefix*, without a manifest; *between* runs before each file and may raise.
+
+    With a *claim* to the *node* they get a part of the folder for themselves, so that two pods of one node,
+    and two nodes whose files have one name, never overwrite each other's.
+
+    Small files go up side by side. *shares_names*: the sidecar itself made hard links to them. *moved* counts
+    the bytes.
+
+    Raises:
+        CheckpointError: A file changed while it was read.
+        StoreError: The store did not take one; the call can be repeated.
+    """
+    _check_count(prefix, files)
+    counted = moved or Moved()
+    counted.begin(sum(item.size for item in files))
+
+    def put(item: TreeFile) -> ManifestFile:
+        try:
+            return _put_one(store, prefix, item, (node, claim), counted, shares_names=shares_names)
+        except ProtocolError as err:
+            raise CheckpointError(f"{prefix}: {item.path}: {err}") from err
+
+    return tuple(side_by_side(put, files, store.at_once, size=lambda item: item.size, between=between))
+
+
+def _put_one(
+    store: Store, prefix: str, item: TreeFile, by: tuple[int, int], moved: Moved, *, shares_names: bool
+) -> ManifestFile:
+    node, claim = by
+    with item.open(shares_names=shares_names) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        mtime_ns = max(item.mtime_ns, 0)  # one before 1970 is unknown
+        found = ManifestFile(item.path, item.size, digest, node=node, claim=claim, mtime_ns=mtime_ns)
+        with moved.sending(stream, item.size):
+            store.put_file(_name(prefix, found), stream)
+        after = os.fstat(stream.fileno())
+    if (after.st_size, after.st_mtime_ns) != (item.size, item.mtime_ns):
+        raise CheckpointError(f"{prefix}: {item.path} changed while it was uploaded")
+    return found
+
+
+def side_by_side(
+    act: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    at_once: int,
+    *,
+    size: Callable[[_Item], int],
+    between: Callable[[], None] = _no_pause,
+) -> list[_Result]:
+    """Results of *act*, in the order of *items*; small ones run *at_once* at a time, large ones alone.
+
+    *between* runs in the caller's thread before each one. After the first error no other one is begun.
+    """
+    large = [index for index, item in enumerate(items) if at_once == 1 or size(item) > SMALL_BYTES]
+    small = [index for index, item in enumerate(items) if at_once > 1 and size(item) <= SMALL_BYTES]
+    results: dict[int, _Result] = {}
+    waiting: deque[tuple[int, Future[_Result]]] = deque()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for index in small:
+                between()
+                if len(waiting) >= 2 * at_once:
+                    first, future = waiting.popleft()
+                    results[first] = future.result()
+                waiting.append((index, pool.submit(act, items[index])))
+            for first, future in waiting:
+                results[first] = future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+    for index in large:
+        between()
+        results[index] = act(items[index])
+    return [results[index] for index in range(len(items))]
+
+
+def _check_count(prefix: str, files: Sequence[TreeFile]) -> None:
+    """Refuse before the first byte goes up what no manifest could name."""
+    least = sum(len(item.path) + len(str(item.size)) + _ENTRY_BYTES for item in files)
+    if least > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{prefix}: a manifest of {len(files)} files has {least} bytes or more, at most "
+            f"{MAX_MANIFEST_BYTES} are read; keep fewer files, or pack them"
+        )
+
+
+def write_manifest(store: Store, prefix: str, manifest: Manifest, *, name: str = MANIFEST) -> None:
+    """Make the folder count.
+
+    Raises:
+        CheckpointError: It would be larger than readers take.
+        StoreError: Not written; the call can be repeated.
+    """
+    body = manifest.to_json()
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{prefix}: a manifest of {len(manifest.files)} files has {len(body)} bytes, at most "
+            f"{MAX_MANIFEST_BYTES} are read; keep fewer files"
+        )
+    store.write(join(prefix, name), body)
+
+
+def read_manifest(store: Store, prefix: str, *, name: str = MANIFEST) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        CheckpointError: Absent (never completed) or torn.
+        StoreError: Cannot be told.
+    """
+    try:
+        body = store.read(join(prefix, name), max_bytes=MAX_MANIFEST_BYTES)
+        if body is None:
+            raise CheckpointError(f"{store.uri(prefix)}: no {name}: it was never completed")
+        return Manifest.from_json(body, where=f"{store.uri(prefix)}/{name}")
+    except ProtocolError as err:
+        raise CheckpointError(f"torn manifest: {err}") from err
+
+
+def newest_manifest(store: Store, prefix: str) -> Manifest:
+    """The manifest of a folder that is known by its URI alone: of a checkpoint that of the highest claim.
+
+    Raises:
+        CheckpointError: Absent (never completed) or torn.
+        StoreError: The store does not answer.
+    """
+    claims = [claim for part in store.children(prefix) if (claim := parse_manifest_name(part)) is not None]
+    return read_manifest(store, prefix, name=manifest_name(max(claims)) if claims else MANIFEST)
+
+
+def check_sizes(store: Store, prefix: str, manifest: Manifest) -> None:
+    """Find missing and truncated files without reading any: by listing, not by asking for each.
+
+    Raises:
+        CheckpointError: Names the first one.
+        StoreError: Cannot be told.
+    """
+    sizes = store.sizes(prefix)
+    for item in manifest.files:
+        size = sizes.get(_name(prefix, item))
+        if size is None:
+            raise CheckpointError(f"{store.uri(prefix)}: {item.path} is missing")
+        if size != item.size:
+            raise CheckpointError(
+                f"{store.uri(prefix)}: {item.path} has {size} bytes, the manifest says {item.size}"
+            )
+
+
+def fetch(
+    store: Store,
+    prefix: str,
+    manifest: Manifest,
+    target: Path | Root,
+    *,
+    node: int = 0,
+    between: Callable[[], None] = _no_pause,
+    moved: Moved | None = None,
+) -> None:
+    """Lay the files of *manifest* out below *target*, as *node* gets them, each checked by size and sha256.
+
+    Files that lie there already with the right hash are not fetched again, so a call that was cut
+    short can be repeated. They keep the order in which they were modified. *between* runs before each file
+    and may raise. Nothing is written through a link below *target*. *moved* counts the bytes.
+
+    Raises:
+        CheckpointError: Missing, truncated, or of another hash; what was laid out is of no use.
+        StoreError: Cannot be told; the call can be repeated.
+    """
+    manifest = for_node(manifest, node)
+    check_sizes(store, prefix, manifest)
+    root = target if isinstance(target, Root) else Root.real(Path(os.path.realpath(target, strict=True)))
+
+    counted = moved or Moved()
+    counted.begin(sum(item.size for item in manifest.files))
+
+    # Of a machine whose clock is ahead of this one's, all are moved back: what is saved next is newer.
+    newest_ns = max((item.mtime_ns for item in manifest.files), default=0)
+    ahead_ns = max(0, newest_ns - time.time_ns())
+
+    def get(item: ManifestFile) -> None:
+        try:
+            if _is_good(root, item):
+                counted.add(item.size)
+            else:
+                _fetch_one(store, prefix, item, root, counted)
+            if item.mtime_ns > ahead_ns:
+                root.set_mtime(item.path, item.mtime_ns - ahead_ns)
+        except (ProtocolError, OSError) as err:
+            if isinstance(err, OSError) and err.errno not in _NEVER_SAVED:
+                raise
+            raise CheckpointError(f"{store.uri(prefix)}: {item.path} cannot be laid out: {err}") from err
+
+    side_by_side(get, manifest.files, store.at_once, size=lambda item: item.size, between=between)
+    try:
+        lay_links(manifest, root)
+    except OSError as err:
+        raise CheckpointError(f"{store.uri(prefix)}: a link cannot be laid out: {err}") from err
+
+
+def lay_links(manifest: Manifest, root: Root) -> None:
+    """Make the symbolic links of *manifest* below *root*, after its files: none is written through one.
+
+    Raises:
+        OSError: The disk does not take one.
+    """
+    for path, target in sorted(manifest.links.items()):
+        with suppress(OSError):
+            root.remove(path)
+        root.symlink(path, target)
+
+
+def _fetch_one(
+    store: Store, prefix: str, item: ManifestFile, root: Root, moved: Moved, path: str | None = None
+) -> None:
+    name = path or item.path
+    part = f".part-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    with root.landing(name, temporary=part) as stream:
+        with moved.arriving(stream, item.size):
+            store.get_file(_name(prefix, item), stream)
+        stream.seek(0, os.SEEK_END)
+        if stream.tell() != item.size or _digest(stream) != item.sha256:
+            raise CheckpointError(
+                f"{store.uri(prefix)}: {item.path} has another sha256 than the manifest says"
+            )
+
+
+def verify(
+    store: Store, prefix: str, *, manifest: Manifest | None = None, scratch: Path | None = None
+) -> Manifest:
+    """Read every byte of a folder against *manifest* (None: its own), one file at a time on the local disk.
+
+    Raises:
+        CheckpointError: Missing, torn, truncated, or of another hash.
+        StoreError: Cannot be told.
+    """
+    manifest = manifest or read_manifest(store, prefix)
+    check_sizes(store, prefix, manifest)
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        root = Root.of(Path(folder))
+        for item in manifest.files:
+            _fetch_one(store, prefix, item, root, Moved(), "file")
+    return manifest
+
+
+def _name(prefix: str, item: ManifestFile) -> str:
+    """In the part of the node and claim that uploaded it; of an output below its own path."""
+    if item.claim:
+        return join(prefix, f"n{item.node}-c{item.claim}/{item.path}")
+    return join(prefix, stored_path(item.path))
+
+
+def _is_good(root: Root, item: ManifestFile) -> bool:
+    try:
+        with root.open_file(item.path) as stream:
+            return os.fstat(stream.fileno()).st_size == item.size and _digest(stream) == item.sha256
+    except (FileNotFoundError, CheckpointError):
+        return False
+    except OSError as err:
+        if err.errno in _SWAPPED:
+            return False  # a link in its place is replaced, one on the way is refused by what writes
+        raise
+
+
+def _digest(stream: BufferedReader | BufferedRandom) -> str:
+    stream.seek(0)
+    return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,161 @@
+"""The trigger that runs the scaling checks of a stage while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk.exceptions import AirflowRuntimeError
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.triggers.stage_trigger import settle_s
+from envscaler_airflow.triggers.threads import in_thread
+
+if TYPE_CHECKING:
+    from envscaler_airflow.triggers.scaling_checks import Checks
+
+CHECK_S = 30.0
+"""Seconds between two checks. Chosen: two statuses of a node; also the sensor's own default."""
+
+
+class ScalingTrigger(BaseTrigger):
+    """Checks a stage again and again; fires exactly one event: a wanted move, or that it is over.
+
+    Args:
+        folder: Folder of the stage's runs in the store.
+        dag_id, run_id, task_id: Of the stage.
+        map_index: Only that one; None for all.
+        compute: Backend of the stage.
+        check_s: Seconds between two checks.
+        until: When it times out, by the store's clock; None: an hour after the stage's deadline, if any.
+        writer: Name of this sensor in ``decisions/``.
+        store_url, store_conn_id, prometheus_conn_id: As the sensor has them.
+        settle: Seconds before which nothing is fired; None for :func:`settle_s`.
+    """
+
+    def __init__(  # noqa: PLR0913  (all state travels in arguments)
+        self,
+        *,
+        folder: str,
+        dag_id: str,
+        run_id: str,
+        task_id: str,
+        map_index: int | None = None,
+        compute: str = "local",
+        check_s: float = CHECK_S,
+        until: float | None = None,
+        writer: str = "sensor",
+        store_url: str | None = None,
+        store_conn_id: str | None = None,
+        settle: float | None = None,
+        prometheus_conn_id: str | None = None,
+    ) -> None:
+        """Keep the arguments: all state is in them and in the store."""
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow's has no types
+        self.folder = folder
+        self.dag_id = dag_id
+        self.run_id = run_id
+        self.stage_id = task_id
+        self.map_index = map_index
+        self.compute = compute
+        self.check_s = check_s
+        self.until = until
+        self.writer = writer
+        self.store_url = store_url
+        self.store_conn_id = store_conn_id
+        self.settle = settle
+        self.prometheus_conn_id = prometheus_conn_id
+        self._checks: Checks | None = None
+        self._busy = threading.Lock()
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """Class path and arguments."""
+        names = (
+            "folder",
+            "dag_id",
+            "run_id",
+            "map_index",
+            "compute",
+            "check_s",
+            "until",
+            "writer",
+            "store_url",
+            "store_conn_id",
+            "settle",
+            "prometheus_conn_id",
+        )
+        arguments = {name: getattr(self, name) for name in names}
+        return (
+            "envscaler_airflow.triggers.scaling_trigger.ScalingTrigger",
+            {**arguments, "task_id": self.stage_id},
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Check until the sensor is needed, and say what for."""
+        began = time.monotonic()
+        event = await self._seen()
+        hold = settle_s() if self.settle is None else self.settle
+        await asyncio.sleep(max(0.0, began + hold - time.monotonic()))
+        yield TriggerEvent({**event, "until": self.until})  # type: ignore[no-untyped-call]  # Airflow's has no types
+
+    async def cleanup(self) -> None:
+        """Write the last checks; the stage is left alone."""
+        if self._checks is not None:
+            await in_thread(self._checks.close, timeout_s=10.0, kind="scaling")
+
+    async def _seen(self) -> dict[str, Any]:
+        fault = ""
+        while True:
+            try:
+                event = await in_thread(self._check, kind="scaling")
+                fault = ""
+            except SpecError:
+                raise  # no store, or no such backend: waiting changes nothing
+            except (EnvScalerError, AirflowRuntimeError, TimeoutError) as err:
+                event = None
+                if fault != (fault := str(err) or "timed out"):
+                    self.log.warning("stage=%s cannot check: %s", self.stage_id, fault)
+            if event is not None:
+                return event
+            await asyncio.sleep(self.check_s)
+
+    def _check(self) -> dict[str, Any] | None:
+        """One at a time: where the last one hangs, in a policy of others, say, no second thread joins it."""
+        if not self._busy.acquire(blocking=False):
+            raise TimeoutError("the last check has not come back")
+        try:
+            return self._checked()
+        finally:
+            self._busy.release()
+
+    def _checked(self) -> dict[str, Any] | None:
+        if self._checks is None:
+            from envscaler_airflow.triggers.scaling_checks import Checks  # noqa: PLC0415  (in the thread)
+
+            self._checks = Checks.open(
+                self.folder,
+                map_index=self.map_index,
+                writer=self.writer,
+                compute=self.compute,
+                store_url=self.store_url,
+                store_conn_id=self.store_conn_id,
+                prometheus_conn_id=self.prometheus_conn_id,
+                until=self.until,
+            )
+        event = self._checks.once(self._states())
+        for line in self._checks.news():
+            self.log.info("stage=%s %s", self.stage_id, line)
+        return event
+
+    def _states(self) -> dict[str, str | None]:
+        """Airflow's state of the stage's task, of each mapped one."""
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (as above)
+
+        found = RuntimeTaskInstance.get_task_states(
+            dag_id=self.dag_id, run_ids=[self.run_id], task_ids=[self.stage_id], map_index=self.map_index
+        )
+        return dict(found.get(self.run_id, {}))

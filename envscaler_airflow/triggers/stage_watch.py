@@ -1,0 +1,217 @@
+"""What StageTrigger does in threads: look at the run, renew its lease, read its log.
+
+Apart from the trigger itself, so that loading that into the triggerer's event loop stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from envscaler_agent.protocol import Status
+from envscaler_airflow.backends.base import Backend, SharesWatch
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.owner.close import close_behind
+from envscaler_airflow.owner.freeze import thaw_spec
+from envscaler_airflow.owner.request import kill_quietly
+from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.stage import Wake, Watching
+from envscaler_airflow.run.narration import transfer_text
+from envscaler_airflow.store import Store
+from envscaler_airflow.store.events import EventLog, event_name
+from envscaler_airflow.store.lease import renew_lease, waits_of
+from envscaler_airflow.triggers.sensor_lease import SensorWatch
+from envscaler_airflow.triggers.tail import Shown, Tail, labelled
+
+LOG_BYTES_PER_LOOK = 64 << 10
+"""Most of the training's output shown at each look, bytes. Chosen: 45 MB of task log an hour at most."""
+
+
+TRANSFER_S = 60.0
+"""How long a transfer lasts before the log says how far it is, and between two such lines, seconds. Chosen:
+what is over sooner is nothing that a person waits for."""
+
+
+class TransferNews:
+    """How far the nodes' long transfers are, now and then."""
+
+    def __init__(self, *, nodes: int, monotonic: Callable[[], float]) -> None:
+        """Nothing was seen yet."""
+        self._nodes, self._monotonic = nodes, monotonic
+        self._seen: dict[int, tuple[str, float, str]] = {}
+
+    def lines(self, statuses: Mapping[int, Status]) -> list[str]:
+        """A line for each node whose transfer lasts, and went on, since its last line."""
+        found, now = [], self._monotonic()
+        for node, status in statuses.items():
+            text = transfer_text(status)
+            what = text.rpartition(":")[0]
+            before, since, said = self._seen.get(node, ("", now, ""))
+            if what != before:
+                self._seen[node] = (what, now, text)
+            elif text != said and now - since >= TRANSFER_S:
+                self._seen[node] = (what, now, text)
+                found += labelled(Shown(node, [text]), nodes=self._nodes)
+        return found
+
+
+class Look:
+    """Looks at one run on behalf of a trigger."""
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        watching: Watching,
+        *,
+        compute: str,
+        holder: str,
+        monotonic: Callable[[], float] = time.monotonic,
+        poll_s: float = 0.0,
+    ) -> None:
+        """Begin at *watching*, and look every *poll_s* seconds.
+
+        Raises:
+            SpecError: This store does not hold the run: it is another one than the operator's.
+        """
+        if store.size(f"{prefix}/{event_name(watching.number)}") is None:
+            raise SpecError(
+                f"{store.uri(prefix)}: the triggerer does not see this run; operator, triggerer, API server "
+                "and machines must all see the same [envscaler] store_url"
+            )
+        self._store, self._prefix, self._holder = store, prefix, holder
+        self._nodes = watching.nodes if watching.attempt else 0
+        self._waits = waits_of(store, prefix)
+        self._is_begun = False
+        self._told = frozenset({self._waits} - {""})
+        backend = _shared(compute)
+        self._watch = Watch(
+            store=store,
+            prefix=prefix,
+            backend=backend,
+            watching=watching,
+            monotonic=monotonic,
+            poll_s=poll_s,
+        )
+        self._tail = Tail(
+            store,
+            prefix,
+            attempt=(watching.generation, watching.attempt),
+            nodes=self._nodes,
+            holder=holder,
+            monotonic=monotonic,
+        )
+        self._transfers = TransferNews(nodes=self._nodes, monotonic=monotonic)
+        self._sensor: SensorWatch | None = None
+        if watching.attempt and _is_scaled(store, prefix):
+            self._sensor = SensorWatch(store, prefix, monotonic=monotonic)
+
+    @classmethod
+    def open(
+        cls,
+        prefix: str,
+        watching: Mapping[str, Any],
+        *,
+        compute: str,
+        holder: str,
+        store_url: str | None,
+        store_conn_id: str | None,
+        poll_s: float = 0.0,
+    ) -> Look:
+        """Look at a run through settings and connections of this process."""
+        store = store_place(store_url, store_conn_id).open()
+        told = Watching.from_dict(watching)
+        return cls(store, prefix, told, compute=compute, holder=holder, poll_s=poll_s)
+
+    def once(self, say: Callable[[str], object]) -> dict[str, Any] | None:
+        """Say new lines of the training's log; the :class:`Wake` that the owner is needed for, if any.
+
+        Lines are said before anything else is tried: they count as shown from their reading on.
+
+        Raises:
+            StoreError: The store cannot be read or written; nothing is known.
+        """
+        for shown in self._tail.read(budget=LOG_BYTES_PER_LOOK, ages=self._ages()):
+            for line in labelled(shown, nodes=self._nodes):
+                say(line)
+        if self._sensor is not None and (news := self._sensor.news()) is not None:
+            say(news)
+        wake: Wake | None = self._watch.poll()
+        self._is_begun = True
+        if wake is not None:
+            self._keep_ages()
+        self._tell_waits(say)
+        for line in self._transfers.lines(self._watch.statuses):
+            say(line)
+        return wake.to_dict() if wake else None
+
+    def _keep_ages(self) -> None:
+        """The next watcher goes on from them, however soon the owner was needed."""
+        with contextlib.suppress(StoreError):
+            renew_lease(self._store, self._prefix, holder=self._holder, ages=self._watch.ages())
+
+    def _ages(self) -> Mapping[str, float] | None:
+        """What the next watcher goes on from; None, which keeps what is there, before the first look."""
+        return self._watch.ages() if self._is_begun else None
+
+    def _tell_waits(self, say: Callable[[str], object]) -> None:
+        """What the machines wait for, once per change: in the log, and in the lease for ``envscaler status``.
+
+        A pull that fails and is tried again comes with two texts in turn: each is said once. A store that
+        cannot be written now costs nothing: the next look tries again.
+        """
+        seen = self._watch.observed
+        if seen is None:
+            return
+        waits = seen.waits
+        if waits and waits not in self._told:
+            say(f"waits: {waits}")
+            self._told = (self._told | {waits}) - {""}
+        elif self._told and "" not in self._told and all(node.state == "running" for node in seen.nodes):
+            say("waits no longer")
+            self._told |= {""}
+        if waits != self._waits:
+            with contextlib.suppress(StoreError):
+                renew_lease(self._store, self._prefix, holder=self._holder, waits=waits)
+                self._waits = waits
+
+
+def _shared(compute: str) -> Backend:
+    """The backend, through the one watch of this process: a triggerer looks at all stages."""
+    backend = open_backend(compute)
+    if isinstance(backend, SharesWatch):
+        backend.share_watch()
+    return backend
+
+
+def _is_scaled(store: Store, prefix: str) -> bool:
+    """True when the frozen spec asks for scaling; False when it cannot be told."""
+    try:
+        spec_hash = EventLog(store, prefix, snapshots=False).load().spec_hash
+        return thaw_spec(store, prefix, spec_hash).scaling is not None
+    except ProtocolError:
+        return False
+
+
+def kill(
+    prefix: str,
+    *,
+    ti_id: str,
+    try_number: int | None,
+    compute: str,
+    store_url: str | None,
+    store_conn_id: str | None,
+) -> bool:
+    """Ask the attempt to save and stop while that try owns the run; returns whether it was asked.
+
+    How it ends is recorded behind the caller's back: nothing else does it, since no execution follows.
+    """
+    store, backend = store_place(store_url, store_conn_id).open(), open_backend(compute)
+    reason = "the task was marked or deleted while it was deferred"
+    asked = kill_quietly(store, prefix, backend, ti_id=ti_id, try_number=try_number, reason=reason)
+    close_behind(store, prefix, backend, ti_id=ti_id, try_number=try_number)
+    return asked
