@@ -1,0 +1,66 @@
+"""Airflow finds the provider, its connection form and its settings."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import envscaler_airflow
+
+ROOT = Path(__file__).parents[3]
+
+
+def classes_of(info):
+    """Every class path that the provider info names."""
+    return [
+        *(item["hook-class-name"] for item in info["connection-types"]),
+        *info["extra-links"],
+    ]
+
+
+def test_is_what_airflow_accepts():
+    """Airflow's own schema of provider info."""
+    schema = json.loads(files("airflow").joinpath("provider_info.schema.json").read_text())
+
+    jsonschema.validate(envscaler_airflow.get_provider_info(), schema)
+
+
+def test_names_only_what_exists():
+    """Each class and module can be imported."""
+    info = envscaler_airflow.get_provider_info()
+
+    for path in classes_of(info):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+    for kind in ("operators", "sensors", "triggers", "hooks"):
+        for module in (m for item in info[kind] for m in item["python-modules"]):
+            importlib.import_module(module)
+
+
+def test_every_public_name_can_be_had():
+    """The lazy names lead somewhere, and an unknown one says so."""
+    for name in envscaler_airflow.__all__:
+        assert getattr(envscaler_airflow, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = envscaler_airflow.nothing
+
+
+def test_the_version_is_the_packages():
+    """One number, in two places."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    assert envscaler_airflow.__version__ == project["version"]
+
+
+def test_the_connection_form_hides_nothing_that_is_used():
+    """The hook reads host, login, password and the two fields; none of them is hidden."""
+    form = envscaler_airflow.get_provider_info()["connection-types"][0]
+
+    assert set(form["conn-fields"]) == {"region_name", "endpoint_url"}
+    assert not {"host", "login", "password"} & set(form["ui-field-behaviour"]["hidden-fields"])
