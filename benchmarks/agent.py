@@ -81,13 +81,13 @@ with Session() as session:
 """
 
 
-def wrapped(exchange: Path, *command: str, sample_interval_s: float = 1.0) -> list[str]:
-    """A command under the agent; its exchange folder is laid out."""
-    exchange.mkdir(parents=True)
+def wrapped(spool: Path, *command: str, sample_interval_s: float = 1.0) -> list[str]:
+    """A command under the agent; its spool folder is laid out."""
+    spool.mkdir(parents=True)
     session = {"sample_interval_s": sample_interval_s}
     start = {"schema": "1.0", "session": session}
-    (exchange / "start.json").write_text(json.dumps(start), encoding="utf-8")
-    agent = [sys.executable, "-m", "envscaler_agent", "run", "--exchange", str(exchange)]
+    (spool / "start.json").write_text(json.dumps(start), encoding="utf-8")
+    agent = [sys.executable, "-m", "envscaler_agent", "run", "--spool", str(spool)]
     return [*agent, "--", *command]
 
 
@@ -114,7 +114,7 @@ def children(pid: int) -> list[int]:
 def own_cost(seconds: float) -> dict[str, float]:
     """CPU per cent of one core that wrapper and sampler use beside a quiet training."""
     with tempfile.TemporaryDirectory() as folder:
-        command = wrapped(Path(folder) / "exchange", sys.executable, "-c", STEPPING)
+        command = wrapped(Path(folder) / "spool", sys.executable, "-c", STEPPING)
         agent = subprocess.Popen(command)
         try:
             time.sleep(SETTLE_S)
@@ -145,7 +145,7 @@ def own_cost(seconds: float) -> dict[str, float]:
 def call_us() -> float:
     """Microseconds of CPU that one ``step`` and one ``checkpoint`` take, when nothing is due."""
     with tempfile.TemporaryDirectory() as folder:
-        command = wrapped(Path(folder) / "exchange", sys.executable, "-c", CALLS)
+        command = wrapped(Path(folder) / "spool", sys.executable, "-c", CALLS)
         done = subprocess.run(command, capture_output=True, check=True, text=True)
     return 1e6 * float(done.stdout.split()[-1])
 

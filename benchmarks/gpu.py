@@ -151,9 +151,9 @@ def told_ends() -> dict[str, str]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (expected, code) in enumerate(TOO_MUCH.items()):
-            exchange = Path(folder) / str(number)
-            subprocess.run(wrapped(exchange, *python(code)), capture_output=True, check=False)
-            status = Status.from_json((exchange / "wrapper.json").read_bytes(), where="wrapper.json")
+            spool = Path(folder) / str(number)
+            subprocess.run(wrapped(spool, *python(code)), capture_output=True, check=False)
+            status = Status.from_json((spool / "wrapper.json").read_bytes(), where="wrapper.json")
             found[expected] = status.ended.reason if status.ended else "never ended"
     return found
 

@@ -1,4 +1,4 @@
-# The agent image: courier and sidecar, and the agent's files for the training's container.
+# The agent image: the sidecar, and the agent's files for the training's container.
 #
 #   buildah build --file docker/agent.Dockerfile --tag envscaler/agent:latest .
 #

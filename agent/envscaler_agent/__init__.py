@@ -1,7 +1,7 @@
 """What runs inside the training container: wrapper, sampler and :class:`Session`.
 
 Python 3.8 and the standard library alone; no store access, no credentials. All
-that leaves this room goes through the exchange folder, see :mod:`.exchange`.
+that leaves this room goes through the spool folder, see :mod:`.spool`.
 """
 
 from __future__ import annotations

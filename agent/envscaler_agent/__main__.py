@@ -1,4 +1,4 @@
-"""``envscaler-agent run [--exchange FOLDER] -- COMMAND``: run any command as a stage's command runs."""
+"""``envscaler-agent run [--spool FOLDER] -- COMMAND``: run any command as a stage's command runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import List, Optional
 
-from envscaler_agent.spool import Exchange
+from envscaler_agent.spool import Spool
 from envscaler_agent.wrapper import SIGTERM_GRACE_S, Options, Wrapper
 
 
@@ -17,25 +17,23 @@ def main(argv: Optional[List[str]] = None) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         _parser().error("no command; write: envscaler-agent run -- COMMAND ...")
-    exchange = Exchange(arguments.exchange) if arguments.exchange else Exchange.from_env()
+    spool = Spool(arguments.spool) if arguments.spool else Spool.from_env()
     options = Options(
         wait_start_s=arguments.wait_start, grace_s=arguments.grace, sampler=not arguments.no_sampler
     )
-    return Wrapper(command, exchange=exchange, options=options).run()
+    return Wrapper(command, spool=spool, options=options).run()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="envscaler-agent", description="The agent of envscaler-airflow.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run", help="run a command, record what it does, stop it gracefully")
-    run.add_argument(
-        "--exchange", metavar="FOLDER", help="exchange folder; default: $ENVSCALER_EXCHANGE, else none"
-    )
+    run.add_argument("--spool", metavar="FOLDER", help="spool folder; default: $ENVSCALER_SPOOL, else none")
     run.add_argument(
         "--wait-start",
         type=float,
         metavar="S",
-        help="longest wait for the courier's start.json, seconds; 0 goes on without one; default: for ever",
+        help="longest wait for the sidecar's start.json, seconds; 0 goes on without one; default: for ever",
     )
     run.add_argument(
         "--grace",

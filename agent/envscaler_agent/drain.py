@@ -10,7 +10,7 @@ TERM_SHARE = 0.8
 """Part of the grace after which SIGTERM is sent to code that was left to go by itself. Chosen: the
 rest is for its clean-up."""
 ORPHANED = "orphaned"
-"""A control whose reason begins so was written by the courier, because nobody owns the run any more."""
+"""A control whose reason begins so was written by the sidecar, because nobody owns the run any more."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Facts:
     Attributes:
         cooperates: True when a Session of it calls ``checkpoint``: it goes by itself.
         saving_since: When the save for this ask began, None before.
-        snapshot_pending: True while the courier still has to copy ``checkpoint.path``.
+        snapshot_pending: True while the sidecar still has to copy ``checkpoint.path``.
         term_at: When SIGTERM was sent, None before.
     """
 

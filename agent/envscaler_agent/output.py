@@ -19,7 +19,7 @@ LOG_CHUNK_S = 10.0
 METRICS_CHUNK_BYTES = 1 << 20
 METRICS_CHUNK_S = 300.0
 MAX_WAITING = 4096
-"""Closed chunks that may wait for the courier. Chosen: 1 GiB of output at 256 KiB; then output is dropped."""
+"""Closed chunks that may wait for the sidecar. Chosen: 1 GiB of output at 256 KiB; then output is dropped."""
 LAST_LINES = 100
 MAX_LINE_CHARS = 2000
 """Longest line kept for the last lines. Chosen: longer ones are progress bars and arrays."""
@@ -115,7 +115,7 @@ class Chunks:
     def _check_room(self) -> None:
         waiting = sum(1 for entry in os.scandir(self._folder) if entry.name.endswith(self._suffix))
         if waiting >= MAX_WAITING:
-            raise OSError(0, f"{waiting} chunks wait for the courier")
+            raise OSError(0, f"{waiting} chunks wait for the sidecar")
 
     def _open(self) -> None:
         self._file = os.open(self._path("open"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -327,7 +327,7 @@ class Pump:
     """Moves output on without ever blocking the wrapper."""
 
     def __init__(self, masker: Masker, patterns: LogPatterns, chunks: Optional[Chunks], out: int) -> None:
-        """Write to the descriptor *out*, and to *chunks* when there is an exchange."""
+        """Write to the descriptor *out*, and to *chunks* when there is an spool."""
         self._masker = masker
         self._patterns = patterns
         self._chunks = chunks

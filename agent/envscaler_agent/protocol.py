@@ -33,7 +33,7 @@ EXIT_ORPHANED = 86
 EXIT_STOPPED = 87
 """Wrapper: asked to stop; stopped within its grace, with or without a checkpoint. Chosen likewise."""
 EXIT_SETUP_FAILED = 88
-"""Courier or wrapper: workdir, inputs or checkpoint could not be laid out. Chosen likewise."""
+"""Sidecar or wrapper: workdir, inputs or checkpoint could not be laid out. Chosen likewise."""
 EXIT_NOT_FOUND = 127
 """The command does not exist, as shells say it."""
 
@@ -295,7 +295,7 @@ class Control(Message):
             attempts write later is void. Checkpoints of this very attempt may be used besides. None until
             the owner has listed them, which it does once ``hold`` is in the store.
         restore_from: URI of another run's checkpoint folder, for a fresh run that begins from it.
-        orphan_after_s: Seconds without a change of the lease after which the courier ends the attempt.
+        orphan_after_s: Seconds without a change of the lease after which the sidecar ends the attempt.
         checkpoint_every_s: Seconds between checkpoints where fewer than the spec's are better; None: the
             spec's. Counts at the start of an attempt.
     """
@@ -587,7 +587,7 @@ def _is_below_a_link(path: str, links: Mapping[str, str]) -> bool:
 
 
 def is_safe_name(name: str) -> bool:
-    """True for names of outputs, nodes and files in the exchange folder."""
+    """True for names of outputs, nodes and files in the spool folder."""
     return bool(_NAME.match(name)) and ".." not in name
 
 

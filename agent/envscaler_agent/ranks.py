@@ -4,7 +4,7 @@ A checkpoint of which rank 0 saved step 100 and rank 1 step 101 restores to nons
 So one rank decides and the others follow:
 
 - :class:`Alone`: one rank, nothing to agree on.
-- :class:`Neighbours`: all ranks on this node. Rank 0 names a coming step in the exchange
+- :class:`Neighbours`: all ranks on this node. Rank 0 names a coming step in the spool
   folder; each rank saves when it gets there and says at which step it did. At the end of
   an epoch all wait for its verdict, since no step can be named before. Ranks that were not
   at the same step, since they reduce no gradients, make no checkpoint: it is tried again
@@ -109,7 +109,7 @@ class Verdict:
 
 
 class Neighbours(Alone):
-    """The ranks of one node, through files in the exchange folder."""
+    """The ranks of one node, through files in the spool folder."""
 
     def __init__(
         self, folder: Path, rank: int, count: int, *, sleep: Callable[[float], None] = time.sleep

@@ -11,16 +11,16 @@ from typing import Any, Callable, Deque, Dict, Mapping, Optional, Tuple
 
 from envscaler_agent.output import METRICS_CHUNK_BYTES, METRICS_CHUNK_S, Chunks
 from envscaler_agent.protocol import Progress, Status
-from envscaler_agent.spool import Exchange, write_atomic
+from envscaler_agent.spool import Spool, write_atomic
 
 STATUS_S = 1.0
-"""Between two statuses for the courier. Chosen: as often as the sampler speaks."""
+"""Between two statuses for the sidecar. Chosen: as often as the sampler speaks."""
 USAGE_S = 5.0
 """Between two means in them. Chosen: a third of what they are the means of."""
 USAGE_SAMPLES = 15
-"""Samples that make the means in a status: 15 s at one a second, as often as the courier sends it."""
+"""Samples that make the means in a status: 15 s at one a second, as often as the sidecar sends it."""
 END_TRIES = 60
-"""Tries, a second apart, to say the end on a full disk. Chosen: the courier empties logs within seconds."""
+"""Tries, a second apart, to say the end on a full disk. Chosen: the sidecar empties logs within seconds."""
 LOSS_S = 10.0
 """Between two losses in the metrics. Chosen: as often as a session looks at a tensor."""
 _STEP_FIELDS = ("step", "epoch", "samples", "tokens", "batch", "step_time_s", "data_time_s", "sync_time_s")
@@ -37,12 +37,12 @@ class Reporter:
     """Writes the status at most once a second and only when it says something new."""
 
     def __init__(
-        self, exchange: Optional[Exchange], *, clock: Callable[[], float], wall: Callable[[], float]
+        self, spool: Optional[Spool], *, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
-        """Begin at ``t`` = 0; without an exchange everything is kept silent."""
+        """Begin at ``t`` = 0; without an spool everything is kept silent."""
         self.status = Status()
         self.origin = clock()
-        self._exchange = exchange
+        self._spool = spool
         self._clock = clock
         self._wall = wall
         self._written: Optional[Status] = None
@@ -51,9 +51,9 @@ class Reporter:
         self._step: Tuple[Any, ...] = ()
         self._samples: Deque[Mapping[str, float]] = deque(maxlen=USAGE_SAMPLES)
         self._metrics: Optional[Chunks] = None
-        if exchange is not None:
+        if spool is not None:
             self._metrics = Chunks(
-                exchange.metrics,
+                spool.metrics,
                 "jsonl",
                 max_bytes=METRICS_CHUNK_BYTES,
                 max_age_s=METRICS_CHUNK_S,
@@ -69,13 +69,13 @@ class Reporter:
         now = self._clock()
         if self._metrics is not None:
             self._metrics.tick()
-        if self._exchange is None or not (at_once or now - self._written_at >= STATUS_S):
+        if self._spool is None or not (at_once or now - self._written_at >= STATUS_S):
             return
         if self._written is not None and self.status == self._written:
             return
         self.status = replace(self.status, sequence=self.status.sequence + 1)
         try:
-            write_atomic(self._exchange.wrapper, self.status.to_json())
+            write_atomic(self._spool.wrapper, self.status.to_json())
         except OSError:
             return  # a full disk: the next tick tries again
         self._written, self._written_at = self.status, now
@@ -113,7 +113,7 @@ class Reporter:
             self._metrics.close()
         for _ in range(END_TRIES):
             self.tick(at_once=True)
-            if self._exchange is None or self._written == self.status:
+            if self._spool is None or self._written == self.status:
                 return
             sleep(1.0)
 

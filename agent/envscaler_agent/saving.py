@@ -15,7 +15,7 @@ PARTIAL = ".saving-"
 FACTS = "agent.json"
 """File inside a complete folder: step, epoch, samples, world_size, global_batch, save_s."""
 KEEP_LOCAL = 3
-"""Complete folders kept where no courier takes them away. Chosen: as ``checkpoint.keep``."""
+"""Complete folders kept where no sidecar takes them away. Chosen: as ``checkpoint.keep``."""
 
 
 def partial_folder(checkpoints: Path, name: str) -> Path:
@@ -70,7 +70,7 @@ def is_taken(checkpoints: Path, name: str) -> bool:
 
 
 def waiting(checkpoints: Path) -> List[str]:
-    """Return the complete checkpoints that the courier has not taken yet, oldest first."""
+    """Return the complete checkpoints that the sidecar has not taken yet, oldest first."""
     if not checkpoints.is_dir():
         return []
     names = {entry.name for entry in os.scandir(checkpoints)}
@@ -86,7 +86,7 @@ def newest(checkpoints: Path) -> Optional[Path]:
 def newest_of(checkpoints: Path, attempt: Tuple[int, int], *, after: int, most_ranks: int) -> Optional[Path]:
     """Return the newest complete folder of that attempt with a step beyond *after*, None when there is none.
 
-    One that the courier has taken counts too: it leaves the newest where it is. One that more than
+    One that the sidecar has taken counts too: it leaves the newest where it is. One that more than
     *most_ranks* ranks saved does not lie here as a whole.
     """
     found = []

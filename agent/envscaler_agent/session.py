@@ -10,7 +10,7 @@
             session.step(samples=len(batch), loss=loss)
             session.checkpoint(save, epoch_end=is_last_of_epoch)
 
-Without an exchange folder (a plain run on a laptop) all of it works and does nothing, unless
+Without an spool folder (a plain run on a laptop) all of it works and does nothing, unless
 ``local_dir`` says where checkpoints are kept.
 """
 
@@ -48,10 +48,10 @@ millisecond, and a leave that waits for ten steps is soon enough."""
 RETRY_S = 60.0
 """After a periodic save that failed. Chosen: a full disk does not empty itself within seconds."""
 MAX_WAITING = 2
-"""Complete saves that may wait for the courier before periodic ones are left out. Chosen: one that is
+"""Complete saves that may wait for the sidecar before periodic ones are left out. Chosen: one that is
 being uploaded and a newer one."""
 LOCAL_EVERY: Mapping[str, float] = {"seconds": 600}
-"""Periodic saves with ``local_dir`` and without an exchange. Chosen: as ``checkpoint.every: 10m``."""
+"""Periodic saves with ``local_dir`` and without an spool. Chosen: as ``checkpoint.every: 10m``."""
 GIVEN_UP = "the first rank gave it up"
 _EXITS = {rk.LEAVE: EXIT_LEFT, rk.STOP: EXIT_STOPPED}
 _COUNTS = {"step", "epoch", "total_steps", "epochs", "samples", "tokens", "batch", "repeated_samples"}
@@ -79,7 +79,7 @@ class Session:
         world_size: Optional[int] = None,
         local_rank: Optional[int] = None,
         agree: Optional[rk.Agree] = None,
-        exchange: Union[str, Path, None] = None,
+        spool: Union[str, Path, None] = None,
         local_dir: Union[str, Path, None] = None,
     ) -> None:
         """Find out where this rank runs.
@@ -94,11 +94,11 @@ class Session:
                 ``broadcast`` of a tensor of one element). Called by all ranks with every tenth
                 ``checkpoint`` and at epoch ends. Without it, only checkpoints every n steps or
                 epochs are saved there, and a leave finds the newest of them.
-            exchange: Exchange folder. Default: ``ENVSCALER_EXCHANGE``, else none.
-            local_dir: Without an exchange: where checkpoints are kept and restored from.
+            spool: Spool folder. Default: ``ENVSCALER_SPOOL``, else none.
+            local_dir: Without an spool: where checkpoints are kept and restored from.
         """
-        self._exchange = ex.Exchange(exchange) if exchange else ex.Exchange.from_env()
-        self._local_dir = Path(local_dir) if local_dir and self._exchange is None else None
+        self._spool = ex.Spool(spool) if spool else ex.Spool.from_env()
+        self._local_dir = Path(local_dir) if local_dir and self._spool is None else None
         self._start = self._read_start()
         nodes = self._start.nodes
         place = rk.layout(os.environ, rank=rank, world_size=world_size, local_rank=local_rank, nodes=nodes)
@@ -119,9 +119,9 @@ class Session:
 
     def _open_clockwork(self) -> None:
         now = self._clock()
-        writes = self._exchange is not None and self.local_rank == 0
+        writes = self._spool is not None and self.local_rank == 0
         self._beat_at = now if writes else math.inf
-        self._look_at = now if self.rank == 0 and (self._exchange or self._local_dir) else math.inf
+        self._look_at = now if self.rank == 0 and (self._spool or self._local_dir) else math.inf
         self._write_at = self._loss_at = now
         self._ask: Optional[Control] = None
         self._ask_until = self._save_s = self._slow_s = 0.0
@@ -129,9 +129,9 @@ class Session:
         self._saved_at = now
         self._saved_step = self._saved_epoch = 0
         self._rate, self._busy_rate, self._sample_rate = Rate(), Rate(), Rate()
-        self._control = ex.Watched(self._exchange.control) if self._exchange else None
-        self._request = ex.Watched(self._exchange.request) if self._exchange else None
-        every = self._start.every if self._exchange else LOCAL_EVERY if self._local_dir else None
+        self._control = ex.Watched(self._spool.control) if self._spool else None
+        self._request = ex.Watched(self._spool.request) if self._spool else None
+        every = self._start.every if self._spool else LOCAL_EVERY if self._local_dir else None
         self._every = dict(every or {})
 
     # -- what the training calls ---------------------------------------------------------------
@@ -306,7 +306,7 @@ class Session:
         return seconds is not None and now - self._saved_at >= seconds
 
     def _has_room(self) -> bool:
-        if self._exchange is None or len(saving.waiting(self._exchange.checkpoints)) < MAX_WAITING:
+        if self._spool is None or len(saving.waiting(self._spool.checkpoints)) < MAX_WAITING:
             return True
         self._saved_at = self._clock()
         self._saved_step, self._saved_epoch = self.steps, self.epoch
@@ -455,11 +455,11 @@ class Session:
 
     def _write(self, now: float) -> None:
         """Replace the progress file; a full disk costs a report, never the training."""
-        if self._exchange is None or self.local_rank != 0 or os.getpid() != self._pid:
+        if self._spool is None or self.local_rank != 0 or os.getpid() != self._pid:
             return
         self._write_at = now + WRITE_S
         try:
-            ex.write_json(self._exchange.progress, {**self._numbers(now), **self._state, "at": now})
+            ex.write_json(self._spool.progress, {**self._numbers(now), **self._state, "at": now})
         except OSError:
             return
 
@@ -502,7 +502,7 @@ class Session:
 
     @property
     def _checkpoints(self) -> Optional[Path]:
-        return self._exchange.checkpoints if self._exchange is not None else self._local_dir
+        return self._spool.checkpoints if self._spool is not None else self._local_dir
 
     @property
     def _counts_samples(self) -> bool:
@@ -516,10 +516,10 @@ class Session:
         return said
 
     def _read_start(self) -> ex.Start:
-        if self._exchange is None:
+        if self._spool is None:
             return ex.Start()
         try:
-            return ex.parse_start(self._exchange.start.read_bytes())
+            return ex.parse_start(self._spool.start.read_bytes())
         except FileNotFoundError:
             return ex.Start()
 
@@ -527,12 +527,12 @@ class Session:
         """The newest save of this attempt, where this node has all of it and the attempt began before it."""
         if self._local_dir is not None:
             return saving.newest(self._local_dir)
-        if self._exchange is None or self.world_size > self._local_count:
+        if self._spool is None or self.world_size > self._local_count:
             return None
         start = self._start
         began = start.restore.step if start.restore is not None else None
         return saving.newest_of(
-            self._exchange.checkpoints,
+            self._spool.checkpoints,
             (start.generation, start.attempt),
             after=-1 if began is None else began,
             most_ranks=self._local_count,
@@ -540,9 +540,9 @@ class Session:
 
     def _make_ranks(self, agree: Optional[rk.Agree]) -> rk.Alone:
         local = rk.Alone()
-        if self._local_count > 1 and self._exchange is not None:
+        if self._local_count > 1 and self._spool is not None:
             launch = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            local = rk.Neighbours(self._exchange.ranks / launch, self.local_rank, self._local_count)
+            local = rk.Neighbours(self._spool.ranks / launch, self.local_rank, self._local_count)
         if self.world_size == self._local_count:
             return local
         if agree is not None:

@@ -1,11 +1,11 @@
-"""The folder through which wrapper, session and courier talk, one for each node of an attempt.
+"""The folder through which wrapper, session and sidecar talk, one for each node of an attempt.
 
 ======================== ===================== ================================================
 name                     written by            what
 ======================== ===================== ================================================
-``start.json``           courier, once         where and how to start the command
-``control.json``         courier               the owner's Control, byte for byte
-``snapshot.done``        courier               ``{"sequence": n}``: the snapshot that control n asked for
+``start.json``           sidecar, once         where and how to start the command
+``control.json``         sidecar               the owner's Control, byte for byte
+``snapshot.done``        sidecar               ``{"sequence": n}``: the snapshot that control n asked for
 ``request.json``         wrapper               ``{"action": "stop"}``: SIGTERM or SIGINT reached the wrapper
 ``progress/rank-0.json`` session, local rank 0 Progress, and what :class:`SessionReport` says
 ``wrapper.json``         wrapper               a Status with what the wrapper knows
@@ -39,7 +39,7 @@ from envscaler_agent.protocol import (
     read_object,
 )
 
-ENV = "ENVSCALER_EXCHANGE"
+ENV = "ENVSCALER_SPOOL"
 """Environment variable that names the folder."""
 
 
@@ -47,8 +47,8 @@ SETUP_EXITS = {"setup-failed": EXIT_SETUP_FAILED, "stopped": EXIT_STOPPED, "orph
 """What a set-up that came to nothing is called, and the wrapper's exit code."""
 
 
-class Exchange:
-    """Paths inside one exchange folder; makes nothing by itself."""
+class Spool:
+    """Paths inside one spool folder; makes nothing by itself."""
 
     def __init__(self, root: Union[str, Path]) -> None:
         """Name the folder *root*, which need not exist yet."""
@@ -66,7 +66,7 @@ class Exchange:
         self.ranks = self.root / "ranks"
 
     @classmethod
-    def from_env(cls, environ: Optional[Mapping[str, str]] = None) -> Optional[Exchange]:
+    def from_env(cls, environ: Optional[Mapping[str, str]] = None) -> Optional[Spool]:
         """Return the folder that the environment names, None when it names none."""
         root = (os.environ if environ is None else environ).get(ENV)
         return cls(root) if root else None
@@ -185,7 +185,7 @@ class Start:
 
 
 class SetupFailedError(ProtocolError):
-    """The courier could not lay out workdir, inputs or checkpoint; the message says why.
+    """The sidecar could not lay out workdir, inputs or checkpoint; the message says why.
 
     Attributes:
         reason: What the end is called: ``setup-failed``, ``stopped`` or ``orphaned``.
@@ -211,7 +211,7 @@ def parse_start(data: bytes) -> Start:
     """Read ``start.json``; unknown fields are ignored.
 
     Raises:
-        SetupFailedError: The courier says that the setup failed.
+        SetupFailedError: The sidecar says that the setup failed.
         ProtocolError: It is not what the protocol says.
     """
     body = read_object(data, where="start.json")
@@ -310,7 +310,7 @@ def parse_report(data: bytes) -> SessionReport:
 
 
 def snapshot_sequence(path: Path) -> int:
-    """Return the control sequence that the courier's snapshot answers, -1 for none."""
+    """Return the control sequence that the sidecar's snapshot answers, -1 for none."""
     try:
         body = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -48,7 +48,7 @@ from envscaler_agent.reporting import Reporter
 from envscaler_agent.sampler_child import SamplerChild
 
 TICK_S = 0.5
-"""Between two looks at the exchange. Chosen: soon for a person, nothing for the CPU."""
+"""Between two looks at the spool. Chosen: soon for a person, nothing for the CPU."""
 DRAIN_S = 2.0
 """How long output of what the command left behind is awaited. Chosen: a pipe is emptied in milliseconds."""
 SIGTERM_GRACE_S = 25.0
@@ -69,7 +69,7 @@ class Options:
     Attributes:
         wait_start_s: Longest wait for ``start.json``, None for ever; 0 goes on without one.
         grace_s: Seconds from a SIGTERM to the wrapper to the SIGKILL of the command.
-        tick_s: Seconds between two looks at the exchange.
+        tick_s: Seconds between two looks at the spool.
         sampler: False starts no sampler.
     """
 
@@ -86,18 +86,18 @@ class Wrapper:
         self,
         argv: Sequence[str],
         *,
-        exchange: Optional[ex.Exchange] = None,
+        spool: Optional[ex.Spool] = None,
         options: Options = Options(),
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Prepare to run *argv*; nothing is started or written yet."""
         self._argv = list(argv)
-        self._exchange = exchange
+        self._spool = spool
         self._options = options
         self._clock = clock
         self._start = ex.Start()
-        self._reporter = Reporter(exchange, clock=clock, wall=wall)
+        self._reporter = Reporter(spool, clock=clock, wall=wall)
         self._masker = Masker([])
         self._report = ex.SessionReport()
         self._progress = Progress()
@@ -111,8 +111,8 @@ class Wrapper:
         self._out = sys.stdout.fileno() if sys.stdout is not None else os.open(os.devnull, os.O_WRONLY)
         self._selector = selectors.PollSelector()
         self._sampler: Optional[SamplerChild] = None
-        self._watched = [ex.Watched(exchange.control), ex.Watched(exchange.progress)] if exchange else []
-        self._notice = ex.Watched(exchange.notice) if exchange else None
+        self._watched = [ex.Watched(spool.control), ex.Watched(spool.progress)] if spool else []
+        self._notice = ex.Watched(spool.notice) if spool else None
 
     def run(self) -> int:
         """Run the command to its end and return the exit code for the wrapper's own caller."""
@@ -158,11 +158,11 @@ class Wrapper:
 
     def _await_start(self) -> bool:
         """Wait for ``start.json``; False when asked to go before."""
-        if self._exchange is None:
+        if self._spool is None:
             return True
         limit = self._options.wait_start_s
         deadline = None if limit is None else self._clock() + limit
-        start = ex.Watched(self._exchange.start)
+        start = ex.Watched(self._spool.start)
         self._reporter.set(**_identity(os.environ))
         while True:
             data = start.changed()
@@ -177,7 +177,7 @@ class Wrapper:
             if deadline is not None and self._clock() >= deadline:
                 if limit == 0:
                     return True
-                raise ProtocolError(f"no start.json within {limit:g} s in {self._exchange.root}")
+                raise ProtocolError(f"no start.json within {limit:g} s in {self._spool.root}")
             self._reporter.tick()
             self._wait(self._options.tick_s / 5)
 
@@ -185,8 +185,8 @@ class Wrapper:
         environ = dict(os.environ)
         environ.setdefault("PYTHONUNBUFFERED", "1")  # else the log lags behind by a buffer of 8 KiB
         environ.update(self._start.env)
-        if self._exchange is not None:
-            environ[ex.ENV] = str(self._exchange.root.resolve())
+        if self._spool is not None:
+            environ[ex.ENV] = str(self._spool.root.resolve())
         if self._start.restore is not None:
             environ["ENVSCALER_RESTORE"] = self._start.restore.path
         elif "ENVSCALER_RESTORE" not in self._start.env:
@@ -195,8 +195,8 @@ class Wrapper:
 
     def _forget_earlier_life(self) -> None:
         """Remove what a wrapper and a session before this one said to each other."""
-        if self._exchange is not None:
-            for path in (self._exchange.request, self._exchange.progress):
+        if self._spool is not None:
+            for path in (self._spool.request, self._spool.progress):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -223,7 +223,7 @@ class Wrapper:
         pump = self._make_pump(masker)
         stall = StallWatch(self._start.stall_factor, self._start.stall_min_s)
         self._reporter.set(phase="running", setup_s=round(self._clock() - self._reporter.origin, 3))
-        if self._exchange is not None and self._options.sampler:
+        if self._spool is not None and self._options.sampler:
             self._sampler = SamplerChild(
                 interval_s=self._start.sample_interval_s, origin=self._reporter.origin, clock=self._clock
             )
@@ -241,9 +241,9 @@ class Wrapper:
 
     def _make_pump(self, masker: Masker) -> Pump:
         chunks = None
-        if self._exchange is not None:
+        if self._spool is not None:
             chunks = Chunks(
-                self._exchange.logs,
+                self._spool.logs,
                 "log",
                 max_bytes=LOG_CHUNK_BYTES,
                 max_age_s=LOG_CHUNK_S,
@@ -378,9 +378,9 @@ class Wrapper:
         self._signals.clear()
 
     def _forward_stop(self) -> None:
-        if self._exchange is not None:
+        if self._spool is not None:
             try:
-                ex.write_json(self._exchange.request, {"action": "stop"})
+                ex.write_json(self._spool.request, {"action": "stop"})
             except OSError as err:
                 self._note(f"request.json: {err.strerror}")
 
@@ -404,9 +404,9 @@ class Wrapper:
             self._kill(command, signal.SIGKILL)
 
     def _snapshot_pending(self, ask: Ask) -> bool:
-        if self._exchange is None or not self._start.checkpoint_path or ask.sequence < 0:
+        if self._spool is None or not self._start.checkpoint_path or ask.sequence < 0:
             return False
-        return ex.snapshot_sequence(self._exchange.snapshot) < ask.sequence
+        return ex.snapshot_sequence(self._spool.snapshot) < ask.sequence
 
     def _kill(self, command: subprocess.Popen[bytes], number: int) -> None:
         sampler = self._sampler.pid if self._sampler is not None else None

@@ -21,7 +21,7 @@ class AttemptRequest:
     """All that a backend needs to start one attempt. No field holds a secret but ``secret_env``.
 
     Attributes:
-        store_url: Run store, as the courier opens it.
+        store_url: Run store, as the sidecar opens it.
         run_prefix: The run's folder below the store, ``deployment/dag/run/task/map``.
         run_label: ``dag_id.task_id`` for people and labels; never a path.
         generation, attempt: Which life this is.
@@ -36,7 +36,7 @@ class AttemptRequest:
             None: no deadline.
         grace_s: Seconds between a graceful stop and the kill.
         python: Interpreter of the command's own environment on this machine, for the local backend; its
-            folder is first on the command's PATH. None: that of this process. Never the courier's.
+            folder is first on the command's PATH. None: that of this process. Never the sidecar's.
         restore_from: URI of another run's checkpoint that the first attempt begins from.
     """
 

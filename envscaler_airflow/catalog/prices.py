@@ -304,7 +304,7 @@ LOCK = "catalog.lock"
 _BOOK = re.compile(r"prices-.*\.json\Z")
 
 
-class Shelf:
+class PriceCache:
     """Books of live prices in *folder*; each file is replaced as a whole."""
 
     def __init__(self, folder: Path) -> None:

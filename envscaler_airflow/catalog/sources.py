@@ -47,9 +47,9 @@ def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> Offe
 def _live(folder: Path) -> OfferTable | None:
     if not has_live_prices(folder):
         return None
-    from envscaler_airflow.catalog.prices import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
+    from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (only who refreshed prices waits for it)
 
-    table = Shelf(folder).load(now=time.time())
+    table = PriceCache(folder).load(now=time.time())
     if table is not None or not _has_books(folder):
         return table
     why = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from envscaler_airflow.catalog.prices import Shelf
+from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.sources import cache_dir
 from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli.common import output_option
@@ -43,13 +43,13 @@ def refresh(
     as_json: bool,
 ) -> None:
     """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
-    shelf = Shelf(cache_dir())
+    cache = PriceCache(cache_dir())
     failed: list[str] = []
     asked = _asked(clouds, regions)
     for cloud, its_regions in asked.items():
         try:
             failed += _refresh(
-                shelf,
+                cache,
                 cloud,
                 its_regions,
                 endpoint_url=endpoint_url,
@@ -58,19 +58,19 @@ def refresh(
             )
         except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
             failed.append(str(err))
-    table = shelf.compile()
+    table = cache.compile()
     if as_json:
-        books = [book.to_dict() for book in shelf.books()]
-        sizes = {"rows": len(table), "types": len(table.kinds), "folder": str(shelf.folder)}
+        books = [book.to_dict() for book in cache.books()]
+        sizes = {"rows": len(table), "types": len(table.kinds), "folder": str(cache.folder)}
         click.echo(json.dumps({**sizes, "failed": failed, "books": books}))
     else:
-        click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {shelf.folder}")
+        click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {cache.folder}")
     if failed:
         raise BackendError("; ".join(failed))
 
 
 def _refresh(
-    shelf: Shelf,
+    cache: PriceCache,
     cloud: str,
     regions: Sequence[str],
     *,
@@ -82,8 +82,8 @@ def _refresh(
     failed = []
     feed = open_feed(cloud, endpoint_url=endpoint_url)
     for region in regions:
-        book = shelf.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
-        shelf.compile()  # what is known counts, should the next region never come
+        book = cache.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
+        cache.compile()  # what is known counts, should the next region never come
         click.echo(f"{book.words(time.time())}: {len(book.prices)} prices", err=is_quiet)
         for note in book.notes:
             click.echo(f"  {note}", err=is_quiet)
@@ -97,7 +97,7 @@ def _refresh(
 def show(*, as_json: bool) -> None:
     """List the live prices that are kept: how old, what failed, what is in quarantine."""
     now = time.time()
-    books = Shelf(cache_dir()).books()
+    books = PriceCache(cache_dir()).books()
     if as_json:
         click.echo(json.dumps([{"age_s": book.at and now - book.at, **book.to_dict()} for book in books]))
         return

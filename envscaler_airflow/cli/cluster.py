@@ -39,7 +39,7 @@ def cluster_options(command: _F) -> _F:
     @click.option(
         "--config", type=click.Path(path_type=Path), help="YAML with more settings, such as cluster_prices."
     )
-    @click.option("--agent-image", help="Image with the courier and the wrapper.")
+    @click.option("--agent-image", help="Image with the sidecar and the wrapper.")
     @click.option("--image", help="Image of the stage, in place of the spec's base image.")
     @functools.wraps(command)
     def connected(*args: Any, config: Path | None, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from envscaler_airflow.images.requirements import read_requirements
 from envscaler_airflow.images.resolve import resolve
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.inputs import bring
-from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Mount, Who
+from envscaler_airflow.sidecar.spool_state import Layout, Memory, Mount, Spool, Who
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
@@ -150,7 +150,7 @@ def container_of(
 
 
 def _lay_out(spec: EnvSpec, scratch: Path, store: Store) -> Site:
-    """The courier's own surroundings, in which it has copied in what *spec* wants copied."""
+    """The sidecar's own surroundings, in which it has copied in what *spec* wants copied."""
     mounts = tuple(
         Mount(
             name=volume.name,
@@ -161,8 +161,8 @@ def _lay_out(spec: EnvSpec, scratch: Path, store: Store) -> Site:
         for volume in spec.volumes
         if volume.is_copied
     )
-    exchange = Exchange(scratch / ".exchange")
-    site = Site(exchange, store, Who(1, 1, 0, 1), Layout(mounts=mounts), Memory(exchange))
+    spool = Spool(scratch / ".spool")
+    site = Site(spool, store, Who(1, 1, 0, 1), Layout(mounts=mounts), Memory(spool))
     for mount in mounts:
         bring(site, mount)
         for item in (Path(mount.path), *Path(mount.path).rglob("*")):  # the image's user is another than ours

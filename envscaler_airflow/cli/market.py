@@ -229,9 +229,9 @@ def _commitments(offers: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
     folder = cache_dir()
     if not has_live_prices(folder):
         return {}
-    from envscaler_airflow.catalog.prices import Shelf  # noqa: PLC0415  (only who refreshed prices waits for it)
+    from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (only who refreshed prices waits for it)
 
-    return Shelf(folder).commitments(offers)
+    return PriceCache(folder).commitments(offers)
 
 
 def _no_commitments(_: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:

@@ -145,7 +145,7 @@ class Volume(Model):
 
     @property
     def is_copied(self) -> bool:
-        """True when the courier copies it in before the start."""
+        """True when the sidecar copies it in before the start."""
         return self.kind in (*OBJECT_STORES, "file", "input")
 
     @field_validator("source")

@@ -137,7 +137,7 @@ class MetricRule(Model):
 
     @property
     def ahead_s(self) -> float:
-        """How far ahead the metric is foretold, seconds."""
+        """How far ahead the metric is forecast, seconds."""
         return 0.0 if self.ahead is None else duration_s(self.ahead)
 
     @property

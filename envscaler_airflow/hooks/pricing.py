@@ -89,12 +89,12 @@ class CloudPricingHook(BaseHook):
         """
         if isinstance(regions, str):
             raise SpecError(f"regions {regions!r:.60}: write a list, such as [{regions!r:.60}]")
-        from envscaler_airflow.catalog.prices import Shelf  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415  (as above)
 
-        shelf = Shelf(Path(self.cache) if self.cache else cache_dir())
-        books = [shelf.refresh(self._feed, region, clock=time.time) for region in regions]
-        shelf.compile()
+        cache = PriceCache(Path(self.cache) if self.cache else cache_dir())
+        books = [cache.refresh(self._feed, region, clock=time.time) for region in regions]
+        cache.compile()
         return books
 
     def test_connection(self) -> tuple[bool, str]:

@@ -38,7 +38,7 @@ class Span(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold(Record):
+class Forecast(Record):
     """Phases in the order in which the last run that had any went through them."""
 
     spans: tuple[Span, ...] = ()
@@ -88,13 +88,13 @@ def publish(store: Store, key: RunKey) -> bool:
         prefix = "/".join([deployment, dag, name, *rest])
         spans = spans_of(check for check, _ in read_decisions(store, prefix))
         if spans:
-            body = {"schema": SCHEMA, "run": name, **Foretold(spans).to_dict()}
+            body = {"schema": SCHEMA, "run": name, **Forecast(spans).to_dict()}
             store.write(f"{key.prefix}/{NAME}", json.dumps(body).encode())
             return True
     return False
 
 
-def read(store: Store, prefix: str) -> Foretold:
+def read(store: Store, prefix: str) -> Forecast:
     """What :func:`publish` wrote; nothing when it is absent or cannot be understood.
 
     Raises:
@@ -102,6 +102,6 @@ def read(store: Store, prefix: str) -> Foretold:
     """
     try:
         text = store.read(f"{prefix}/{NAME}", max_bytes=MAX_BYTES)
-        return Foretold() if text is None else Foretold.from_dict(read_object(text, where=f"{prefix}/{NAME}"))
+        return Forecast() if text is None else Forecast.from_dict(read_object(text, where=f"{prefix}/{NAME}"))
     except (ProtocolError, ValueError, KeyError, TypeError, OverflowError):
-        return Foretold()
+        return Forecast()

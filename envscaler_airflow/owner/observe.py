@@ -13,7 +13,7 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.library import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import facts, forecast, losses, tables
-from envscaler_airflow.owner.forecast import Foretold
+from envscaler_airflow.owner.forecast import Forecast
 from envscaler_airflow.owner.freeze import thaw_spec
 from envscaler_airflow.owner.limits import CHECKPOINT_S
 from envscaler_airflow.owner.run_watch import read_status
@@ -52,7 +52,7 @@ old machine, seconds. Chosen: a task slice of Airflow 3.3 begins within 2 to 3 s
 STALE_S = 90.0
 """A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
 STATUS_S = 15.0
-"""How often a node speaks, seconds. Source: ``courier.loop.STATUS_S``."""
+"""How often a node speaks, seconds. Source: ``sidecar.loop.STATUS_S``."""
 LONG_CHECK_S = 120.0
 """Most time between two checks for which rules that count checks keep what they need, seconds. Chosen: four
 times the sensor's own default; a longer pause is a restart, and what was before it is another story."""
@@ -137,7 +137,7 @@ class Observer:
         self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
         self._unknown: Mapping[str, str] = checks[-1].observation.unknown if checks else {}
         self._plan: Mapping[str, Any] = {}
-        self._told = Foretold()
+        self._told = Forecast()
         self._phases = _phases_of(checks)
         self._table: str | None = None
         self._policies = tables.with_tables(store, prefix)

@@ -37,7 +37,7 @@ class Stage:
         restart: ``fresh`` begins a generation once per clear.
         restore_from: URI of another run's checkpoint that a fresh generation begins from.
         resolve_secret: Turns a reference (``secret:NAME/key``) into its value; called at a start only.
-        store_options: Connection options of the store that the courier needs; no secrets.
+        store_options: Connection options of the store that the sidecar needs; no secrets.
         python: Interpreter of the stage's own environment on this machine; None for that of this process.
     """
 

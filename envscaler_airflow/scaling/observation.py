@@ -89,7 +89,7 @@ class Observation(Record):
         pending: What is already under way (a request without an answer, a move), in words.
         free_nodes: Nodes that can be had on top of what is held, by offer name; absent is unknown.
         training_phase: As the training announced it: ``loading``, ``training``, ``evaluation`` or its own.
-        next_phase, next_phase_in_s: What comes next and when, foretold from earlier runs.
+        next_phase, next_phase_in_s: What comes next and when, forecast from earlier runs.
         phase_lasts_s: How long each phase lasts, from earlier runs.
         wanted: Since when (``elapsed_s``) each allocation has been wanted without a break.
         refused: What the owner refused lately, by allocation name.

@@ -275,10 +275,10 @@ def _lasts(rule: ThresholdRule, rounds: Rounds, agrees: Callable[[float], bool])
         agreeing.append(at_s)
     if len(agreeing) < rule.samples or agreeing[0] - agreeing[-1] < rule.for_s:
         return False
-    return rule.ahead_s == 0 or agrees(_foretold(rounds[-max(2, len(agreeing)) :], rule.ahead_s))
+    return rule.ahead_s == 0 or agrees(_forecast(rounds[-max(2, len(agreeing)) :], rule.ahead_s))
 
 
-def _foretold(rounds: Rounds, ahead_s: float) -> float:
+def _forecast(rounds: Rounds, ahead_s: float) -> float:
     """Value *ahead_s* after the last check, on the least-squares line; the last value when there is none."""
     mean_t = _mean([at_s for at_s, _ in rounds])
     mean_y = _mean([value for _, value in rounds])

@@ -1,7 +1,7 @@
 """Beside the training, outside it: store I/O, uploads, the lease, and what a start needs.
 
 One process for each node of each attempt, started with ``python -m envscaler_airflow.sidecar``. It
-and the wrapper in the training container exchange files in one folder (:mod:`.exchange`). It may
+and the wrapper in the training container exchange files in one folder (:mod:`.spool`). It may
 be killed and started again at any line: what it did is in that folder and in the store.
 
 - :mod:`.setup`: workdir, inputs, and the checkpoint to resume from; then ``start.json``.

@@ -1,4 +1,4 @@
-"""``python -m envscaler_airflow.sidecar``: one node's courier, until all is uploaded."""
+"""``python -m envscaler_airflow.sidecar``: one node's sidecar, until all is uploaded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from envscaler_agent.protocol import EXIT_ORPHANED
 from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.sidecar.context import Site, UnheededError, load_store_keys
-from envscaler_airflow.sidecar.loop import Courier
-from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Who
+from envscaler_airflow.sidecar.loop import Sidecar
+from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store.base import for_run, open_store
 
 log = logging.getLogger("envscaler_airflow.sidecar")
@@ -21,7 +21,7 @@ log = logging.getLogger("envscaler_airflow.sidecar")
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m envscaler_airflow.sidecar", description=__doc__)
-    parser.add_argument("--exchange", type=Path, required=True, help="folder shared with the wrapper")
+    parser.add_argument("--spool", type=Path, required=True, help="folder shared with the wrapper")
     parser.add_argument("--store", required=True, help="URL of the run store")
     parser.add_argument("--prefix", required=True, help="the run's folder in the store")
     parser.add_argument("--generation", type=int, required=True)
@@ -35,17 +35,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one node; 0 when done or when told to end (the next courier goes on), 1 after an error.
+    """Serve one node; 0 when done or when told to end (the next sidecar goes on), 1 after an error.
 
     EXIT_ORPHANED: nobody owns the attempt and the wrapper does not go; whoever started both ends it.
     """
     options = _parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s courier %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s sidecar %(levelname)s %(message)s")
     try:
         site = _site(options)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: site.ending.set())
-        is_done = Courier(site).run()
+        is_done = Sidecar(site).run()
     except UnheededError as err:
         log.error("the machine must end this attempt: %s", err)  # noqa: TRY400 - the message says it all
         return EXIT_ORPHANED
@@ -59,15 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _site(options: argparse.Namespace) -> Site:
     load_store_keys()
     layout = Layout.read(options.layout)
-    exchange = Exchange(options.exchange)
+    spool = Spool(options.spool)
     store = for_run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
     who = Who(options.generation, options.attempt, options.node, options.nodes, claim=0)
     return Site(
-        exchange=exchange,
+        spool=spool,
         store=store,
         who=who,
         layout=layout,
-        memory=Memory(exchange, own=layout.own_folder),
+        memory=Memory(spool, own=layout.own_folder),
         uid=options.uid,
         address=options.address,
     )

@@ -1,4 +1,4 @@
-"""What every part of the courier is given: where it is, whom it serves, and how to wait."""
+"""What every part of the sidecar is given: where it is, whom it serves, and how to wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tenacity
 
 from envscaler_agent.protocol import Ended, Transfer
 from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolError, StoreError
-from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Who
+from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.root import Place
 from envscaler_airflow.store.transfer_progress import Moved
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class WorkInterruptedError(EnvScalerError):
-    """The courier was told to end (SIGTERM): the next one goes on here."""
+    """The sidecar was told to end (SIGTERM): the next one goes on here."""
 
 
 class UnheededError(EnvScalerError):
@@ -59,16 +59,16 @@ class Messages:
 
 @dataclass(slots=True)
 class Site:
-    """The surroundings of one courier.
+    """The surroundings of one sidecar.
 
     Attributes:
-        exchange: Folder shared with the wrapper.
+        spool: Folder shared with the wrapper.
         store: Store of the run (``for_run``).
         who: Node, attempt, generation.
         layout: Where things lie on this node.
-        memory: What survives a kill of the courier.
+        memory: What survives a kill of the sidecar.
         monotonic: Clock for ages; never the wall clock.
-        ending: Set when the courier must end.
+        ending: Set when the sidecar must end.
         messages: What people are told in the status.
         uid: Of the pod or node process; "" where the backend gives none, then one is made for the folder.
         address: ``host:port`` at which the other nodes reach this one; None where they do not ask it.
@@ -78,7 +78,7 @@ class Site:
             costs more than a restart.
     """
 
-    exchange: Exchange
+    spool: Spool
     store: Store
     who: Who
     layout: Layout
@@ -115,7 +115,7 @@ class Site:
     def ended(self) -> Ended | None:
         """How the command ended, as the wrapper says; None while it runs or when that cannot be read."""
         try:
-            status = self.exchange.wrapper_status()
+            status = self.spool.wrapper_status()
         except ProtocolError:
             return None  # the main loop says so
         return status.ended if status else None
@@ -128,20 +128,20 @@ class Site:
         """Run between two files of a transfer.
 
         Raises:
-            WorkInterruptedError: The courier must end.
+            WorkInterruptedError: The sidecar must end.
         """
         if self.ending.is_set():
-            raise WorkInterruptedError("the courier was asked to end")
+            raise WorkInterruptedError("the sidecar was asked to end")
 
     def wanted(self) -> None:
         """Run between two files of the set-up.
 
         Raises:
-            WorkInterruptedError: The courier must end.
+            WorkInterruptedError: The sidecar must end.
             SetupCancelledError: The attempt was asked to go before it began.
         """
         self.between()
-        control = self.exchange.current_control()
+        control = self.spool.current_control()
         if control is not None and control.action in ("leave", "stop"):
             raise SetupCancelledError(f"asked to {control.action} before the start: {control.reason}")
 
@@ -176,7 +176,7 @@ class Site:
 
         Raises:
             StoreError: It did not answer in time.
-            WorkInterruptedError: The courier must end.
+            WorkInterruptedError: The sidecar must end.
         """
         patience = _Patience(self, moved)
         retrying = tenacity.Retrying(

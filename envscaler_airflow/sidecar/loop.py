@@ -1,4 +1,4 @@
-"""The rounds of a running courier: what is heard, what is said, and the end.
+"""The rounds of a running sidecar: what is heard, what is said, and the end.
 
 Three threads, so that nothing quick waits for anything long: this one (control, lease, chunks,
 status), one for the set-up and the uploads, one for snapshots.
@@ -37,7 +37,7 @@ class Heavy:
     """Set-up, then checkpoints, then outputs: what takes long, one after another."""
 
     def __init__(self, site: Site) -> None:
-        """Go on where an earlier courier was."""
+        """Go on where an earlier sidecar was."""
         self._site = site
         self._checkpoints: Checkpoints | None = None
         self._outputs = Outputs(site)
@@ -48,7 +48,7 @@ class Heavy:
         """Do what is next.
 
         Raises:
-            WorkInterruptedError: The courier must end.
+            WorkInterruptedError: The sidecar must end.
         """
         site = self._site
         if not site.memory.state.is_laid_out:
@@ -80,7 +80,7 @@ class Speaker:
     """Writes the node's status: every 15 s, and at once when something changed that others act on."""
 
     def __init__(self, site: Site) -> None:
-        """Go on with the sequence of an earlier courier, also of one on a machine that is gone."""
+        """Go on with the sequence of an earlier sidecar, also of one on a machine that is gone."""
         self._site = site
         self._backoff = Backoff(site.monotonic)
         self._said: Status | None = None
@@ -118,9 +118,9 @@ class Speaker:
         try:
             self._site.memory.update(sequence=sequence)
         except OSError as err:  # a full disk must not silence the node
-            self._site.messages.say("courier", f"courier.json: {err}")
+            self._site.messages.say("sidecar", f"sidecar.json: {err}")
         else:
-            self._site.messages.say("courier", None)
+            self._site.messages.say("sidecar", None)
         return sequence
 
     def _last_in_store(self) -> int:
@@ -142,7 +142,7 @@ def _matter(status: Status) -> Status:
 
 
 def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
-    """What this node says now: the wrapper's part, and the courier's own; ``ended`` only when *is_over*."""
+    """What this node says now: the wrapper's part, and the sidecar's own; ``ended`` only when *is_over*."""
     state, who = site.memory.state, site.who
     base = said or Status()
     ended, phase = _end(state, base) if is_over else (None, _phase(state, base))
@@ -187,8 +187,8 @@ def _end(state: State, base: Status) -> tuple[Ended | None, str]:
     return base.ended, "ended"
 
 
-class Courier:
-    """One courier: :meth:`run` until all is uploaded or it is told to end."""
+class Sidecar:
+    """One sidecar: :meth:`run` until all is uploaded or it is told to end."""
 
     def __init__(self, site: Site) -> None:
         """Serve *site*."""
@@ -203,7 +203,7 @@ class Courier:
         self._snapshots: Snapshots | None = None
 
     def run(self) -> bool:
-        """Go on until the end; True when all is done, False when the courier was told to end."""
+        """Go on until the end; True when all is done, False when the sidecar was told to end."""
         if self._site.memory.state.phase == "done":
             return True
         threads = [self._thread(self.heavy.step, "heavy"), self._thread(self.snapshot, "snapshots")]
@@ -270,7 +270,7 @@ class Courier:
 
     def _hear(self) -> Status | None:
         try:
-            self._said = self._site.exchange.wrapper_status() or self._said
+            self._said = self._site.spool.wrapper_status() or self._said
         except (ProtocolError, OSError) as err:
             self._site.messages.say("wrapper", str(err))
         else:
@@ -282,7 +282,7 @@ class Courier:
             try:
                 self._site.memory.update(phase=phase)
             except OSError as err:
-                self._site.messages.say("courier", str(err))
+                self._site.messages.say("sidecar", str(err))
 
     def _is_abandoned(self) -> bool:
         """The set-up failed, and the wrapper never took that up."""

@@ -24,7 +24,7 @@ LEAVE_S = 60.0
 class OwnerWatch:
     """Hands the owner's control to the wrapper; asks it to go when nobody owns this attempt any more.
 
-    A store that cannot be read changes nothing. What the courier asks on its own stays asked.
+    A store that cannot be read changes nothing. What the sidecar asks on its own stays asked.
     """
 
     def __init__(self, site: Site) -> None:
@@ -32,7 +32,7 @@ class OwnerWatch:
         self._site = site
         self._lease = LeaseWatch(site.monotonic)
         self._due = {"control": -float("inf"), "lease": -float("inf"), "superseded": -float("inf")}
-        self._owners: Control | None = None  # what the exchange holds of it the training can change
+        self._owners: Control | None = None  # what the spool holds of it the training can change
         self._asked: Control | None = None
         self._asked_at = -float("inf")
 
@@ -40,7 +40,7 @@ class OwnerWatch:
         """Look at what is due.
 
         Raises:
-            UnheededError: What the courier asked on its own was not done in its time, nor in its grace.
+            UnheededError: What the sidecar asked on its own was not done in its time, nor in its grace.
         """
         if self._asked is None and (remembered := self._remembered()) is not None:
             self._ask(remembered)
@@ -81,8 +81,8 @@ class OwnerWatch:
         if self._owners is not None and control.sequence < self._owners.sequence:
             return  # an owner that slept wrote what it had meant to write before; the later word stands
         self._owners = control
-        if self._site.exchange.control_text() != body:
-            self._site.exchange.write(self._site.exchange.control, body)
+        if self._site.spool.control_text() != body:
+            self._site.spool.write(self._site.spool.control, body)
 
     def _look_at_lease(self) -> None:
         self._lease.seen(read_lease(self._site.store))
@@ -97,7 +97,7 @@ class OwnerWatch:
             self._ask(_stop(self._control(), f"orphaned: {WHY[standing]}"))
 
     def _control(self) -> Control:
-        return self._owners or self._site.exchange.current_control() or Control()
+        return self._owners or self._site.spool.current_control() or Control()
 
     def _leave(self, control: Control, reason: str) -> None:
         ask = Control(
@@ -113,10 +113,10 @@ class OwnerWatch:
         self._ask(ask)
 
     def _remembered(self) -> Control | None:
-        """What an earlier courier of this attempt asked on its own."""
+        """What an earlier sidecar of this attempt asked on its own."""
         override = self._site.memory.state.override
         try:
-            return None if override is None else Control.from_json(override, where="courier.json")
+            return None if override is None else Control.from_json(override, where="sidecar.json")
         except ProtocolError:
             return None  # another hand wrote it; the lease is looked at anew
 
@@ -131,8 +131,8 @@ class OwnerWatch:
         if asked is None:
             return
         body = asked.to_json()
-        if self._site.exchange.control_text() != body:
-            self._site.exchange.write(self._site.exchange.control, body)
+        if self._site.spool.control_text() != body:
+            self._site.spool.write(self._site.spool.control, body)
         if self._site.memory.state.override != body.decode():
             self._site.memory.update(override=body.decode())
 

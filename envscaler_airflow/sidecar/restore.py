@@ -239,14 +239,14 @@ def _fetch_uri(site: Site, uri: str) -> Restored:
         raise CheckpointError(str(err)) from err
     last = uri.rstrip("/").rpartition("/")[2]
     manifest = site.patiently(lambda: _manifest_at(store, prefix), what=uri)
-    target = site.exchange.restored / (last if is_safe_name(last) else "restore-from")
+    target = site.spool.restored / (last if is_safe_name(last) else "restore-from")
     return Restored(uri, target, _fetch(site, store, prefix, manifest, target))
 
 
 def _fetch_checkpoint(site: Site, name: str, claim: int | None) -> Restored:
     """Checkpoint *name* of this run by the manifest of *claim*: every node takes that which node 0 chose."""
     manifest = site.patiently(lambda: checkpoints.read_checkpoint(site.store, name, claim=claim), what=name)
-    target = site.exchange.restored / name
+    target = site.spool.restored / name
     prefix = checkpoints.checkpoint_prefix(name)
     return Restored(name, target, _fetch(site, site.store, prefix, manifest, target), claim)
 
@@ -254,7 +254,7 @@ def _fetch_checkpoint(site: Site, name: str, claim: int | None) -> Restored:
 def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Path) -> Manifest:
     """Lay out what this node gets of *manifest*, which is returned."""
     mine = manifests.for_node(manifest, site.who.node)
-    root = site.exchange.made_folder(target)
+    root = site.spool.made_folder(target)
     node, between = site.who.node, site.wanted
     with site.transfer("restoring", checkpoints.words(target.name)) as moved:
         site.patiently(
@@ -275,7 +275,7 @@ def _manifest_at(store: Store, prefix: str) -> Manifest:
 
 def _discard(site: Site, name: str) -> None:
     with suppress(OSError):
-        site.exchange.remove(site.exchange.restored / name)
+        site.spool.remove(site.spool.restored / name)
 
 
 def _lay_back(site: Site, found: Restored) -> Restored:
@@ -287,13 +287,13 @@ def _lay_back(site: Site, found: Restored) -> Restored:
         return found
     target = Path(site.layout.checkpoint_path)
     target.mkdir(parents=True, exist_ok=True)
-    root, fetched = Root.of(target, parent=site.place(target)), site.exchange.made_folder(found.path)
+    root, fetched = Root.of(target, parent=site.place(target)), site.spool.made_folder(found.path)
     root.empty()
     for item in found.manifest.files:
         root.take(item.path, fetched)
     manifests.lay_links(found.manifest, root)
     with suppress(OSError):
-        site.exchange.remove(found.path)
+        site.spool.remove(found.path)
     site.memory.update(snapshot=_fingerprint(site, target))
     return replace(found, path=target)
 

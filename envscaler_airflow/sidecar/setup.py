@@ -30,9 +30,9 @@ def lay_out(site: Site) -> None:
     """Lay out all and write ``start.json``; when that fails, say why in it.
 
     Raises:
-        WorkInterruptedError: The courier must end; the next one goes on.
+        WorkInterruptedError: The sidecar must end; the next one goes on.
     """
-    if site.exchange.start.exists():
+    if site.spool.start.exists():
         site.memory.update(is_laid_out=True)
         return
     frozen: Frozen | None = None
@@ -46,7 +46,7 @@ def lay_out(site: Site) -> None:
         site.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
     else:
         site.memory.update(failed=None)  # of a try whose end could not be written down
-    site.exchange.write_json(site.exchange.start, body)
+    site.spool.write_json(site.spool.start, body)
     site.memory.update(is_laid_out=True)
 
 
@@ -134,7 +134,7 @@ def _workdir(site: Site, frozen: Frozen) -> str | None:
     match = _ARCHIVE.match(name)
     if match is None:
         raise ProtocolError(f"workdir archive {name!r:.200}: expected workdir-<sha256>.tar.zst")
-    part = site.exchange.root / name
+    part = site.spool.root / name
     try:
         if site.patiently(lambda: site.store.size(name), what=name) is None:
             raise CheckpointError(f"{site.store.uri(name)} is absent")

@@ -20,7 +20,7 @@ from envscaler_airflow.sidecar import saver_layouts, tree
 from envscaler_airflow.sidecar.completeness import QUIET_S, Selection, Settling, is_open_for_writing
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.frozen_spec import SNAPSHOT_EVERY
-from envscaler_airflow.sidecar.spool_state import Exchange
+from envscaler_airflow.sidecar.spool_state import Spool
 from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import COPY_BYTES, Place, Root
 
@@ -161,7 +161,7 @@ class Silence:
         site = self._site
         if site.who.node != 0 or (self._every is None and site.layout.checkpoint_path is None):
             return
-        if site.memory.state.checkpoints > self._checkpoints or site.exchange.saved(site.who):
+        if site.memory.state.checkpoints > self._checkpoints or site.spool.saved(site.who):
             self._checkpoints = site.memory.state.checkpoints
             self.saved()
             return
@@ -183,7 +183,7 @@ class Silence:
     def _reason(self, selection: Selection | None) -> str:
         path = self._site.layout.checkpoint_path
         if selection is None:
-            if self._site.exchange.saves():
+            if self._site.spool.saves():
                 return (
                     "the training's Session has saved nothing in that time; it saves at the next "
                     "checkpoint(), with align: epoch at the next end of an epoch"
@@ -204,7 +204,7 @@ class Silence:
 
     def _say(self, line: str | None) -> None:
         self._site.messages.say(_SILENCE_PART, line)
-        self._site.exchange.notice(line)
+        self._site.spool.notice(line)
 
 
 SCAN_S = 1.0
@@ -237,7 +237,7 @@ class Snapshots:
         self._unreadable_since: float | None = None
         self._ask: tuple[int, float, str | None] | None = None  # sequence, seen at, fingerprint then
         with suppress(OSError):  # hard links of a copy that was cut short would be foreign names of its files
-            site.exchange.remove(site.exchange.checkpoints / ".snapshot")
+            site.spool.remove(site.spool.checkpoints / ".snapshot")
 
     def step(self) -> None:
         """Answer what is asked, take what is due. Never raises for a tree that is not ready."""
@@ -274,18 +274,18 @@ class Snapshots:
 
     def _folder(self) -> Path | None:
         path = self._site.layout.checkpoint_path
-        if path is None or self._site.who.node != 0 or self._site.exchange.saves():
+        if path is None or self._site.who.node != 0 or self._site.spool.saves():
             return None
         return Path(path)
 
     def _status(self) -> Status | None:
         try:
-            return self._site.exchange.wrapper_status()
+            return self._site.spool.wrapper_status()
         except ProtocolError:
             return None  # the main loop says so
 
     def _asked(self) -> Control | None:
-        control = self._site.exchange.current_control()
+        control = self._site.spool.current_control()
         if control is None or control.action not in ("checkpoint", "leave"):
             return None
         return control if control.sequence > self._site.memory.state.answered else None
@@ -317,7 +317,7 @@ class Snapshots:
         return not selection.is_empty and selection.fingerprint != self._site.memory.state.snapshot
 
     def _is_due(self, progress: Progress) -> bool:
-        if self._site.exchange.saved(self._site.who):
+        if self._site.spool.saved(self._site.who):
             return False  # the last one is still being uploaded
         state, every = self._site.memory.state, self._every
         if "steps" in every and progress.step is not None:
@@ -377,7 +377,7 @@ class Snapshots:
 
     def _last(self, ended: Ended) -> None:
         if self._is_read:
-            died_ns = None if ended.exit_code == 0 else self._site.exchange.wrapper.stat().st_mtime_ns
+            died_ns = None if ended.exit_code == 0 else self._site.spool.wrapper.stat().st_mtime_ns
             selection = self._settling.select(is_over=True, died_ns=died_ns)
             if self._is_new(selection):
                 self._take(selection, nobody_writes=True)
@@ -396,27 +396,27 @@ class Snapshots:
         if folder is None:
             return None
         progress = selection.progress
-        exchange, site = self._site.exchange, self._site
-        part = exchange.checkpoints / ".snapshot"
+        spool, site = self._site.spool, self._site
+        part = spool.checkpoints / ".snapshot"
         began = site.monotonic()
         try:
             copy(
                 folder,
                 selection,
-                exchange.new_folder(part),
+                spool.new_folder(part),
                 parent=site.place(folder),
                 between=site.between,
                 nobody_writes=nobody_writes,
             )
             name, body = self._describe(selection, progress, site.monotonic() - began)
-            exchange.write_json(snapshot_facts(exchange, name), body)
-            exchange.folder.rename(exchange.name(part), exchange.name(exchange.checkpoints / name))
+            spool.write_json(snapshot_facts(spool, name), body)
+            spool.folder.rename(spool.name(part), spool.name(spool.checkpoints / name))
         except (CheckpointError, OSError) as err:
             site.messages.say(_PART, f"no snapshot: {err}")
             return None
         finally:
             with suppress(OSError):
-                exchange.remove(part)
+                spool.remove(part)
         site.messages.say(_PART, left_out_words(selection))
         self._silence.saved()
         self._last_at, self._due_since = site.monotonic(), None
@@ -448,7 +448,7 @@ class Snapshots:
 
     def _answer(self, control: Control, name: str | None) -> None:
         body = {"sequence": control.sequence, "taken": name is not None, "name": name}
-        self._site.exchange.write_json(self._site.exchange.snapshot_done, body)
+        self._site.spool.write_json(self._site.spool.snapshot_done, body)
         self._site.memory.update(answered=control.sequence)
 
 
@@ -476,9 +476,9 @@ def left_out_words(selection: Selection) -> str | None:
     return f"left out of the snapshot: {waiting_words(Selection(left_out=odd))}"
 
 
-def snapshot_facts(exchange: Exchange, name: str) -> Path:
+def snapshot_facts(spool: Spool, name: str) -> Path:
     """Where the facts of snapshot *name* lie: beside it, since its own files may have any name."""
-    return exchange.checkpoints / f"{name}.snapshot.json"
+    return spool.checkpoints / f"{name}.snapshot.json"
 
 
 def _step_of(name: str, site: Site) -> int:

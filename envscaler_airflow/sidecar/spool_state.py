@@ -1,4 +1,4 @@
-"""The folder between the wrapper and the courier, and what the courier remembers in it.
+"""The folder between the wrapper and the sidecar, and what the sidecar remembers in it.
 
 JSON files are replaced atomically, so a reader sees the old one or the new one. What the wrapper's
 side wrote is data: bounded, checked, and never followed out of the folder.
@@ -109,10 +109,10 @@ class Layout(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the courier must know after it was killed (``courier.json``).
+    """What the sidecar must know after it was killed (``sidecar.json``).
 
     Attributes:
-        pid: Of the courier.
+        pid: Of the sidecar.
         uid, claim: Of the pod or node process, and the number of its claim to the node; 0 before it has one.
         phase: ``setup``, ``running``, ``draining``, ``done``.
         sequence: Of the last status written.
@@ -126,7 +126,7 @@ class State:
         snapshot: Fingerprint of the tree that the last snapshot holds, or that was laid back.
         snapshot_step, snapshot_epoch: Progress at the last snapshot.
         answered: Sequence of the last control that a snapshot was answered for.
-        override: A control of the courier's own (lease expired, superseded), as JSON; once set it stays.
+        override: A control of the sidecar's own (lease expired, superseded), as JSON; once set it stays.
         is_drained: True when nothing but chunks and the last status is left to upload.
         is_final_snapshot_done: True when the tree was looked at once more after the end.
         outputs: Output name to URI, once uploaded.
@@ -166,7 +166,7 @@ class State:
 _STATE = TypeAdapter(State)
 
 
-class Exchange:
+class Spool:
     """Paths of the folder, atomic writes, and checked reads."""
 
     def __init__(self, root: Path) -> None:
@@ -175,7 +175,7 @@ class Exchange:
         self.start = root / "start.json"
         self.control = root / "control.json"
         self.wrapper = root / "wrapper.json"
-        self.courier = root / "courier.json"
+        self.sidecar = root / "sidecar.json"
         self.snapshot_done = root / "snapshot.done"
         self.checkpoints = root / "checkpoints"
         self.restored = root / "restored"
@@ -394,15 +394,15 @@ def _is_own_file(facts: os.stat_result) -> bool:
 
 
 class Memory:
-    """The courier's :class:`State`, kept in ``courier.json``; safe between its two threads."""
+    """The sidecar's :class:`State`, kept in ``sidecar.json``; safe between its two threads."""
 
-    def __init__(self, exchange: Exchange, *, own: Path | None = None) -> None:
+    def __init__(self, spool: Spool, *, own: Path | None = None) -> None:
         """Take up what an earlier sidecar of this folder left.
 
         What the training must not change (where folders really were) is kept in the folder *own* where there
-        is one, since ``courier.json`` lies where the training writes.
+        is one, since ``sidecar.json`` lies where the training writes.
         """
-        self._exchange = exchange
+        self._spool = spool
         self._own = None if own is None else own / "places.json"
         self._lock = threading.RLock()
         self._state = dataclasses.replace(self._load(), pid=os.getpid())
@@ -425,13 +425,13 @@ class Memory:
             if self._own is not None and "places" in changes:
                 self._own.parent.mkdir(parents=True, exist_ok=True)
                 self._own.write_text(json.dumps(changes["places"]), encoding="utf-8")
-            self._exchange.write_json(self._exchange.courier, dataclasses.asdict(state))
+            self._spool.write_json(self._spool.sidecar, dataclasses.asdict(state))
             self._state = state
             return state
 
     def _load(self) -> State:
         try:
-            body = self._exchange.read_json(self._exchange.courier) or {}
+            body = self._spool.read_json(self._spool.sidecar) or {}
         except ProtocolError:  # replaced atomically, so only another hand can have torn it
             body = {}
         known = {item.name for item in dataclasses.fields(State)}

@@ -55,10 +55,10 @@ class Chunks:
         try:
             for folder in ("logs", "metrics"):
                 if has_ended:
-                    self._site.exchange.close_chunks(folder)
-                for number, path in self._site.exchange.chunks(folder):
+                    self._site.spool.close_chunks(folder)
+                for number, path in self._site.spool.chunks(folder):
                     self._send(folder, number, path)
-                    self._site.exchange.remove(path)
+                    self._site.spool.remove(path)
         except (StoreError, OSError) as err:
             self._backoff.failed()
             self._site.messages.say("chunks", f"logs and metrics wait: {err}")
@@ -70,7 +70,7 @@ class Chunks:
     def _send(self, folder: str, number: int, path: Path) -> None:
         """What the training laid in a chunk's place is not sent, and keeps no later one waiting."""
         try:
-            with self._site.exchange.opened(path) as stream:
+            with self._site.spool.opened(path) as stream:
                 self._site.store.put_file(self._name(folder, number), stream)
         except ProtocolError as err:
             self._site.messages.say("chunks", f"not uploaded: {err}")
@@ -105,11 +105,11 @@ class Checkpoints:
         """Bring every local save a step further; True when none is left.
 
         Raises:
-            WorkInterruptedError: The courier must end; the next one uploads again.
+            WorkInterruptedError: The sidecar must end; the next one uploads again.
         """
         if not self._backoff.is_ready:
             return False
-        waiting = [name for name in self._site.exchange.saved(self._site.who) if name not in self._given_up]
+        waiting = [name for name in self._site.spool.saved(self._site.who) if name not in self._given_up]
         for name in waiting:
             try:
                 self._bring_on(name)
@@ -120,7 +120,7 @@ class Checkpoints:
                 self._site.messages.say("checkpoint", f"checkpoint {name} waits: {err}")
                 return False
         self._backoff.worked()
-        return all(name in self._given_up for name in self._site.exchange.saved(self._site.who))
+        return all(name in self._given_up for name in self._site.spool.saved(self._site.who))
 
     def _give_up(self, name: str, why: str) -> None:
         """Wait for it no more, nor let what is saved later wait: it is done with, as one in the store."""
@@ -128,7 +128,7 @@ class Checkpoints:
         self._uploaded.pop(name, None)
         self._site.messages.say("checkpoint", f"checkpoint {name} is lost: {why}; the one before stays")
         with contextlib.suppress(OSError):
-            self._site.exchange.write_json(self._site.exchange.done(name), {"name": name, "lost": why})
+            self._site.spool.write_json(self._site.spool.done(name), {"name": name, "lost": why})
             self._tidy(name)
 
     def _bring_on(self, name: str) -> None:
@@ -153,8 +153,8 @@ class Checkpoints:
     def _upload(self, name: str) -> None:
         site = self._site
         began = site.monotonic()
-        folder = site.exchange.folder.enter(site.exchange.name(site.exchange.checkpoints / name))
-        is_snapshot = snapshot_facts(site.exchange, name).exists()
+        folder = site.spool.folder.enter(site.spool.name(site.spool.checkpoints / name))
+        is_snapshot = snapshot_facts(site.spool, name).exists()
         skip = set() if is_snapshot else {_AGENT}
         files = [item for item in manifests.files_of(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
@@ -263,7 +263,7 @@ class Checkpoints:
 
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
         lists, missing = [], []
-        if snapshot_facts(self._site.exchange, name).exists():
+        if snapshot_facts(self._site.spool, name).exists():
             return [], []  # a snapshot is node 0's alone
         prefix = checkpoints.checkpoint_prefix(name)
         for node in range(1, self._nodes_of(name)):
@@ -303,11 +303,11 @@ class Checkpoints:
             raise CheckpointError(f"{name}: {err}") from err
 
     def _facts(self, name: str) -> tuple[Mapping[str, Any], bool]:
-        exchange = self._site.exchange
-        beside = snapshot_facts(exchange, name)
+        spool = self._site.spool
+        beside = snapshot_facts(spool, name)
         cooperative = not beside.exists()
         try:
-            body = exchange.read_json(exchange.checkpoints / name / _AGENT if cooperative else beside)
+            body = spool.read_json(spool.checkpoints / name / _AGENT if cooperative else beside)
         except ProtocolError as err:
             raise CheckpointError(f"{name}: {err}") from err
         return body or {}, cooperative
@@ -325,7 +325,7 @@ class Checkpoints:
             checkpoints=state.checkpoints + (state.last_checkpoint != name),
             name_step=max(state.name_step, key[1] if key else 0),
         )
-        site.exchange.write_json(site.exchange.done(name), {"name": name, "step": manifest.step})
+        site.spool.write_json(site.spool.done(name), {"name": name, "step": manifest.step})
         site.messages.say("checkpoint", None)
         self._tidy(name)
         if site.who.node == 0:
@@ -333,15 +333,15 @@ class Checkpoints:
 
     def _tidy(self, newest: str) -> None:
         """Remove local saves that are in the store; the newest of the training's own stays until the next."""
-        exchange = self._site.exchange
-        for path in list(exchange.checkpoints.iterdir()):
-            if not path.is_dir() or not exchange.done(path.name).exists():
+        spool = self._site.spool
+        for path in list(spool.checkpoints.iterdir()):
+            if not path.is_dir() or not spool.done(path.name).exists():
                 continue
-            facts = snapshot_facts(exchange, path.name)
+            facts = snapshot_facts(spool, path.name)
             if path.name != newest or facts.exists():
                 with contextlib.suppress(OSError):
-                    exchange.remove(path)
-                exchange.remove(facts)
+                    spool.remove(path)
+                spool.remove(facts)
 
     def _prune(self) -> None:
         site = self._site
@@ -415,7 +415,7 @@ class Outputs:
         """Upload what is missing; True when nothing is left, or when one cannot be had.
 
         Raises:
-            WorkInterruptedError: The courier must end; the next one goes on.
+            WorkInterruptedError: The sidecar must end; the next one goes on.
         """
         if not self._backoff.is_ready:
             return False

@@ -24,14 +24,14 @@ class WriteBack:
     """Uploads what changed, with every checkpoint and at the end of a command that succeeded."""
 
     def __init__(self, site: Site) -> None:
-        """Go on from the marks that lie in the exchange."""
+        """Go on from the marks that lie in the spool."""
         self._site = site
         self._backoff = Backoff(site.monotonic)
 
     def mark(self) -> None:
         """What lies in the volumes now is what the store holds. Raises OSError."""
         for index, _ in self._writable():
-            self._site.exchange.write(self._mark(index), b"")
+            self._site.spool.write(self._mark(index), b"")
 
     def flush(self) -> None:
         """Upload what changed since the last time.
@@ -39,20 +39,20 @@ class WriteBack:
         Raises:
             CheckpointError: A link leads outside its volume, or a name cannot be kept; the others are up.
             StoreError, OSError: Not all is up; the call can be repeated.
-            WorkInterruptedError: The courier must end.
+            WorkInterruptedError: The sidecar must end.
         """
         refused: CheckpointError | None = None
         for index, mount in self._writable():
             mark = self._mark(index)
             since = self._marked_ns(mark)
             now = mark.with_suffix(".new")
-            self._site.exchange.write(now, b"")
+            self._site.spool.write(now, b"")
             try:
                 self._upload(mount, since - COARSE_NS)
             except CheckpointError as err:
                 refused = refused or err
             else:
-                self._site.exchange.folder.rename(now.name, mark.name)
+                self._site.spool.folder.rename(now.name, mark.name)
         if refused is not None:
             raise refused
 
@@ -60,7 +60,7 @@ class WriteBack:
         """The same at the end; True when nothing is left, or when one volume cannot be brought back.
 
         Raises:
-            WorkInterruptedError: The courier must end; the next one goes on.
+            WorkInterruptedError: The sidecar must end; the next one goes on.
         """
         if not self._backoff.is_ready:
             return False
@@ -83,12 +83,12 @@ class WriteBack:
     def _marked_ns(self, mark: Path) -> int:
         """When it was made, by the file system's clock; 0 when there is none."""
         try:
-            return self._site.exchange.folder.stat(mark.name).st_mtime_ns
+            return self._site.spool.folder.stat(mark.name).st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def _mark(self, index: int) -> Path:
-        return self._site.exchange.root / f"volume-{index}.mark"
+        return self._site.spool.root / f"volume-{index}.mark"
 
     def _upload(self, mount: Mount, since_ns: int) -> None:
         site = self._site

@@ -24,7 +24,7 @@ DEPLOYMENT = "deployment.json"
 _FILE = "file://"
 _USERINFO = re.compile(r"[^/@]*:[^/@]*@")
 _SAME_STORE = (
-    "operator, triggerer, API server and courier must all see the same store: set [envscaler] store_url "
+    "operator, triggerer, API server and sidecar must all see the same store: set [envscaler] store_url "
     "to a folder that they share (file:///...) or to an object store (s3://..., gs://...)"
 )
 

@@ -1,4 +1,4 @@
-"""The owner's lease: a counter that somebody must keep raising, or the courier ends the attempt."""
+"""The owner's lease: a counter that somebody must keep raising, or the sidecar ends the attempt."""
 
 from __future__ import annotations
 

@@ -121,10 +121,10 @@ def test_messages_are_read_and_written():
 @needs_python38
 def test_a_whole_stage_runs(tmp_path):
     """Wrapper, sampler, Session, a checkpoint and a leave, all on 3.8."""
-    exchange = tmp_path / "exchange"
-    exchange.mkdir()
+    spool = tmp_path / "spool"
+    spool.mkdir()
     session = {"generation": 1, "attempt": 2, "every": {"steps": 50}, "log_patterns": {"loss": r"loss (\S+)"}}
-    (exchange / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}), encoding="utf-8")
+    (spool / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}), encoding="utf-8")
     control = {"schema": "1.0", "sequence": 1, "action": "leave", "align": "epoch"}
     train = BOOT.format(root=str(PACKAGE.parent)) + (
         "import time, pathlib\n"
@@ -136,17 +136,17 @@ def test_a_whole_stage_runs(tmp_path):
         "        session.step(samples=4, loss=0.5)\n"
         "        session.checkpoint(lambda path: (path / 'w').touch(), epoch_end=session.steps % 25 == 0)\n"
         "        if session.steps == 60:\n"
-        f"            pathlib.Path({str(exchange / 'control.json')!r}).write_text({json.dumps(control)!r})\n"
+        f"            pathlib.Path({str(spool / 'control.json')!r}).write_text({json.dumps(control)!r})\n"
     )
     wrap = "from envscaler_agent.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
-    done = run(wrap, "run", "--exchange", str(exchange), "--", PYTHON38, "-I", "-S", "-c", train)
+    done = run(wrap, "run", "--spool", str(spool), "--", PYTHON38, "-I", "-S", "-c", train)
 
     assert (done.returncode, done.stderr) == (85, b"")
-    saves = sorted(path.name for path in (exchange / "checkpoints").iterdir())
+    saves = sorted(path.name for path in (spool / "checkpoints").iterdir())
     assert saves[0] == "g1-step-00000050-a2"
     assert int(saves[-1].split("-")[2]) % 25 == 0
-    status = json.loads((exchange / "wrapper.json").read_text())
+    status = json.loads((spool / "wrapper.json").read_text())
     assert status["ended"]["reason"] == "left"
-    lines = (exchange / "metrics" / "000001.jsonl").read_text().splitlines()
+    lines = (spool / "metrics" / "000001.jsonl").read_text().splitlines()
     assert any("memory_rss_bytes" in json.loads(line) for line in lines)

@@ -57,7 +57,7 @@ class LocalHarness:
         self.backend = LocalBackend(
             tmp_path / "root",
             launch=Launch(
-                courier=(sys.executable, str(STANDINS / "courier.py")),
+                sidecar=(sys.executable, str(STANDINS / "sidecar.py")),
                 wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
             ),
         )
@@ -103,13 +103,13 @@ class KubernetesHarness:
     """Drives pods of a fake API server; their training plays the wrapper: 87 on SIGTERM."""
 
     def __init__(self, tmp_path):
-        """Make a cluster of one node, with room for four CPUs beside the courier."""
+        """Make a cluster of one node, with room for four CPUs beside the sidecar."""
         from fakes.kubernetes import Cluster, Program
 
         self._cluster = Cluster(nodes=0, speed=5).start()
         self._cluster.add_node("node-0", cpu="4100m", memory="16Gi")
         self._cluster.script(Program(seconds=0), container="install")
-        self._cluster.script(Program(term_code=0), container="courier")
+        self._cluster.script(Program(term_code=0), container="sidecar")
         self._cluster.script(Program(term_code=87), container="main")
         self.backend = KubernetesBackend(
             kubeconfig=str(self._cluster.kubeconfig(tmp_path / "config")), image="train:1", wait_for_node_s=0

@@ -210,16 +210,12 @@ class Run:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return False
             env = process.environ()
-            return env.get("ENVSCALER_EXCHANGE", "").startswith(root) and self._owns(
-                env["ENVSCALER_EXCHANGE"]
-            )
+            return env.get("ENVSCALER_SPOOL", "").startswith(root) and self._owns(env["ENVSCALER_SPOOL"])
         except (psutil.Error, OSError):
             return False
 
-    def _owns(self, exchange: str) -> bool:
-        return any(
-            f"/{attempt_name(self._request(attempt))}/" in exchange for attempt in self.state().attempts
-        )
+    def _owns(self, spool: str) -> bool:
+        return any(f"/{attempt_name(self._request(attempt))}/" in spool for attempt in self.state().attempts)
 
     def _request(self, attempt: AttemptState) -> AttemptRequest:
         """As much of what the backend was asked for as its folder's name depends on."""

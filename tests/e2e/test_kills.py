@@ -54,7 +54,7 @@ def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable
 
 @together
 def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
-    """The slice dies before it recorded the start: nobody renews the lease, so the courier ends it all."""
+    """The slice dies before it recorded the start: nobody renews the lease, so the sidecar ends it all."""
     run = begin("orphaned", held="after", steps=LONG)
     run.wait_held("after")
 

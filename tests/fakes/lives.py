@@ -1,4 +1,4 @@
-"""Lives of a training one after the other, without a courier: each goes on from the newest checkpoint."""
+"""Lives of a training one after the other, without a sidecar: each goes on from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from envscaler_agent.protocol import Control, parse_checkpoint_name
 
 
 class Life:
-    """One attempt: a command on an exchange folder of its own, going on from *restore*."""
+    """One attempt: a command on an spool folder of its own, going on from *restore*."""
 
     def __init__(self, folder, command, *, attempt=1, restore=None, every=None, env=None):
-        """Lay out the exchange folder and start the process."""
-        self.exchange = folder / f"a{attempt}"
-        (self.exchange / "checkpoints").mkdir(parents=True)
+        """Lay out the spool folder and start the process."""
+        self.spool = folder / f"a{attempt}"
+        (self.spool / "checkpoints").mkdir(parents=True)
         session = {"generation": 1, "attempt": attempt, "node": 0, "nodes": 1, "every": every}
         start = {"schema": "1.0", "session": {key: value for key, value in session.items() if value}}
         if restore is not None:
             step = parse_checkpoint_name(restore.name)[1]
             start["restore"] = {"path": str(restore), "name": restore.name, "step": step}
-        (self.exchange / "start.json").write_text(json.dumps(start))
+        (self.spool / "start.json").write_text(json.dumps(start))
         self.newest = restore
-        self.output = self.exchange / "output"
+        self.output = self.spool / "output"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, "ENVSCALER_EXCHANGE": str(self.exchange), **(env or {})},
+                env={**os.environ, "ENVSCALER_SPOOL": str(self.spool), **(env or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
     def take_checkpoints(self):
-        """Do what the courier does; True while the process lives."""
+        """Do what the sidecar does; True while the process lives."""
         alive = self.process.poll() is None
-        complete = [path for path in (self.exchange / "checkpoints").iterdir() if _is_new(path)]
+        complete = [path for path in (self.spool / "checkpoints").iterdir() if _is_new(path)]
         for path in sorted(complete, key=lambda each: parse_checkpoint_name(each.name)[1]):
-            taken = self.exchange / path.name
+            taken = self.spool / path.name
             path.rename(taken)
-            (self.exchange / "checkpoints" / f"{path.name}.done").touch()
+            (self.spool / "checkpoints" / f"{path.name}.done").touch()
             self.newest = taken
         return alive
 
@@ -66,9 +66,9 @@ class Life:
 
     def ask_to_leave(self, align="now"):
         """Write what the owner writes for a move."""
-        draft = self.exchange / ".control"
+        draft = self.spool / ".control"
         draft.write_bytes(Control(sequence=1, action="leave", align=align, reason="move").to_json())
-        draft.rename(self.exchange / "control.json")
+        draft.rename(self.spool / "control.json")
 
     def wait(self, patience_s=90):
         """Exit code."""

@@ -1,4 +1,4 @@
-"""A session on an exchange in a temporary folder, with a clock by hand."""
+"""A session on an spool in a temporary folder, with a clock by hand."""
 
 from envscaler_agent import spool as ex
 from envscaler_agent.session import Session
@@ -8,33 +8,33 @@ LAUNCHER = (
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
-    "ENVSCALER_EXCHANGE",
+    "ENVSCALER_SPOOL",
     "TORCHELASTIC_RESTART_COUNT",
 )
 """What a launcher, or a wrapper around the tests, would tell a session."""
 
 
 class Rig:
-    """An exchange folder, a clock, and a session that uses both."""
+    """An spool folder, a clock, and a session that uses both."""
 
     def __init__(self, root, **session):
         """Lay out ``start.json`` with *session*."""
-        self.exchange = ex.Exchange(root)
+        self.spool = ex.Spool(root)
         self.now = 0.0
         self.saved = []
         body = {"generation": 1, "attempt": 2, **session}
-        ex.write_json(self.exchange.start, {"session": body, "restore": None})
+        ex.write_json(self.spool.start, {"session": body, "restore": None})
         self.sequence = 0
 
     def session(self, *arguments, **keywords):
-        """A session on this exchange and clock."""
+        """A session on this spool and clock."""
         timed = type("Timed", (Session,), {"_clock": staticmethod(lambda: self.now)})
-        return timed(*arguments, exchange=self.exchange.root, **keywords)
+        return timed(*arguments, spool=self.spool.root, **keywords)
 
     def ask(self, action, **fields):
         """What the owner asks."""
         self.sequence += 1
-        ex.write_json(self.exchange.control, {"sequence": self.sequence, "action": action, **fields})
+        ex.write_json(self.spool.control, {"sequence": self.sequence, "action": action, **fields})
 
     def save(self, folder):
         """A save that writes one file."""
@@ -44,11 +44,11 @@ class Rig:
 
     def said(self):
         """The progress file."""
-        return ex.parse_report(self.exchange.progress.read_bytes())
+        return ex.parse_report(self.spool.progress.read_bytes())
 
     def names(self):
         """Complete checkpoints."""
-        folder = self.exchange.checkpoints
+        folder = self.spool.checkpoints
         return sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
 
     def walk(self, session, steps, *, dt=1.0, epoch=0):

@@ -1,4 +1,4 @@
-"""What tests of snapshots do and look at, on a courier's bench."""
+"""What tests of snapshots do and look at, on a sidecar's bench."""
 
 import json
 import os
@@ -13,22 +13,22 @@ def run(bench, seconds):
 
 def saved(bench):
     """Names of the local saves."""
-    return bench.exchange.saved(bench.who)
+    return bench.spool.saved(bench.who)
 
 
 def facts(bench, name):
     """What is known of a snapshot."""
-    return json.loads((bench.exchange.checkpoints / f"{name}.snapshot.json").read_bytes())
+    return json.loads((bench.spool.checkpoints / f"{name}.snapshot.json").read_bytes())
 
 
 def answer(bench):
     """What snapshot.done says."""
-    return json.loads(bench.exchange.snapshot_done.read_bytes())
+    return json.loads(bench.spool.snapshot_done.read_bytes())
 
 
 def notice(bench):
     """What the training's log is to say; None when nothing."""
-    body = bench.exchange.read_json(bench.exchange.root / "notice.json")
+    body = bench.spool.read_json(bench.spool.root / "notice.json")
     return body and body["text"]
 
 
@@ -43,5 +43,5 @@ def end(bench, *, age_s, **ended):
     """The command ends *age_s* seconds after the last write."""
     newest = max(path.stat().st_mtime for path in bench.ck.rglob("*") if path.is_file())
     bench.wrapper_says(ended=ended, progress={"step": 8})
-    os.utime(bench.exchange.wrapper, (newest + age_s,) * 2)
+    os.utime(bench.spool.wrapper, (newest + age_s,) * 2)
     run(bench, 1)

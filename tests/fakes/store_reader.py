@@ -1,4 +1,4 @@
-"""What the next attempt or the next stage would read from a store, without a courier."""
+"""What the next attempt or the next stage would read from a store, without a sidecar."""
 
 from pathlib import Path
 

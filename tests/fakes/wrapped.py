@@ -1,4 +1,4 @@
-"""The wrapper on an exchange folder of its own, with a training to run in it."""
+"""The wrapper on an spool folder of its own, with a training to run in it."""
 
 import json
 import os
@@ -38,29 +38,29 @@ def joined(folder):
 
 
 class Node:
-    """One exchange folder and at most one wrapper on it at a time."""
+    """One spool folder and at most one wrapper on it at a time."""
 
     def __init__(self, root):
         """Use *root*, which is made."""
-        self.exchange = ex.Exchange(root)
+        self.spool = ex.Spool(root)
         self.process = None
         self.sequence = 0
 
     def start(self, *argv, setup=None, options=(), env=None, **session):
         """Start the wrapper with a ``start.json`` of *setup* and *session*."""
         session = {"generation": 1, "attempt": 1, **session}
-        ex.write_json(self.exchange.start, {"session": session, **(setup or {})})
+        ex.write_json(self.spool.start, {"session": session, **(setup or {})})
         return self.run(*options, "--", *argv, env=env)
 
     def run(self, *arguments, env=None):
-        """Start the wrapper on whatever lies in the exchange folder."""
+        """Start the wrapper on whatever lies in the spool folder."""
         command = [
             sys.executable,
             "-m",
             "envscaler_agent",
             "run",
-            "--exchange",
-            str(self.exchange.root),
+            "--spool",
+            str(self.spool.root),
         ]
         self.process = subprocess.Popen(
             [*command, *arguments],
@@ -79,7 +79,7 @@ class Node:
     def ask(self, action, **fields):
         """Ask as the owner does."""
         self.sequence += 1
-        ex.write_json(self.exchange.control, {"sequence": self.sequence, "action": action, **fields})
+        ex.write_json(self.spool.control, {"sequence": self.sequence, "action": action, **fields})
 
     def end(self, timeout=20):
         """Wait for the wrapper's end: exit code, output, errors."""
@@ -89,28 +89,28 @@ class Node:
     def status(self):
         """What the wrapper last said."""
         try:
-            return Status.from_json(self.exchange.wrapper.read_bytes(), where="wrapper.json")
+            return Status.from_json(self.spool.wrapper.read_bytes(), where="wrapper.json")
         except FileNotFoundError:
             return Status()
 
     def report(self):
         """What the session last said."""
         try:
-            return ex.parse_report(self.exchange.progress.read_bytes())
+            return ex.parse_report(self.spool.progress.read_bytes())
         except FileNotFoundError:
             return ex.SessionReport()
 
     def log(self):
         """All output in chunks, closed or not."""
-        return joined(self.exchange.logs)
+        return joined(self.spool.logs)
 
     def metrics(self):
         """All metric lines."""
-        return [json.loads(line) for line in joined(self.exchange.metrics).splitlines()]
+        return [json.loads(line) for line in joined(self.spool.metrics).splitlines()]
 
     def saves(self):
         """Complete checkpoints."""
-        folder = self.exchange.checkpoints
+        folder = self.spool.checkpoints
         return sorted(path.name for path in folder.glob("g*")) if folder.is_dir() else []
 
     def children(self):

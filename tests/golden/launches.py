@@ -32,7 +32,7 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.setup import lay_out
-from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Who
+from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
@@ -228,9 +228,9 @@ class _Launched:
         """
         root = self.folder / f"{backend}-{node}"
         root.mkdir()
-        case, spool = self.case, Exchange(root / "spool")
+        case, spool = self.case, Spool(root / "spool")
         site = Site(
-            exchange=spool,
+            spool=spool,
             store=self.store,
             who=Who(1, case.number, node, case.allocation.nodes),
             layout=Layout.model_validate(_below(layout, root)),

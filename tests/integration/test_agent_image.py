@@ -91,12 +91,12 @@ def run(image, *command):
         buildah("rm", container)
 
 
-def test_courier_and_sidecar_start_in_it(image):
+def test_sidecar_and_supervisor_start_in_it(image):
     """As nobody in particular."""
     modules = ("envscaler_airflow.sidecar", "envscaler_airflow.backends.kubernetes.pod_sidecar")
 
     for module in modules:
-        assert "--exchange" in run(image, "python3", "-m", module, "--help")
+        assert "--spool" in run(image, "python3", "-m", module, "--help")
 
 
 def test_it_installs_the_agent_and_speaks_to_s3(image):

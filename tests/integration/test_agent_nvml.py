@@ -336,11 +336,11 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 def wrapped(driver, folder, is_enough, **environ):
     """Metrics of a training that prints how long each twentieth of a second took, until they are enough."""
-    root, end = folder / "exchange", folder / "end"
+    root, end = folder / "spool", folder / "end"
     root.mkdir()
     session = {"generation": 1, "attempt": 1, "sample_interval_s": 0.2}
     (root / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}))
-    agent = [sys.executable, "-m", "envscaler_agent", "run", "--exchange", str(root), "--"]
+    agent = [sys.executable, "-m", "envscaler_agent", "run", "--spool", str(root), "--"]
     training = subprocess.Popen(
         [*agent, sys.executable, "-c", TRAINING, str(end)],
         env={**os.environ, **driver.environ, **environ},

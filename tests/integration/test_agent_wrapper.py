@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /
 @pytest.fixture
 def node(tmp_path):
     """A node; whatever still runs afterwards is killed."""
-    node = Node(tmp_path / "exchange")
+    node = Node(tmp_path / "spool")
     yield node
     if node.process is not None:
         if node.process.poll() is None:
@@ -50,7 +50,7 @@ def test_a_command_that_succeeds(node):
 
     status = node.status()
     assert (code, out) == (0, "one\ntwo\n")
-    assert (node.exchange.logs / "000001.log").read_bytes() == b"one\ntwo\n"
+    assert (node.spool.logs / "000001.log").read_bytes() == b"one\ntwo\n"
     assert (status.phase, status.ended.reason, status.ended.last_lines) == (
         "ended",
         "succeeded",
@@ -93,7 +93,7 @@ def test_memory_that_is_not_to_be_had(node):
 
 
 def test_a_setup_that_failed(node):
-    """The courier's reason is said, and nothing is started."""
+    """The sidecar's reason is said, and nothing is started."""
     code, _, err = node.start("touch", "/nonexistent/x", setup={"failed": "input data: not found"}).end()
 
     assert code == EXIT_SETUP_FAILED
@@ -102,7 +102,7 @@ def test_a_setup_that_failed(node):
 
 
 def test_a_setup_that_was_not_to_be(node):
-    """The courier was asked to go, or lost its store: no failure of the stage."""
+    """The sidecar was asked to go, or lost its store: no failure of the stage."""
     for reason, expected in (("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)):
         code, _, _ = node.start("echo", "no", setup={"failed": "asked to leave", "reason": reason}).end()
         assert (code, node.status().ended.reason) == (expected, reason)
@@ -117,18 +117,16 @@ def test_a_working_directory_that_is_not_there(node, tmp_path):
 
 
 def test_the_command_gets_its_place(node, tmp_path):
-    """Working directory, environment and checkpoint as the courier laid them out."""
+    """Working directory, environment and checkpoint as the sidecar laid them out."""
     setup = {"cwd": str(tmp_path), "env": {"A": "b"}, "restore": {"path": "/r", "step": 1}}
 
-    _, out, _ = node.start(
-        "sh", "-c", "pwd; echo $A $ENVSCALER_RESTORE $ENVSCALER_EXCHANGE", setup=setup
-    ).end()
+    _, out, _ = node.start("sh", "-c", "pwd; echo $A $ENVSCALER_RESTORE $ENVSCALER_SPOOL", setup=setup).end()
 
-    assert out.split() == [str(tmp_path), "b", "/r", str(node.exchange.root)]
+    assert out.split() == [str(tmp_path), "b", "/r", str(node.spool.root)]
 
 
 def test_no_start_in_time(node):
-    """A courier that never comes."""
+    """A sidecar that never comes."""
     node.run("--wait-start", "0.3", "--", "true")
 
     code, _, err = node.end()
@@ -139,7 +137,7 @@ def test_no_start_in_time(node):
 
 def test_a_stop_while_it_waits_for_the_start(node):
     """Nothing is started any more."""
-    node.exchange.root.mkdir()
+    node.spool.root.mkdir()
     node.run("--", "echo", "started")
     node.ask("stop")
 
@@ -148,9 +146,9 @@ def test_a_stop_while_it_waits_for_the_start(node):
     assert (code, out) == (EXIT_STOPPED, "")
 
 
-def test_a_command_without_an_exchange(tmp_path):
+def test_a_command_without_an_spool(tmp_path):
     """Any command can be wrapped; nothing is written."""
-    environ = {name: value for name, value in os.environ.items() if name != "ENVSCALER_EXCHANGE"}
+    environ = {name: value for name, value in os.environ.items() if name != "ENVSCALER_SPOOL"}
     done = subprocess.run(
         [sys.executable, "-m", "envscaler_agent", "run", "--", "sh", "-c", "echo hello; exit 5"],
         capture_output=True,
@@ -216,7 +214,7 @@ def test_cooperating_code_leaves_at_the_end_of_an_epoch(node):
     (name,) = node.saves()
     assert code == EXIT_LEFT
     assert int(name.split("-")[2]) % 20 == 0
-    assert (node.exchange.checkpoints / name / "w").exists()
+    assert (node.spool.checkpoints / name / "w").exists()
     status = node.status()
     assert (status.ended.reason, status.control_sequence) == ("left", 1)
     assert status.progress.first_step_s < status.progress.elapsed_s
@@ -233,7 +231,7 @@ def test_a_training_that_leaves_in_a_pipeline_has_not_succeeded(node):
 
 
 def test_a_run_that_nobody_owns_is_orphaned(node):
-    """The courier says so in the reason."""
+    """The sidecar says so in the reason."""
     node.train().ask("leave", align="step", reason="orphaned: the lease stood still")
 
     assert node.end()[0] == EXIT_ORPHANED
@@ -261,7 +259,7 @@ def test_a_signal_after_a_leave_keeps_it_a_leave(node):
 
 
 def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path):
-    """Not before the courier has copied what it saved by itself."""
+    """Not before the sidecar has copied what it saved by itself."""
     node.start("sh", "-c", "echo up; exec sleep 300", checkpoint_path=str(tmp_path))
     node.until(lambda: b"up" in node.log())
     node.ask("leave", align="step", align_timeout_s=60, grace_s=5)
@@ -269,7 +267,7 @@ def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path)
     time.sleep(1.2)
     assert node.process.poll() is None
 
-    ex.write_json(node.exchange.snapshot, {"sequence": 1})
+    ex.write_json(node.spool.snapshot, {"sequence": 1})
 
     assert node.end()[0] == EXIT_LEFT
     assert node.status().ended.signal == signal.SIGTERM
@@ -317,13 +315,13 @@ def test_a_training_killed_in_a_save_keeps_the_one_before(node):
     node.kill()
 
     assert node.saves() == ["g1-step-00000020-a1"]
-    assert list(node.exchange.checkpoints.glob(".saving-*")) != []
+    assert list(node.spool.checkpoints.glob(".saving-*")) != []
 
-    setup = {"restore": {"path": str(node.exchange.checkpoints / node.saves()[0])}}
+    setup = {"restore": {"path": str(node.spool.checkpoints / node.saves()[0])}}
     node.start(sys.executable, "-c", TRAIN.format(in_save=""), setup=setup)
     node.until(lambda: b"g1-step-00000020-a1 20" in node.log())
     node.until(lambda: (node.report().progress.step or 0) > 25)
-    assert list(node.exchange.checkpoints.glob(".saving-*")) == []
+    assert list(node.spool.checkpoints.glob(".saving-*")) == []
 
 
 def test_a_wrapper_that_is_restarted_forgets_what_was_asked_of_the_one_before(node):
@@ -336,7 +334,7 @@ def test_a_wrapper_that_is_restarted_forgets_what_was_asked_of_the_one_before(no
 
     assert node.end()[0] == 85
     assert node.status().ended.reason == "failed"
-    assert not node.exchange.request.exists()
+    assert not node.spool.request.exists()
 
 
 def test_a_full_disk_during_a_save_does_not_stop_the_training(node):
@@ -380,7 +378,7 @@ def test_two_ranks_leave_at_the_same_step(node):
     assert node.end()[0] == EXIT_LEFT  # although the launcher exits with 1
     for name in node.saves():
         step = str(int(name.split("-")[2]))
-        folder = node.exchange.checkpoints / name
+        folder = node.spool.checkpoints / name
         assert [(folder / f"shard-{rank}").read_text() for rank in (0, 1)] == [step, step]
     assert "g1-step-00000050-a1" in node.saves()
 
@@ -406,7 +404,7 @@ def test_secrets_are_masked_everywhere(node):
 
     _, out, err = node.start(*python(code), secret_env=["API_KEY", "PEM"], env=secrets).end()
 
-    files = [path.read_text() for path in node.exchange.root.rglob("*") if path.is_file()]
+    files = [path.read_text() for path in node.spool.root.rglob("*") if path.is_file()]
     assert "key ***\n" in out
     assert [text for text in (out, err, *files) if "canary" in text] == []
 

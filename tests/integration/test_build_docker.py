@@ -243,7 +243,7 @@ def test_a_stage_runs_with_volumes_variables_limits_and_a_secret(project, monkey
 
 
 def test_a_bucket_is_copied_in_for_the_time_of_the_run(project, monkeypatch, tmp_path):
-    """By the courier's own code; what may be written is brought back after a success."""
+    """By the sidecar's own code; what may be written is brought back after a success."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

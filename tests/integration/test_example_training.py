@@ -1,6 +1,6 @@
 """The example's stages as real processes: killed, moved and resumed, they end with the same model.
 
-The test stands in for the courier: it lays out the exchange folder, takes
+The test stands in for the sidecar: it lays out the spool folder, takes
 complete checkpoints away, and gives the newest one to the next life.
 """
 
@@ -57,28 +57,28 @@ class Life:
     """One attempt of the training, on a machine of so many CPUs, going on from *restore*."""
 
     def __init__(self, folder, data, *, attempt, processes, restore=None):
-        """Lay out the exchange folder and start the process."""
-        self.exchange = folder / f"a{attempt}"
+        """Lay out the spool folder and start the process."""
+        self.spool = folder / f"a{attempt}"
         self.output = folder / "model"
-        (self.exchange / "checkpoints").mkdir(parents=True)
+        (self.spool / "checkpoints").mkdir(parents=True)
         session = {"generation": 1, "attempt": attempt, "node": 0, "nodes": 1, "every": {"steps": 17}}
         start = {"schema": "1.0", "session": session}
         if restore is not None:
             step = parse_checkpoint_name(restore.name)[1]
             start["restore"] = {"path": str(restore), "name": restore.name, "step": step}
-        (self.exchange / "start.json").write_text(json.dumps(start))
+        (self.spool / "start.json").write_text(json.dumps(start))
         self.newest = restore
-        env = {**os.environ, "ENVSCALER_EXCHANGE": str(self.exchange), "ENVSCALER_CPUS": str(processes)}
+        env = {**os.environ, "ENVSCALER_SPOOL": str(self.spool), "ENVSCALER_CPUS": str(processes)}
         arguments = ["--data", data, "--output", self.output, *SIZES]
         self.process = _run("train.py", *arguments, env=env, start_new_session=True)
 
     def take_checkpoints(self):
-        """Do what the courier does; True while the process lives."""
+        """Do what the sidecar does; True while the process lives."""
         alive = self.process.poll() is None
-        checkpoints = self.exchange / "checkpoints"
+        checkpoints = self.spool / "checkpoints"
         complete = sorted(path for path in checkpoints.iterdir() if parse_checkpoint_name(path.name))
         for path in complete:
-            taken = self.exchange / path.name
+            taken = self.spool / path.name
             path.rename(taken)
             (checkpoints / f"{path.name}.done").touch()
             self.newest = taken
@@ -103,9 +103,9 @@ class Life:
     def ask_to_leave(self):
         """Write what the owner writes for a move."""
         control = Control(sequence=1, action="leave", align="epoch", reason="move")
-        draft = self.exchange / ".control"
+        draft = self.spool / ".control"
         draft.write_bytes(control.to_json())
-        draft.rename(self.exchange / "control.json")
+        draft.rename(self.spool / "control.json")
 
     def wait(self):
         """Exit code."""

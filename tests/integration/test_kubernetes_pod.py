@@ -41,7 +41,7 @@ class Pod:
         self.home = root / name
         self.store = store
         install.install(self.home)
-        self.exchange = self.home / "exchange"
+        self.spool = self.home / "spool"
         self.output = self.home / "model"
         layout = {"spec": "spec-0.json", "work": str(self.home / "work")}
         layout["outputs"] = {"model": str(self.output)}
@@ -50,7 +50,7 @@ class Pod:
         self.env = common | {
             "JOB_COMPLETION_INDEX": str(node),
             "POD_IP": f"10.0.0.{node + 1}",
-            "ENVSCALER_EXCHANGE": str(self.exchange),
+            "ENVSCALER_SPOOL": str(self.spool),
             "ENVSCALER_NODES": str(nodes),
             "ENVSCALER_OUTPUT_MODEL": str(self.output),
             **env,
@@ -61,7 +61,7 @@ class Pod:
     def sidecar(self):
         """Start the sidecar."""
         options = {
-            "exchange": self.exchange,
+            "spool": self.spool,
             "store": self.store.url.removesuffix(f"/{PREFIX}"),
             "prefix": PREFIX,
             "generation": 1,

@@ -71,7 +71,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(reap_module, "YOUNG_S", -1e6)  # whatever the two clocks say
     with Cluster(nodes=1, speed=5) as cluster:
         cluster.script(Program(seconds=0), container="install")
-        cluster.script(Program(term_code=0), container="courier")
+        cluster.script(Program(term_code=0), container="sidecar")
         cluster.script(Program(term_code=87), container="main")
         yield World(cluster, tmp_path)
 

@@ -21,7 +21,7 @@ from envscaler_airflow.planning.offers import Allocation
 
 STANDINS = Path(__file__).parents[1] / "standins"
 LAUNCH = Launch(
-    courier=(sys.executable, str(STANDINS / "courier.py")),
+    sidecar=(sys.executable, str(STANDINS / "sidecar.py")),
     wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
 )
 
@@ -214,7 +214,7 @@ def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
 
 
 def test_a_wrapper_killed_alone_ends_the_node(either, tmp_path):
-    """Its command goes with it, and the courier hears of the end although the wrapper said nothing."""
+    """Its command goes with it, and the sidecar hears of the end although the wrapper said nothing."""
     _, handle = stubborn(either, tmp_path)
     [wrapper] = [p for p in processes_of(tmp_path) if str(STANDINS / "wrapper.py") in p.cmdline()]
 
@@ -225,9 +225,9 @@ def test_a_wrapper_killed_alone_ends_the_node(either, tmp_path):
     wait_for(lambda: processes_of(tmp_path) == [])
 
 
-def test_a_courier_that_dies_is_started_again_and_training_goes_on(tmp_path):
+def test_a_sidecar_that_dies_is_started_again_and_training_goes_on(tmp_path):
     """Two deaths, then it lives; the command runs once."""
-    launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--die", "1"))
+    launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--die", "1"))
     backend = LocalBackend(tmp_path / "root", launch=launch)
     handle = backend.submit(request_for(backend, "sh", "-c", "echo once"))
 
@@ -235,17 +235,17 @@ def test_a_courier_that_dies_is_started_again_and_training_goes_on(tmp_path):
 
     assert [n.reason for n in status.nodes] == ["succeeded"]
     assert b"".join(text for _, text in backend.logs(handle)) == b"once\n"
-    births = Path(handle.details["folder"], "n0", "exchange", "births").read_text().split()
+    births = Path(handle.details["folder"], "n0", "spool", "births").read_text().split()
     assert len(births) == 2
     backend.release(handle)
 
 
-def test_a_courier_killed_during_training_is_started_again(backend, tmp_path):
-    """SIGKILL to the courier alone."""
+def test_a_sidecar_killed_during_training_is_started_again(backend, tmp_path):
+    """SIGKILL to the sidecar alone."""
     go = tmp_path / "go"
     wait = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)"
     handle = backend.submit(request_for(backend, "python", "-c", wait))
-    births = Path(handle.details["folder"], "n0", "exchange", "births")
+    births = Path(handle.details["folder"], "n0", "spool", "births")
     wait_for(lambda: births.exists() and births.read_text().endswith("\n"))
 
     os.kill(int(births.read_text().split()[0]), signal.SIGKILL)
@@ -256,12 +256,12 @@ def test_a_courier_killed_during_training_is_started_again(backend, tmp_path):
 
 
 def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
-    """SIGSTOP to the wrapper, and a courier that gives it up: killed, drained by the next courier, told."""
-    launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--give-up"))
+    """SIGSTOP to the wrapper, and a sidecar that gives it up: killed, drained by the next sidecar, told."""
+    launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--give-up"))
     backend = LocalBackend(tmp_path / "root", launch=launch)
     stop = (
         "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\n"
-        "open(os.path.join(os.environ['ENVSCALER_EXCHANGE'], 'stopped'), 'w')\ntime.sleep(600)"
+        "open(os.path.join(os.environ['ENVSCALER_SPOOL'], 'stopped'), 'w')\ntime.sleep(600)"
     )
     handle = backend.submit(request_for(backend, "python", "-c", stop))
 
@@ -272,11 +272,11 @@ def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
     backend.release(handle)
 
 
-@pytest.mark.parametrize("name", ["wrapper.json", "courier.json"])
+@pytest.mark.parametrize("name", ["wrapper.json", "sidecar.json"])
 def test_a_pipe_in_the_place_of_a_file_holds_no_node(backend, tmp_path, name):
     """The training lays it there and kills its wrapper; opening a pipe would wait for ever."""
     code = (
-        "import os, signal\npath = os.path.join(os.environ['ENVSCALER_EXCHANGE'], "
+        "import os, signal\npath = os.path.join(os.environ['ENVSCALER_SPOOL'], "
         f"{name!r})\nos.mkfifo(path)\nos.kill(os.getppid(), signal.SIGKILL)"
     )
     handle = backend.submit(request_for(backend, "python", "-c", code))
@@ -286,10 +286,10 @@ def test_a_pipe_in_the_place_of_a_file_holds_no_node(backend, tmp_path, name):
     assert (status.state, status.reason) == ("ended", "killed")
 
 
-def test_a_removed_exchange_and_a_dead_wrapper_end_the_node(backend, tmp_path):
-    """The courier hears of the end although the folder was gone."""
+def test_a_removed_spool_and_a_dead_wrapper_end_the_node(backend, tmp_path):
+    """The sidecar hears of the end although the folder was gone."""
     code = (
-        "import os, shutil, signal\nshutil.rmtree(os.environ['ENVSCALER_EXCHANGE'])\n"
+        "import os, shutil, signal\nshutil.rmtree(os.environ['ENVSCALER_SPOOL'])\n"
         "os.kill(os.getppid(), signal.SIGKILL)"
     )
     handle = backend.submit(request_for(backend, "python", "-c", code))
@@ -301,7 +301,7 @@ def test_a_removed_exchange_and_a_dead_wrapper_end_the_node(backend, tmp_path):
 
 def test_room_for_the_last_words_is_kept_from_the_training(backend, tmp_path):
     """A megabyte lies in the node's folder while the command runs, and none once it has ended."""
-    ballast = "os.path.join(os.environ['ENVSCALER_EXCHANGE'], '..', 'ballast')"
+    ballast = "os.path.join(os.environ['ENVSCALER_SPOOL'], '..', 'ballast')"
     code = f"import os\nassert os.path.getsize({ballast}) == 1 << 20"
     handle = backend.submit(request_for(backend, "python", "-c", code))
 
@@ -311,9 +311,9 @@ def test_room_for_the_last_words_is_kept_from_the_training(backend, tmp_path):
     assert not Path(handle.details["folder"], "n0", "ballast").exists()
 
 
-def test_a_courier_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
-    """Uploads are bounded: the node ends, and the courier with it."""
-    launch = dataclasses.replace(LAUNCH, courier=(*LAUNCH.courier, "--hang"), drain_s=0.3)
+def test_a_sidecar_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
+    """Uploads are bounded: the node ends, and the sidecar with it."""
+    launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--hang"), drain_s=0.3)
     backend = LocalBackend(tmp_path / "root", launch=launch)
     handle = backend.submit(request_for(backend, "true"))
 
@@ -421,7 +421,7 @@ def test_many_submitters_at_once_start_it_once(backend, tmp_path):
 
 
 def test_a_secret_reaches_the_command_and_nothing_else(backend, tmp_path):
-    """Its value is in the command's environment; not in a file, not in the courier's environment."""
+    """Its value is in the command's environment; not in a file, not in the sidecar's environment."""
     canary = "canary-71b3"
     seen = tmp_path / "seen"
     command = ("sh", "-c", f'printf %s "$API_KEY" | sha256sum > {seen}')
@@ -433,5 +433,5 @@ def test_a_secret_reaches_the_command_and_nothing_else(backend, tmp_path):
     folder = Path(handle.details["folder"])
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert [path for path in files if canary.encode() in path.read_bytes()] == []
-    courier = json.loads((folder / "n0" / "exchange" / "env.json").read_text())
-    assert "API_KEY" not in courier
+    sidecar = json.loads((folder / "n0" / "spool" / "env.json").read_text())
+    assert "API_KEY" not in sidecar

@@ -19,7 +19,7 @@ HOG = "held = []\nwhile True: held.append(bytearray(b'x' * (8 << 20)))"
 def run(tmp_path, *command, cgroups=True, memory=None):
     """Run *command* to its end on the smallest offer; the status, the output and node.json."""
     launch = Launch(
-        courier=(sys.executable, str(STANDINS / "courier.py")),
+        sidecar=(sys.executable, str(STANDINS / "sidecar.py")),
         wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
         cgroups=cgroups,
     )
@@ -95,7 +95,7 @@ def test_the_command_inherits_what_it_needs_and_no_more(tmp_path, monkeypatch):
 
     names = {line.partition("=")[0] for line in output.splitlines()}
     assert "canary" not in output
-    assert {"PATH", "HOME", "ENVSCALER_EXCHANGE", "ENVSCALER_RUN"} <= names
+    assert {"PATH", "HOME", "ENVSCALER_SPOOL", "ENVSCALER_RUN"} <= names
 
 
 def test_python_is_this_interpreter_and_knows_the_agent(tmp_path):

@@ -1,4 +1,4 @@
-"""Integration tests: a local node with the real courier and the real wrapper."""
+"""Integration tests: a local node with the real sidecar and the real wrapper."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_the_node_process_claims_its_node_once_though_its_sidecar_is_restarted(r
     folder = Path(handle.details["folder"]) / "n0"
 
     def sidecar():
-        return json.loads((folder / "exchange/courier.json").read_text())["pid"]
+        return json.loads((folder / "spool/sidecar.json").read_text())["pid"]
 
     first = sidecar()
 

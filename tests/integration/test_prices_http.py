@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from moto.server import ThreadedMotoServer
 
-from envscaler_airflow.catalog.prices import Shelf
+from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli import main
 from envscaler_airflow.clouds.aws import AwsPrices
@@ -458,7 +458,7 @@ def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
     ) in plan.output
     assert "refresh failed 0.0 h ago" in json.loads(offers.stdout)["label"]
     assert "aws us-east-1 0.0 h old (refresh failed" in shown.output
-    assert Shelf(tmp_path).book("aws", "us-east-1").prices
+    assert PriceCache(tmp_path).book("aws", "us-east-1").prices
     assert packaged().label in shown.output
 
 

@@ -1,4 +1,4 @@
-"""Stands in for the wrapper: ``run --exchange E -- COMMAND``; SIGTERM ends the command, exit code 87."""
+"""Stands in for the wrapper: ``run --spool E -- COMMAND``; SIGTERM ends the command, exit code 87."""
 
 import json
 import signal
@@ -10,33 +10,33 @@ from pathlib import Path
 
 def main():
     """Wait for start.json, run the command, say how it ended."""
-    exchange = Path(sys.argv[sys.argv.index("--exchange") + 1])
+    spool = Path(sys.argv[sys.argv.index("--spool") + 1])
     command = sys.argv[sys.argv.index("--") + 1 :]
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
-    while not (exchange / "start.json").exists() and not asked:
+    while not (spool / "start.json").exists() and not asked:
         time.sleep(0.01)
-    failed = not asked and json.loads((exchange / "start.json").read_text()).get("failed")
+    failed = not asked and json.loads((spool / "start.json").read_text()).get("failed")
     if failed:
-        return _end(exchange, 88, "setup-failed", failed)
+        return _end(spool, 88, "setup-failed", failed)
     process = subprocess.Popen(command)
     while process.poll() is None:
         if asked:
             process.terminate()
         time.sleep(0.01)
     if asked:
-        return _end(exchange, 87, "stopped", "")
+        return _end(spool, 87, "stopped", "")
     code = process.returncode
     if code < 0:
-        return _end(exchange, None, "killed", "", number=-code)
-    return _end(exchange, code, "failed" if code else "succeeded", "")
+        return _end(spool, None, "killed", "", number=-code)
+    return _end(spool, code, "failed" if code else "succeeded", "")
 
 
-def _end(exchange, code, reason, detail, *, number=None):
+def _end(spool, code, reason, detail, *, number=None):
     ended = {"exit_code": code, "signal": number, "reason": reason, "detail": detail}
-    draft = exchange / ".wrapper"
+    draft = spool / ".wrapper"
     draft.write_text(json.dumps({"schema": "1.0", "phase": "ended", "ended": ended}))
-    draft.replace(exchange / "wrapper.json")
+    draft.replace(spool / "wrapper.json")
     return 128 + number if number else code
 
 

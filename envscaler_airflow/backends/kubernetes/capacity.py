@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.backends.kubernetes.manifests import (
-    COURIER_CPUS,
-    COURIER_MEMORY_BYTES,
+    SIDECAR_CPUS,
+    SIDECAR_MEMORY_BYTES,
 )
 from envscaler_airflow.backends.kubernetes.offers import Kind, Room, is_borne, is_usable, kinds_of, whole_of
 from envscaler_airflow.backends.kubernetes.scheduling import gpu_resource, node_type
@@ -46,9 +46,9 @@ class Need:
 
     @classmethod
     def of_slice(cls, offer: Offer) -> Need:
-        """A pod that takes all of the offer, with its courier."""
-        memory = offer.memory_gib + COURIER_MEMORY_BYTES / GIB
-        return cls(offer.vcpus + COURIER_CPUS, memory, offer.gpus)
+        """A pod that takes all of the offer, with its sidecar."""
+        memory = offer.memory_gib + SIDECAR_MEMORY_BYTES / GIB
+        return cls(offer.vcpus + SIDECAR_CPUS, memory, offer.gpus)
 
 
 def _sum(containers: Iterable[Json], gpus: str | None) -> tuple[float, float, float]:

@@ -17,14 +17,14 @@ _LAUNCHER = "pod_main.py"
 
 
 def install(folder: Path) -> Path:
-    """Make ``folder/agent``, ``folder/exchange`` and ``folder/work``; may be repeated.
+    """Make ``folder/agent``, ``folder/spool`` and ``folder/work``; may be repeated.
 
     The folders are open to every user: the user of the stage's image is unknown here.
     """
     target = folder / "agent"
     install_agent(target)
     shutil.copyfile(Path(__file__).parent / _LAUNCHER, target / _LAUNCHER)
-    for name in ("exchange", "work"):
+    for name in ("spool", "work"):
         (folder / name).mkdir(exist_ok=True)
         (folder / name).chmod(0o777)
     return target

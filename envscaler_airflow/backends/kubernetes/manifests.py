@@ -78,14 +78,14 @@ def _container(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
 
 
 MAIN = "main"
-COURIER = "courier"
+SIDECAR = "sidecar"
 INSTALL = "install"
 MIB = 1 << 20
 GIB = 1 << 30
-COURIER_CPUS = 0.1
-"""Cores that the courier is promised. Chosen: it waits most of the time; it may take more."""
-COURIER_MEMORY_BYTES = 256 * MIB
-"""Memory that the courier is promised, bytes. Chosen: twice what a courier with boto3 holds."""
+SIDECAR_CPUS = 0.1
+"""Cores that the sidecar is promised. Chosen: it waits most of the time; it may take more."""
+SIDECAR_MEMORY_BYTES = 256 * MIB
+"""Memory that the sidecar is promised, bytes. Chosen: twice what a sidecar with boto3 holds."""
 MAX_CONFIG_BYTES = 1_000_000
 """Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
 UNBILLED_S = 3600.0
@@ -286,7 +286,7 @@ class _Attempt:
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": self.grace_s,
             "tolerations": tolerations(self.offer, settings),
-            "initContainers": [self._install(), self._courier(mounts)],
+            "initContainers": [self._install(), self._sidecar(mounts)],
             "containers": [self._main(mounts)],
             "volumes": mounts.volumes,
             **stand,
@@ -342,10 +342,10 @@ class _Attempt:
         home = {"name": at.SCRATCH, "mountPath": at.HOME, "subPath": "home"}
         return self._agent(INSTALL, ["-m", "envscaler_airflow.backends.kubernetes.install", at.HOME], [home])
 
-    def _courier(self, mounts: at.Mounts) -> dict[str, Any]:
+    def _sidecar(self, mounts: at.Mounts) -> dict[str, Any]:
         request = self.request
         options = {
-            "exchange": at.EXCHANGE,
+            "spool": at.SPOOL,
             "store": request.store_url,
             "prefix": request.run_prefix,
             "generation": request.generation,
@@ -357,7 +357,7 @@ class _Attempt:
         options |= {"most-nodes": self.most} if self.is_elastic else {}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = ["-m", "envscaler_airflow.backends.kubernetes.pod_sidecar", *map(escaped, words)]
-        container = self._agent(COURIER, command, mounts.courier)
+        container = self._agent(SIDECAR, command, mounts.sidecar)
         container["restartPolicy"] = "Always"
         address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
         uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
@@ -367,15 +367,15 @@ class _Attempt:
         return container
 
     def _agent(self, name: str, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
-        memory = f"{COURIER_MEMORY_BYTES // MIB}Mi"
+        memory = f"{SIDECAR_MEMORY_BYTES // MIB}Mi"
         return {
             "name": name,
             "image": self.settings.agent_image,
             "command": ["python3", *command],
             "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108  # its root is read-only
-            "resources": {"requests": {"cpu": f"{COURIER_CPUS * 1000:.0f}m", "memory": memory}},
+            "resources": {"requests": {"cpu": f"{SIDECAR_CPUS * 1000:.0f}m", "memory": memory}},
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *mounts],  # noqa: S108  # same
-            "securityContext": security.agent_security(self.settings.user, reads_training=name == COURIER),
+            "securityContext": security.agent_security(self.settings.user, reads_training=name == SIDECAR),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
 
@@ -396,7 +396,7 @@ class _Attempt:
     def _own_env(self) -> dict[str, str]:
         request, spec = self.request, self.request.spec
         env = {
-            "ENVSCALER_EXCHANGE": at.EXCHANGE,
+            "ENVSCALER_SPOOL": at.SPOOL,
             "ENVSCALER_RUN": escaped(request.run_prefix),
             "ENVSCALER_GENERATION": str(request.generation),
             "ENVSCALER_ATTEMPT": str(request.attempt),
@@ -477,7 +477,7 @@ class _Attempt:
 
     def _add_store(self, mounts: at.Mounts) -> None:
         mounts.volumes.append({"name": "layout", "configMap": {"name": self.name}})
-        mounts.courier.append({"name": "layout", "mountPath": at.LAYOUT, "readOnly": True})
+        mounts.sidecar.append({"name": "layout", "mountPath": at.LAYOUT, "readOnly": True})
         mounts.volumes.append({"name": "tmp", "emptyDir": {}})
         source = self.settings.store_volume
         if source:
@@ -488,17 +488,17 @@ class _Attempt:
             folders = security.StoreFolders(
                 self.settings.store_mount, request.store_url, request.run_prefix, read
             )
-            mounts.courier += folders.mounts()
+            mounts.sidecar += folders.mounts()
         self._add_credentials(mounts)
 
     def _add_credentials(self, mounts: at.Mounts) -> None:
         """What opens the store, for the sidecar alone."""
         if self.settings.service_account:
             mounts.volumes.append(security.token_volume())
-            mounts.courier.append({"name": "token", "mountPath": security.TOKEN, "readOnly": True})
+            mounts.sidecar.append({"name": "token", "mountPath": security.TOKEN, "readOnly": True})
         if self.settings.store_secret:
             mounts.volumes.append(security.keys_volume(self.settings.store_secret))
-            mounts.courier.append({"name": "store-keys", "mountPath": security.STORE_KEYS, "readOnly": True})
+            mounts.sidecar.append({"name": "store-keys", "mountPath": security.STORE_KEYS, "readOnly": True})
 
 
 def escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Where folders of a stage lie in its pod: volumes, and mounts of training and courier. Pure."""
+"""Where folders of a stage lie in its pod: volumes, and mounts of training and sidecar. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.outputs import is_output_uri
 
 HOME = "/envscaler"
-"""Mounted in every container of ours: agent, exchange folder, working directory."""
+"""Mounted in every container of ours: agent, spool folder, working directory."""
 AGENT = f"{HOME}/agent"
-EXCHANGE = f"{HOME}/exchange"
+SPOOL = f"{HOME}/spool"
 WORK = f"{HOME}/work"
 LAYOUT = "/etc/envscaler"
-"""Where the courier finds ``layout.json``."""
+"""Where the sidecar finds ``layout.json``."""
 CACHE = "cache"
 INDEX = "/var/lib/envscaler-index"
-"""Where the courier finds what the machine's cache holds."""
+"""Where the sidecar finds what the machine's cache holds."""
 OWN = "/tmp/sidecar"  # noqa: S108  # an emptyDir of the containers of ours
 """What the sidecar remembers and the training cannot write."""
 SCRATCH = "envscaler"
-"""The emptyDir behind all of that, and behind folders that the training and the courier share."""
+"""The emptyDir behind all of that, and behind folders that the training and the sidecar share."""
 
 _IMAGE_FOLDERS = frozenset(
     (
@@ -104,14 +104,14 @@ class Mounts:
     Attributes:
         volumes: Of the pod.
         training: Mounts of the training's container.
-        courier: Mounts of the courier's, which lays out what is read-only for the training.
+        sidecar: Mounts of the sidecar's, which lays out what is read-only for the training.
         annotations: Of the pod.
         cache: Folder of every machine that keeps what was copied; None: none does.
     """
 
     volumes: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
-    courier: list[dict[str, Any]] = field(default_factory=list)
+    sidecar: list[dict[str, Any]] = field(default_factory=list)
     annotations: dict[str, str] = field(default_factory=dict)
     cache: str | None = None
 
@@ -121,19 +121,19 @@ class Mounts:
         return [str(item["mountPath"]) for item in self.training]
 
     def keep(self, path: str, digest: str) -> None:
-        """A folder of the machine's cache, which only the courier writes."""
+        """A folder of the machine's cache, which only the sidecar writes."""
         if not any(volume["name"] == CACHE for volume in self.volumes):
             where = {"path": self.cache, "type": "DirectoryOrCreate"}
             self.volumes.append({"name": CACHE, "hostPath": where})
-            self.courier.append({"name": CACHE, "mountPath": INDEX, "subPath": "index"})
+            self.sidecar.append({"name": CACHE, "mountPath": INDEX, "subPath": "index"})
         mount = {"name": CACHE, "mountPath": path, "subPath": f"data/{digest}"}
-        self.courier.append(mount)
+        self.sidecar.append(mount)
         self.training.append({**mount, "readOnly": True})
 
     def share(self, path: str, *, read_only: bool = False) -> None:
         """A folder of the scratch volume, in both containers under the same path."""
         mount = {"name": SCRATCH, "mountPath": path, "subPath": "root" + path}
-        self.courier.append(mount)
+        self.sidecar.append(mount)
         self.training.append({**mount, "readOnly": True} if read_only else mount)
 
 
@@ -167,7 +167,7 @@ def mounts_of(
     found = Mounts(volumes=[{"name": SCRATCH, "emptyDir": {}}], cache=cache)
     home = {"name": SCRATCH, "mountPath": HOME, "subPath": "home"}
     found.training.append(home)
-    found.courier.append(home)
+    found.sidecar.append(home)
     for index, volume in enumerate(spec.get("volumes") or ()):
         _volume(found, index, volume, run, drivers)
     for what, path in shared_paths(spec):
@@ -176,7 +176,7 @@ def mounts_of(
 
 
 def shared_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``(field, path)`` of what the courier takes from the training: outputs and checkpoints."""
+    """``(field, path)`` of what the sidecar takes from the training: outputs and checkpoints."""
     paths = [(f"outputs.{name}", str(path)) for name, path in sorted((spec.get("outputs") or {}).items())]
     checkpoint = (spec.get("checkpoint") or {}).get("path")
     return paths + ([("checkpoint.path", str(checkpoint))] if checkpoint else [])
@@ -209,7 +209,7 @@ def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str, driv
         found.volumes.append({"name": name, **_source(kind, source, read_only=read_only)})
     mount = {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
     found.training.append(mount)
-    found.courier.append(mount)
+    found.sidecar.append(mount)
 
 
 def _csi(driver: Driver, source: str, *, read_only: bool) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def layout_of(
     drivers: Collection[str] = (),
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """``layout.json``: what the courier brings and takes."""
+    """``layout.json``: what the sidecar brings and takes."""
     checkpoint = (spec.get("checkpoint") or {}).get("path")
     copied = [
         volume
@@ -321,7 +321,7 @@ def layout_of(
 
 
 def _processes(spec: Mapping[str, Any]) -> dict[str, int]:
-    """By which the courier tells how many nodes saved a checkpoint, where nodes come and go."""
+    """By which the sidecar tells how many nodes saved a checkpoint, where nodes come and go."""
     if not (spec.get("distributed") or {}).get("elastic"):
         return {}
     return {"processes_per_node": EnvSpec.from_dict(spec).processes_per_node}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.backends.kubernetes.manifests import (
-    COURIER_CPUS,
-    COURIER_MEMORY_BYTES,
+    SIDECAR_CPUS,
+    SIDECAR_MEMORY_BYTES,
 )
 from envscaler_airflow.backends.kubernetes.scheduling import BY_GPU, SPOT, UNLABELLED, borne_taints
 from envscaler_airflow.backends.kubernetes.settings import Settings
@@ -149,8 +149,8 @@ def kinds_of(node: Mapping[str, Any]) -> dict[Kind, Room]:
     seen = read_node(node)
     by_gpu = BY_GPU + seen.gpu_product if seen.gpu_product else UNLABELLED
     kind = Kind(seen.instance_type or by_gpu, seen.capacity_type, seen.arch, None, seen.region)
-    cpus = round(seen.vcpus - COURIER_CPUS, 3)  # whole millicores
-    memory = seen.memory_gib - COURIER_MEMORY_BYTES / GIB
+    cpus = round(seen.vcpus - SIDECAR_CPUS, 3)  # whole millicores
+    memory = seen.memory_gib - SIDECAR_MEMORY_BYTES / GIB
     if not seen.gpus:
         return {kind: Room(cpus, memory, 0)}
     total = sum(one.count * one.of_gpu for one in seen.gpus)

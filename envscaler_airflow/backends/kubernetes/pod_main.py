@@ -5,8 +5,8 @@ Copied into the pod and run by the image's own python3: standard library only, P
     python3 pod_main.py --grace S --drain S -- COMMAND...
 
 Before: put the agent on PYTHONPATH before whatever the image has there, say which node this is, and wait
-until the sidecar has prepared it. After: wait until the courier says "done" (when this container ends, the
-kubelet ends the courier), and leave a termination message that says how the command ended.
+until the sidecar has prepared it. After: wait until the sidecar says "done" (when this container ends, the
+kubelet ends the sidecar), and leave a termination message that says how the command ended.
 """
 
 from __future__ import annotations
@@ -34,23 +34,21 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     """Run the command line *argv*; its exit code is the container's."""
     split = argv.index("--")
     options = dict(zip(argv[:split:2], argv[1:split:2]))
-    exchange = Path(os.environ["ENVSCALER_EXCHANGE"])
+    spool = Path(os.environ["ENVSCALER_SPOOL"])
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
     os.environ["ENVSCALER_NODE"] = str(index + int(options.get("--first-node", "0")))
     command = argv[split + 1 :]
     signal.signal(signal.SIGTERM, _stopped)  # as PID 1 it would be ignored
-    await_node(exchange / "node.json", sleep=sleep)
+    await_node(spool / "node.json", sleep=sleep)
     sys.path.insert(0, here)
     from envscaler_agent.__main__ import main as wrapper  # noqa: PLC0415  # found by the line above
 
-    code = wrapper(
-        ["run", "--exchange", str(exchange), "--grace", options.get("--grace", "25"), "--", *command]
-    )
+    code = wrapper(["run", "--spool", str(spool), "--grace", options.get("--grace", "25"), "--", *command])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the kubelet's SIGKILL ends a wait that is too long
-    await_courier(exchange, float(options.get("--drain", "3600")), sleep=sleep)
-    say_end(exchange)
+    await_sidecar(spool, float(options.get("--drain", "3600")), sleep=sleep)
+    say_end(spool)
     return code
 
 
@@ -70,17 +68,17 @@ def await_node(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> Di
     return {}
 
 
-def await_courier(exchange: Path, drain_s: float, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until the courier has uploaded everything, for at most *drain_s* seconds."""
+def await_sidecar(spool: Path, drain_s: float, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until the sidecar has uploaded everything, for at most *drain_s* seconds."""
     waited = 0.0
-    while _read(exchange / "courier.json").get("phase") != "done" and waited < drain_s:
+    while _read(spool / "sidecar.json").get("phase") != "done" and waited < drain_s:
         sleep(POLL_S)
         waited += POLL_S
 
 
-def say_end(exchange: Path, log: Path = TERMINATION_LOG) -> None:
+def say_end(spool: Path, log: Path = TERMINATION_LOG) -> None:
     """Leave the reason of the end where the cluster shows it; no output of the command goes there."""
-    ended = _read(exchange / "wrapper.json").get("ended") or {}
+    ended = _read(spool / "wrapper.json").get("ended") or {}
     if not ended or not log.exists():
         return
     body = {"reason": ended.get("reason"), "detail": str(ended.get("detail") or "")[:500]}

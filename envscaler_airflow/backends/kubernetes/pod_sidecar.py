@@ -1,13 +1,13 @@
-"""The native sidecar of a pod: prepares the node, keeps its courier running, and lets it finish.
+"""The native sidecar of a pod: prepares the node, keeps the sidecar process running, and lets it finish.
 
-    python -m envscaler_airflow.backends.kubernetes.pod_sidecar --exchange E --store URL --prefix P
+    python -m envscaler_airflow.backends.kubernetes.pod_sidecar --spool E --store URL --prefix P
         --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--most-nodes N]
 
 The sidecar claims the node by the pod's uid: what a lost pod still writes is void once another replaces it.
 Node 0 publishes its address in its status, with its choice of the checkpoint. The others take both from
 there; no DNS is needed.
 
-The kubelet sends SIGTERM when the training's container has ended, in whatever way. Then the courier is
+The kubelet sends SIGTERM when the training's container has ended, in whatever way. Then the sidecar is
 told the end if the wrapper could not, and everything that it still has is uploaded.
 """
 
@@ -31,9 +31,9 @@ from envscaler_agent.protocol import SCHEMA, Ended, Status
 from envscaler_airflow.errors import ProtocolError
 
 BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before the courier is started again, seconds. Chosen: quick once, quiet in a crash loop."""
+"""Waits before the sidecar is started again, seconds. Chosen: quick once, quiet in a crash loop."""
 SETUP_TRIES = 5
-"""Times that the courier may die before the training has started. Chosen: about 30 s of crashes."""
+"""Times that the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
 TURN_S = 0.5
 RENDEZVOUS_PORT = 29400
 """Source: torchrun's default for c10d."""
@@ -41,9 +41,9 @@ RENDEZVOUS_PORT = 29400
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Which node this is, and where its courier works. ``most``: nodes that there may come to be."""
+    """Which node this is, and where the sidecar process works. ``most``: nodes that there may come to be."""
 
-    exchange: Path
+    spool: Path
     generation: int
     attempt: int
     node: int
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve one pod; 0 when all is uploaded."""
     options = _parse(arguments)
     node = Node(
-        options.exchange,
+        options.spool,
         options.generation,
         options.attempt,
         options.first_node + int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
@@ -71,15 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    node.exchange.mkdir(parents=True, exist_ok=True)
+    node.spool.mkdir(parents=True, exist_ok=True)
     prepare(node)
-    command = [sys.executable, "-m", "envscaler_airflow.sidecar", *_courier_options(options, node)]
+    command = [sys.executable, "-m", "envscaler_airflow.sidecar", *_sidecar_options(options, node)]
     return Keeper(node, lambda: subprocess.Popen(command, start_new_session=True), ending=ending).run()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sidecar", description=__doc__)
-    parser.add_argument("--exchange", type=Path, required=True)
+    parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--prefix", required=True)
     parser.add_argument("--generation", type=int, required=True)
@@ -91,7 +91,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _courier_options(options: argparse.Namespace, node: Node) -> list[str]:
+def _sidecar_options(options: argparse.Namespace, node: Node) -> list[str]:
     values = {**vars(options), "node": node.node}
     del values["first_node"], values["most_nodes"]
     known = {"uid": os.environ.get("POD_UID"), "address": address_of(node, os.environ.get("POD_IP"))}
@@ -99,17 +99,17 @@ def _courier_options(options: argparse.Namespace, node: Node) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
-# -- before the courier
+# -- before the sidecar
 
 
 def prepare(node: Node) -> None:
     """Let the training, which may run as another user, write its chunks; ``node.json`` lets it start."""
     for folder in ("logs", "metrics"):
-        here = node.exchange / folder
+        here = node.spool / folder
         here.mkdir(parents=True, exist_ok=True)
         with suppress(PermissionError):  # made by the training's side, which may write there then
             here.chmod(0o777)
-    _write(node.exchange / "node.json", {"node": node.node})
+    _write(node.spool / "node.json", {"node": node.node})
 
 
 def address_of(node: Node, pod_ip: str | None) -> str | None:
@@ -119,11 +119,11 @@ def address_of(node: Node, pod_ip: str | None) -> str | None:
     return f"{f'[{pod_ip}]' if ':' in pod_ip else pod_ip}:{RENDEZVOUS_PORT}"
 
 
-# -- the courier
+# -- the sidecar
 
 
 class Keeper:
-    """Keeps one courier running until it is done."""
+    """Keeps one sidecar running until it is done."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Keeper:
         self._told = False
 
     def run(self) -> int:
-        """Until the courier says that everything is uploaded."""
+        """Until the sidecar says that everything is uploaded."""
         while not self.is_done:
             born = self._monotonic()
             process = self._start()
@@ -157,9 +157,9 @@ class Keeper:
 
     @property
     def is_done(self) -> bool:
-        """True when ``courier.json`` says so."""
+        """True when ``sidecar.json`` says so."""
         try:
-            body = json.loads((self._node.exchange / "courier.json").read_bytes())
+            body = json.loads((self._node.spool / "sidecar.json").read_bytes())
         except (OSError, ValueError):
             return False
         return isinstance(body, dict) and body.get("phase") == "done"
@@ -167,10 +167,10 @@ class Keeper:
     def _died(self, born: float) -> None:
         if self._monotonic() - born > 2 * BACK_OFF_S[-1]:
             self._deaths = 0
-        start = self._node.exchange / "start.json"
+        start = self._node.spool / "start.json"
         if self._deaths + 1 >= SETUP_TRIES and not start.exists():
             reason = (
-                f"the courier died {self._deaths + 1} times before the start; see the log of this container"
+                f"the sidecar died {self._deaths + 1} times before the start; see the log of this container"
             )
             _write(start, {"failed": reason})
         self._look_at_end()
@@ -181,7 +181,7 @@ class Keeper:
         """Once the training's container has ended, tell its end if the wrapper could not."""
         if self._ending.is_set() and not self._told:
             self._told = True
-            tell_end(self._node.exchange / "wrapper.json")
+            tell_end(self._node.spool / "wrapper.json")
 
 
 def tell_end(path: Path) -> None:

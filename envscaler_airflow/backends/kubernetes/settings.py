@@ -73,7 +73,7 @@ class Settings(BaseModel):
 
     Attributes:
         namespace: Where everything is made.
-        agent_image: Image with the courier and the wrapper.
+        agent_image: Image with the sidecar and the wrapper.
         image: Image of every stage; None takes the spec's own, see ``build.stage_image``.
         image_repository: Where `envscaler build` puts images of specs that install packages.
         service_account: Identity of the pods, by which the sidecar reaches the store; the training gets

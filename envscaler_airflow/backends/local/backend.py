@@ -83,7 +83,7 @@ class LocalBackend:
         Args:
             root: Folder of all attempts; None: :func:`default_root`.
             machine: What to give out; None: what this machine has.
-            launch: How courier and wrapper are started; None: those of this package.
+            launch: How sidecar and wrapper are started; None: those of this package.
             prices: USD per hour by slice (``cpu-2``), where shadow prices will not do.
         """
         self.root = Path(root or default_root()).resolve()  # as the agent names its folder
@@ -246,15 +246,15 @@ class LocalBackend:
 
     def _bury(self, folder: Path) -> None:
         """Remember the name, then remove the folder; what a cut in between leaves goes next time."""
-        graves = self.root / _RELEASED
-        graves.mkdir(exist_ok=True)
-        (graves / folder.name).touch()
+        tombstones = self.root / _RELEASED
+        tombstones.mkdir(exist_ok=True)
+        (tombstones / folder.name).touch()
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
         run = folder.name.rpartition("-g")[0]
         if not any(self.root.glob(f"{run}-g*-a*")):
             shutil.rmtree(self.root / f"{run}{files.SAVES}", ignore_errors=True)
-        for grave in graves.iterdir():
+        for grave in tombstones.iterdir():
             with suppress(OSError):
                 if time.time() - grave.stat().st_mtime > _TOMBSTONE_S:
                     grave.unlink()
@@ -383,7 +383,7 @@ class _Start:
         fd = self._locks[node]
         module = "envscaler_airflow.backends.local.node_main"
         command = [sys.executable, "-P", "-m", module, str(folder), "--lock-fd", str(fd)]
-        env = node_env(os.environ, self._request.secret_env, str(folder / files.EXCHANGE))
+        env = node_env(os.environ, self._request.secret_env, str(folder / files.SPOOL))
         try:
             with (folder / "node.log").open("ab") as log:
                 subprocess.run(

@@ -1,6 +1,6 @@
 """cgroups of a node: real limits, and a cage that nothing leaves by forking.
 
-Every hierarchy that lets us gets ``envscaler/<node>/main`` (node main, its guard, the courier)
+Every hierarchy that lets us gets ``envscaler/<node>/main`` (node main, its guard, the sidecar)
 and ``envscaler/<node>/training`` (wrapper and command; here are the limits). It lies at the
 hierarchy's root where that is allowed, since below the group of an Airflow worker it would be
 ended with it. Works with version 1, version 2 and both at once; where nothing can be made the

@@ -1,4 +1,4 @@
-"""What the processes of a node inherit: little for the training, the store's credentials for the courier."""
+"""What the processes of a node inherit: little for the training, the store's credentials for the sidecar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET_PREFIX = "ENVSCALER_SECRET_"  # noqa: S105  # a prefix of names
 """Secrets of the training reach node main under this prefix, and nobody else."""
 
 _OURS = re.compile(
-    r"_*AIRFLOW_|ENVSCALER_(EXCHANGE|RUN|GENERATION|ATTEMPT|NODES?|CPUS|RENDEZVOUS|RESTORE|CHECKPOINT_DIR)\Z"
+    r"_*AIRFLOW_|ENVSCALER_(SPOOL|RUN|GENERATION|ATTEMPT|NODES?|CPUS|RENDEZVOUS|RESTORE|CHECKPOINT_DIR)\Z"
     r"|ENVSCALER_(INPUT|OUTPUT|VOLUME|SECRET)_"
 )
 """Airflow's settings and connections, and what tells another run's training who it is."""
@@ -29,18 +29,18 @@ _TRAINING = re.compile(
 """What a training inherits from the machine. Chosen: what programs need to run, no credentials."""
 
 
-def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], exchange: str) -> dict[str, str]:
+def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], spool: str) -> dict[str, str]:
     """Environment of node main: all but Airflow's own settings and connections, and the secrets apart."""
     env = {name: value for name, value in environ.items() if not _OURS.match(name)}
     env |= {SECRET_PREFIX + name: value for name, value in secrets.items()}
-    env["ENVSCALER_EXCHANGE"] = exchange
+    env["ENVSCALER_SPOOL"] = spool
     if not _is_installed():
         env["PYTHONPATH"] = _joined(dict.fromkeys([_own_root(), str(package_root())]), env.get("PYTHONPATH"))
     return env
 
 
-def courier_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the courier: node main's without the secrets of the training."""
+def sidecar_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the sidecar: node main's without the secrets of the training."""
     return {name: value for name, value in environ.items() if not name.startswith(SECRET_PREFIX)}
 
 

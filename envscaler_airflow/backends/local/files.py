@@ -4,12 +4,12 @@
 
     lock          held (flock) by node main and its guard, inherited from ``submit`` without a gap
     request.json  what to start; no secret
-    layout.json   for the courier
+    layout.json   for the sidecar
     node.json     written by node main before it starts anything: who it is
     stop.json     asks node main to end
     end.json      written last by node main: how the node ended
     ballast       takes room that is given back once the training has ended, for what is still to be said
-    exchange/ work/ root/ output/
+    spool/ work/ root/ output/
 
 ``<root>/<run>-saves/n<i>/`` has what the training saves to ``checkpoint.path``: at one place in every
 attempt of a run, empty when one begins.
@@ -36,7 +36,7 @@ BALLAST, BALLAST_BYTES = "ballast", 1 << 20
 """Room that a training which fills the disk cannot have. Chosen: a hundred times the files of an end."""
 SAVES = "-saves"
 """Suffix to the name of a run: the folder with its checkpoint folder, the same in every attempt."""
-EXCHANGE, WORK, ROOT, OUTPUT, COURIER_OUTPUT = "exchange", "work", "root", "output", "courier-output"
+SPOOL, WORK, ROOT, OUTPUT, SIDECAR_OUTPUT = "spool", "work", "root", "output", "sidecar-output"
 MOUNTS = "mounts"
 """Where a command's own view of the file system is built, see mounted.py; empty for all others."""
 

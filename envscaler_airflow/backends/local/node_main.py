@@ -1,4 +1,4 @@
-"""Node main's work: one loop over the wrapper, the courier, their output and what ends them."""
+"""Node main's work: one loop over the wrapper, the sidecar, their output and what ends them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 from envscaler_agent.protocol import EXIT_ORPHANED, MAX_JSON_BYTES
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage
-from envscaler_airflow.backends.local.environment import courier_env, training_env
+from envscaler_airflow.backends.local.environment import sidecar_env, training_env
 from envscaler_airflow.backends.local.machine import this_identity
 from envscaler_airflow.backends.local.node_end import NodeEnd, read_said, say_end, tell_end
 from envscaler_airflow.backends.local.output import OutputWriter
@@ -34,13 +34,13 @@ FAST_TURN_S = 0.1
 """While the node drains. Chosen likewise."""
 ALIVE_EVERY_S = 5.0
 """The lock file's time says when the node was last seen alive. Chosen: a loss is billed to 5 s."""
-COURIER_BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before the courier is started again. Chosen: quick after one crash, quiet in a crash loop."""
+SIDECAR_BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Waits before the sidecar is started again. Chosen: quick after one crash, quiet in a crash loop."""
 SETUP_TRIES = 5
-"""Times that the courier may die before the training has started. Chosen: about 30 s of crashes."""
+"""Times that the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
 
 _CHUNK = 1 << 16
-_COURIER_SEGMENT_BYTES = 1 << 20
+_SIDECAR_SEGMENT_BYTES = 1 << 20
 
 
 class Clock:
@@ -65,12 +65,12 @@ class Clock:
         return {"started": self.started, "ended": self.started + self.elapsed()}
 
 
-class Courier:
-    """Keeps the courier running until it is done."""
+class Sidecar:
+    """Keeps the sidecar running until it is done."""
 
-    def __init__(self, exchange: Path, start: Callable[[], subprocess.Popen[bytes]], clock: Clock) -> None:
+    def __init__(self, spool: Path, start: Callable[[], subprocess.Popen[bytes]], clock: Clock) -> None:
         """Start it at the first :meth:`keep`."""
-        self._exchange = exchange
+        self._spool = spool
         self._start = start
         self._clock = clock
         self._due = 0.0
@@ -82,7 +82,7 @@ class Courier:
     def is_done(self) -> bool:
         """True when it says that everything is uploaded, or was given up before the start."""
         try:
-            body = files.read_json(self._exchange / "courier.json") or {}
+            body = files.read_json(self._spool / "sidecar.json") or {}
         except BackendError:
             return False
         return body.get("phase") == "done" or self._due == float("inf")
@@ -92,7 +92,7 @@ class Courier:
         now = self._clock.now()
         if self.process is not None or now < self._due:
             return
-        if self._deaths >= SETUP_TRIES and not (self._exchange / "start.json").exists():
+        if self._deaths >= SETUP_TRIES and not (self._spool / "start.json").exists():
             self._fail_setup()
             self._due = float("inf")
             return
@@ -100,21 +100,21 @@ class Courier:
         try:
             self.process = self._start()
         except (OSError, subprocess.SubprocessError) as err:
-            print(f"courier: {err}", flush=True)  # noqa: T201  # node.log is our standard output
+            print(f"sidecar: {err}", flush=True)  # noqa: T201  # node.log is our standard output
             self.died()
 
     def died(self) -> None:
         """Take note of a death, and wait longer the more of them come at once."""
         now = self._clock.now()
         self.process = None
-        if now - self._born > 2 * COURIER_BACK_OFF_S[-1]:
+        if now - self._born > 2 * SIDECAR_BACK_OFF_S[-1]:
             self._deaths = 0
-        self._due = now + COURIER_BACK_OFF_S[min(self._deaths, len(COURIER_BACK_OFF_S) - 1)]
+        self._due = now + SIDECAR_BACK_OFF_S[min(self._deaths, len(SIDECAR_BACK_OFF_S) - 1)]
         self._deaths += 1
 
     def _fail_setup(self) -> None:
-        reason = f"the courier died {self._deaths} times before the start; see its output beside node.log"
-        files.write_json(self._exchange / "start.json", {"failed": reason})
+        reason = f"the sidecar died {self._deaths} times before the start; see its output beside node.log"
+        files.write_json(self._spool / "start.json", {"failed": reason})
 
 
 class NodeMain:
@@ -128,12 +128,12 @@ class NodeMain:
         self._request = request
         self._cage = cage
         self._clock = clock
-        self._exchange = folder / files.EXCHANGE
-        self._survivors = Survivors(str(self._exchange), guard, cage, ProcessId.of(os.getpid()))
+        self._spool = folder / files.SPOOL
+        self._survivors = Survivors(str(self._spool), guard, cage, ProcessId.of(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._wrapper: subprocess.Popen[bytes] | None = None
         self._returncode: int | None = None
-        self._courier = Courier(self._exchange, self._start_courier, clock)
+        self._sidecar = Sidecar(self._spool, self._start_sidecar, clock)
         self._kill_at = float("inf")
         self._drained_at = float("inf")
         self._ended_by: tuple[str, str] | None = None
@@ -163,7 +163,7 @@ class NodeMain:
         self._terminated = True
 
     def _start_wrapper(self) -> None:
-        for name in (files.EXCHANGE, files.WORK, files.ROOT):
+        for name in (files.SPOOL, files.WORK, files.ROOT):
             (self._folder / name).mkdir(exist_ok=True)
         env = training_env(os.environ, self._request)
         try:
@@ -196,18 +196,18 @@ class NodeMain:
             with suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
-    def _start_courier(self) -> subprocess.Popen[bytes]:
+    def _start_sidecar(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [*self._request["courier"], "--uid", self._request["id"]],
+            [*self._request["sidecar"], "--uid", self._request["id"]],
             cwd=self._folder,
-            env=courier_env(os.environ),
+            env=sidecar_env(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
         )
         writer = OutputWriter(
-            self._folder / files.COURIER_OUTPUT, segment_bytes=_COURIER_SEGMENT_BYTES, kept_segments=2
+            self._folder / files.SIDECAR_OUTPUT, segment_bytes=_SIDECAR_SEGMENT_BYTES, kept_segments=2
         )
         self._pump_from(process, writer)
         return process
@@ -221,10 +221,10 @@ class NodeMain:
         now = self._clock.now()
         if now >= self._kill_at:
             return True
-        return self._wrapper is None and (self._courier.is_done or now >= self._drained_at)
+        return self._wrapper is None and (self._sidecar.is_done or now >= self._drained_at)
 
     def _turn(self) -> None:
-        self._courier.keep()
+        self._sidecar.keep()
         self._pump(FAST_TURN_S if self._wrapper is None else TURN_S)
         self._reap()
         self._look_at_stop()
@@ -262,26 +262,26 @@ class NodeMain:
             self._wrapper = None
             self._drained_at = self._clock.now() + self._request["drain_s"]
             self._end_training()
-        elif self._courier.process is not None and pid == self._courier.process.pid:
-            self._courier.process.returncode = returncode
-            self._courier.died()
+        elif self._sidecar.process is not None and pid == self._sidecar.process.pid:
+            self._sidecar.process.returncode = returncode
+            self._sidecar.died()
             if returncode == EXIT_ORPHANED and self._wrapper is not None:
                 self._ended_by = ("orphaned", "nobody owned it, and its wrapper did not go when told to")
                 self._signal_wrapper(signal.SIGKILL)
 
     def _end_training(self) -> None:
-        """Nothing outlives the wrapper but the courier; and when the wrapper could not say its end, we do."""
+        """Nothing outlives the wrapper but the sidecar; and when the wrapper could not say its end, we do."""
         with suppress(OSError):
             (self._folder / files.BALLAST).unlink()  # room for last words on a full disk
         keep = {os.getpid(), os.getppid()}
-        if self._courier.process is not None:
-            keep |= {self._courier.process.pid, *descendants(self._courier.process.pid)}
+        if self._sidecar.process is not None:
+            keep |= {self._sidecar.process.pid, *descendants(self._sidecar.process.pid)}
         kill_all(self._survivors, spare=keep)
         self._say_its_end()
 
     def _say_its_end(self) -> None:
-        """Let the courier hear that the wrapper ended, unless that said so itself; until it is written."""
-        path = self._exchange / "wrapper.json"
+        """Let the sidecar hear that the wrapper ended, unless that said so itself; until it is written."""
+        path = self._spool / "wrapper.json"
         text = _bytes(path)
         self._is_end_said = read_said(text) is not None
         if not self._is_end_said:
@@ -344,7 +344,7 @@ class NodeMain:
         self._drain_pipes()
         return tell_end(
             self._returncode,
-            said=read_said(_bytes(self._exchange / "wrapper.json")),
+            said=read_said(_bytes(self._spool / "wrapper.json")),
             oom_kills=self._cage.oom_kills(),
             ended_by=self._ended_by,
         )
@@ -424,7 +424,7 @@ def run_guard(folder: Path) -> None:
     if not pid:
         os._exit(run_main(folder, request, cage, guard))
     os.waitpid(pid, 0)
-    survivors = Survivors(str(folder / files.EXCHANGE), guard, cage)
+    survivors = Survivors(str(folder / files.SPOOL), guard, cage)
     while kill_all(survivors, spare={os.getpid()}, reap=reap):
         pass  # only what hangs in the kernel: the node is not over before it is gone
     cage.leave()
@@ -460,7 +460,7 @@ def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId
     except Exception as err:  # noqa: BLE001  # the outermost edge: an end without a word would look like a loss
         traceback.print_exc(file=sys.stderr)
         end = NodeEnd(None, None, "setup-failed" if node is None else "failed", f"node main: {err!r}"[:500])
-        survivors = Survivors(str(folder / files.EXCHANGE), guard, cage, me)
+        survivors = Survivors(str(folder / files.SPOOL), guard, cage, me)
         kill_all(survivors, spare={os.getpid(), os.getppid()}, reap=reap)
     files.write_json(folder / files.END, {"id": request["id"], **end.to_dict(), **clock.interval()})
     return 0

@@ -29,16 +29,16 @@ _SLUG_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How courier and wrapper are started, and how long uploads may take.
+    """How sidecar and wrapper are started, and how long uploads may take.
 
     Attributes:
-        courier: Command to which the courier's options are appended; () for the interpreter's own.
-        wrapper: Command to which ``run --exchange E -- COMMAND`` is appended; () likewise.
+        sidecar: Command to which the sidecar's options are appended; () for the interpreter's own.
+        wrapper: Command to which ``run --spool E -- COMMAND`` is appended; () likewise.
         drain_s: Longest that uploads may take after the command ended, seconds.
         cgroups: False: limits by rlimits alone, and no cage for what leaves session and parent.
     """
 
-    courier: tuple[str, ...] = ()
+    sidecar: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
     drain_s: float = DRAIN_S
     cgroups: bool = True
@@ -152,10 +152,10 @@ class _Node:
 
     def _request(self, command: list[str]) -> dict[str, Any]:
         request = self.request
-        exchange = str(self.folder / files.EXCHANGE)
+        spool = str(self.folder / files.SPOOL)
         python = [sys.executable, "-P"]
         wrapper = list(self.launch.wrapper) or [*python, "-m", "envscaler_agent"]
-        courier = list(self.launch.courier) or [*python, "-m", "envscaler_airflow.sidecar"]
+        sidecar = list(self.launch.sidecar) or [*python, "-m", "envscaler_airflow.sidecar"]
         return {
             "attempt": self.folder.parent.name,
             "node": self.node,
@@ -163,11 +163,11 @@ class _Node:
             "python": request.python,
             "command": command,
             "wrapper": [
-                *(*wrapper, "run", "--exchange", exchange, "--grace", self._grace(), "--"),
+                *(*wrapper, "run", "--spool", spool, "--grace", self._grace(), "--"),
                 *(*self._mounted(), *command),
             ],
-            "courier": [*courier, *self._courier_options(exchange)],
-            "env": self._env(exchange),
+            "sidecar": [*sidecar, *self._sidecar_options(spool)],
+            "env": self._env(spool),
             "secret_names": sorted(request.secret_env),
             "limits": self._limits(),
             "deadline_s": request.deadline_s,
@@ -190,10 +190,10 @@ class _Node:
         grace_s = self.request.grace_s
         return f"{max(grace_s - UPLOAD_S, grace_s / 2):g}"
 
-    def _courier_options(self, exchange: str) -> list[str]:
+    def _sidecar_options(self, spool: str) -> list[str]:
         request = self.request
         options = {
-            "exchange": exchange,
+            "spool": spool,
             "store": request.store_url,
             "prefix": request.run_prefix,
             "generation": request.generation,
@@ -214,11 +214,11 @@ class _Node:
             "vcpus": offer.vcpus,
         }
 
-    def _env(self, exchange: str) -> dict[str, str]:
+    def _env(self, spool: str) -> dict[str, str]:
         request = self.request
         env = {name: self.paths.argument(value) for name, value in request.env.items()}
         env |= {
-            "ENVSCALER_EXCHANGE": exchange,
+            "ENVSCALER_SPOOL": spool,
             "ENVSCALER_RUN": request.run_prefix,
             "ENVSCALER_GENERATION": str(request.generation),
             "ENVSCALER_ATTEMPT": str(request.attempt),

@@ -71,7 +71,7 @@ class NodeView:
         """Where to look for its processes."""
         body = files.read_json(self.folder / files.NODE) or {}
         cage = Cage.from_dict(body.get("cage") or {})
-        return Survivors(str(self.folder / files.EXCHANGE), self.guard, cage, self.main)
+        return Survivors(str(self.folder / files.SPOOL), self.guard, cage, self.main)
 
     def is_held(self) -> bool:
         """True when node main or its guard lives, or the attempt is being started."""
@@ -91,7 +91,7 @@ class NodeView:
         if not self.is_here:
             return self._from_afar()
         if self.is_live():
-            is_up = (self.folder / files.EXCHANGE / "start.json").exists()
+            is_up = (self.folder / files.SPOOL / "start.json").exists()
             return NodeStatus(self.node, "running" if is_up else "starting")
         end = self.end()  # written between the first look and the last breath
         if end is not None:

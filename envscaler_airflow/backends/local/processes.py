@@ -15,7 +15,7 @@ import psutil
 
 from envscaler_airflow.backends.local.cgroups import Cage
 
-MARKER = "ENVSCALER_EXCHANGE"
+MARKER = "ENVSCALER_SPOOL"
 """Every process of a node inherits this variable with the node's own folder as its value."""
 
 _POLL_S = 0.02
@@ -88,13 +88,13 @@ class Survivors:
     """Where to look for what is left of a node.
 
     Attributes:
-        exchange: The node's exchange folder, value of :data:`MARKER`.
+        spool: The node's spool folder, value of :data:`MARKER`.
         guard: Leader of the node's session; None when unknown.
         cage: The node's cgroups, which nothing leaves by forking.
         main: Node main; it and its guard inherit what their descendants leave behind.
     """
 
-    exchange: str
+    spool: str
     guard: ProcessId | None
     cage: Cage
     main: ProcessId | None = None
@@ -114,7 +114,7 @@ class Survivors:
         return pids
 
     def _by_look(self) -> set[int]:
-        marker = f"{MARKER}={self.exchange}".encode()
+        marker = f"{MARKER}={self.spool}".encode()
         session = self._session()
         found = set()
         for pid in psutil.pids():

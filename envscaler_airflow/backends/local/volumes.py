@@ -48,7 +48,7 @@ def _fault(
 
 
 def host_source(volume: Mapping[str, Any]) -> str | None:
-    """What the courier is told: an export lies where the machine has mounted it, at the spec's own path."""
+    """What the sidecar is told: an export lies where the machine has mounted it, at the spec's own path."""
     source: str | None = volume.get("source")
     return f"{HOST}{volume['mount_path']}" if source is not None and source.startswith("nfs:") else source
 

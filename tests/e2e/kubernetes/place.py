@@ -27,7 +27,7 @@ from envscaler_airflow.store.logs import read_logs
 
 NEEDED = ("KUBECONFIG", "ENVSCALER_IMAGE", "ENVSCALER_STORE_URL")
 LOGIN = "envscaler-test-store"
-"""Secret with the AWS variables of this process, for couriers."""
+"""Secret with the AWS variables of this process, for sidecars."""
 
 
 class Place:
@@ -90,7 +90,7 @@ class Place:
             time.sleep(0.2)
 
     def log_in(self):
-        """Give couriers the credentials of this process, where there are any."""
+        """Give sidecars the credentials of this process, where there are any."""
         values = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         if self.backend.settings.store_secret != LOGIN:
             return

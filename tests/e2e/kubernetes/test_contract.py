@@ -14,7 +14,7 @@ from envscaler_airflow.store.lease import renew_lease
 pytestmark = pytest.mark.timeout(240)
 WAITS = """
 import os, sys, time
-path = os.environ["ENVSCALER_EXCHANGE"] + "/orders"
+path = os.environ["ENVSCALER_SPOOL"] + "/orders"
 os.mkfifo(path)
 with open(path) as orders, open(path, "w"):
     for line in orders:
@@ -26,7 +26,7 @@ with open(path) as orders, open(path, "w"):
 """
 
 
-ORDERS = '"$ENVSCALER_EXCHANGE/orders"'
+ORDERS = '"$ENVSCALER_SPOOL/orders"'
 
 
 class ClusterHarness:

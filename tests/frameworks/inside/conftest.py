@@ -26,14 +26,14 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def rig(tmp_path):
-    """An exchange folder and a clock by hand."""
-    return Rig(tmp_path / "exchange")
+    """An spool folder and a clock by hand."""
+    return Rig(tmp_path / "spool")
 
 
 @pytest.fixture
 def rig_every(tmp_path):
     """The same with checkpoints every so many steps."""
-    return lambda steps: Rig(tmp_path / "exchange", every={"steps": steps})
+    return lambda steps: Rig(tmp_path / "spool", every={"steps": steps})
 
 
 @pytest.fixture(params=["file", "shard"])

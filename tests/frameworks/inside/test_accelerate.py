@@ -45,10 +45,10 @@ def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None, proje
 
 def resume(rig, name):
     """Have the next session go on from the checkpoint *name*."""
-    body = json.loads(rig.exchange.start.read_bytes())
-    body["restore"] = {"path": str(rig.exchange.checkpoints / name), "name": name}
+    body = json.loads(rig.spool.start.read_bytes())
+    body["restore"] = {"path": str(rig.spool.checkpoints / name), "name": name}
     body["session"]["attempt"] += 1
-    rig.exchange.start.write_text(json.dumps(body))
+    rig.spool.start.write_text(json.dumps(body))
 
 
 @pytest.mark.parametrize(("every", "accumulation"), [(4, 1), (6, 1), (13, 1), (2, 2), (3, 2)])

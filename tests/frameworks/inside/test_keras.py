@@ -52,10 +52,10 @@ def fit(rig, *, with_loader, epochs=3, callbacks=()):
 
 def resume(rig, name):
     """Have the next session go on from the checkpoint *name*."""
-    body = json.loads(rig.exchange.start.read_bytes())
-    body["restore"] = {"path": str(rig.exchange.checkpoints / name), "name": name}
+    body = json.loads(rig.spool.start.read_bytes())
+    body["restore"] = {"path": str(rig.spool.checkpoints / name), "name": name}
     body["session"]["attempt"] += 1
-    rig.exchange.start.write_text(json.dumps(body))
+    rig.spool.start.write_text(json.dumps(body))
 
 
 def same(one, other):

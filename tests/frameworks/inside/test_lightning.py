@@ -63,10 +63,10 @@ def fit(callbacks, *, loader=None, restored=None, epochs=3, **options):
 
 def resumed(rig, name):
     """A callback that goes on from the checkpoint *name*."""
-    body = json.loads(rig.exchange.start.read_bytes())
-    body["restore"] = {"path": str(rig.exchange.checkpoints / name), "name": name}
+    body = json.loads(rig.spool.start.read_bytes())
+    body["restore"] = {"path": str(rig.spool.checkpoints / name), "name": name}
     body["session"]["attempt"] += 1
-    rig.exchange.start.write_text(json.dumps(body))
+    rig.spool.start.write_text(json.dumps(body))
     return SessionCallback(rig.session())
 
 

@@ -97,5 +97,5 @@ def test_another_number_of_ranks_goes_on_where_the_last_one_was(tmp_path, framew
     second = life(after, attempt=2, restore=first.newest)
 
     assert second.wait() == 0, second.said()
-    progress = json.loads((second.exchange / "progress/rank-0.json").read_text())
+    progress = json.loads((second.spool / "progress/rank-0.json").read_text())
     assert (progress["step"], progress["samples"], progress["batch"]) == (32, 32 * batch, batch)

@@ -70,11 +70,11 @@ def trainer(folder, *, epochs=2, save_strategy="no", **options):
 
 def resumed(rig, folder, name, **options):
     """A trainer and its callback, going on from the checkpoint *name*."""
-    path = rig.exchange.checkpoints / name
-    body = json.loads(rig.exchange.start.read_bytes())
+    path = rig.spool.checkpoints / name
+    body = json.loads(rig.spool.start.read_bytes())
     body["restore"] = {"path": str(path), "name": name}
     body["session"]["attempt"] += 1
-    rig.exchange.start.write_text(json.dumps(body))
+    rig.spool.start.write_text(json.dumps(body))
     made = trainer(folder, **options)
     return made, SessionCallback(made, rig.session())
 

@@ -15,7 +15,7 @@ def cluster():
     """One node; training plays the wrapper."""
     with Cluster(nodes=1, speed=5) as made:
         made.script(Program(seconds=0), container="install")
-        made.script(Program(term_code=0), container="courier")
+        made.script(Program(term_code=0), container="sidecar")
         made.script(Program(term_code=87), container="main")
         yield made
         close_views()

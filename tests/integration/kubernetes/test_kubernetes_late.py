@@ -205,7 +205,7 @@ def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, s
 def test_a_training_that_ended_in_a_pod_that_stays_has_ended(cluster, connect, monkeypatch):
     """Its volume cannot be unmounted; how the command ended is known (D4)."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
-    cluster.script(Program(term="ignore"), container="courier")
+    cluster.script(Program(term="ignore"), container="sidecar")
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)

@@ -31,7 +31,7 @@ def test_when_signals_are_sent(ask, facts, term, kill):
 
 
 def test_a_snapshot_that_comes_ends_the_wait():
-    """The courier copied at 40: SIGTERM at once, SIGKILL a grace later."""
+    """The sidecar copied at 40: SIGTERM at once, SIGKILL a grace later."""
     assert due_signal(LEAVE, 40, Facts(snapshot_pending=True)) is None
     assert due_signal(LEAVE, 40, Facts()) == "term"
     assert due_signal(LEAVE, 49, Facts(term_at=40)) is None

@@ -133,7 +133,7 @@ def test_a_full_disk_drops_output_and_counts_it(tmp_path, clock, monkeypatch):
     assert closed(tmp_path) == {"000001.log": b"kept\n"}
 
 
-def test_output_is_dropped_when_the_courier_is_away_for_too_long(tmp_path, clock, monkeypatch):
+def test_output_is_dropped_when_the_sidecar_is_away_for_too_long(tmp_path, clock, monkeypatch):
     """Three closed chunks may wait here; then the disk belongs to the training."""
     monkeypatch.setattr(output, "MAX_WAITING", 3)
     writer = chunks(tmp_path, clock)
@@ -143,7 +143,7 @@ def test_output_is_dropped_when_the_courier_is_away_for_too_long(tmp_path, clock
 
     assert len(closed(tmp_path)) == 3
     assert writer.dropped_bytes == 20
-    assert "3 chunks wait for the courier" in writer.problem
+    assert "3 chunks wait for the sidecar" in writer.problem
 
 
 def test_written_bytes_are_in_the_file_at_once(tmp_path, clock):

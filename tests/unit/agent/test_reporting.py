@@ -7,7 +7,7 @@ import pytest
 from envscaler_agent.progress import Rate
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_agent.reporting import END_TRIES, Reporter, aggregate
-from envscaler_agent.spool import Exchange, SessionReport, write_atomic
+from envscaler_agent.spool import SessionReport, Spool, write_atomic
 from envscaler_agent.wrapper import _Tracker
 
 
@@ -28,31 +28,31 @@ def clock():
 
 
 @pytest.fixture
-def exchange(tmp_path):
-    """An exchange folder."""
-    return Exchange(tmp_path)
+def spool(tmp_path):
+    """An spool folder."""
+    return Spool(tmp_path)
 
 
 @pytest.fixture
-def reporter(exchange, clock):
+def reporter(spool, clock):
     """A reporter that began at 100."""
-    return Reporter(exchange, clock=clock, wall=lambda: 5000.0)
+    return Reporter(spool, clock=clock, wall=lambda: 5000.0)
 
 
-def said(exchange):
+def said(spool):
     """The status."""
-    return Status.from_json(exchange.wrapper.read_bytes(), where="wrapper.json")
+    return Status.from_json(spool.wrapper.read_bytes(), where="wrapper.json")
 
 
-def lines(exchange):
+def lines(spool):
     """All metric lines, closed or not."""
     found = []
-    for path in sorted(exchange.metrics.iterdir()):
+    for path in sorted(spool.metrics.iterdir()):
         found += [json.loads(line) for line in path.read_text().splitlines()]
     return found
 
 
-def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(reporter, exchange, clock):
+def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(reporter, spool, clock):
     """Three changes within a second are one write; no change is none."""
     reporter.set(phase="running")
     reporter.tick()
@@ -60,20 +60,20 @@ def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(rep
         reporter.set(message=message)
         clock.now += 0.4
         reporter.tick()
-    assert (said(exchange).sequence, said(exchange).message) == (1, "")
+    assert (said(spool).sequence, said(spool).message) == (1, "")
 
     clock.now += 0.3
     reporter.tick()
-    assert (said(exchange).sequence, said(exchange).message) == (2, "b")
+    assert (said(spool).sequence, said(spool).message) == (2, "b")
 
     clock.now += 10
     reporter.tick()
-    assert said(exchange).sequence == 2
+    assert said(spool).sequence == 2
 
 
 @pytest.mark.parametrize(("full_for", "tries", "reason"), [(3, 3, "failed"), (999, END_TRIES, None)])
-def test_the_end_is_said_once_a_full_disk_has_room(reporter, exchange, monkeypatch, full_for, tries, reason):
-    """The courier would wait for it for ever; a disk that stays full holds nobody for more than a minute."""
+def test_the_end_is_said_once_a_full_disk_has_room(reporter, spool, monkeypatch, full_for, tries, reason):
+    """The sidecar would wait for it for ever; a disk that stays full holds nobody for more than a minute."""
     reporter.tick()
     waits = []
 
@@ -87,11 +87,11 @@ def test_the_end_is_said_once_a_full_disk_has_room(reporter, exchange, monkeypat
 
     reporter.close(sleep=waits.append)
 
-    ended = said(exchange).ended
+    ended = said(spool).ended
     assert (ended and ended.reason, len(waits)) == (reason, tries)
 
 
-def test_a_full_disk_delays_a_status(reporter, exchange, clock, monkeypatch):
+def test_a_full_disk_delays_a_status(reporter, spool, clock, monkeypatch):
     """The next tick says it."""
 
     def full(*_):
@@ -103,52 +103,52 @@ def test_a_full_disk_delays_a_status(reporter, exchange, clock, monkeypatch):
         reporter.tick()
     reporter.tick()
 
-    assert said(exchange).phase == "running"
+    assert said(spool).phase == "running"
 
 
-def test_metric_lines_have_both_clocks(reporter, exchange, clock):
+def test_metric_lines_have_both_clocks(reporter, spool, clock):
     """``t`` since the node began, ``at`` by the wall; the sampler's own times win over ours."""
     reporter.add_sample({"t": 1.5, "at": 4999.0, "cpu_percent": 50}, cpu_seconds=3.0)
     clock.now = 102.5
     reporter.add_progress(Progress(step=3, step_time_s=0.5, loss=0.25))
 
-    assert lines(exchange) == [
+    assert lines(spool) == [
         {"t": 1.5, "at": 4999.0, "cpu_percent": 50},
         {"t": 2.5, "at": 5000.0, "step": 3, "step_time_s": 0.5, "loss": 0.25},
     ]
 
 
-def test_loss_is_recorded_every_ten_seconds_and_steps_every_second(reporter, exchange, clock):
+def test_loss_is_recorded_every_ten_seconds_and_steps_every_second(reporter, spool, clock):
     """21 s of four steps a second."""
     for quarter in range(85):
         clock.now = 100 + quarter / 4
         reporter.add_progress(Progress(step=quarter, loss=0.5))
 
-    got = lines(exchange)
+    got = lines(spool)
     assert len(got) == 22
     assert [line["t"] for line in got if "loss" in line] == [0, 10, 20]
 
 
-def test_a_step_is_recorded_once(reporter, exchange, clock):
+def test_a_step_is_recorded_once(reporter, spool, clock):
     """Evaluation takes a minute; the same step is not said sixty times."""
     for _ in range(60):
         clock.now += 1
         reporter.add_progress(Progress(step=5))
 
-    assert len(lines(exchange)) == 1
+    assert len(lines(spool)) == 1
 
 
-def test_old_metrics_are_closed(reporter, exchange, clock):
+def test_old_metrics_are_closed(reporter, spool, clock):
     """After five minutes, although nothing else is said."""
     reporter.add_progress(Progress(step=1))
     clock.now += 300
 
     reporter.tick()
 
-    assert (exchange.metrics / "000001.jsonl").exists()
+    assert (spool.metrics / "000001.jsonl").exists()
 
 
-def test_usage_is_the_mean_of_the_last_samples(reporter, exchange, clock):
+def test_usage_is_the_mean_of_the_last_samples(reporter, spool, clock):
     """Fifteen samples; limits, totals and counts as they were last."""
     for number in range(30):
         clock.now += 1
@@ -157,8 +157,8 @@ def test_usage_is_the_mean_of_the_last_samples(reporter, exchange, clock):
     reporter.tick()
 
     # the last aggregate was made with the 26th sample: 11 to 25
-    assert said(exchange).usage == {"cpu_percent": 18.0, "memory_peak_bytes": 25.0}
-    assert said(exchange).cpu_seconds == 2.0
+    assert said(spool).usage == {"cpu_percent": 18.0, "memory_peak_bytes": 25.0}
+    assert said(spool).cpu_seconds == 2.0
 
 
 def test_means_are_over_the_samples_that_know():
@@ -180,7 +180,7 @@ def test_what_has_no_mean_is_as_it_was_last():
     assert aggregate(samples) == {"gpu0_throttle_reasons": 8.0, "gpu0_energy_joules": 30.0}
 
 
-def test_without_an_exchange_nothing_is_written(clock, tmp_path, monkeypatch):
+def test_without_an_spool_nothing_is_written(clock, tmp_path, monkeypatch):
     """A wrapped command on a laptop leaves no files."""
     monkeypatch.chdir(tmp_path)
     reporter = Reporter(None, clock=clock, wall=lambda: 5000.0)
@@ -193,7 +193,7 @@ def test_without_an_exchange_nothing_is_written(clock, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_end_is_said_at_once(reporter, exchange):
+def test_the_end_is_said_at_once(reporter, spool):
     """Nobody waits a second for it."""
     reporter.set(phase="running")
     reporter.tick()
@@ -203,9 +203,9 @@ def test_the_end_is_said_at_once(reporter, exchange):
 
     reporter.close()
 
-    assert said(exchange).phase == "ended"
-    assert said(exchange).usage == {"cpu_percent": 2.0}
-    assert (exchange.metrics / "000001.jsonl").exists()
+    assert said(spool).phase == "ended"
+    assert said(spool).usage == {"cpu_percent": 2.0}
+    assert (spool.metrics / "000001.jsonl").exists()
 
 
 def test_a_rate_looks_back_half_a_minute():

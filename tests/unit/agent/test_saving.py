@@ -65,7 +65,7 @@ def test_an_abandoned_save_leaves_the_one_before(tmp_path):
     assert not saving.partial_folder(tmp_path, TWO).exists()
 
 
-def test_what_the_courier_has_taken_does_not_wait(tmp_path):
+def test_what_the_sidecar_has_taken_does_not_wait(tmp_path):
     """Its ``.done`` says so; the folder may be there or not."""
     for name in (ONE, TWO):
         partial(tmp_path, name)
@@ -80,7 +80,7 @@ def test_what_the_courier_has_taken_does_not_wait(tmp_path):
     assert not saving.is_taken(tmp_path, THREE)
 
 
-def test_only_the_newest_are_kept_without_a_courier(tmp_path):
+def test_only_the_newest_are_kept_without_a_sidecar(tmp_path):
     """By step as a number: 10 is newer than 9, whatever the attempt."""
     names = ["g1-step-00000009-a9", "g1-step-00000010-a1", "g1-step-00000011-a1"]
     for name in names:

@@ -1,4 +1,4 @@
-"""Unit tests of Session: what it says of the training; an exchange in a temporary folder, a clock by hand."""
+"""Unit tests of Session: what it says of the training; an spool in a temporary folder, a clock by hand."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from envscaler_agent import saving
 from envscaler_agent import spool as ex
 from envscaler_agent.protocol import Progress
 from envscaler_agent.session import Session
-from envscaler_airflow.sidecar.spool_state import Exchange as CourierExchange
+from envscaler_airflow.sidecar.spool_state import Spool as SidecarSpool
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +38,16 @@ def rig(tmp_path):
         ({"seconds": 600}, {"rank": 0, "world_size": 4, "local_rank": 0}, False),
     ],
 )
-def test_the_courier_hears_who_saves_now_and_then(tmp_path, every, ranks, saves):
+def test_the_sidecar_hears_who_saves_now_and_then(tmp_path, every, ranks, saves):
     """It copies no files of a training that saves by Session, and goes on where nothing else is saved."""
     rig = Rig(tmp_path / "x", nodes=2 if ranks else 1, **({"every": every} if every else {}))
-    courier = CourierExchange(rig.exchange.root)
+    sidecar = SidecarSpool(rig.spool.root)
     with rig.session(**ranks) as session:
         session.step()
-        assert not courier.saves()
+        assert not sidecar.saves()
         session.checkpoint(rig.save)
 
-        assert rig.said().saves == courier.saves() == saves
+        assert rig.said().saves == sidecar.saves() == saves
 
 
 def test_numbers_that_json_cannot_say_end_no_training(rig):
@@ -65,11 +65,11 @@ def test_numbers_that_json_cannot_say_end_no_training(rig):
     assert (said.total_steps, said.noise_scale, said.repeated_samples) == (1000, None, 4)
     assert (said.samples, said.tokens, said.batch, said.samples_per_s) == (96, 1920, 64, 24.0)
     (name,) = rig.names()
-    facts = saving.facts_of(rig.exchange.checkpoints / name)
+    facts = saving.facts_of(rig.spool.checkpoints / name)
     assert (facts["samples"], facts["global_batch"]) == (96, 64)
 
 
-# -- without an exchange ---------------------------------------------------------------------------
+# -- without an spool ---------------------------------------------------------------------------
 
 
 def test_a_plain_run_needs_nothing(tmp_path, monkeypatch):
@@ -108,12 +108,12 @@ def test_a_local_folder_keeps_and_restores(tmp_path):
 
 
 def test_counts_go_on_from_the_restored_checkpoint(tmp_path):
-    """The courier says where it stands; what it does not say is in the folder itself."""
+    """The sidecar says where it stands; what it does not say is in the folder itself."""
     rig = Rig(tmp_path / "x")
     folder = tmp_path / "restored"
     folder.mkdir()
     (folder / "agent.json").write_text('{"step": 1, "epoch": 4, "samples": 3200}', encoding="utf-8")
-    ex.write_json(rig.exchange.start, {"restore": {"path": str(folder), "step": 100}, "session": {}})
+    ex.write_json(rig.spool.start, {"restore": {"path": str(folder), "step": 100}, "session": {}})
 
     with rig.session() as session:
         assert session.restore() == folder
@@ -129,7 +129,7 @@ def test_restored_steps_are_no_speed(tmp_path):
     folder = tmp_path / "restored"
     folder.mkdir()
     (folder / "agent.json").write_text('{"step": 1000, "samples": 32000}', encoding="utf-8")
-    ex.write_json(rig.exchange.start, {"restore": {"path": str(folder), "step": 1000}, "session": {}})
+    ex.write_json(rig.spool.start, {"restore": {"path": str(folder), "step": 1000}, "session": {}})
 
     with rig.session() as session:
         rig.now += 2

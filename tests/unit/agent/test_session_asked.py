@@ -133,7 +133,7 @@ def test_a_signal_to_the_wrapper_stops_at_the_next_step(rig):
         with rig.session() as session:
             rig.ask("leave", align="epoch")
             rig.walk(session, 3)
-            ex.write_json(rig.exchange.request, {"action": "stop"})
+            ex.write_json(rig.spool.request, {"action": "stop"})
             rig.walk(session, 3)
 
     with pytest.raises(SystemExit) as leaving:
@@ -194,7 +194,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
 def test_a_control_of_another_version_changes_nothing(rig, capsys):
     """Training goes on, and the message names both versions."""
     with rig.session() as session:
-        rig.exchange.control.write_text('{"schema": "2.0", "action": "leave"}', encoding="utf-8")
+        rig.spool.control.write_text('{"schema": "2.0", "action": "leave"}', encoding="utf-8")
         rig.walk(session, 3)
 
     assert "2.0" in rig.said().warning

@@ -44,7 +44,7 @@ def test_two_ranks_of_a_node_leave_at_the_same_step(tmp_path, monkeypatch):
         codes.append(leaving.value.code)
 
     assert codes == [EXIT_LEFT, EXIT_LEFT]
-    files = sorted(path.name for path in (rig.exchange.checkpoints / name(2)).iterdir())
+    files = sorted(path.name for path in (rig.spool.checkpoints / name(2)).iterdir())
     assert files == ["agent.json", "shard-0", "shard-1"]
 
 

@@ -46,13 +46,13 @@ def test_aligned_saves_wait_for_the_end_of_an_epoch(tmp_path):
 
 
 def test_a_checkpoint_carries_its_facts(tmp_path):
-    """What the courier needs for the manifest."""
+    """What the sidecar needs for the manifest."""
     rig = Rig(tmp_path / "x", every={"steps": 4}, global_batch=64)
 
     with rig.session() as session:
         rig.walk(session, 5, epoch=2)
 
-    facts = json.loads((rig.exchange.checkpoints / name(4) / "agent.json").read_text())
+    facts = json.loads((rig.spool.checkpoints / name(4) / "agent.json").read_text())
     assert facts == {
         "step": 4,
         "epoch": 2,
@@ -61,7 +61,7 @@ def test_a_checkpoint_carries_its_facts(tmp_path):
         "global_batch": 64,
         "save_s": 0.0,
     }
-    assert (rig.exchange.checkpoints / name(4) / "w").read_text() == "weights"
+    assert (rig.spool.checkpoints / name(4) / "w").read_text() == "weights"
     assert rig.said().saved_step == 4
 
 
@@ -141,14 +141,14 @@ def test_a_failed_save_is_tried_again_within_a_minute(tmp_path):
     assert tries == [600, 660]
 
 
-def test_saves_are_left_out_while_the_courier_is_behind(tmp_path):
+def test_saves_are_left_out_while_the_sidecar_is_behind(tmp_path):
     """Two wait for the upload: a third would only fill the disk. One taken makes room again."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
 
     with rig.session() as session:
         rig.walk(session, 4)
         assert "left out" in rig.said().warning
-        (rig.exchange.checkpoints / f"{name(1)}.done").touch()
+        (rig.spool.checkpoints / f"{name(1)}.done").touch()
         rig.walk(session, 1)
 
     assert [entry for entry in rig.names() if not entry.endswith(".done")] == [name(1), name(2), name(5)]
@@ -157,7 +157,7 @@ def test_saves_are_left_out_while_the_courier_is_behind(tmp_path):
 def test_what_a_killed_save_left_is_cleared_at_the_start(tmp_path):
     """An empty folder is promised to the next one."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
-    left = rig.exchange.checkpoints / f".saving-{name(1)}"
+    left = rig.spool.checkpoints / f".saving-{name(1)}"
     left.mkdir(parents=True)
     (left / "half").touch()
 
@@ -165,7 +165,7 @@ def test_what_a_killed_save_left_is_cleared_at_the_start(tmp_path):
         rig.walk(session, 1)
 
     assert rig.names() == [name(1)]
-    assert not (rig.exchange.checkpoints / name(1) / "half").exists()
+    assert not (rig.spool.checkpoints / name(1) / "half").exists()
 
 
 # -- the same rank begun again inside one attempt, as an elastic launcher does ------------------------
@@ -175,25 +175,25 @@ def restored_at(rig, folder, step):
     """Say that the attempt began from a checkpoint of *step*."""
     folder.mkdir()
     (folder / "agent.json").write_text(json.dumps({"step": step, "world_size": 1}), encoding="utf-8")
-    start = json.loads(rig.exchange.start.read_text())
-    ex.write_json(rig.exchange.start, {**start, "restore": {"path": str(folder), "step": step}})
+    start = json.loads(rig.spool.start.read_text())
+    ex.write_json(rig.spool.start, {**start, "restore": {"path": str(folder), "step": step}})
 
 
 def test_a_rank_begun_again_goes_on_from_the_newest_save_of_its_attempt(tmp_path):
-    """Whether the courier has taken it or not; not from what the attempt began with."""
+    """Whether the sidecar has taken it or not; not from what the attempt began with."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
     restored_at(rig, tmp_path / "before", 100)
     with rig.session() as session:
         session.restore()
         rig.walk(session, 9)
     assert rig.names() == [name(104), name(108)]
-    rig.exchange.checkpoints.joinpath(f"{name(108)}.done").touch()
+    rig.spool.checkpoints.joinpath(f"{name(108)}.done").touch()
 
     with rig.session() as again:
         path = again.restore()
         rig.walk(again, 1)
 
-    assert path == rig.exchange.checkpoints / name(108)
+    assert path == rig.spool.checkpoints / name(108)
     assert (again.steps, again.samples) == (109, 9 * 32)
 
 
@@ -202,7 +202,7 @@ def test_a_rank_begun_again_takes_no_save_of_another_attempt_or_before_its_start
     rig = Rig(tmp_path / "x", every={"steps": 4})
     restored_at(rig, tmp_path / "before", 100)
     for other in ("g1-step-00000200-a1", "g2-step-00000200-a2", name(50), "g1-step-00000200-a2.part"):
-        folder = rig.exchange.checkpoints / other
+        folder = rig.spool.checkpoints / other
         folder.mkdir(parents=True)
         (folder / "agent.json").write_text('{"step": 200, "world_size": 1}', encoding="utf-8")
 
@@ -215,7 +215,7 @@ def test_a_save_that_lies_on_several_nodes_is_not_taken_from_one(tmp_path, monke
     """Neither where other nodes are, which would take another, nor of a time when there were some."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
     restored_at(rig, tmp_path / "before", 100)
-    folder = rig.exchange.checkpoints / name(104)
+    folder = rig.spool.checkpoints / name(104)
     folder.mkdir(parents=True)
     (folder / "agent.json").write_text('{"step": 104, "world_size": 2}', encoding="utf-8")
 

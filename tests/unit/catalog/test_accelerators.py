@@ -22,7 +22,7 @@ EIGHT = {"node.kubernetes.io/instance-type": "p4d.24xlarge", "nvidia.com/mig.str
 
 
 def node(labels, **devices):
-    """A machine of 96 CPUs besides a courier's tenth of one, with these resources."""
+    """A machine of 96 CPUs besides a sidecar's tenth of one, with these resources."""
     room = {"cpu": "96100m", "memory": "1152Gi"}
     return {
         "metadata": {"name": "n", "labels": labels},

@@ -9,7 +9,7 @@ import pytest
 from envscaler_airflow.catalog.prices import (
     Book,
     Price,
-    Shelf,
+    PriceCache,
     committed_usd,
     known_prices,
     refreshed,
@@ -121,14 +121,14 @@ def test_quarantine_outlives_restarts_and_gradual_changes_do_not_enter_it(tmp_pa
     prices = [1.1, 50.0, 50.0, 4.0, 15.0]
     seen = []
     for number, usd in enumerate(prices):
-        shelf = Shelf(tmp_path)  # a new process
-        book = shelf.refresh(
+        cache = PriceCache(tmp_path)  # a new process
+        book = cache.refresh(
             Feed(fetched(LISTED._replace(usd=usd))), "us-east-1", clock=lambda at=number: at * day
         )
         seen.append((book.prices[LISTED.key].usd, book.quarantined.get(LISTED.key)))
 
     assert seen == [(1.1, None), (1.1, 50.0), (1.1, 50.0), (4.0, None), (15.0, None)]
-    assert Shelf(tmp_path).book("aws", "us-east-1").prices[LISTED.key] == Price(15.0, 4 * day)
+    assert PriceCache(tmp_path).book("aws", "us-east-1").prices[LISTED.key] == Price(15.0, 4 * day)
 
 
 def test_spot_dearer_than_on_demand_is_a_price_and_not_chosen():
@@ -202,14 +202,14 @@ def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 3 * HOUR)
     for module in ("prices", "sources"):
         monkeypatch.setattr(f"envscaler_airflow.catalog.{module}.packaged", lambda: TABLE)
-    shelf = Shelf(tmp_path)
+    cache = PriceCache(tmp_path)
     refused = BackendError("AWS pricing answered 429", status=429, transient=True)
     price = LISTED._replace(usd=1.2)
     feed = Feed(fetched(price), refused)
 
-    first = shelf.refresh(feed, "us-east-1", clock=lambda: HOUR)
-    second = shelf.refresh(feed, "us-east-1", clock=lambda: 2 * HOUR)
-    shelf.compile()
+    first = cache.refresh(feed, "us-east-1", clock=lambda: HOUR)
+    second = cache.refresh(feed, "us-east-1", clock=lambda: 2 * HOUR)
+    cache.compile()
     live = open_catalog(cache=tmp_path)
 
     assert (first.error, second.error) == (None, "AWS pricing answered 429")
@@ -223,7 +223,7 @@ def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
     assert search(need, torn).chosen.usd_per_hour == 1.006
     assert torn.label.startswith(f"packaged; the live prices in {tmp_path} are torn or of another version")
     (tmp_path / "prices-aws-us-east-1.json").write_text("{")
-    assert shelf.books() == []
+    assert cache.books() == []
 
 
 def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
@@ -231,7 +231,7 @@ def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(SpecError, match="set ENVSCALER_CACHE"):
-        Shelf(tmp_path / "file").refresh(Feed(fetched(LISTED)), "us-east-1", clock=lambda: 0)
+        PriceCache(tmp_path / "file").refresh(Feed(fetched(LISTED)), "us-east-1", clock=lambda: 0)
 
 
 def test_committed_prices_are_kept_for_reports_alone(tmp_path):
@@ -241,12 +241,12 @@ def test_committed_prices_are_kept_for_reports_alone(tmp_path):
         LISTED._replace(usd=0.4, commitment="3y"),
         LISTED._replace(usd=0.6, commitment="1y"),
     )
-    shelf = Shelf(tmp_path)
-    book = shelf.refresh(Feed(fetched(*quotes)), "us-east-1", clock=lambda: 0)
+    cache = PriceCache(tmp_path)
+    book = cache.refresh(Feed(fetched(*quotes)), "us-east-1", clock=lambda: 0)
     offers = {offer.name: offer for offer in with_books(TABLE, [book]).offers()}
     here = "aws/us-east-1/us-east-1a/g5.xlarge"
 
-    found = shelf.commitments(
+    found = cache.commitments(
         [offers[f"{here}/on-demand"], offers["aws/eu-west-1/eu-west-1a/g5.xlarge/on-demand"]]
     )
 
@@ -263,7 +263,7 @@ def test_a_torn_book_has_no_commitments(tmp_path, text):
     (tmp_path / "prices-aws-us-east-1.json").write_text(text)
     offer = next(offer for offer in TABLE.offers() if offer.region == "us-east-1")
 
-    assert Shelf(tmp_path).commitments([offer]) == {}
+    assert PriceCache(tmp_path).commitments([offer]) == {}
 
 
 def test_committed_prices_that_are_none_are_left_out():

@@ -58,7 +58,7 @@ def test_a_folder_of_the_host_is_the_folder_itself(made, tmp_path):
         assert container.mounts == ((str(tmp_path), "/a", False), (str(tmp_path), "/b", True))
 
 
-def test_what_a_courier_copies_in_is_copied_and_goes_afterwards(made, tmp_path):
+def test_what_a_sidecar_copies_in_is_copied_and_goes_afterwards(made, tmp_path):
     """A folder, and one file under the mount's own name; both for any user to read, none to write."""
     source = tmp_path / "corpus"
     (source / "deep").mkdir(parents=True, mode=0o700)

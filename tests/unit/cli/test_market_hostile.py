@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from envscaler_airflow.catalog import prices as shelf_module
 from envscaler_airflow.catalog import sources
 from envscaler_airflow.catalog.csvtables import COLUMNS
-from envscaler_airflow.catalog.prices import Fetched, Shelf
+from envscaler_airflow.catalog.prices import Fetched, PriceCache
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.offers import offers_command
 from envscaler_airflow.clouds.base import Quote
@@ -233,9 +233,9 @@ class Feed:
 
 def _refresh(folder, region, start):
     start.wait()
-    shelf = Shelf(folder)
-    shelf.refresh(Feed(), region, clock=lambda: 0.0)
-    shelf.compile()
+    cache = PriceCache(folder)
+    cache.refresh(Feed(), region, clock=lambda: 0.0)
+    cache.compile()
 
 
 def test_two_refreshes_at_once_lose_neither(cache):
@@ -273,8 +273,8 @@ def test_nobody_changes_a_book_while_another_is_at_it(cache, monkeypatch):
     for name in real:
         monkeypatch.setattr(shelf_module, name, watched(name))
 
-    Shelf(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
-    Shelf(cache).compile()
+    PriceCache(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
+    PriceCache(cache).compile()
 
     assert held == ["refreshed", "pack"]
 
@@ -361,7 +361,7 @@ def test_a_cloud_without_a_key_does_not_hold_up_the_others(cache, monkeypatch):
     got = CliRunner().invoke(main, words)
 
     is_refused(got, "Error: gcp: set ENVSCALER_GCP_API_KEY")
-    assert len(Shelf(cache).books()) == 3
+    assert len(PriceCache(cache).books()) == 3
 
 
 def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
@@ -369,11 +369,11 @@ def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
     torn = cache / "prices-aws-us-east-1.json.new"
     torn.write_text('{"cloud": "a')
 
-    assert Shelf(cache).books() == []
-    Shelf(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
+    assert PriceCache(cache).books() == []
+    PriceCache(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
 
     assert not torn.exists()
-    assert [book.region for book in Shelf(cache).books()] == ["us-east-1"]
+    assert [book.region for book in PriceCache(cache).books()] == ["us-east-1"]
 
 
 @pytest.mark.parametrize("command", [["offers"], ["plan", "--job", "list"], ["catalog", "show"]])

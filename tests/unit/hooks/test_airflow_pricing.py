@@ -140,7 +140,7 @@ def test_gcp_without_any_key_says_what_to_give_it(connections, monkeypatch):
 
 def test_a_refresh_keeps_prices_and_tells_failures(tmp_path, monkeypatch):
     """It raises nothing: yesterday's prices are better than none."""
-    monkeypatch.setattr("envscaler_airflow.catalog.prices.Shelf.compile", lambda _: None)
+    monkeypatch.setattr("envscaler_airflow.catalog.prices.PriceCache.compile", lambda _: None)
     refused = BackendError("AWS pricing in us-east-1: no", status=403)
 
     (good,) = hook_on(Feed(), cache=str(tmp_path)).refresh(["us-east-1"])

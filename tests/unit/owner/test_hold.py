@@ -82,7 +82,7 @@ def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
 
 @pytest.mark.parametrize("error", [BackendError("away", transient=True), StoreError("gone", transient=True)])
 def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
-    """The run stays ours: a courier that sees the lease stand still ends its attempt."""
+    """The run stays ours: a sidecar that sees the lease stand still ends its attempt."""
     store, clock = open_store(f"file://{tmp_path}"), ManualClock()
     waiting = holder(Answers(*[error] * 60, DONE), slept=[], said=[], store=store)
     began, waiting.monotonic, waiting.sleep = clock.monotonic(), clock.monotonic, clock.advance

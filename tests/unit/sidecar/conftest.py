@@ -1,4 +1,4 @@
-"""A courier's surroundings in a temporary folder: exchange, clock, and a store that fails on demand."""
+"""A sidecar's surroundings in a temporary folder: spool, clock, and a store that fails on demand."""
 
 import json
 
@@ -16,7 +16,7 @@ from envscaler_agent.protocol import (
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.snapshots import Snapshots
-from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory, Who
+from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
@@ -81,17 +81,17 @@ class Bench:
         self.root, self.store, self.clock = root, store, Clock()
         self.who = Who(generation, attempt, node, nodes)
         self.layout = Layout.model_validate({"spec": "spec-0.json", **(layout or {})})
-        self.exchange = Exchange(root / f"n{node}" / "exchange")
+        self.spool = Spool(root / f"n{node}" / "spool")
         self.site = self.restarted()
 
     def restarted(self):
-        """The site of a courier that was killed and started again."""
+        """The site of a sidecar that was killed and started again."""
         self.site = Site(
-            exchange=self.exchange,
+            spool=self.spool,
             store=self.store,
             who=self.who,
             layout=self.layout,
-            memory=Memory(self.exchange, own=self.layout.own_folder),
+            memory=Memory(self.spool, own=self.layout.own_folder),
             monotonic=self.clock,
             patience_s=0,
         )
@@ -99,7 +99,7 @@ class Bench:
 
     @property
     def state(self):
-        """What the courier remembers."""
+        """What the sidecar remembers."""
         return self.site.memory.state
 
     def owner_asks(self, **fields):
@@ -111,7 +111,7 @@ class Bench:
     def heard(self, **fields):
         """Write the control into the store and hand it over."""
         control = self.owner_asks(**fields)
-        self.exchange.write(self.exchange.control, control.to_json())
+        self.spool.write(self.spool.control, control.to_json())
         return control
 
     def wrapper_says(self, *, ended=None, progress=None, **fields):
@@ -121,11 +121,11 @@ class Bench:
             progress=Progress(**(progress or {})),
             **({"phase": "ended" if ended else "running"} | fields),
         )
-        self.exchange.write(self.exchange.wrapper, status.to_json())
+        self.spool.write(self.spool.wrapper, status.to_json())
 
     def session_saves(self, name, files=None, **facts):
         """A complete local save of Session."""
-        folder = self.exchange.checkpoints / name
+        folder = self.spool.checkpoints / name
         for path, data in (files or {"model.bin": b"weights"}).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(data)
@@ -153,7 +153,7 @@ class Bench:
 
     def start(self):
         """What start.json says."""
-        return json.loads(self.exchange.start.read_bytes())
+        return json.loads(self.spool.start.read_bytes())
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ from envscaler_airflow.sidecar.uploads import Chunks
 
 def chunk(bench, folder, name, text):
     """A chunk that the wrapper wrote."""
-    (bench.exchange.root / folder / name).write_text(text)
+    (bench.spool.root / folder / name).write_text(text)
 
 
 def left(bench, folder):
-    """Names that still lie in the exchange."""
-    return sorted(path.name for path in (bench.exchange.root / folder).iterdir())
+    """Names that still lie in the spool."""
+    return sorted(path.name for path in (bench.spool.root / folder).iterdir())
 
 
 def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
-    """Numbers in the store are those of the exchange; an open one stays."""
+    """Numbers in the store are those of the spool; an open one stays."""
     for number in (3, 1, 2):
         chunk(bench, "logs", f"{number:06d}.log", f"line {number}")
     chunk(bench, "logs", "000004.open", "half")
@@ -52,7 +52,7 @@ def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
     assert bench.site.messages.text() == ""
 
 
-def test_a_courier_killed_after_an_upload_repeats_it_under_the_same_number(bench, store, monkeypatch):
+def test_a_sidecar_killed_after_an_upload_repeats_it_under_the_same_number(bench, store, monkeypatch):
     """The chunk was uploaded and not yet deleted: the same name, the same bytes, once more."""
     chunk(bench, "logs", "000007.log", "x")
     with monkeypatch.context() as patch:
@@ -81,9 +81,9 @@ def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
 
 
 def test_a_link_among_the_chunks_is_not_followed(bench, store, tmp_path):
-    """The training could point it at what only the courier may read."""
+    """The training could point it at what only the sidecar may read."""
     (tmp_path / "secret").write_text("token")
-    (bench.exchange.root / "logs/000001.log").symlink_to(tmp_path / "secret")
+    (bench.spool.root / "logs/000001.log").symlink_to(tmp_path / "secret")
 
     Chunks(bench.site).step(has_ended=True)
 

@@ -10,7 +10,7 @@ from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.sidecar import claim as standing
 from envscaler_airflow.sidecar.context import SetupCancelledError
-from envscaler_airflow.sidecar.loop import Courier, Speaker, compose
+from envscaler_airflow.sidecar.loop import Sidecar, Speaker, compose
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.setup import lay_out
@@ -87,8 +87,8 @@ def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
     bench.owner_asks()
     store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
     site = unclaimed(bench, "new pod")
-    (bench.exchange.root / "logs/000001.log").write_text("hello\n")
-    sidecar = Courier(site)
+    (bench.spool.root / "logs/000001.log").write_text("hello\n")
+    sidecar = Sidecar(site)
     store.puts.clear()
     sidecar.step()
     assert store.puts == []
@@ -101,14 +101,14 @@ def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
 
 
 def test_a_restarted_sidecar_needs_no_store_to_know_its_claim(bench, store):
-    """It is in courier.json, by the uid of its pod (D1)."""
+    """It is in sidecar.json, by the uid of its pod (D1)."""
     standing.take(unclaimed(bench, "pod"))
     store.down = True
     site = unclaimed(bench, "pod")
 
     standing.take(site)
 
-    assert (site.who.claim, Memory(bench.exchange).state.uid) == (1, "pod")
+    assert (site.who.claim, Memory(bench.spool).state.uid) == (1, "pod")
 
 
 def test_only_the_pod_that_claimed_last_is_heard(bench, store):
@@ -142,7 +142,7 @@ def test_a_pod_with_a_lower_claim_publishes_nothing_and_ends(bench, store, tmp_p
 
     assert complete_checkpoints(store, 1) == ()
     assert store.children("outputs") == []
-    asked = bench.exchange.current_control()
+    asked = bench.spool.current_control()
     assert (asked.action, asked.reason) == (
         "stop",
         "orphaned: another pod has claimed this node; what this one writes is void",
@@ -197,7 +197,7 @@ def test_without_the_store_a_pod_trains_on(bench, store):
 
     OwnerWatch(bench.site).step()
 
-    assert bench.exchange.current_control().action == "run"
+    assert bench.spool.current_control().action == "run"
     bench.session_saves(NAME, step=300)
     assert not Checkpoints(bench.site, 3).step()
 
@@ -346,7 +346,7 @@ def saved_by(bench, number, name, data):
     checkpoints = Checkpoints(site, 3)
     checkpoints._may_publish = lambda _name: True  # the claims were read a moment before
     assert checkpoints.step()
-    bench.exchange.done(name).unlink()
+    bench.spool.done(name).unlink()
     return site
 
 

@@ -133,7 +133,7 @@ def test_a_snapshot_swapped_after_the_look_holds_nothing_of_others(
 
     Snapshots(bench.site, {"seconds": 1}).step()
 
-    copies = [path for path in bench.exchange.checkpoints.rglob("*") if path.is_file()]
+    copies = [path for path in bench.spool.checkpoints.rglob("*") if path.is_file()]
     assert SECRET not in [path.read_bytes() for path in copies]
 
 
@@ -154,12 +154,12 @@ def test_a_volume_swapped_after_the_look_is_not_followed(make_bench, tmp_path, s
 @pytest.mark.parametrize("swap", [swap_file, swap_hard_link, swap_pipe])
 def test_a_chunk_swapped_after_the_look_is_not_sent(bench, store, secret, monkeypatch, swap):
     """A log chunk that became something else keeps no later chunk waiting (B1)."""
-    first = bench.exchange.root / "logs/000001.log"
+    first = bench.spool.root / "logs/000001.log"
     first.write_text("line 1")
-    (bench.exchange.root / "logs/000002.log").write_text("line 2")
-    seen = bench.exchange.chunks("logs")
+    (bench.spool.root / "logs/000002.log").write_text("line 2")
+    seen = bench.spool.chunks("logs")
     swap(first, secret)
-    monkeypatch.setattr(type(bench.exchange), "chunks", lambda _, folder: seen if folder == "logs" else [])
+    monkeypatch.setattr(type(bench.spool), "chunks", lambda _, folder: seen if folder == "logs" else [])
 
     Chunks(bench.site).step(has_ended=False)
 
@@ -169,8 +169,8 @@ def test_a_chunk_swapped_after_the_look_is_not_sent(bench, store, secret, monkey
 def test_a_folder_of_chunks_that_became_a_link_is_not_read(bench, store, secret):
     """The folder of logs leads to one with a file of a chunk's name (B1)."""
     (secret.parent / "000001.log").write_bytes(SECRET)
-    (bench.exchange.root / "logs").rmdir()
-    (bench.exchange.root / "logs").symlink_to(secret.parent)
+    (bench.spool.root / "logs").rmdir()
+    (bench.spool.root / "logs").symlink_to(secret.parent)
 
     Chunks(bench.site).step(has_ended=True)
 
@@ -235,8 +235,8 @@ def test_a_restore_writes_through_no_link(make_bench, tmp_path, secret):
 def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
     """A link where the restored files are to land is refused, and nothing is written (B1)."""
     name = bench.in_store("g1-step-00000100-a1", {"inner/weights.bin": b"old"})
-    (bench.exchange.restored / name).mkdir()
-    (bench.exchange.restored / name / "inner").symlink_to(secret.parent)
+    (bench.spool.restored / name).mkdir()
+    (bench.spool.restored / name / "inner").symlink_to(secret.parent)
 
     assert restore(bench.site, Control(candidates=(name,))) is None
 
@@ -245,14 +245,14 @@ def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
 
 
 def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_bench, tmp_path, secret):
-    """A restarted sidecar takes it from its own folder, whatever courier.json says by then (B1)."""
+    """A restarted sidecar takes it from its own folder, whatever sidecar.json says by then (B1)."""
     layout = {"outputs": {"model": str(tmp_path / "out/model")}, "own": str(tmp_path / "own")}
     bench = make_bench(layout=layout)
     (tmp_path / "out").mkdir()
     bench.site.remember_places()
-    body = json.loads(bench.exchange.courier.read_bytes())
+    body = json.loads(bench.spool.sidecar.read_bytes())
     body["places"] = {str(tmp_path / "out/model"): str(secret.parent)}
-    bench.exchange.write_json(bench.exchange.courier, body)
+    bench.spool.write_json(bench.spool.sidecar, body)
 
     site = bench.restarted()
 

@@ -8,8 +8,8 @@ import pytest
 
 from envscaler_agent.protocol import Status, status_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.sidecar.loop import WRAPPER_S, Courier
-from envscaler_airflow.sidecar.spool_state import Exchange, Layout, Memory
+from envscaler_airflow.sidecar.loop import WRAPPER_S, Sidecar
+from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool
 from envscaler_airflow.store.checkpoints import complete_checkpoints
 
 
@@ -26,13 +26,13 @@ def ready(make_bench, store, tmp_path):
     return make
 
 
-def rounds(bench, courier, count=1):
+def rounds(bench, sidecar, count=1):
     """Every thread's round once, *count* times, half a second each; True when it is done."""
     for _ in range(count):
         bench.clock.now += 0.5
-        courier.heavy.step()
-        courier.snapshot()
-        if courier.step():
+        sidecar.heavy.step()
+        sidecar.snapshot()
+        if sidecar.step():
             return True
     return False
 
@@ -40,24 +40,24 @@ def rounds(bench, courier, count=1):
 def test_a_whole_life(ready, store, tmp_path):
     """Set up, run, checkpoint, succeed; the end is said when everything is up, and ``done`` after that."""
     bench = ready()
-    courier = Courier(bench.site)
-    courier.step()
+    sidecar = Sidecar(bench.site)
+    sidecar.step()
     assert bench.status().phase == "setup"
 
-    rounds(bench, courier)
+    rounds(bench, sidecar)
     bench.wrapper_says(progress={"step": 1})
-    rounds(bench, courier)
+    rounds(bench, sidecar)
     assert (bench.status().phase, bench.status().start_step, bench.state.phase) == ("running", 0, "running")
 
     bench.session_saves("g1-step-00000010-a2", step=10)
-    rounds(bench, courier)
+    rounds(bench, sidecar)
     assert (bench.status().last_checkpoint, bench.status().checkpoints) == ("g1-step-00000010-a2", 1)
 
     (tmp_path / "model").write_text("W")
-    (bench.exchange.root / "logs/000001.log").write_text("bye")
+    (bench.spool.root / "logs/000001.log").write_text("bye")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"}, progress={"step": 20})
     store.puts.clear()
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     status = bench.status()
     assert (status.phase, status.ended.reason, status.progress.step) == ("ended", "succeeded", 20)
@@ -69,29 +69,29 @@ def test_a_whole_life(ready, store, tmp_path):
 def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
     """The store takes the status and nothing else: the node is uploading, not ended."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
     real = store._store.put_file
     store._store.put_file = lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error"))
 
-    assert not rounds(bench, courier, 20)
+    assert not rounds(bench, sidecar, 20)
     assert (bench.status().phase, bench.status().ended, bench.status().outputs) == ("uploading", None, {})
     assert "output model waits" in bench.status().message
 
     store._store.put_file = real
-    assert rounds(bench, courier, 120)
+    assert rounds(bench, sidecar, 120)
     assert bench.status().ended.reason == "succeeded"
 
 
 def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp_path):
     """Only the logs cannot be written: whoever reads the end wants the last lines too."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
-    (bench.exchange.root / "logs/000001.log").write_text("bye")
+    (bench.spool.root / "logs/000001.log").write_text("bye")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
     real = store._store.put_file
 
@@ -101,20 +101,20 @@ def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp
         real(name, path)
 
     store._store.put_file = no_logs
-    assert not rounds(bench, courier, 20)
+    assert not rounds(bench, sidecar, 20)
     assert (bench.state.is_drained, bench.status().ended) == (True, None)
 
     store._store.put_file = real
-    assert rounds(bench, courier, 130)
+    assert rounds(bench, sidecar, 130)
     assert store.children("logs") == ["g1-a2-n0-c1-000001.log"]
 
 
 def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
     """The uploads were through, then the other thread finished the last snapshot."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
-    real = courier.heavy._checkpoints.step
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
+    real = sidecar.heavy._checkpoints.step
 
     def step():
         is_through = real()
@@ -123,10 +123,10 @@ def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
             bench.site.memory.update(is_final_snapshot_done=True)
         return is_through
 
-    courier.heavy._checkpoints.step = step
+    sidecar.heavy._checkpoints.step = step
     bench.wrapper_says(ended={"exit_code": 1, "reason": "failed"})
 
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     assert complete_checkpoints(store, 1) == ("g1-step-00000009-a2",)
 
@@ -134,31 +134,31 @@ def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
 def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
     """Whoever reads ``done`` may take the machine away: the last status must be in the store."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
-    courier.snapshot()
-    courier.heavy.step()
+    sidecar.snapshot()
+    sidecar.heavy.step()
     assert bench.state.is_drained
     store.down = True
 
-    assert not rounds(bench, courier, 20)
+    assert not rounds(bench, sidecar, 20)
     assert bench.state.phase == "draining"
 
     store.down = False
-    assert rounds(bench, courier, 130)
+    assert rounds(bench, sidecar, 130)
     assert (bench.status().phase, bench.state.phase) == ("ended", "done")
 
 
 def test_a_missing_output_turns_success_into_failure(ready):
     """Exit code 0, no output: the reason and the path are said."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded", "last_lines": ["ok"]})
 
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     ended = bench.status().ended
     assert (ended.reason, ended.exit_code, ended.last_lines) == ("failed", 0, ("ok",))
@@ -170,12 +170,12 @@ def test_a_missing_output_turns_success_into_failure(ready):
 def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_path, reason):
     """A half-trained model is no output."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     (tmp_path / "model").write_text("half")
     bench.wrapper_says(ended={"exit_code": 1, "reason": reason})
 
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     assert store.children("outputs") == []
     assert bench.status().ended.reason == reason
@@ -184,12 +184,12 @@ def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_p
 def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
     """Saved while leaving, seconds before the command ended."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     bench.session_saves("g1-step-00000010-a2", step=10)
     bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
 
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     assert complete_checkpoints(store, 1) == ("g1-step-00000010-a2",)
     assert bench.status().last_checkpoint_step == 10
@@ -200,12 +200,12 @@ def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store
     store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.owner_asks()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     (tmp_path / "ck/model.bin").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"}, progress={"step": 9})
 
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     assert complete_checkpoints(store, 1) == ("g1-step-00000009-a2",)
     assert bench.status().last_checkpoint == "g1-step-00000009-a2"
@@ -214,25 +214,25 @@ def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store
 def test_a_failed_set_up_is_said_with_its_reason(make_bench):
     """The wrapper takes it up and ends; the status carries the wrapper's word."""
     bench = make_bench()
-    courier = Courier(bench.site)
-    rounds(bench, courier, 2)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar, 2)
     assert bench.status().ended is None
     assert bench.status().message.startswith("set-up failed: ")
     bench.wrapper_says(ended={"exit_code": 88, "reason": "setup-failed", "detail": "spec-0.json is absent"})
 
-    assert rounds(bench, courier, 3)
+    assert rounds(bench, sidecar, 3)
 
     assert bench.status().ended.detail == "spec-0.json is absent"
 
 
 def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_bench):
-    """Two minutes later the courier says it for the wrapper."""
+    """Two minutes later the sidecar says it for the wrapper."""
     bench = make_bench()
-    courier = Courier(bench.site)
-    rounds(bench, courier, 2)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar, 2)
     bench.clock.now += WRAPPER_S
 
-    assert rounds(bench, courier, 3)
+    assert rounds(bench, sidecar, 3)
 
     assert bench.status().ended.reason == "setup-failed"
     assert "spec-0.json is absent" in bench.status().ended.detail
@@ -242,11 +242,11 @@ def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
     """Its image may still be on its way: no wrapper takes up that it is to go."""
     bench = ready()
     bench.heard(sequence=7, action="leave", reason="orphaned: the lease stood still")
-    courier = Courier(bench.site)
-    rounds(bench, courier, 2)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar, 2)
     bench.clock.now += WRAPPER_S
 
-    assert rounds(bench, courier, 3)
+    assert rounds(bench, sidecar, 3)
 
     assert bench.status().ended.reason == "stopped"
 
@@ -254,56 +254,56 @@ def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
 def test_a_status_every_15_seconds_and_on_change(ready, store):
     """Steps alone wait for the 15 s; an epoch, the health or the phase does not."""
     bench = ready()
-    courier = Courier(bench.site)
+    sidecar = Sidecar(bench.site)
     bench.wrapper_says(progress={"step": 1, "epoch": 0})
-    rounds(bench, courier, 3)
+    rounds(bench, sidecar, 3)
     first = bench.status().sequence
 
     bench.wrapper_says(progress={"step": 2, "epoch": 0})
-    rounds(bench, courier, 2)
+    rounds(bench, sidecar, 2)
     assert bench.status().sequence == first
-    rounds(bench, courier, 30)
+    rounds(bench, sidecar, 30)
     assert (bench.status().sequence, bench.status().progress.step) == (first + 1, 2)
 
     for count, fields in enumerate(
         [{"progress": {"step": 3, "epoch": 1}}, {"health": "stalled"}, {"phase": "leaving"}]
     ):
         bench.wrapper_says(**fields)
-        rounds(bench, courier)
+        rounds(bench, sidecar)
         assert bench.status().sequence == first + 2 + count
 
 
 def test_the_sequence_grows_across_restarts(ready, store):
     """Also when the machine is another and only the store remembers."""
     bench = ready()
-    rounds(bench, Courier(bench.site), 3)
+    rounds(bench, Sidecar(bench.site), 3)
     first = bench.status().sequence
 
-    rounds(bench, Courier(bench.restarted()))
+    rounds(bench, Sidecar(bench.restarted()))
     assert bench.status().sequence == first + 1
 
-    bench.exchange.courier.unlink()
-    rounds(bench, Courier(bench.restarted()))
+    bench.spool.sidecar.unlink()
+    rounds(bench, Sidecar(bench.restarted()))
     assert bench.status().sequence == first + 2
 
 
 def test_an_outage_of_the_store_stops_nothing(ready, store):
     """An hour without a store: everything waits on the disk and goes up afterwards."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     bench.wrapper_says(progress={"step": 1})
     store.down = True
     for number in (1, 2):
-        (bench.exchange.root / f"logs/{number:06d}.log").write_text("x")
+        (bench.spool.root / f"logs/{number:06d}.log").write_text("x")
     bench.session_saves("g1-step-00000010-a2", step=10)
     for _ in range(60):
         bench.clock.now += 60
-        assert not rounds(bench, courier)
+        assert not rounds(bench, sidecar)
 
     store.down = False
     bench.clock.now += 60
-    rounds(bench, courier, 2)
+    rounds(bench, sidecar, 2)
 
     assert store.children("logs") == ["g1-a2-n0-c1-000001.log", "g1-a2-n0-c1-000002.log"]
     assert bench.status().last_checkpoint == "g1-step-00000010-a2"
@@ -311,21 +311,21 @@ def test_an_outage_of_the_store_stops_nothing(ready, store):
 
 
 @pytest.mark.parametrize("left", ["nothing", "a file"])
-def test_an_exchange_that_the_training_removed_holds_no_machine(ready, store, tmp_path, left):
-    """What lay there is lost; the end is heard, outputs go up, and the courier is done."""
+def test_an_spool_that_the_training_removed_holds_no_machine(ready, store, tmp_path, left):
+    """What lay there is lost; the end is heard, outputs go up, and the sidecar is done."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
-    shutil.rmtree(bench.exchange.root)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
+    shutil.rmtree(bench.spool.root)
     if left == "a file":
-        bench.exchange.root.mkdir()
+        bench.spool.root.mkdir()
         for name in ("logs", "metrics", "checkpoints"):
-            (bench.exchange.root / name).touch()
-    rounds(bench, courier, 3)
+            (bench.spool.root / name).touch()
+    rounds(bench, sidecar, 3)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
 
-    assert rounds(bench, courier, 5)
+    assert rounds(bench, sidecar, 5)
 
     assert bench.status().outputs == {"model": store.uri("outputs/g1-a2-c1/model")}
 
@@ -333,12 +333,12 @@ def test_an_exchange_that_the_training_removed_holds_no_machine(ready, store, tm
 def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
     """The last status that was understood is kept."""
     bench = ready()
-    courier = Courier(bench.site)
+    sidecar = Sidecar(bench.site)
     bench.wrapper_says(progress={"step": 1})
-    rounds(bench, courier, 2)
+    rounds(bench, sidecar, 2)
 
-    bench.exchange.wrapper.write_bytes(b'{"schema":"1.0","phase":"dancing"}')
-    rounds(bench, courier, 2)
+    bench.spool.wrapper.write_bytes(b'{"schema":"1.0","phase":"dancing"}')
+    rounds(bench, sidecar, 2)
 
     assert bench.status().progress.step == 1
     assert "phase must be one of" in bench.status().message
@@ -348,9 +348,9 @@ def test_secrets_of_the_wrappers_folder_are_not_followed(ready, tmp_path):
     """wrapper.json that is a link to elsewhere is not read."""
     bench = ready()
     (tmp_path / "other.json").write_bytes(Status(message="token").to_json())
-    bench.exchange.wrapper.symlink_to(tmp_path / "other.json")
+    bench.spool.wrapper.symlink_to(tmp_path / "other.json")
 
-    rounds(bench, Courier(bench.site), 2)
+    rounds(bench, Sidecar(bench.site), 2)
 
     assert "token" not in bench.status().message
 
@@ -358,29 +358,29 @@ def test_secrets_of_the_wrappers_folder_are_not_followed(ready, tmp_path):
 def test_a_pipe_in_place_of_a_file_blocks_nobody(ready):
     """The training's side can put anything there."""
     bench = ready()
-    os.mkfifo(bench.exchange.wrapper)
+    os.mkfifo(bench.spool.wrapper)
 
-    rounds(bench, Courier(bench.site), 2)
+    rounds(bench, Sidecar(bench.site), 2)
 
     assert "wrapper.json is not a file" in bench.status().message
 
 
 def test_what_is_done_stays_done(ready, tmp_path):
-    """A courier that is started once more says nothing and ends at once."""
+    """A sidecar that is started once more says nothing and ends at once."""
     bench = ready()
-    courier = Courier(bench.site)
-    rounds(bench, courier)
+    sidecar = Sidecar(bench.site)
+    rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
-    rounds(bench, courier, 5)
+    rounds(bench, sidecar, 5)
     before = bench.status()
 
-    assert Courier(bench.restarted()).run()
+    assert Sidecar(bench.restarted()).run()
     assert bench.status() == before
 
 
-def test_a_full_disk_under_the_exchange_loses_no_state(bench, monkeypatch):
-    """courier.json cannot be replaced: the old one stays, whole, and the state is the old one."""
+def test_a_full_disk_under_the_spool_loses_no_state(bench, monkeypatch):
+    """sidecar.json cannot be replaced: the old one stays, whole, and the state is the old one."""
     bench.site.memory.update(checkpoints=1)
 
     def full(*_, **__):
@@ -392,16 +392,16 @@ def test_a_full_disk_under_the_exchange_loses_no_state(bench, monkeypatch):
             bench.site.memory.update(checkpoints=2)
 
     assert bench.state.checkpoints == 1
-    assert json.loads(bench.exchange.courier.read_bytes())["checkpoints"] == 1
-    assert not [path for path in bench.exchange.root.iterdir() if path.name.startswith(".")]
+    assert json.loads(bench.spool.sidecar.read_bytes())["checkpoints"] == 1
+    assert not [path for path in bench.spool.root.iterdir() if path.name.startswith(".")]
 
 
 def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
     """Its status goes to the store, with the reason and a growing sequence."""
     bench = ready()
-    courier = Courier(bench.site)
+    sidecar = Sidecar(bench.site)
     bench.wrapper_says(progress={"step": 1})
-    rounds(bench, courier, 2)
+    rounds(bench, sidecar, 2)
     first = bench.status().sequence
 
     def full(*_, **__):
@@ -410,7 +410,7 @@ def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
     monkeypatch.setattr("envscaler_airflow.store.root.Root.landing", full)
     for _ in range(3):
         bench.clock.now += 20
-        courier.step()
+        sidecar.step()
 
     assert bench.status().sequence > first + 1
     assert "No space left on device" in bench.status().message
@@ -418,7 +418,7 @@ def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
 
 def test_a_reader_never_sees_half_a_file(bench, monkeypatch):
     """A file is replaced in one step or not at all."""
-    bench.exchange.write(bench.exchange.control, b"old")
+    bench.spool.write(bench.spool.control, b"old")
 
     def fail(*_, **__):
         raise OSError(5, "I/O error")
@@ -426,17 +426,17 @@ def test_a_reader_never_sees_half_a_file(bench, monkeypatch):
     monkeypatch.setattr("os.replace", fail)
 
     with pytest.raises(OSError, match="I/O error"):
-        bench.exchange.write(bench.exchange.control, b"new")
+        bench.spool.write(bench.spool.control, b"new")
 
-    assert bench.exchange.control.read_bytes() == b"old"
+    assert bench.spool.control.read_bytes() == b"old"
 
 
-def test_state_of_a_newer_courier_is_read(tmp_path):
+def test_state_of_a_newer_sidecar_is_read(tmp_path):
     """Unknown fields are left out, known ones kept."""
-    exchange = Exchange(tmp_path)
-    exchange.write_json(exchange.courier, {"sequence": 7, "rejected": ["a"], "mood": "new"})
+    spool = Spool(tmp_path)
+    spool.write_json(spool.sidecar, {"sequence": 7, "rejected": ["a"], "mood": "new"})
 
-    state = Memory(exchange).state
+    state = Memory(spool).state
 
     assert (state.sequence, state.rejected) == (7, ("a",))
 
@@ -444,7 +444,7 @@ def test_state_of_a_newer_courier_is_read(tmp_path):
 def test_what_is_over_is_said_no_more(ready):
     """A disk that was full for a moment is not told of for the rest of the training."""
     bench = ready()
-    courier, messages = Courier(bench.site), []
+    sidecar, messages = Sidecar(bench.site), []
     steps = iter([OSError("No space left on device"), None])
 
     def step():
@@ -456,17 +456,17 @@ def test_what_is_over_is_said_no_more(ready):
             bench.site.ending.set()
 
     bench.site.ending.wait = lambda _seconds: False
-    courier._rounds(step, "heavy")
+    sidecar._rounds(step, "heavy")
 
     assert messages == ["", "OSError: No space left on device", ""]
 
 
 def test_a_name_that_is_no_utf8_costs_no_memory(tmp_path):
-    """It is in a message; what a courier that is started again knows is all still there."""
-    exchange = Exchange(tmp_path)
-    Memory(exchange).update(rejected=("g1-step-00000100-a1: x\udcff is missing",), name_step=700)
+    """It is in a message; what a sidecar that is started again knows is all still there."""
+    spool = Spool(tmp_path)
+    Memory(spool).update(rejected=("g1-step-00000100-a1: x\udcff is missing",), name_step=700)
 
-    again = Memory(exchange).state
+    again = Memory(spool).state
 
     assert (again.rejected, again.name_step) == (("g1-step-00000100-a1: x? is missing",), 700)
 

@@ -36,7 +36,7 @@ def test_the_newest_good_one_is_laid_out(bench):
 
     got = restore(bench.site, Control(candidates=(NEW, OLD)))
 
-    folder = bench.exchange.restored / NEW
+    folder = bench.spool.restored / NEW
     assert got.to_start() == {"path": str(folder), "name": NEW, "step": 200, "epoch": 2, "samples": 6400}
     assert tree(folder) == {"a/w.bin": b"W"}
     assert (bench.state.restored_from, bench.state.start_step, bench.state.rejected) == (NEW, 200, ())
@@ -64,7 +64,7 @@ def test_a_bad_one_is_rejected_and_the_one_before_is_used(bench, damage):
     assert got.source == OLD
     assert bench.state.start_step == 100
     assert [line.partition(":")[0] for line in bench.state.rejected] == [NEW]
-    assert [path.name for path in bench.exchange.restored.iterdir()] == [OLD]
+    assert [path.name for path in bench.spool.restored.iterdir()] == [OLD]
 
 
 def test_own_checkpoints_come_before_the_candidates(bench):
@@ -155,7 +155,7 @@ def test_a_snapshot_is_laid_back_where_the_code_looks_for_it(make_bench, tmp_pat
     assert got.path == ours
     assert tree(ours) == {"checkpoint-200/trainer_state.json": b'{"global_step":200}'}
     assert bench.state.snapshot is not None
-    assert not list(bench.exchange.restored.iterdir())
+    assert not list(bench.spool.restored.iterdir())
 
 
 def test_links_of_a_snapshot_are_links_again(make_bench, tmp_path):
@@ -205,11 +205,11 @@ def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.in_store(NEW)
 
-    assert restore(bench.site, Control(candidates=(NEW,))).path == bench.exchange.restored / NEW
+    assert restore(bench.site, Control(candidates=(NEW,))).path == bench.spool.restored / NEW
 
 
 def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monkeypatch):
-    """The courier dies after one of two files; the next one lays both."""
+    """The sidecar dies after one of two files; the next one lays both."""
     ours = tmp_path / "ck"
     bench = make_bench(layout={"checkpoint_path": str(ours)})
     bench.in_store(NEW, {"a": b"1", "b": b"2"}, cooperative=False)

@@ -15,7 +15,7 @@ def test_saves_that_are_written_anew_in_place_every_second_are_kept(trained):
         run(bench, 1)
 
     name = saved(bench)[0]
-    assert (bench.exchange.checkpoints / name / "model.joblib").read_bytes()[3:] == b"w" * 2000
+    assert (bench.spool.checkpoints / name / "model.joblib").read_bytes()[3:] == b"w" * 2000
 
 
 def test_a_save_that_is_being_written_in_place_is_not_copied(trained):
@@ -39,7 +39,7 @@ def test_a_kill_leaves_the_newest_save_whose_format_says_where_it_ends(trained):
 
     end(bench, age_s=0, signal=9, reason="killed")
 
-    names = sorted(path.name for path in (bench.exchange.checkpoints / saved(bench)[0]).iterdir())
+    names = sorted(path.name for path in (bench.spool.checkpoints / saved(bench)[0]).iterdir())
     assert names == ["latest.weights.h5", "meta.json"]
 
 
@@ -55,7 +55,7 @@ def test_a_counter_that_is_kept_open_holds_up_no_snapshot(trained):
                 replace_with(bench, ckpt=b"saved")
             run(bench, 1)
 
-    names = [path.name for path in (bench.exchange.checkpoints / saved(bench)[0]).iterdir()]
+    names = [path.name for path in (bench.spool.checkpoints / saved(bench)[0]).iterdir()]
     assert names == ["ckpt"]
 
 

@@ -84,20 +84,20 @@ def test_a_fresh_start(node, store, tmp_path):
 
 
 def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
-    """A courier that is started again after start.json leaves the workdir alone."""
+    """A sidecar that is started again after start.json leaves the workdir alone."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
     lay_out(bench.site)
     (tmp_path / "w/train.py").write_text("edited by the training")
-    before = bench.exchange.start.read_bytes()
+    before = bench.spool.start.read_bytes()
 
     lay_out(bench.restarted())
 
     assert (tmp_path / "w/train.py").read_text() == "edited by the training"
-    assert bench.exchange.start.read_bytes() == before
+    assert bench.spool.start.read_bytes() == before
 
 
-def test_a_courier_killed_during_the_set_up_lays_out_again(node, store, tmp_path):
+def test_a_sidecar_killed_during_the_set_up_lays_out_again(node, store, tmp_path):
     """What it left half done is cleared: the workdir holds the archive and nothing else."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
@@ -127,7 +127,7 @@ def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
 
 
 def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
-    """The courier does not guess; with a name in the layout it takes that one."""
+    """The sidecar does not guess; with a name in the layout it takes that one."""
     first = ship(store, tmp_path)
     ship(store, tmp_path, "print(2)")
     bench = node(work=str(tmp_path / "w"))
@@ -136,7 +136,7 @@ def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
     lay_out(named.site)
     assert (tmp_path / "w/train.py").read_text() == "print(1)"
 
-    bench.exchange.start.unlink()
+    bench.spool.start.unlink()
     lay_out(bench.site)
     assert "2 workdir archives" in bench.start()["failed"]
 
@@ -264,14 +264,14 @@ def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
     assert bench.start()["reason"] == bench.state.failed_as == "stopped"
 
 
-def test_a_courier_that_must_end_leaves_the_set_up_to_the_next(node):
+def test_a_sidecar_that_must_end_leaves_the_set_up_to_the_next(node):
     """No start.json, so the next one begins again."""
     bench = node()
     bench.site.ending.set()
 
     with pytest.raises(WorkInterruptedError):
         lay_out(bench.site)
-    assert not bench.exchange.start.exists()
+    assert not bench.spool.start.exists()
 
 
 def test_a_store_that_never_answers_fails_the_set_up(node, store):
@@ -323,7 +323,7 @@ def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
 
 
 def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
-    """No frozen spec: operator and courier look at different stores."""
+    """No frozen spec: operator and sidecar look at different stores."""
     bench = make_bench()
 
     lay_out(bench.site)

@@ -40,7 +40,7 @@ def test_what_is_saved_after_all_takes_the_words_back(trained):
     run(bench, 7)
     assert (bench.site.messages.text(), notice(bench)) == ("", None)
 
-    bench.exchange.done(saved(bench)[0]).touch()
+    bench.spool.done(saved(bench)[0]).touch()
     run(bench, 100)
 
     assert notice(bench).endswith(f"{bench.ck}: nothing new since the last one (model.bin)")
@@ -63,8 +63,8 @@ def test_code_that_saves_by_itself_or_not_at_all_says_so_too(make_bench, saves):
     bench.site.memory.update(is_laid_out=True, start_step=0)
     bench.wrapper_says(progress={"step": 0})
     if saves:
-        (bench.exchange.root / "progress").mkdir()
-        (bench.exchange.root / "progress/rank-0.json").write_text('{"schema":"1.0","saves":true}')
+        (bench.spool.root / "progress").mkdir()
+        (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","saves":true}')
     bench.snapshots = Snapshots(bench.site, {"seconds": 60})
 
     run(bench, 100)

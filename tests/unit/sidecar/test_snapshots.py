@@ -19,7 +19,7 @@ def test_a_periodic_snapshot(trained):
     run(bench, 7)
 
     assert saved(bench) == ["g1-step-00000040-a2"]
-    assert (bench.exchange.checkpoints / "g1-step-00000040-a2/model.pt").read_bytes() == b"weights"
+    assert (bench.spool.checkpoints / "g1-step-00000040-a2/model.pt").read_bytes() == b"weights"
     assert facts(bench, "g1-step-00000040-a2") == {
         "schema": "1.0", "step": 40, "epoch": 1, "samples": 640, "save_s": 0.0,
     }  # fmt: skip
@@ -40,12 +40,12 @@ def test_a_snapshot_claims_no_step_that_was_made_after_its_save(trained):
 
 
 def test_nothing_new_is_not_copied_twice(trained):
-    """A hundred seconds without a change after a snapshot: still one, also after the courier was killed."""
+    """A hundred seconds without a change after a snapshot: still one, also after the sidecar was killed."""
     bench = trained()
     put(bench.ck, {"model.pt": b"weights"})
     run(bench, 66)
     name = saved(bench)[0]
-    bench.exchange.done(name).touch()
+    bench.spool.done(name).touch()
 
     run(bench, 100)
     bench.snapshots = Snapshots(bench.restarted(), {"seconds": 60})
@@ -86,7 +86,7 @@ def test_a_slow_writer_is_waited_for(trained):
 
     run(bench, 6)
 
-    assert (bench.exchange.checkpoints / saved(bench)[0] / "model.bin").read_bytes() == b"x" * 20
+    assert (bench.spool.checkpoints / saved(bench)[0] / "model.bin").read_bytes() == b"x" * 20
 
 
 def test_a_zip_that_stopped_growing_is_not_a_checkpoint(trained):
@@ -118,7 +118,7 @@ def test_without_steps_the_names_count_up(trained):
         (bench.ck / "model.pt").touch()
         run(bench, 8)
         names.append(saved(bench)[-1])
-        bench.exchange.done(names[-1]).touch()
+        bench.spool.done(names[-1]).touch()
 
     assert names == ["g1-step-00000008-a2", "g1-step-00000009-a2"]
     assert facts(bench, names[0])["step"] is None
@@ -143,9 +143,9 @@ def test_two_states_at_one_step_never_share_a_name(trained):
     for data in (b"1", b"22"):
         put(bench.ck, {"model.pt": data})
         run(bench, 8)
-        bench.exchange.done(saved(bench)[0]).touch()
+        bench.spool.done(saved(bench)[0]).touch()
 
-    names = sorted(path.name for path in bench.exchange.checkpoints.iterdir() if path.is_dir())
+    names = sorted(path.name for path in bench.spool.checkpoints.iterdir() if path.is_dir())
     assert names == ["g1-step-00000005-a2", "g1-step-00000006-a2"]
     assert facts(bench, names[1])["step"] == 5
 
@@ -167,7 +167,7 @@ def test_saves_that_are_renamed_every_two_seconds_are_kept(trained):
         replace_with(bench, weights=b"w%d" % count, meta=b"m%d" % count)
         run(bench, 2)
 
-    folder = bench.exchange.checkpoints / saved(bench)[0]
+    folder = bench.spool.checkpoints / saved(bench)[0]
     assert (folder / "weights").read_bytes()[1:] == (folder / "meta").read_bytes()[1:]
 
 
@@ -182,7 +182,7 @@ def test_a_log_in_the_folder_holds_up_no_snapshot(trained):
 
     names = saved(bench)
     assert len(names) == 1
-    assert [path.name for path in (bench.exchange.checkpoints / names[0]).iterdir()] == ["ckpt"]
+    assert [path.name for path in (bench.spool.checkpoints / names[0]).iterdir()] == ["ckpt"]
     assert bench.site.messages.text() == "left out of the snapshot: progress: written all the time"
 
 
@@ -197,7 +197,7 @@ def test_a_command_killed_while_it_logs_leaves_its_last_save(trained):
 
     end(bench, age_s=0, signal=9, reason="killed")
 
-    assert [path.name for path in (bench.exchange.checkpoints / saved(bench)[0]).iterdir()] == ["ckpt"]
+    assert [path.name for path in (bench.spool.checkpoints / saved(bench)[0]).iterdir()] == ["ckpt"]
 
 
 def test_links_go_into_the_facts_and_not_into_the_copy(trained):
@@ -210,4 +210,4 @@ def test_links_go_into_the_facts_and_not_into_the_copy(trained):
 
     name = saved(bench)[0]
     assert facts(bench, name)["links"] == {"latest": "step_20"}
-    assert [path.name for path in (bench.exchange.checkpoints / name).iterdir()] == ["step_20"]
+    assert [path.name for path in (bench.spool.checkpoints / name).iterdir()] == ["step_20"]

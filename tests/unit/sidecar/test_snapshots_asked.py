@@ -12,7 +12,7 @@ def test_asked_to_leave_it_copies_what_is_new_and_answers(trained):
     bench.heard(sequence=9, action="leave")
 
     run(bench, 5)
-    assert not bench.exchange.snapshot_done.exists()
+    assert not bench.spool.snapshot_done.exists()
     run(bench, 1)
 
     assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": True, "name": "g1-step-00000003-a2"}
@@ -34,13 +34,13 @@ def test_asked_at_an_epoch_it_waits_for_the_next_save(trained):
     put(bench.ck, {"model.pt": b"old"})
     bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=600)
     run(bench, 100)
-    assert not bench.exchange.snapshot_done.exists()
+    assert not bench.spool.snapshot_done.exists()
 
     put(bench.ck, {"model.pt": b"fresh"})
     run(bench, 7)
 
     assert answer(bench)["taken"]
-    assert (bench.exchange.checkpoints / answer(bench)["name"] / "model.pt").read_bytes() == b"fresh"
+    assert (bench.spool.checkpoints / answer(bench)["name"] / "model.pt").read_bytes() == b"fresh"
 
 
 def test_asked_at_an_epoch_that_never_comes_it_takes_what_is_there(trained):
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
     bench.heard(sequence=4, action="checkpoint")
     run(bench, 7)
     first = answer(bench)
-    bench.exchange.done(first["name"]).touch()
+    bench.spool.done(first["name"]).touch()
     put(bench.ck, {"model.pt": b"22"})
 
     run(bench, 30)
@@ -85,10 +85,8 @@ def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
 def test_code_that_saves_by_itself_is_left_alone(trained):
     """Session saves: no copies, and an ask is answered at once."""
     bench = trained(every={"seconds": 1})
-    (bench.exchange.root / "progress").mkdir()
-    (bench.exchange.root / "progress/rank-0.json").write_text(
-        '{"schema":"1.0","cooperates":true,"saves":true}'
-    )
+    (bench.spool.root / "progress").mkdir()
+    (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true,"saves":true}')
     put(bench.ck, {"model.pt": b"1"})
     bench.heard(sequence=2, action="leave")
 
@@ -101,8 +99,8 @@ def test_code_that_saves_by_itself_is_left_alone(trained):
 def test_code_that_only_reports_is_copied(trained):
     """A Session that never saves does not protect anything."""
     bench = trained(every={"seconds": 1})
-    (bench.exchange.root / "progress").mkdir()
-    (bench.exchange.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true}')
+    (bench.spool.root / "progress").mkdir()
+    (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true}')
     put(bench.ck, {"model.pt": b"1"})
 
     run(bench, 8)

@@ -43,7 +43,7 @@ def test_the_last_snapshot_takes_no_room(trained, monkeypatch):
     end(bench, age_s=0, exit_code=0, reason="succeeded")
 
     name = saved(bench)[0]
-    assert (bench.exchange.checkpoints / name / "model.bin").stat().st_ino == (
+    assert (bench.spool.checkpoints / name / "model.bin").stat().st_ino == (
         bench.ck / "model.bin"
     ).stat().st_ino
 
@@ -82,7 +82,7 @@ def test_a_folder_that_can_be_read_again_is_copied_at_the_end(trained):
 
 
 def test_a_folder_that_leads_in_a_circle_is_said(trained):
-    """And kills no courier."""
+    """And kills no sidecar."""
     bench = trained()
     bench.ck.rmdir()
     bench.ck.symlink_to(bench.ck.name)
@@ -107,7 +107,7 @@ def test_a_writer_killed_in_the_middle_of_a_save(trained):
     end(bench, age_s=0, signal=9, reason="out-of-memory")
 
     assert saved(bench) == ["g1-step-00000010-a2"]
-    folder = bench.exchange.checkpoints / "g1-step-00000010-a2"
+    folder = bench.spool.checkpoints / "g1-step-00000010-a2"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-10"]
 
 
@@ -138,7 +138,7 @@ def test_a_full_disk_costs_a_snapshot_and_nothing_else(trained, monkeypatch):
         patch.setattr(Root, "landing", full)
         run(bench, 8)
         assert bench.site.messages.text() == "no snapshot: [Errno 28] No space left on device"
-        assert list(bench.exchange.checkpoints.iterdir()) == []
+        assert list(bench.spool.checkpoints.iterdir()) == []
 
     run(bench, 8)
     assert len(saved(bench)) == 1

@@ -9,7 +9,7 @@ import pytest
 from envscaler_agent.protocol import Control, Status, Transfer, status_name
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.sidecar.inputs import bring
-from envscaler_airflow.sidecar.loop import Courier
+from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.writeback import WriteBack
@@ -22,11 +22,11 @@ MIB = 1 << 20
 
 @pytest.fixture
 def node(make_bench, store, tmp_path):
-    """A node whose courier has laid all out, with one output."""
+    """A node whose sidecar has laid all out, with one output."""
     store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}})
     bench.owner_asks()
-    bench.courier = Courier(bench.site)
+    bench.sidecar = Sidecar(bench.site)
     return bench
 
 
@@ -39,7 +39,7 @@ def halfway(node, store, monkeypatch):
         before = len(store.puts)
         for _ in range(32):
             node.clock.now += 0.5
-            node.courier.step()
+            node.sidecar.step()
         seen.append((node.status(), store.puts[before:].count(status_name(1, 2, 0))))
 
     def put(name, stream, real=store._store.put_file):
@@ -61,9 +61,9 @@ def halfway(node, store, monkeypatch):
 
 def begin(node):
     """Lay out, and let the training speak."""
-    node.courier.heavy.step()
+    node.sidecar.heavy.step()
     node.wrapper_says(progress={"step": 440})
-    node.courier.step()
+    node.sidecar.step()
 
 
 def test_a_status_says_how_far_an_upload_is_and_is_written_no_more_often(node, halfway):
@@ -71,8 +71,8 @@ def test_a_status_says_how_far_an_upload_is_and_is_written_no_more_often(node, h
     begin(node)
     node.session_saves("g1-step-00000440-a2", {"model.bin": bytes(MIB)}, step=440)
 
-    node.courier.heavy.step()
-    node.courier.step()
+    node.sidecar.heavy.step()
+    node.sidecar.step()
 
     [(status, writes)] = halfway
     assert status.transfer == Transfer("uploading", "checkpoint 440", MIB // 2, MIB)
@@ -86,9 +86,9 @@ def test_a_status_says_how_far_an_output_is(node, halfway, tmp_path):
     (tmp_path / "model").write_bytes(bytes(MIB))
     node.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
     for _ in range(4):
-        node.courier.heavy.step()
-        node.courier.snapshot()
-        node.courier.step()
+        node.sidecar.heavy.step()
+        node.sidecar.snapshot()
+        node.sidecar.step()
 
     status, _ = halfway[-1]
     assert status.transfer == Transfer("uploading", "output model", MIB // 2, MIB)
@@ -102,7 +102,7 @@ def test_a_status_says_how_far_a_restore_is(node, halfway):
     halfway.clear()
     node.owner_asks(candidates=(name,))
 
-    node.courier.heavy.step()
+    node.sidecar.heavy.step()
 
     [(status, _)] = halfway
     assert status.transfer == Transfer("restoring", "checkpoint 440", MIB // 4, MIB)
@@ -125,9 +125,7 @@ def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monk
         def _transfer(self, value):
             """Nothing is kept."""
 
-    site = Ends(
-        **{name: getattr(bench.site, name) for name in ("exchange", "store", "who", "layout", "memory")}
-    )
+    site = Ends(**{name: getattr(bench.site, name) for name in ("spool", "store", "who", "layout", "memory")})
 
     assert site.transferring() is None
     assert len(seen) == 1
@@ -139,7 +137,7 @@ def test_what_a_training_says_of_transfers_is_not_passed_on(node):
     node.wrapper_says(progress={"step": 441}, transfer=Transfer("uploading", "all", -1, 2**62))
     node.clock.now += 16
 
-    node.courier.step()
+    node.sidecar.step()
 
     assert (node.status().progress.step, node.status().transfer) == (441, None)
 

@@ -47,7 +47,7 @@ def test_files_first_then_the_manifest_then_done(bench, store):
     ]
     assert (manifest.step, manifest.epoch, manifest.samples) == (300, 2, 9600)
     assert (manifest.world_size, manifest.global_batch, manifest.cooperative) == (2, 32, True)
-    assert bench.exchange.done(NAME).exists()
+    assert bench.spool.done(NAME).exists()
     state = bench.state
     assert (state.last_checkpoint, state.last_checkpoint_step, state.checkpoints, state.checkpoint_s) == (
         NAME,
@@ -62,13 +62,13 @@ def test_the_newest_local_save_stays_until_the_next_is_done(bench):
     checkpoints = Checkpoints(bench.site, 3)
     bench.session_saves(NAME, step=300)
     checkpoints.step()
-    assert (bench.exchange.checkpoints / NAME / "model.bin").exists()
+    assert (bench.spool.checkpoints / NAME / "model.bin").exists()
 
     bench.session_saves("g1-step-00000400-a2", step=400)
     checkpoints.step()
 
-    assert not (bench.exchange.checkpoints / NAME).exists()
-    assert bench.exchange.done(NAME).exists()
+    assert not (bench.spool.checkpoints / NAME).exists()
+    assert bench.spool.done(NAME).exists()
     assert bench.state.checkpoints == 2
 
 
@@ -92,8 +92,8 @@ def test_only_saves_of_this_attempt_go_up(bench, store, name):
     assert store.puts == []
 
 
-def test_a_courier_killed_in_the_middle_leaves_nothing_that_counts(bench, store):
-    """One of two files is up, no manifest: not complete. The next courier finishes it."""
+def test_a_sidecar_killed_in_the_middle_leaves_nothing_that_counts(bench, store):
+    """One of two files is up, no manifest: not complete. The next sidecar finishes it."""
     bench.session_saves(NAME, {"a": b"1", "b": b"2"}, step=300)
     real = bench.site.between
     calls = []
@@ -116,17 +116,17 @@ def test_a_courier_killed_in_the_middle_leaves_nothing_that_counts(bench, store)
     assert complete_checkpoints(store, 1) == (NAME,)
 
 
-def test_a_courier_killed_before_done_counts_once(bench, store):
+def test_a_sidecar_killed_before_done_counts_once(bench, store):
     """The manifest was written and the mark was not: nothing is uploaded again."""
     bench.session_saves(NAME, step=300)
     Checkpoints(bench.site, 3).step()
-    bench.exchange.done(NAME).unlink()
+    bench.spool.done(NAME).unlink()
     store.puts.clear()
 
     Checkpoints(bench.restarted(), 3).step()
 
     assert store.puts == []
-    assert bench.exchange.done(NAME).exists()
+    assert bench.spool.done(NAME).exists()
     assert bench.state.checkpoints == 1
 
 
@@ -183,22 +183,22 @@ def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path)
         (bench.session_saves(name, step=step) / "link").symlink_to(tmp_path)
         checkpoints.step()
 
-    assert saving.waiting(bench.exchange.checkpoints) == []
-    names = sorted(path.name for path in bench.exchange.checkpoints.iterdir())
+    assert saving.waiting(bench.spool.checkpoints) == []
+    names = sorted(path.name for path in bench.spool.checkpoints.iterdir())
     assert [name for name in names if not name.endswith(".done")] == [NAME]
-    assert Checkpoints(bench.site, 3).step()  # a courier that is started again
+    assert Checkpoints(bench.site, 3).step()  # a sidecar that is started again
     assert complete_checkpoints(store, 1) == ()
 
 
 def test_a_snapshot_that_is_given_up_holds_back_no_later_ones(bench, tmp_path):
     """They wait until none is on its way."""
     folder = bench.session_saves(NAME)
-    snapshot_facts(bench.exchange, NAME).write_text("{}")
+    snapshot_facts(bench.spool, NAME).write_text("{}")
     (folder / "link").symlink_to(tmp_path)
 
     assert Checkpoints(bench.site, 3).step()
 
-    assert bench.exchange.saved(bench.who) == []
+    assert bench.spool.saved(bench.who) == []
 
 
 def test_old_ones_go_by_count(bench, store):
@@ -242,9 +242,7 @@ def test_a_zombie_that_saves_after_attempt_4_began(make_bench, store):
 def test_a_snapshot_says_that_nobody_cooperated(bench, store):
     """Its facts lie beside it; a file of its own called agent.json goes up."""
     bench.session_saves(NAME, {"model.bin": b"W"})
-    bench.exchange.write_json(
-        bench.exchange.checkpoints / f"{NAME}.snapshot.json", {"step": None, "save_s": 2.0}
-    )
+    bench.spool.write_json(bench.spool.checkpoints / f"{NAME}.snapshot.json", {"step": None, "save_s": 2.0})
 
     Checkpoints(bench.site, 3).step()
 
@@ -252,13 +250,13 @@ def test_a_snapshot_says_that_nobody_cooperated(bench, store):
     assert (manifest.cooperative, manifest.step) == (False, None)
     assert [item.path for item in manifest.files] == ["agent.json", "model.bin"]
     assert bench.state.last_checkpoint_step == 300
-    assert not (bench.exchange.checkpoints / NAME).exists()
+    assert not (bench.spool.checkpoints / NAME).exists()
 
 
 @pytest.mark.parametrize(
     "facts", ['{"save_s": NaN}', '{"save_s": 1e999}', f'{{"save_s": {"9" * 400}}}', f'{{"step": {2**70}}}']
 )
-def test_facts_that_are_no_numbers_end_no_courier(bench, store, facts):
+def test_facts_that_are_no_numbers_end_no_sidecar(bench, store, facts):
     """They are the training's word: the checkpoint counts, and the status can be written and read."""
     (bench.session_saves(NAME) / "agent.json").write_text(facts)
 
@@ -290,7 +288,7 @@ def test_node_0_writes_the_manifest_when_all_lists_are_there(make_bench, store):
         ("shard-0", 0),
         ("shard-1", 1),
     ]
-    assert second.exchange.done(NAME).exists()
+    assert second.spool.done(NAME).exists()
 
 
 def test_two_nodes_that_save_different_files_under_one_name(make_bench, store):
@@ -398,7 +396,7 @@ def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
         name = f"g1-step-0000000{step}-a2"
         folder = bench.session_saves(name, {"step_1/w": b"1"})
         (folder / "agent.json").unlink()
-        bench.exchange.write_json(snapshot_facts(bench.exchange, name), {"step": step, "links": links})
+        bench.spool.write_json(snapshot_facts(bench.spool, name), {"step": step, "links": links})
 
     Checkpoints(bench.site, 3).step()
 

@@ -21,7 +21,7 @@ def run(bench, watch, seconds, every=2):
 
 def control(bench):
     """What the wrapper reads."""
-    return bench.exchange.current_control()
+    return bench.spool.current_control()
 
 
 def test_a_control_is_handed_over_byte_for_byte(bench, store):
@@ -31,7 +31,7 @@ def test_a_control_is_handed_over_byte_for_byte(bench, store):
 
     OwnerWatch(bench.site).step()
 
-    assert bench.exchange.control.read_bytes() == body
+    assert bench.spool.control.read_bytes() == body
 
 
 def test_an_unchanged_control_is_not_written_again(bench):
@@ -39,10 +39,10 @@ def test_an_unchanged_control_is_not_written_again(bench):
     bench.owner_asks(sequence=1)
     watch = OwnerWatch(bench.site)
     watch.step()
-    before = bench.exchange.control.stat().st_ino
+    before = bench.spool.control.stat().st_ino
 
     run(bench, watch, 10)
-    assert bench.exchange.control.stat().st_ino == before
+    assert bench.spool.control.stat().st_ino == before
 
     bench.owner_asks(sequence=2, action="checkpoint")
     run(bench, watch, 2)
@@ -147,12 +147,12 @@ def test_a_torn_lease_is_no_expiry(bench, store):
 
 
 def test_an_orphan_stays_one(bench, store):
-    """Owner back, courier killed and started again: the leave that was asked for is carried out."""
+    """Owner back, sidecar killed and started again: the leave that was asked for is carried out."""
     watch = lease_bench(bench, store)
     run(bench, watch, 330)
     renew_lease(store, holder="trigger")
     bench.owner_asks(sequence=9)
-    bench.exchange.control.unlink()
+    bench.spool.control.unlink()
 
     watch = OwnerWatch(bench.restarted())
     run(bench, watch, 10)
@@ -220,7 +220,7 @@ def test_room_on_the_disk_lets_the_orphan_be_asked_after_all(bench, store, monke
 def test_whatever_the_training_lays_in_its_place_the_control_comes_again(bench, store, tmp_path, kind):
     """Neither a hang nor a write through a link."""
     watch = lease_bench(bench, store)
-    path, target = bench.exchange.control, tmp_path / "precious"
+    path, target = bench.spool.control, tmp_path / "precious"
     target.write_text("mine")
     path.unlink()
     if kind == "pipe":
@@ -244,7 +244,7 @@ def test_a_training_cannot_lengthen_its_own_lease(bench, store):
     forged = Control(sequence=9, orphan_after_s=31e6).to_json()
     for _ in range(33):
         run(bench, watch, 10)
-        bench.exchange.write(bench.exchange.control, forged)
+        bench.spool.write(bench.spool.control, forged)
     run(bench, watch, 2)
 
     assert control(bench).action == "leave"
@@ -261,10 +261,10 @@ def test_a_training_cannot_lengthen_its_own_lease(bench, store):
         b'{"sequence":1e999}',
     ],
 )
-def test_a_memory_that_another_hand_wrote_ends_no_courier(bench, store, body):
+def test_a_memory_that_another_hand_wrote_ends_no_sidecar(bench, store, body):
     """It begins anew, and the lease is watched."""
     lease_bench(bench, store)
-    bench.exchange.courier.write_bytes(body)
+    bench.spool.sidecar.write_bytes(body)
 
     watch = OwnerWatch(bench.restarted())
     run(bench, watch, 332)

@@ -54,7 +54,7 @@ def puts_of(bucket, monkeypatch):
 
 def test_what_changed_goes_up_once(bench, bucket, monkeypatch):
     """New and changed files; what was only read, and what lies in the other volume, does not."""
-    mark = bench.exchange.root / "volume-0.mark"
+    mark = bench.spool.root / "volume-0.mark"
     os.utime(mark, ns=(mark.stat().st_mtime_ns + 20_000_000,) * 2)  # later than the coarse clock may err
     (bench.data / "b").mkdir()
     for path, text in (("b/new.txt", "new"), ("a/old.txt", "changed")):
@@ -77,7 +77,7 @@ def test_a_clock_that_is_coarse_hides_no_change(bench, bucket, monkeypatch, behi
     """A file may bear a time up to 10 ms before the mark that it was written after; at 20 ms it is older."""
     (bench.data / "b.txt").write_text("new")
     at = (bench.data / "b.txt").stat().st_ctime_ns + behind_ms * 1_000_000
-    os.utime(bench.exchange.root / "volume-0.mark", ns=(at, at))
+    os.utime(bench.spool.root / "volume-0.mark", ns=(at, at))
     puts = puts_of(bucket, monkeypatch)
 
     WriteBack(bench.site).flush()
@@ -118,7 +118,7 @@ def test_a_checkpoint_counts_only_after_its_volumes_are_up(bench, bucket, monkey
     assert bench.store.read(f"checkpoints/{NAME}/manifest-c1.json") is not None
 
 
-def test_a_courier_that_was_killed_meanwhile_uploads_again(bench, bucket, monkeypatch):
+def test_a_sidecar_that_was_killed_meanwhile_uploads_again(bench, bucket, monkeypatch):
     """The mark moves only after all is up."""
     (bench.data / "one").write_text("1")
     kind, real = type(bucket), type(bucket).put_file

@@ -74,7 +74,7 @@ def test_an_event_is_never_appended_to_a_store_that_is_not_the_runs(store, folde
     assert list(folder.iterdir()) == []
 
 
-def test_a_courier_never_makes_the_store(tmp_path):
+def test_a_sidecar_never_makes_the_store(tmp_path):
     """It was started again while the store was away."""
     store = open_store(f"file://{tmp_path}/store", must_exist=True)
 

@@ -70,7 +70,7 @@ def test_a_store_that_does_not_do_what_it_says_is_refused(tmp_path, fault, says)
 
     with pytest.raises(StoreError, match=says) as caught:
         check_store(store, "deployment")
-    assert "operator, triggerer, API server and courier must all see the same store" in str(caught.value)
+    assert "operator, triggerer, API server and sidecar must all see the same store" in str(caught.value)
     assert caught.value.status == (403 if fault in [{k: refuse} for k in fault] else None)
 
 

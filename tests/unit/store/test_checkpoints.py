@@ -284,7 +284,7 @@ def test_a_new_generation_supersedes_too(store):
 
 
 def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch):
-    """The courier dies right after the first delete: the manifest is what went first."""
+    """The sidecar dies right after the first delete: the manifest is what went first."""
     for name in (A1, A2, A3):
         save(name)
     monkeypatch.setattr(store._store, "delete_tree", lambda _: (_ for _ in ()).throw(StoreError("down")))

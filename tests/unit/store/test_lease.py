@@ -1,4 +1,4 @@
-"""The owner's lease, as the owner's side renews it and as the courier sees it."""
+"""The owner's lease, as the owner's side renews it and as the sidecar sees it."""
 
 import pytest
 

@@ -82,7 +82,7 @@ def test_an_output_that_was_never_written_is_absent(store):
 
 
 def test_without_its_manifest_it_does_not_count(store, model, monkeypatch):
-    """The courier dies before the manifest: whoever reads is told that it was never completed."""
+    """The sidecar dies before the manifest: whoever reads is told that it was never completed."""
     monkeypatch.setattr(
         manifests, "write_manifest", lambda *_, **__: (_ for _ in ()).throw(StoreError("down"))
     )
@@ -195,7 +195,7 @@ def test_links_inside_are_followed_and_loops_end(tmp_path):
 
 
 def test_a_link_that_leads_outside_is_refused(store, model, tmp_path):
-    """The courier may read what the training may not: it follows no link out of the folder."""
+    """The sidecar may read what the training may not: it follows no link out of the folder."""
     (tmp_path / "secret").write_text("token")
     (model / "stolen").symlink_to("../secret")
 

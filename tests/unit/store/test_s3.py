@@ -151,7 +151,7 @@ def test_a_read_that_breaks_is_an_error():
     "error", [RetriesExceededError(ResponseStreamingError(error="cut")), S3DownloadFailedError("cut")]
 )
 def test_a_download_that_breaks_again_and_again_is_an_error(monkeypatch, tmp_path, error):
-    """Neither the courier nor a page ends in a traceback, and nothing lies at the path."""
+    """Neither the sidecar nor a page ends in a traceback, and nothing lies at the path."""
 
     def broken(*_arguments):
         raise error

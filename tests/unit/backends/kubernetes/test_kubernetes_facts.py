@@ -20,7 +20,7 @@ PART = Part("ns", "job", "u", nodes=1, created=START)
 
 
 def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, ready="True", labels=None):
-    """A node; 33024Mi are 32 GiB and the courier's 256 MiB."""
+    """A node; 33024Mi are 32 GiB and the sidecar's 256 MiB."""
     room = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/arch": "amd64", **(labels or {})}},
@@ -46,7 +46,7 @@ def test_quantities_of_a_server_are_read(text, value):
     assert quantity(text) == pytest.approx(value)
 
 
-def test_a_node_is_offered_in_slices_less_what_the_courier_takes():
+def test_a_node_is_offered_in_slices_less_what_the_sidecar_takes():
     """Eight CPUs: 1, 2, 4, 8, memory in proportion."""
     offers = derived_offers([node(labels={"node.kubernetes.io/instance-type": "m5.2xlarge"})], Settings())
 

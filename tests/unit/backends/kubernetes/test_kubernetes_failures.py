@@ -419,7 +419,7 @@ def test_a_job_that_is_gone_is_lost():
 
 
 def test_a_container_that_ended_runs_until_its_pod_has():
-    """The courier still uploads."""
+    """The sidecar still uploads."""
     assert nodes_of(Seen(job(), (pod(main=ended(0)),)))[0][0] == "running"
     assert read_attempt(Seen(job(), (pod(phase="Succeeded", main=ended(0)),)), 1).nodes == (
         NodeStatus(0, "ended", exit_code=0, reason="succeeded"),

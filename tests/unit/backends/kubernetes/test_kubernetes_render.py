@@ -175,9 +175,9 @@ def test_the_parts_of_a_mixed_attempt_count_their_nodes_on():
     told = [{one["name"]: one.get("value") for one in pod["containers"][0]["env"]} for pod in pods]
     assert [env["ENVSCALER_NODES"] for env in told] == ["4", "4"]
     assert [("--first-node", "1") in pairwise(pod["containers"][0]["args"]) for pod in pods] == [False, True]
-    couriers = [pod["initContainers"][1]["command"] for pod in pods]
-    assert [("--nodes", "4") in pairwise(words) for words in couriers] == [True, True]
-    assert [("--first-node", "1") in pairwise(words) for words in couriers] == [False, True]
+    sidecars = [pod["initContainers"][1]["command"] for pod in pods]
+    assert [("--nodes", "4") in pairwise(words) for words in sidecars] == [True, True]
+    assert [("--first-node", "1") in pairwise(words) for words in sidecars] == [False, True]
 
 
 def test_the_name_of_a_part_leaves_room_for_the_number_of_its_pods():
@@ -260,7 +260,7 @@ def test_what_may_only_be_read_is_mounted_so_and_what_may_be_written_is_brought_
 
 
 def test_a_bucket_is_kept_on_the_machine_where_the_deployment_says_so():
-    """Only what may be read alone; the courier writes it, the training reads it, in every attempt."""
+    """Only what may be read alone; the sidecar writes it, the training reads it, in every attempt."""
     settings = Settings(cache_path="/var/cache/envscaler")
 
     parts = [render_attempt(request_for(attempt=number), settings) for number in (1, 2)]
@@ -268,18 +268,18 @@ def test_a_bucket_is_kept_on_the_machine_where_the_deployment_says_so():
     layouts = [json.loads(part["config_map"]["data"]["layout.json"])["mounts"] for part in parts]
     pod = parts[0]["job"]["spec"]["template"]["spec"]
     [training] = [one for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/raw"]
-    courier = [one for one in pod["initContainers"][1]["volumeMounts"] if one["name"] == "cache"]
+    sidecar = [one for one in pod["initContainers"][1]["volumeMounts"] if one["name"] == "cache"]
     assert layouts[0] == layouts[1]
     assert {one["name"]: "index" in one for one in layouts[0]} == {"raw": True, "out": False}
     assert training["readOnly"] is True
-    assert [one.get("readOnly", False) for one in courier] == [False, False]
-    assert {one["mountPath"]: one["subPath"] for one in courier}["/raw"] == training["subPath"]
+    assert [one.get("readOnly", False) for one in sidecar] == [False, False]
+    assert {one["mountPath"]: one["subPath"] for one in sidecar}["/raw"] == training["subPath"]
     for document in documents(parts[0]):
         validate(document, VERSIONS[-1], strict=True)
 
 
 def test_an_output_inside_a_volume_needs_nothing_of_its_own():
-    """It lies on the claim, which the courier mounts too."""
+    """It lies on the claim, which the sidecar mounts too."""
     spec = {
         "volumes": [{"name": "d", "source": "pvc://d", "mount_path": "/data"}],
         "outputs": {"model": "/data/model"},
@@ -288,7 +288,7 @@ def test_an_output_inside_a_volume_needs_nothing_of_its_own():
     found = mounts_of(spec)
 
     assert [mount["mountPath"] for mount in found.training] == ["/envscaler", "/data"]
-    assert [mount["mountPath"] for mount in found.courier] == ["/envscaler", "/data"]
+    assert [mount["mountPath"] for mount in found.sidecar] == ["/envscaler", "/data"]
 
 
 @pytest.mark.parametrize(

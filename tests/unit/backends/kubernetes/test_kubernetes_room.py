@@ -16,7 +16,7 @@ from envscaler_airflow.planning.offers import AllocationPart
 
 
 def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, taints=(), labels=None):
-    """A node of 8.1 CPUs, and of 32 GiB besides a courier's 256 MiB."""
+    """A node of 8.1 CPUs, and of 32 GiB besides a sidecar's 256 MiB."""
     room = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {
         "metadata": {"name": name, "labels": labels or {}},
@@ -26,13 +26,13 @@ def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, taints=(), labels=N
 
 
 def pod(cpu, memory, *, gpus=None, on=None, phase="Running"):
-    """A pod with its courier; GPUs are a limit, as Kubernetes wants it."""
+    """A pod with its sidecar; GPUs are a limit, as Kubernetes wants it."""
     limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     main = {"name": "main", "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": limits}}
     beside = {"cpu": "100m", "memory": "256Mi"}
-    courier = {"name": "courier", "restartPolicy": "Always", "resources": {"requests": beside}}
+    sidecar = {"name": "sidecar", "restartPolicy": "Always", "resources": {"requests": beside}}
     install = {"name": "install", "resources": {"requests": {"cpu": "50m"}}}
-    spec = {"containers": [main], "initContainers": [install, courier], "nodeName": on}
+    spec = {"containers": [main], "initContainers": [install, sidecar], "nodeName": on}
     return {"spec": spec, "status": {"phase": phase}}
 
 
@@ -80,7 +80,7 @@ def test_gpus_are_counted_by_their_limit():
 
 
 def test_what_others_hold_is_not_free():
-    """Eight CPUs less three and a courier: four of one, two of two, one of four; what ended holds nothing."""
+    """Eight CPUs less three and a sidecar: four of one, two of two, one of four; what ended holds nothing."""
     nodes = [node()]
     pods = [pod("3", "1Gi", on="n"), pod("4", "1Gi", on="n", phase="Failed"), pod("4", "1Gi", on="elsewhere")]
 

@@ -48,7 +48,7 @@ def test_the_token_of_the_service_account_is_the_sidecars_alone():
     assert pod["spec"]["automountServiceAccountToken"] is False
     path = "/var/run/secrets/kubernetes.io/serviceaccount"
     holders = [name for name in containers_of(pod) if path in mounts_of(pod, name)]
-    assert holders == ["courier"]
+    assert holders == ["sidecar"]
     volume = next(one for one in pod["spec"]["volumes"] if one["name"] == "token")
     assert volume["projected"]["sources"][0]["serviceAccountToken"]["path"] == "token"
 
@@ -77,8 +77,8 @@ def test_keys_of_the_store_are_files_of_the_sidecar():
 
     assert all("envFrom" not in one for one in containers_of(pod).values())
     holders = [name for name in containers_of(pod) if "/etc/envscaler-store-keys" in mounts_of(pod, name)]
-    assert holders == ["courier"]
-    variables = {one["name"]: one.get("value") for one in containers_of(pod)["courier"]["env"]}
+    assert holders == ["sidecar"]
+    variables = {one["name"]: one.get("value") for one in containers_of(pod)["sidecar"]["env"]}
     assert variables["ENVSCALER_STORE_KEYS"] == "/etc/envscaler-store-keys"
 
 
@@ -107,7 +107,7 @@ def test_without_a_user_the_pod_is_as_narrow_as_images_allow():
     assert all(one["allowPrivilegeEscalation"] is False for one in found.values())
     assert {name: one["capabilities"] for name, one in found.items()} == {
         "install": {"drop": ["ALL"]},
-        "courier": {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]},
+        "sidecar": {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]},
         "main": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"]},
     }
 
@@ -128,7 +128,7 @@ def test_of_a_volume_with_the_store_a_pod_gets_its_own_run(url):
 
     below = "runs/dep/dag/run/train/-1"
     expected = {"name": "store", "mountPath": f"{MOUNT}/{below}", "subPath": below}
-    found = [one for path, one in mounts_of(pod, "courier").items() if path.startswith(MOUNT)]
+    found = [one for path, one in mounts_of(pod, "sidecar").items() if path.startswith(MOUNT)]
     assert found == [expected]
     assert not [path for path in mounts_of(pod, "main") if path.startswith(MOUNT)]
 
@@ -149,7 +149,7 @@ def test_what_a_stage_reads_of_other_runs_is_mounted_for_reading():
 
     found = {
         one["subPath"]: one.get("readOnly", False)
-        for path, one in mounts_of(pod, "courier").items()
+        for path, one in mounts_of(pod, "sidecar").items()
         if path.startswith(MOUNT)
     }
     assert found == {
@@ -163,4 +163,4 @@ def test_a_store_that_lies_elsewhere_leaves_the_volume_whole():
     """The URL says nothing of where the store lies in the volume (D16)."""
     pod = pod_of({"store_volume": "claim"}, store_url="file:///elsewhere")
 
-    assert mounts_of(pod, "courier")[MOUNT] == {"name": "store", "mountPath": MOUNT}
+    assert mounts_of(pod, "sidecar")[MOUNT] == {"name": "store", "mountPath": MOUNT}

@@ -42,7 +42,7 @@ def test_a_signal_of_the_command_is_told_as_one():
 
 
 def test_an_orphan_that_had_to_be_killed_is_told_as_one():
-    """Node main killed it, since the courier had given it up."""
+    """Node main killed it, since the sidecar had given it up."""
     ended_by = ("orphaned", "nobody owned it")
 
     assert tell_end(-9, ended_by=ended_by) == NodeEnd(None, 9, "orphaned", "nobody owned it")

@@ -6,8 +6,8 @@ import sys
 
 from envscaler_airflow.agent_files import copy_agent
 from envscaler_airflow.backends.local.environment import (
-    courier_env,
     node_env,
+    sidecar_env,
     training_env,
     training_pythonpath,
 )
@@ -20,7 +20,7 @@ WORKER = {
     "AIRFLOW__CORE__FERNET_KEY": "canary",
     "AIRFLOW_CONN_X": "canary",
     "_AIRFLOW_PROCESS_CONTEXT": "server",
-    "ENVSCALER_EXCHANGE": "/other",
+    "ENVSCALER_SPOOL": "/other",
     "ENVSCALER_OUTPUT_MODEL": "/other",
     "ENVSCALER_SERVICES": "/home/services",
 }
@@ -34,19 +34,19 @@ REQUEST = {
 
 
 def test_node_main_gets_no_airflow_and_the_secrets_apart():
-    """The store's credentials stay, since the courier needs them."""
-    env = node_env(WORKER, {"API_KEY": "s"}, "/n0/exchange")
+    """The store's credentials stay, since the sidecar needs them."""
+    env = node_env(WORKER, {"API_KEY": "s"}, "/n0/spool")
 
     assert not any("AIRFLOW" in name for name in env)
     assert env["ENVSCALER_SECRET_API_KEY"] == "s"
-    assert env["ENVSCALER_EXCHANGE"] == "/n0/exchange"
+    assert env["ENVSCALER_SPOOL"] == "/n0/spool"
     assert env["AWS_ACCESS_KEY_ID"] == "store"
     assert "ENVSCALER_OUTPUT_MODEL" not in env
 
 
-def test_the_courier_gets_the_store_s_credentials_and_no_secret_of_the_training():
+def test_the_sidecar_gets_the_store_s_credentials_and_no_secret_of_the_training():
     """Each side has its own."""
-    env = courier_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/exchange"))
+    env = sidecar_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/spool"))
 
     assert env["AWS_ACCESS_KEY_ID"] == "store"
     assert "s" not in env.values()
@@ -54,7 +54,7 @@ def test_the_courier_gets_the_store_s_credentials_and_no_secret_of_the_training(
 
 def test_the_training_gets_a_short_list_its_own_and_its_secrets():
     """Neither credentials nor settings of the worker."""
-    env = training_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/exchange"), REQUEST)
+    env = training_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/spool"), REQUEST)
 
     assert env == {
         "PATH": f"/venv/bin{os.pathsep}/usr/bin",

@@ -23,7 +23,7 @@ class Node:
         """Lay out the folder of an attempt with one node."""
         self.folder = tmp_path / "root" / "attempt" / "n0"
         self.folder.mkdir(parents=True)
-        (self.folder / "exchange").mkdir()
+        (self.folder / "spool").mkdir()
         (self.folder / files.LOCK).touch()
         (self.folder.parent / "submit.lock").touch()
         body = {"id": "one", "main": main, "guard": GONE}
@@ -105,11 +105,11 @@ def test_a_held_lock_whose_holder_is_not_shown_is_unknown(node):
 
 
 def test_a_live_main_is_starting_and_then_running(tmp_path):
-    """Running once the courier has laid everything out."""
+    """Running once the sidecar has laid everything out."""
     node = Node(tmp_path, main=ProcessId.of(os.getpid()).to_dict())
     assert node.state() == "starting"
 
-    (node.folder / "exchange" / "start.json").touch()
+    (node.folder / "spool" / "start.json").touch()
 
     assert node.state() == "running"
 

@@ -37,7 +37,7 @@ def test_the_oldest_segments_go(tmp_path):
 
 
 def test_a_second_writer_goes_on_after_the_first(tmp_path):
-    """A courier that was started again appends."""
+    """A sidecar that was started again appends."""
     write(tmp_path, b"one ")
     write(tmp_path, b"two")
 

@@ -108,23 +108,23 @@ def test_the_request_of_a_node_as_it_is_written():
         "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
         "wrapper": [
             *(sys.executable, "-P", "-m", "envscaler_agent", "run"),
-            *("--exchange", "/r/a/n0/exchange", "--grace", "15", "--"),
+            *("--spool", "/r/a/n0/spool", "--grace", "15", "--"),
             *(sys.executable, "-I", "-S", mount_main.__file__, "--root", "/r/a/n0/mounts"),
             *("--bind", f"{ROOT}/data", "/data", "--bind", f"{ROOT}/data/tmp", "/data/tmp"),
             *("--out", f"{ROOT}/output/model", "/output/model", "--out"),
             *(f"{SAVES}/output/checkpoints", "/output/checkpoints", "--"),
             *("python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"),
         ],
-        "courier": [
+        "sidecar": [
             *(sys.executable, "-P", "-m", "envscaler_airflow.sidecar"),
-            *("--exchange", "/r/a/n0/exchange", "--store", "s3://store", "--prefix", "dep/dag/run/train/-1"),
+            *("--spool", "/r/a/n0/spool", "--store", "s3://store", "--prefix", "dep/dag/run/train/-1"),
             *("--generation", "1", "--attempt", "3", "--node", "0", "--nodes", "1"),
             *("--layout", "/r/a/n0/layout.json"),
         ],
         "env": {
             "CACHE": f"{ROOT}/data/tmp/cache",
             "URL": "https://x/data",
-            "ENVSCALER_EXCHANGE": "/r/a/n0/exchange",
+            "ENVSCALER_SPOOL": "/r/a/n0/spool",
             "ENVSCALER_RUN": "dep/dag/run/train/-1",
             "ENVSCALER_GENERATION": "1",
             "ENVSCALER_ATTEMPT": "3",
@@ -148,7 +148,7 @@ def test_the_request_of_a_node_as_it_is_written():
     }
 
 
-def test_the_layout_for_the_courier_as_it_is_written():
+def test_the_layout_for_the_sidecar_as_it_is_written():
     """Golden: where inputs, outputs and checkpoints lie."""
     assert first_node(request_for(store_options={"region": "x"}))["layout"] == {
         "spec": "spec-a1b2.json",
@@ -171,7 +171,7 @@ def test_the_layout_for_the_courier_as_it_is_written():
 
 
 def test_an_export_is_the_folder_where_the_machine_has_mounted_it():
-    """The courier mounts nothing; it links what is there."""
+    """The sidecar mounts nothing; it links what is there."""
     volume = {"name": "d", "source": "nfs://filer/x", "mount_path": "/mnt/x"}
 
     (mount,) = first_node(request_for(spec={"volumes": [volume]}))["layout"]["mounts"]
@@ -195,13 +195,13 @@ def test_a_limit_above_the_slice_is_the_slice():
     assert first_node(request_for(spec=spec))["request"]["limits"]["memory_bytes"] == 4 << 30
 
 
-def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_courier():
+def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_sidecar():
     """It may be older, and has none of what they import; it is for the command's PATH alone."""
     body = first_node(request_for(python="/opt/py38/bin/python"))["request"]
 
     assert body["python"] == "/opt/py38/bin/python"
     assert body["wrapper"][:4] == [sys.executable, "-P", "-m", "envscaler_agent"]
-    assert body["courier"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.sidecar"]
+    assert body["sidecar"][:4] == [sys.executable, "-P", "-m", "envscaler_airflow.sidecar"]
 
 
 def test_every_node_has_a_folder_of_its_own():

@@ -29,7 +29,7 @@ def volume(source, path="/data"):
     ],
 )
 def test_faults_of_volumes(source, fault):
-    """What is copied in is looked at by the courier, which waits for a store that does not answer."""
+    """What is copied in is looked at by the sidecar, which waits for a store that does not answer."""
     got = volume_faults([volume(source)], has_path=lambda path: path == "/here", is_mounted=lambda _: False)
 
     assert got == ([] if fault is None else [f"volumes: v: {fault}"])

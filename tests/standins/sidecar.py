@@ -1,7 +1,7 @@
-"""Stands in for the courier: lays nothing out, says done once the wrapper's end is there.
+"""Stands in for the sidecar: lays nothing out, says done once the wrapper's end is there.
 
-With ``--die N`` it exits with code 3 at its first N starts, counted in the exchange folder; with
-``--give-up`` at its first start with code 86 once ``stopped`` is in the exchange folder, as when nobody
+With ``--die N`` it exits with code 3 at its first N starts, counted in the spool folder; with
+``--give-up`` at its first start with code 86 once ``stopped`` is in the spool folder, as when nobody
 owns an attempt that does not go.
 """
 
@@ -16,26 +16,26 @@ from pathlib import Path
 def main():
     """Write start.json, wait for the wrapper's end, say done."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--exchange", type=Path, required=True)
+    parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--die", type=int, default=0)
     parser.add_argument("--hang", action="store_true")
     parser.add_argument("--give-up", action="store_true")
     options, _ = parser.parse_known_args()
-    births = options.exchange / "births"
+    births = options.spool / "births"
     with births.open("a") as file:
         file.write(f"{os.getpid()}\n")
     if len(births.read_text().split()) <= options.die:
-        sys.exit("courier stand-in: dies as it was told")
-    _write(options.exchange / "start.json", {"schema": "1.0"})
-    _write(options.exchange / "env.json", dict(os.environ))
-    wrapper = options.exchange / "wrapper.json"
+        sys.exit("sidecar stand-in: dies as it was told")
+    _write(options.spool / "start.json", {"schema": "1.0"})
+    _write(options.spool / "env.json", dict(os.environ))
+    wrapper = options.spool / "wrapper.json"
     if options.give_up and len(births.read_text().split()) == 1:
-        while not (options.exchange / "stopped").exists():
+        while not (options.spool / "stopped").exists():
             time.sleep(0.02)
         sys.exit(86)
     while not wrapper.exists() or options.hang:
         time.sleep(0.02)
-    _write(options.exchange / "courier.json", {"schema": "1.0", "phase": "done"})
+    _write(options.spool / "sidecar.json", {"schema": "1.0", "phase": "done"})
 
 
 def _write(path, body):

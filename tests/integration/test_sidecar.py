@@ -1,4 +1,4 @@
-"""The courier as a real process beside a scripted wrapper, on a folder and on S3 (moto's HTTP server)."""
+"""The sidecar as a real process beside a scripted wrapper, on a folder and on S3 (moto's HTTP server)."""
 
 import json
 import os
@@ -68,13 +68,13 @@ def until(check, *, seconds=60):
 
 
 class Node:
-    """One node of an attempt: its courier's process, and what its wrapper would write."""
+    """One node of an attempt: its sidecar's process, and what its wrapper would write."""
 
     def __init__(self, root, url, *, attempt=1, node=0, nodes=1, options=None, **layout):
         """Write layout.json; nothing is started yet."""
         self.folder = Path(root) / f"a{attempt}-n{node}"
         self.folder.mkdir()
-        self.exchange = self.folder / "exchange"
+        self.spool = self.folder / "spool"
         self.url, self.attempt, self.node, self.nodes = url, attempt, node, nodes
         self.store = for_run(open_store(url, options), PREFIX)
         self.process = None
@@ -82,27 +82,27 @@ class Node:
         (self.folder / "layout.json").write_text(json.dumps(layout))
 
     def start(self):
-        """Start the courier."""
+        """Start the sidecar."""
         values = {
-            "exchange": self.exchange, "store": self.url, "prefix": PREFIX, "generation": 1,
+            "spool": self.spool, "store": self.url, "prefix": PREFIX, "generation": 1,
             "attempt": self.attempt, "node": self.node, "nodes": self.nodes,
             "layout": self.folder / "layout.json",
         }  # fmt: skip
         command = [sys.executable, "-m", "envscaler_airflow.sidecar"]
         command += [part for name, value in values.items() for part in (f"--{name}", str(value))]
-        with (self.folder / "courier.log").open("ab") as log:
+        with (self.folder / "sidecar.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         return self
 
     def started(self):
         """What start.json says, once it is there."""
-        path = self.exchange / "start.json"
+        path = self.spool / "start.json"
         until(path.exists)
         return json.loads(path.read_bytes())
 
     def write(self, name, data):
-        """Put a file into the exchange atomically, as the wrapper does."""
-        path = self.exchange / name
+        """Put a file into the spool atomically, as the wrapper does."""
+        path = self.spool / name
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.draft")
         draft.write_bytes(data)
@@ -120,7 +120,7 @@ class Node:
     def saves(self, step, files):
         """A complete local save of Session."""
         name = checkpoint_name(1, step, self.attempt)
-        draft = self.exchange / "checkpoints" / f".saving-{name}"
+        draft = self.spool / "checkpoints" / f".saving-{name}"
         draft.mkdir(parents=True)
         for path, data in files.items():
             (draft / path).write_bytes(data)
@@ -134,8 +134,8 @@ class Node:
         return Status.from_json(body, where="test") if body else Status()
 
     def state(self):
-        """What courier.json says."""
-        return json.loads((self.exchange / "courier.json").read_bytes())
+        """What sidecar.json says."""
+        return json.loads((self.spool / "sidecar.json").read_bytes())
 
     def kill(self):
         """SIGKILL, as the kernel does it."""
@@ -196,7 +196,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     first.says(step=1)
     good = first.saves(10, {"model.bin": b"ten"})
     torn = first.saves(20, {"model.bin": b"twenty"})
-    until((first.exchange / f"checkpoints/{torn}.done").exists)
+    until((first.spool / f"checkpoints/{torn}.done").exists)
     first.write("logs/000001.log", b"killed soon\n")
     first.says(step=22, signal=9, reason="killed")
     assert first.process.wait(30) == 0
@@ -252,7 +252,7 @@ def test_killed_again_and_again(nodes, tmp_path):
     assert node.status().sequence > sequences[-1]
 
 
-def test_sigterm_is_an_end_that_the_next_courier_takes_up(nodes, tmp_path):
+def test_sigterm_is_an_end_that_the_next_sidecar_takes_up(nodes, tmp_path):
     """Exit code 0 at once; nothing is said to have ended, nothing is laid out twice."""
     url = f"file://{tmp_path}/store"
     owned(url)
@@ -280,21 +280,21 @@ def test_two_nodes_share_a_restore_and_a_checkpoint(nodes, tmp_path):
     old = nodes(url).start()
     old.started()
     name = old.saves(10, {"model.bin": b"ten"})
-    until((old.exchange / f"checkpoints/{name}.done").exists)
+    until((old.spool / f"checkpoints/{name}.done").exists)
     old.says(signal=9, reason="killed")
     assert old.process.wait(30) == 0
 
     owned(url, attempt=2, candidates=(name,))
     second = nodes(url, attempt=2, node=1, nodes=2).start()
-    until(lambda: second.exchange.exists() and second.status().phase == "restoring")
-    assert not (second.exchange / "start.json").exists()
+    until(lambda: second.spool.exists() and second.status().phase == "restoring")
+    assert not (second.spool / "start.json").exists()
     first = nodes(url, attempt=2, node=0, nodes=2).start()
     assert {node.started()["restore"]["name"] for node in (first, second)} == {name}
 
     new = first.saves(20, {"shard-0": b"0"})
     second.saves(20, {"shard-1": b"1"})
     for node in (first, second):
-        until((node.exchange / f"checkpoints/{new}.done").exists)
+        until((node.spool / f"checkpoints/{new}.done").exists)
     assert [(item.path, item.node) for item in read_checkpoint(store, new).files] == [
         ("shard-0", 0),
         ("shard-1", 1),
@@ -361,7 +361,7 @@ def test_a_full_disk_during_a_save_keeps_the_last_good_one(nodes, tmp_path, tiny
     node = nodes(url).start()
     node.started()
     good = node.saves(10, {"model.bin": os.urandom(2 << 20)})
-    until((node.exchange / f"checkpoints/{good}.done").exists)
+    until((node.spool / f"checkpoints/{good}.done").exists)
 
     late = node.saves(20, {"model.bin": os.urandom(2 << 20)})
     until(lambda: "No space left" in node.status().message)
@@ -369,7 +369,7 @@ def test_a_full_disk_during_a_save_keeps_the_last_good_one(nodes, tmp_path, tiny
     assert newest_good(store, attempt=2, candidates=[late, good])[0] == good
 
     ballast.unlink()
-    until((node.exchange / f"checkpoints/{late}.done").exists)
+    until((node.spool / f"checkpoints/{late}.done").exists)
     until(lambda: node.status().last_checkpoint == late and not node.status().message)
     assert newest_good(store, attempt=2, candidates=[late, good])[0] == late
     node.says(exit_code=0, reason="succeeded")

@@ -1,4 +1,4 @@
-"""Unit tests of the exchange folder: what is read is checked, what is written is whole."""
+"""Unit tests of the spool folder: what is read is checked, what is written is whole."""
 
 import json
 import os
@@ -6,9 +6,9 @@ import os
 import pytest
 
 from envscaler_agent.spool import (
-    Exchange,
     Restore,
     SetupFailedError,
+    Spool,
     Start,
     Watched,
     parse_report,
@@ -25,7 +25,7 @@ def start(**body):
     return json.dumps({"schema": "1.0", **body}).encode()
 
 
-def test_reads_what_the_courier_lays_out():
+def test_reads_what_the_sidecar_lays_out():
     """Known fields are taken, unknown ones are ignored."""
     got = parse_start(
         start(
@@ -53,7 +53,7 @@ def test_an_empty_start_means_the_defaults():
 
 
 def test_a_failed_setup_is_said():
-    """The courier's reason is the message."""
+    """The sidecar's reason is the message."""
     with pytest.raises(SetupFailedError, match="no such input") as caught:
         parse_start(start(failed="no such input"))
     assert caught.value.reason == "setup-failed"
@@ -173,7 +173,7 @@ def test_a_number_that_is_not_finite_cannot_be_written(tmp_path):
     ("text", "sequence"),
     [('{"sequence": 7, "taken": false}', 7), ("7", 7), ("{}", -1), ("{", -1), ('{"sequence": "x"}', -1)],
 )
-def test_the_couriers_answer_is_read(tmp_path, text, sequence):
+def test_the_sidecars_answer_is_read(tmp_path, text, sequence):
     """Nonsense is no answer."""
     path = tmp_path / "snapshot.done"
     path.write_text(text, encoding="utf-8")
@@ -183,6 +183,6 @@ def test_the_couriers_answer_is_read(tmp_path, text, sequence):
 
 
 def test_the_environment_names_the_folder():
-    """Without it there is no exchange."""
-    assert Exchange.from_env({}) is None
-    assert str(Exchange.from_env({"ENVSCALER_EXCHANGE": "/e"}).control) == "/e/control.json"
+    """Without it there is no spool."""
+    assert Spool.from_env({}) is None
+    assert str(Spool.from_env({"ENVSCALER_SPOOL": "/e"}).control) == "/e/control.json"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.owner import forecast
-from envscaler_airflow.owner.forecast import Foretold, Span
+from envscaler_airflow.owner.forecast import Forecast, Span
 from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
@@ -32,7 +32,7 @@ scaling:
   min_epochs_between: 0
   phases: {loading: {nodes: 4}, training: {nodes: 8}, evaluation: {nodes: 2}}
 """
-THREE = Foretold((Span("loading", 600.0), Span("training", 7200.0), Span("evaluation", 900.0)))
+THREE = Forecast((Span("loading", 600.0), Span("training", 7200.0), Span("evaluation", 900.0)))
 
 
 def seen(phase, elapsed_s):
@@ -68,7 +68,7 @@ def test_what_comes_next_is_told_only_on_the_same_way(phases, in_phase_s, comes)
 
 def test_a_phase_that_comes_twice_lasts_its_mean():
     """10 and 30 minutes."""
-    twice = Foretold((Span("training", 600.0), Span("evaluation", 60.0), Span("training", 1800.0)))
+    twice = Forecast((Span("training", 600.0), Span("evaluation", 60.0), Span("training", 1800.0)))
 
     assert twice.lasts_s() == {"training": 1200.0, "evaluation": 60.0}
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_read_foretells_nothing(world, text):
     """The policy then goes by what is announced."""
     world.store.write(f"{world.prefix}/{forecast.NAME}", text)
 
-    assert forecast.read(world.store, world.prefix) == Foretold()
+    assert forecast.read(world.store, world.prefix) == Forecast()
 
 
 def test_a_first_run_has_nothing_to_go_by(world):
@@ -127,4 +127,4 @@ def test_the_last_of_the_earlier_runs_tells(world):
         log.close()
 
     assert forecast.publish(world.store, world.key)
-    assert forecast.read(world.store, world.prefix) == Foretold((Span("loading", 200.0),))
+    assert forecast.read(world.store, world.prefix) == Forecast((Span("loading", 200.0),))
