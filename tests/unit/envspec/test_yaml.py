@@ -4,10 +4,17 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
-from envscaler_airflow.envspec.documents import MAX_BYTES, read_file, read_text
+from envscaler_airflow.envspec.documents import LOADER, MAX_ALIASES, MAX_BYTES, read_file, read_text
 from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.errors import SpecError
+
+
+@pytest.fixture(params=[yaml.SafeLoader, yaml.CSafeLoader], ids=["python", "libyaml"], autouse=True)
+def _parser(request, monkeypatch):
+    """Each test runs with both parsers of PyYAML; not every build of it has libyaml's."""
+    monkeypatch.setattr("envscaler_airflow.envspec.documents.LOADER", request.param)
 
 
 def read(text):
@@ -25,6 +32,11 @@ def faults_of(text):
     return caught.value.faults
 
 
+def test_the_fast_parser_is_used():
+    """The parser of libyaml takes a sixth of the time, which counts where a DAG file is parsed."""
+    assert LOADER is yaml.CSafeLoader
+
+
 def test_plain_scalars_follow_yaml_1_2():
     """Numbers, switches and nulls are typed; dates, versions and quoted values are text."""
     text = 'a: 4\nb: 0.5\nc: true\nd: ~\ne: 2024-01-31\nf: "yes"\ng: 1.2.3\nh: 0x1f\ni: 1e3\nj: 1_000\n'
@@ -33,6 +45,61 @@ def test_plain_scalars_follow_yaml_1_2():
         "a": 4, "b": 0.5, "c": True, "d": None, "e": "2024-01-31", "f": "yes", "g": "1.2.3", "h": 31,
         "i": 1000.0, "j": "1_000",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["0b11", "1_000", "010.5", "1:60", "tRUE", "-0x1f", "=", "2024-01-31T10:30:00Z"]
+)
+def test_text_of_yaml_1_2_stays_text(text):
+    """Its core schema has no binary numbers, no separators of digits and no dates."""
+    assert read(f"a: {text}") == {"a": text}
+
+
+def test_a_number_of_fifteen_digits_is_read():
+    """With its sign; it survives JSON, which keeps it as a double."""
+    assert read("a: -999999999999999") == {"a": -999_999_999_999_999}
+
+
+def test_a_quoted_switch_is_a_key():
+    """Every reader takes it for text."""
+    assert read('"on": 1') == {"on": 1}
+
+
+def test_a_number_tagged_as_text_is_text():
+    """``!!str`` is one of the three tags that are read."""
+    assert read("a: !!str 5") == {"a": "5"}
+
+
+def test_a_plain_scalar_keeps_its_text():
+    """A version ``3.10`` is more than the number 3.1; quoted text has no other form."""
+    node = read_text("a: 3.10\nb: '3.10'", Faults())
+
+    assert (node.value["a"].value, node.value["a"].raw) == (3.1, "3.10")
+    assert (node.value["b"].value, node.value["b"].raw) == ("3.10", None)
+
+
+def test_what_an_alias_holds_keeps_its_line():
+    """The alias stands in line 3; what is in it was written in line 2."""
+    node = read_text("a: &a\n  x: 1\nb: *a", Faults())
+
+    held = node.value["b"]
+    assert (held.line, held.path) == (3, "b")
+    assert (held.value["x"].line, held.value["x"].path) == (2, "b.x")
+
+
+def test_a_trap_is_reported_once():
+    """The node is marked, so that later checks keep silent."""
+    node = read_text("a: yes", Faults())
+
+    assert node.value["a"].is_broken
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    """Some editors write one."""
+    path = tmp_path / "s.yaml"
+    path.write_bytes(b"\xef\xbb\xbfa: 1")
+
+    assert read_file(path, Faults(), shown_as="s.yaml").plain() == {"a": 1}
 
 
 def test_every_value_knows_its_line_and_path():
@@ -58,6 +125,12 @@ def test_every_value_knows_its_line_and_path():
         ("? [a]\n: x", "spec:1: a key that is not text; write a name"),
         ("a: 1\nb: 2\na: 3", "spec:3: a: written twice, first in line 1; write it once"),
         ("a:\n\tb: 1", "spec:2: a tab where YAML wants spaces; indent by spaces"),
+        ("a: 1\n\tb: 2", "spec:2: a tab where YAML wants spaces; indent by spaces"),
+        (
+            "t: 1" + "0" * 16,
+            "spec:1: t: 10000000000000000... is too large a number; write at most 15 digits, or quote it",
+        ),
+        ("a: &x 5\nb: {<<: *x}", "spec:2: b.<<: <<: takes maps only; write <<: *anchor of a map"),
         ("a: &x [*x]", "spec:1: a[0]: anchor 'x' holds itself; write the value out"),
         ("a: *x", "spec:1: a: anchor 'x' is defined nowhere above; write the value out"),
         ("a: !!python/object:os.system x", None),
@@ -90,9 +163,22 @@ def test_anchors_that_explode_are_stopped():
     assert "more than 20000 values" in faults_of("\n".join(levels))[0]
 
 
+def test_an_anchor_is_used_at_most_200_times():
+    """Also where its values would not be too many."""
+    text = "a: &a 1\nb: [" + ", ".join(["*a"] * MAX_ALIASES)
+
+    assert read(text + "]")["b"] == [1] * MAX_ALIASES
+    assert "more than 200 aliases" in faults_of(text + ", *a]")[0]
+
+
 def test_merge_keys_fill_in_what_the_map_lacks():
     """`<<` gives the anchor's entries, the map's own win."""
     assert read("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")["b"] == {"x": 1, "y": 3}
+
+
+def test_the_first_of_several_merged_maps_wins():
+    """Source: https://yaml.org/type/merge.html ."""
+    assert read("a: &a {x: 1}\nb: &b {x: 2, y: 2}\nc: {<<: [*a, *b]}")["c"] == {"x": 1, "y": 2}
 
 
 def test_json_with_tabs_is_read():
