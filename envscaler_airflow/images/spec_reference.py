@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import types
-import typing
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+import re
+from functools import cache
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic import TypeAdapter
 
 from envscaler_airflow.envspec import EnvSpec, json_schema
 from envscaler_airflow.envspec import fields as kinds
@@ -34,6 +30,20 @@ Every value may be a template, such as `"{{ parameters.gpu_count }}"`, and `null
 below says.
 """
 
+_COMPOSITION = f"""\
+## Composition
+
+What only a document has, and no resolved spec.
+
+| field | type | meaning |
+|---|---|---|
+| `extends` | list of references | specs below this one: `./base.yaml`, `registry://team/name@1.2` |
+| `modules` | list of references | modules that this spec uses, over what it extends |
+| `parameters` | map of name to parameter | `type` ({", ".join(TYPES)}), `default`, `minimum`, ... |
+| `inputs` | list of names | inputs that the stage takes; `{{{{ inputs.model }}}}` is their URI |
+| `targets` | map of target to overlay | what differs on `local`, `docker`, `kubernetes`, `vm` or another |
+"""
+
 _UNITS: tuple[tuple[Any, str, str], ...] = (
     (kinds.Cpu, "quantity", "cores"),
     (kinds.Memory, "quantity", "bytes"),
@@ -43,19 +53,16 @@ _UNITS: tuple[tuple[Any, str, str], ...] = (
     (kinds.Fraction, "number", "share, 0 to 1"),
     (kinds.AbsolutePath, "path", ""),
     (kinds.LocalPath, "path", ""),
-    (kinds.Argument, "text", ""),
     (kinds.WebUrl, "URL", ""),
 )
 """Field types with a meaning of their own: what is written, and its unit."""
-_PLAIN = {str: "text", int: "integer", float: "number", bool: "boolean"}
-_EXAMPLES = {"GB, nominal": "80GB", "bytes": "32Gi", "cores": "8", "time": '"10m"', "share, 0 to 1": "0.1"}
+_PLAIN = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
+_MADE_UP = {"integer": "2", "number": "0.5", "boolean": "true"}
 
 _BY_FIELD: dict[str, str] = {
     "EnvSpec.description": "Fine-tuning on GLUE.",
-    "EnvSpec.base": "{image: python:3.11-slim}",
     "EnvSpec.system_packages": "[git, git-lfs]",
     "EnvSpec.runtimes": "[{type: python, requirements: requirements.txt}]",
-    "EnvSpec.resources": "{requests: {cpu: 8, memory: 32Gi}}",
     "EnvSpec.num_nodes": "1..4",
     "EnvSpec.volumes": "[{name: data, source: s3://bucket/glue, mount_path: /data}]",
     "EnvSpec.env": '[{name: OMP_NUM_THREADS, value: "4"}]',
@@ -63,7 +70,6 @@ _BY_FIELD: dict[str, str] = {
     "EnvSpec.distributed": "{launcher: torchrun, global_batch: 256}",
     "EnvSpec.checkpoint": "{path: /output/checkpoints, every: 10m}",
     "EnvSpec.scaling": "{min_nodes: 1, max_nodes: 4}",
-    "EnvSpec.metrics": "{log_patterns: {loss: 'loss ([0-9.]+)'}}",
     "EnvSpec.stall": "{factor: 20, min: 10m}",
     "EnvSpec.failure": "{max_fruitless_attempts: 3}",
     "Base.distro": "debian",
@@ -71,8 +77,6 @@ _BY_FIELD: dict[str, str] = {
     "Base.provides": "{torch: 2.1.0}",
     "Runtime.version": '"3.10"',
     "Runtime.requirements": "requirements.txt",
-    "Runtime.packages": "[torch==2.1.0]",
-    "Runtime.extra_index_urls": "[https://wheels.example.com/simple]",
     "Runtime.channels": "[conda-forge]",
     "Runtime.credentials": "env:WHEELS_LOGIN",
     "Resources.requests": "{cpu: 8, memory: 32Gi}",
@@ -85,7 +89,6 @@ _BY_FIELD: dict[str, str] = {
     "Resources.any_of": "[{requests: {gpu: {type: H100}}}, {requests: {gpu: {type: A100}}}]",
     "Resources.ordered": "[{use_spot: true}, {use_spot: false}]",
     "Requests.gpu": "{count: 2, type: [A100-80GB, H100]}",
-    "Limits.gpu": "{count: 2}",
     "Volume.name": "data",
     "Volume.source": "s3://bucket/glue",
     "Volume.mount_path": "/data",
@@ -109,10 +112,10 @@ _BY_FIELD: dict[str, str] = {
     "Distributed.global_batch": "256",
     "Distributed.model_parallel": "8",
     "Stall.factor": "20",
-    "Stall.min": "10m",
     "Failure.oom_memory_factor": "1.5",
     "Failure.oom_memory_cap": "128Gi",
     "Scaling.cooldown": "30m",
+    "Scaling.tolerance": "0.1",
     "Scaling.max_nodes": "4",
     "Speedup.mean": "1.7",
     "Speedup.stdev": "0.2",
@@ -131,138 +134,96 @@ def schema_text() -> str:
 
 def reference_text() -> str:
     """The reference as Markdown: the document, then each part in the order of its first appearance."""
-    parts = [_HEAD, _section(EnvSpec, "The document"), _composition()]
-    parts += [_section(model, model.__name__) for model in _models()]
-    return "\n".join(parts)
+    document, *others = [_section(name, part) for name, part in _parts().items()]
+    return "\n".join([_HEAD, document, _COMPOSITION, *others])
 
 
-def _models() -> list[type[BaseModel]]:
-    found: dict[type[BaseModel], None] = {}
-    waiting: list[type[BaseModel]] = [EnvSpec]
-    while waiting:
-        model = waiting.pop(0)
-        for name, hint in _hints(model).items():
-            if model is EnvSpec and name in RESOLVED_FIELDS:
-                continue
-            for inner in _inside(hint):
-                if inner not in found and inner is not EnvSpec:
-                    found[inner] = None
-                    waiting.append(inner)
-    return list(found)
+@cache
+def _parts() -> dict[str, dict[str, Any]]:
+    """JSON Schemas of the document and its parts, by model, as pydantic makes them of resolved specs."""
+    document = EnvSpec.model_json_schema(mode="serialization")
+    document["properties"] = {
+        name: field for name, field in document["properties"].items() if name not in RESOLVED_FIELDS
+    }
+    known = {**document["$defs"], "EnvSpec": document}
+    names = ["EnvSpec"]
+    for name in names:
+        found = re.findall(r'"#/\$defs/(\w+)"', json.dumps(known[name]["properties"]))
+        names += [each for each in dict.fromkeys(found) if each not in names]
+    return {name: known[name] for name in names}
 
 
-def _hints(model: type[BaseModel]) -> dict[str, Any]:
-    hints = typing.get_type_hints(model, include_extras=True)
-    return {name: hints[name] for name in model.model_fields}
-
-
-def _inside(hint: Any) -> Iterator[type[BaseModel]]:
-    if inspect.isclass(hint) and issubclass(hint, BaseModel):
-        yield hint
-    for argument in typing.get_args(hint):
-        yield from _inside(argument)
-
-
-def _section(model: type[BaseModel], title: str) -> str:
-    text = inspect.cleandoc(model.__doc__ or "").replace("``", "`")
-    if model is EnvSpec:
+def _section(model: str, part: dict[str, Any]) -> str:
+    text = part["description"].replace("``", "`")
+    if model == "EnvSpec":
         text = text.partition("\n")[0]
-    rows = ["| field | type | unit | default | example |", "|---|---|---|---|---|"]
-    for name, hint in _hints(model).items():
-        info = model.model_fields[name]
-        if model is EnvSpec and name in RESOLVED_FIELDS:
-            continue
-        kind, unit = _kind(hint)
-        cells = [f"`{info.alias or name}`", kind, unit, _default(info), _example(info, hint, unit)]
-        written = _BY_FIELD.get(f"{model.__name__}.{info.alias or name}")
-        cells[4] = f"`{_shown(written)}`" if written is not None else cells[4]
-        rows.append(f"| {' | '.join(cells)} |")
-    return f"## {title}\n\n{text}\n\n" + "\n".join(rows) + "\n"
+    lines = ["| field | type | unit | default | example |", "|---|---|---|---|---|"]
+    for name, field in part["properties"].items():
+        cells = (f"`{name}`", *_kind(field), _default(field), f"`{_example(f'{model}.{name}', field)}`")
+        lines.append(f"| {' | '.join(cells)} |")
+    title = "The document" if model == "EnvSpec" else model
+    return f"## {title}\n\n{text}\n\n" + "\n".join(lines) + "\n"
 
 
-def _kind(hint: Any) -> tuple[str, str]:
+def _present(field: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a value that is not null."""
+    return next((one for one in field.get("anyOf", ()) if one != {"type": "null"}), field)
+
+
+@cache
+def _units() -> list[tuple[dict[str, Any], str, str]]:
+    return [(TypeAdapter(hint).json_schema(mode="serialization"), kind, unit) for hint, kind, unit in _UNITS]
+
+
+def _kind(field: dict[str, Any]) -> tuple[str, str]:
     """What is written, and its unit."""
-    for known, kind, unit in _UNITS:
-        if hint == known:
+    field = _present(field)
+    bare = {key: item for key, item in field.items() if key not in ("title", "default")}
+    for schema, kind, unit in _units():
+        if bare == schema:
             return kind, unit
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _kind(arguments[0])
-    if origin is Literal:
-        return " / ".join(f"`{value}`" for value in arguments), ""
-    if origin in (typing.Union, types.UnionType):
-        return _kind(next(item for item in arguments if item is not type(None)))
-    if origin is tuple:
-        kind, unit = _kind(arguments[0])
-        return f"list of {kind}", unit
-    if origin is dict:
-        kind, unit = _kind(arguments[1])
-        return f"map of name to {kind}", unit
-    if inspect.isclass(hint) and issubclass(hint, BaseModel):
-        return f"[{hint.__name__}](#{hint.__name__.lower()})", ""
-    return _PLAIN.get(hint, "text"), ""
+    if "$ref" in field:
+        return f"[{_model(field)}](#{_model(field).lower()})", ""
+    if choices := _choices(field):
+        return " / ".join(f"`{value}`" for value in choices), ""
+    if inner := field.get("items") or field.get("additionalProperties"):
+        kind, unit = _kind(inner)
+        return f"{'list of' if 'items' in field else 'map of name to'} {kind}", unit
+    return _PLAIN[field["type"]], ""
 
 
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
+def _model(field: dict[str, Any]) -> str:
+    return str(field["$ref"].rpartition("/")[2])
+
+
+def _choices(field: dict[str, Any]) -> list[str]:
+    return [field["const"]] if "const" in field else field.get("enum", [])
+
+
+def _default(field: dict[str, Any]) -> str:
+    if "default" not in field:
         return "required"
-    value = info.get_default(call_default_factory=True)
-    if value is None or value is PydanticUndefined or value in ((), {}, ""):
-        return "none"
-    if isinstance(value, BaseModel):
-        kept = value.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    value = field["default"]
+    if "$ref" in field:
+        own = _parts()[_model(field)]["properties"]
+        kept = {key: item for key, item in value.items() if item != own[key].get("default")}
         return f"`{_shown(kept)}`" if kept else "its own defaults"
-    return f"`{_shown(value)}`"
+    return "none" if value in (None, "", [], {}) else f"`{_shown(value)}`"
 
 
-def _example(info: FieldInfo, hint: Any, unit: str) -> str:
-    examples = info.examples or list(_examples_in(hint))
-    if examples:
-        return f"`{_shown(examples[0])}`"
-    if unit in _EXAMPLES:
-        return f"`{_EXAMPLES[unit]}`"
-    return _made_up(hint)
-
-
-def _examples_in(hint: Any) -> Iterator[Any]:
-    for argument in typing.get_args(hint):
-        if isinstance(argument, FieldInfo) and argument.examples:
-            yield argument.examples[0]
-        else:
-            yield from _examples_in(argument)
-
-
-def _made_up(hint: Any) -> str:
-    """The first choice, or a value of the plain type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return f"`{arguments[0]}`"
-    if origin is not None and arguments and origin is not dict:
-        return _made_up(next(item for item in arguments if item is not type(None)))
-    if inspect.isclass(hint) and issubclass(hint, BaseModel):
-        name, first = next(iter(_hints(hint).items()))
-        return f"`{{{name}: {_example(hint.model_fields[name], first, _kind(first)[1]).strip('`')}}}`"
-    shown = {bool: "`true`", int: "`2`", float: "`0.5`"}
-    return shown.get(hint, "")
+def _example(name: str, field: dict[str, Any]) -> str:
+    """What stands beside the field *name*, or in its type; else the first choice or a plain value."""
+    field = _present(field)
+    if name in _BY_FIELD or "examples" in field:
+        return _shown(_BY_FIELD.get(name) or field["examples"][0])
+    if "$ref" in field:
+        model = _model(field)
+        first, inner = next(iter(_parts()[model]["properties"].items()))
+        return f"{{{first}: {_example(f'{model}.{first}', inner)}}}"
+    if "items" in field:
+        return f"[{_example('', field['items'])}]"
+    return _choices(field)[0] if _choices(field) else _MADE_UP.get(field["type"], "")
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=list)
-    return str(text).replace("|", "\\|")
-
-
-def _composition() -> str:
-    rows = [
-        ("extends", "list of references", "specs below this one: `./base.yaml`, `registry://team/name@1.2`"),
-        ("modules", "list of references", "modules that this spec uses, over what it extends"),
-        ("parameters", "map of name to parameter", f"`type` ({', '.join(TYPES)}), `default`, `minimum`, ..."),
-        ("inputs", "list of names", "inputs that the stage takes; `{{ inputs.model }}` is their URI"),
-        (
-            "targets",
-            "map of target to overlay",
-            "what differs on `local`, `docker`, `kubernetes`, `vm` or another",
-        ),
-    ]
-    lines = ["| field | type | meaning |", "|---|---|---|"]
-    lines += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in rows]
-    return "## Composition\n\nWhat only a document has, and no resolved spec.\n\n" + "\n".join(lines) + "\n"
+    return (value if isinstance(value, str) else json.dumps(value)).replace("|", "\\|")
