@@ -30,7 +30,11 @@ MAX_ALIASES = 200
 """Uses of anchors. Chosen likewise."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's parser, which PyYAML's wheels bring: 200 lines in 1.1 ms instead of 6.9 ms in Python."""
+"""libyaml's parser, which PyYAML's wheels bring: 200 lines in 1.1 ms instead of 6.9 ms in Python.
+
+ruamel.yaml 0.19 takes 10.9 ms, reads ``1_000`` and ``0b11`` as numbers, and would stand beside PyYAML, which
+Airflow itself requires.
+"""
 
 Scalar = str | int | float | bool | None
 
