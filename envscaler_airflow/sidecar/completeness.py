@@ -16,6 +16,7 @@ import pickletools
 import signal
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from json import dumps
@@ -41,6 +42,16 @@ _HDF5_HEAD_BYTES = 64
 """More than any superblock has before its end-of-file address."""
 STEP_KEYS = ("global_step", "step", "iteration", "iter", "steps", "n_iter", "epoch")
 """Names under which trainings keep their step. Source: Lightning, transformers, detectron2, mmengine."""
+_UNREADABLE = (
+    OSError,
+    CheckpointError,
+    ValueError,
+    zipfile.BadZipFile,
+    NotImplementedError,
+    RuntimeError,
+    RecursionError,
+)
+"""What zipfile, pickletools and json raise for what is torn, encrypted or none of theirs."""
 
 
 def has_end(item: TreeFile) -> bool:
@@ -128,25 +139,18 @@ def _torn_safetensors(item: TreeFile, head: bytes, stream: IO[bytes]) -> str | N
 
 
 def steps_in(item: TreeFile) -> frozenset[int]:
-    """Whole numbers that the file keeps under a name for steps; empty when there is none to be read."""
-    try:
-        with item.open(shares_names=True) as stream:
-            if stream.read(4) == _ZIP:
-                return frozenset(_in_zip(stream))
-            if item.size > _MAX_TEXT_BYTES:
-                return frozenset()
+    """Whole numbers that the file keeps under a name for steps; empty when there is none to be read.
+
+    What stands before a part that cannot be read counts: joblib puts arrays raw between a pickle's opcodes.
+    """
+    found: set[int] = set()
+    with suppress(*_UNREADABLE), item.open(shares_names=True) as stream:
+        if stream.read(4) == _ZIP:
+            found.update(_in_zip(stream))
+        elif item.size <= _MAX_TEXT_BYTES:
             stream.seek(0)
-            return frozenset(_in_bytes(stream.read(_MAX_TEXT_BYTES)))
-    except (
-        OSError,
-        CheckpointError,
-        ValueError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-        RecursionError,
-    ):
-        return frozenset()
+            found.update(_in_bytes(stream.read(_MAX_TEXT_BYTES)))
+    return frozenset(found)
 
 
 def _in_zip(stream: IO[bytes]) -> Iterator[int]:
@@ -356,13 +360,13 @@ class Settling:
         waits = self._waits(known, chosen, why, tree)
         marked = [unit for unit in known if unit.mark is not None]
         if marked and not any(why[unit.name] is None for unit in marked):
-            chosen = [unit for unit in chosen if unit.kind not in ("file", "set")]
+            chosen = [unit for unit in chosen if not unit.is_loose]
         if is_over and waits:  # what is waited for will not come, and what lies beside it may belong to it
-            chosen = [unit for unit in chosen if unit.kind not in ("file", "set")]
+            chosen = [unit for unit in chosen if not unit.is_loose]
         newest, step = saver_layouts.step_of(chosen)
         progress = Progress() if newest is None else self._seen[newest.newest.path].progress
         if newest is not None and step is None:
-            step = _refined(newest.newest, progress)
+            step = _refined(newest, progress)
         left_out = {name: reason for name, reason in why.items() if reason is not None} | dict(tree.left_out)
         held = {item.path for unit in chosen for item in unit.files}
         links = {path: target for path, target in tree.links.items() if _is_held(path, tree.links, held)}
@@ -391,18 +395,16 @@ class Settling:
             return self._fault_at_the_end(unit, died_ns)
         if quiet >= QUIET_S:
             return None
-        is_loose = unit.kind in ("file", "set")
-        if hurry and is_loose and all(self._is_settled(item) for item in unit.files):
+        if hurry and unit.is_loose and all(self._is_settled(item) for item in unit.files):
             return None
         return f"changed less than {QUIET_S:g} s ago"
 
     def _fault_at_the_end(self, unit: Unit, died_ns: int | None) -> str | None:
         if died_ns is None or unit.end_mark:
             return None
-        is_loose = unit.kind in ("file", "set")
         for item in unit.files:
             is_quiet = item.mtime_ns <= died_ns - QUIET_S * 1e9
-            if not is_quiet and not (is_loose and self._is_settled(item, is_over=True)):
+            if not is_quiet and not (unit.is_loose and self._is_settled(item, is_over=True)):
                 return f"it was written less than {QUIET_S:g} s before the command died"
         return None
 
@@ -442,7 +444,7 @@ class Settling:
         whole = {unit.name for unit in chosen}
         since: dict[str, float] = {}
         for unit in chosen:
-            if unit.kind in ("file", "set") and not saver_layouts.is_log(unit.name):
+            if unit.is_loose and not saver_layouts.is_log(unit.name):
                 folder = str(PurePosixPath(unit.name).parent)
                 streak = max(self._seen[item.path].streak for item in unit.files)
                 since[folder] = max(since.get(folder, -float("inf")), streak)
@@ -480,16 +482,22 @@ def _is_held(path: str, links: Mapping[str, str], held: Iterable[str]) -> bool:
     return target == "." or any(name == target or name.startswith(f"{target}/") for name in held)
 
 
-def _refined(item: TreeFile, progress: Progress) -> int | None:
-    """The step that the file keeps, where it is what the training reported or a moment before; else None."""
-    found = steps_in(item)
-    if not found:
-        return None
+def _refined(unit: Unit, progress: Progress) -> int | None:
+    """The step that *unit* keeps, or that its number is, where that agrees with what was reported; else None.
+
+    A step that its newest file keeps agrees when it was reported at that moment. A number in its name that is
+    less than what was reported counts something else, and so does one of a file that is more (a date).
+    """
+    found, number = steps_in(unit.newest), unit.number
     if progress.step is None:
+        if number is not None and not unit.is_loose:
+            return number
         return next(iter(found)) if len(found) == 1 else None
     slack = 2 + LAG_S * (progress.steps_per_s or 0.0)
     near = [step for step in found if abs(step - progress.step) <= slack]
-    return max(near, default=None)
+    if near or number is None or number < progress.step - slack:
+        return max(near, default=None)
+    return None if unit.is_loose and number > progress.step + slack else number
 
 
 def is_open_for_writing(file: int) -> bool | None:

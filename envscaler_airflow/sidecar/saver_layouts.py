@@ -5,7 +5,8 @@ Completeness is judged per unit: a file, or a folder whose content marks it as o
 - Hugging Face Trainer ``checkpoint-N/``: whole with a readable ``trainer_state.json``, which is written
   last. The newest whole one counts, and the best one that it names; the step is N.
 - Accelerate and diffusers ``checkpoint-N/`` and ``checkpoint_N/`` (``save_state``): no such mark; quiet, and
-  with every file that the one before has. The newest whole one counts; the step is N.
+  with every file that the one before has. The newest whole one counts; the step is N of ``checkpoint-N``,
+  while Accelerate's automatic naming counts its saves in ``checkpoint_N``.
 - torch distributed checkpoints: ``.metadata`` not older than its shards. The newest numbered folder counts,
   and every one without a number (``best/``).
 - DeepSpeed: the folder that the file ``latest`` beside it names, which rank 0 writes after all ranks' files
@@ -46,10 +47,10 @@ _SAVE_FOLDER = re.compile(
     r"((?:.*/)?(?:(?:global[-_]?)?(?:step|iter|iteration|epoch|ckpt|checkpoint|snapshot|save)[-_=]?\d+|\d+))/.+\Z",
     re.IGNORECASE,
 )
-_FOLDER_STEP = re.compile(r"(?:epoch[-_=]?\d+|.*?(\d+)\D*)\Z", re.IGNORECASE)
-_FILE_STEP = re.compile(
-    r"[^/]*(?<![A-Za-z])(?:step|iter|iteration)s?[-_=]?0*(\d+)(?!\d)[^/]*\Z", re.IGNORECASE
+_STEP = re.compile(
+    r"(?:[^/]*(?<![A-Za-z])(?:step|iter|iteration)s?[-_=]?(\d+)(?!\d)[^/]*|checkpoint-(\d+))\Z", re.IGNORECASE
 )
+_EPOCH = re.compile(r"epochs?[-_=]?\d", re.IGNORECASE)
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _TEMPORARY = re.compile(
     r"tmp[-_.]|\.tmp|.*(?:\.tmp|\.temp|\.part|\.partial|\.incomplete|_tmp|-tmp|orbax-checkpoint-tmp.*)(?:[-_.]?\w{1,40})?\Z"
@@ -73,7 +74,7 @@ class Unit:
         mark: True when the saver's mark says that it is whole, False when it says that it is not; None where
             the saver makes no mark.
         end_mark: True where a mark is there that files may follow: it counts once the writer is gone.
-        step: That the name or the mark says; None when neither does.
+        step: That the name calls so; None when it does not.
         keeps: Names of units that this one says must be kept (the best).
     """
 
@@ -84,6 +85,18 @@ class Unit:
     end_mark: bool = False
     step: int | None = None
     keeps: frozenset[str] = frozenset()
+
+    @property
+    def number(self) -> int | None:
+        """The number in its name that may be a step, or count its saves; None when it has none."""
+        name = PurePosixPath(self.name)
+        last = name.stem if self.is_loose else name.name
+        return None if _EPOCH.search(last) else _number(last)
+
+    @property
+    def is_loose(self) -> bool:
+        """True for files that are no folder of one saver."""
+        return self.kind in ("file", "set")
 
     @property
     def newest(self) -> TreeFile:
@@ -181,13 +194,13 @@ class Families:
 
 
 def step_of(chosen: Sequence[Unit]) -> tuple[Unit | None, int | None]:
-    """The unit with the newest content, and its step where its name or mark says so.
+    """The unit with the newest content, and its step where its name says so.
 
     A small text file that names another unit (``latest``) points to it.
     """
     by_age = sorted(
         (unit for unit in chosen if not (unit.kind == "file" and is_log(unit.name))),
-        key=lambda unit: (unit.newest.mtime_ns, unit.step is not None),
+        key=lambda unit: (unit.newest.mtime_ns, unit.number is not None),
         reverse=True,
     )
     if not by_age:
@@ -214,7 +227,8 @@ def _named_by(mark: TreeFile, others: Iterable[Unit]) -> Unit | None:
 
 
 def _is_of_a_family(unit: Unit) -> bool:
-    return unit.kind in ("trainer", "accelerate") or (unit.kind == "distributed" and unit.step is not None)
+    is_numbered = _number(unit.name) is not None
+    return unit.kind in ("trainer", "accelerate") or (unit.kind == "distributed" and is_numbered)
 
 
 def _order(unit: Unit) -> tuple[int, int]:
@@ -228,11 +242,11 @@ def _numbered_sets(files: Iterable[TreeFile]) -> Iterator[Unit]:
     for item in files:
         number = _number(PurePosixPath(item.path).stem)
         if number is None or is_log(item.path):
-            yield Unit(item.path, (item,), step=_file_step(item.path))
+            yield Unit(item.path, (item,), step=_named_step(item.path))
         else:
             groups.setdefault((str(PurePosixPath(item.path).parent), number), []).append(item)
     for items in groups.values():
-        named = next((step for item in items if (step := _file_step(item.path)) is not None), None)
+        named = next((step for item in items if (step := _named_step(item.path)) is not None), None)
         yield Unit(items[0].path, tuple(items), "set", step=named)
 
 
@@ -252,9 +266,10 @@ def pointers(known: Sequence[Unit]) -> dict[str, Unit]:
     return found
 
 
-def _file_step(path: str) -> int | None:
-    match = _FILE_STEP.match(path.rpartition("/")[2])
-    return int(match[1]) if match else None
+def _named_step(path: str) -> int | None:
+    """The number that a name calls a step, as Trainer and diffusers do by ``checkpoint-N``."""
+    match = _STEP.match(path.rstrip("/").rpartition("/")[2])
+    return int(match[1] or match[2]) if match else None
 
 
 def _number(name: str) -> int | None:
@@ -280,7 +295,7 @@ def _checkpoint_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
         if any(_OF_THE_TRAINER.match(item.path.removeprefix(f"{folder}/")) for item in items)
     }
     for folder, items in groups.items():
-        step = _number(folder)
+        step = _named_step(folder)
         if parents[folder] in of_trainer:
             yield _of_trainer(folder, tuple(items), step)
         elif _is_of_accelerate(folder, items):
@@ -332,7 +347,7 @@ def _distributed(files: Sequence[TreeFile]) -> Iterator[Unit]:
         if not prefix:  # the tree itself is the checkpoint: what lies beside the shards is a unit of its own
             inner = shards
         yield Unit(
-            prefix.rstrip("/") or ".", tuple(inner), "distributed", mark=is_whole, step=_number(prefix)
+            prefix.rstrip("/") or ".", tuple(inner), "distributed", mark=is_whole, step=_named_step(prefix)
         )
 
 
@@ -350,7 +365,7 @@ def _deepspeed(files: Sequence[TreeFile]) -> Iterator[Unit]:
         # A tag that is saved again in place is whole when its mark is written again.
         is_older = mark is not None and all(item.mtime_ns <= mark.mtime_ns for item in inner)
         is_kept = named == tag or (named is not None and _number(tag) is None)
-        yield Unit(f"{prefix}{tag}", inner, "deepspeed", mark=is_older and is_kept, step=_number(tag))
+        yield Unit(f"{prefix}{tag}", inner, "deepspeed", mark=is_older and is_kept, step=_named_step(tag))
 
 
 def _tag(mark: TreeFile, *, is_name: bool = True) -> str | None:
@@ -372,9 +387,7 @@ def _save_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
         if folder is not None:
             groups.setdefault(folder, []).append(item)
     for folder, items in groups.items():
-        match = _FOLDER_STEP.match(folder.rpartition("/")[2])
-        step = int(match[1]) if match and match[1] else None
-        yield Unit(folder, tuple(items), "folder", step=step)
+        yield Unit(folder, tuple(items), "folder", step=_named_step(folder))
 
 
 def _outermost_save(path: str) -> str | None:
