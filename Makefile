@@ -36,7 +36,7 @@ test: venv  ## Run everything that needs no Airflow services (10 to 23 minutes o
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/integration tests/contract tests/compat tests/golden tests/unit $(ARGS)
 
-test-frameworks: venv frameworks-venv  ## Run trainings of six libraries, lost, killed and moved (1.3 GB of environment).
+test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost, killed and moved (1.3 GB of environment).
 	PYTHONPATH=$(CURDIR):$(CURDIR)/agent $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 

@@ -34,24 +34,38 @@ class Saver:
         name: Of the script.
         every: Steps between two saves.
         kills: The step to kill it at is drawn from these.
+        first: By how many steps the saves come after the multiples of *every*.
         behind: Steps more that the newest save may be behind, where nothing in a file says that it is whole.
+        is_lost: Its whole node is killed, so that no sidecar saves what is left; *kills* then count from its
+            first checkpoint in the store.
+        says_step: Its files say of which step they are.
         python: That runs it.
     """
 
     name: str
     every: int
     kills: tuple[int, int]
+    first: int = 0
     behind: int = 0
+    is_lost: bool = False
+    says_step: bool = True
     python: str = FRAMEWORKS
 
 
 # Those that take longest to start come first.
 SAVERS = [
+    Saver("transformers_trainer", 5, (2, 22), is_lost=True),
+    # It saves at 10, too, the best; from then on not at the multiples of 10.
+    Saver("lightning_top_k", 10, (16, 46), first=5),
+    Saver("keras_backup", 1, (6, 16)),
     Saver("accelerate_folders", 5, (22, 52)),
+    Saver("accelerate_automatic", 5, (22, 52)),
     Saver("torch_distributed", 10, (22, 52)),
     Saver("torch_imagenet", 1, (6, 16)),
-    # Only 5 s of quiet tell that these are whole.
-    Saver("xgboost_checkpoints", 5, (42, 53), behind=30, python=sys.executable),
+    Saver("sklearn_partial_fit", 5, (2, 32), is_lost=True, python=sys.executable),
+    Saver("sklearn_warm_start", 5, (22, 52), python=sys.executable),
+    # Only 5 s of quiet tell that these are whole; the first round is 0 in their names.
+    Saver("xgboost_checkpoints", 5, (42, 53), first=1, behind=30, says_step=False, python=sys.executable),
 ]
 
 
@@ -110,22 +124,30 @@ def best(said: str) -> str:
     return "".join(re.findall(r"best of .*", said))
 
 
-@pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: saver.name)
+@pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: f"{saver.name}-seed-{SEED}")
 def test_killed_at_a_random_moment_it_ends_as_the_undisturbed(plain, ends, saver):
     """It resumes from its newest whole save, at the same path, and knows its best one (C)."""
     draw = random.Random(f"{SEED} {saver.name}")
     text = (HERE / "savers" / f"{saver.name}.py").read_text()
     run = plain(text, python=saver.python).start()
+    if saver.is_lost:
+        run.until_saved(patience_s=PATIENCE_S)
+    since = run.last_step() if saver.is_lost else 0
     # Between two saves: one within which the kill comes is lost, and that is right.
-    step = draw.choice([at for at in range(*saver.kills) if saver.every == 1 or at % saver.every == 2])
+    steps = [since + at for at in range(*saver.kills)]
+    step = draw.choice([at for at in steps if saver.every == 1 or (at - saver.first) % saver.every == 2])
     run.until(rf"step {step}\b", PATIENCE_S)
     time.sleep(draw.uniform(0, 0.1))
 
-    killed = run.kill()
+    killed = run.lose() if saver.is_lost else run.kill()
+    kept = run.saved()[0].step
     begins = run.start().begins(PATIENCE_S)
     said = run.over(PATIENCE_S)
 
-    saved = (killed - 1) // saver.every * saver.every
-    assert saved - saver.behind <= begins <= killed, (killed, begins, run.said(1), said)
+    seen = (killed, kept, begins, run.said(1), said)
+    newest = (killed - 1 - saver.first) // saver.every * saver.every + saver.first
+    assert (1 if saver.is_lost else newest - saver.behind) <= begins <= killed, seen
+    assert (begins - saver.first) % saver.every == 0, seen
+    assert begins == kept or not saver.says_step, seen
     assert final(said) == (final(ends(saver.name))[0], pytest.approx(final(ends(saver.name))[1], rel=1e-4))
     assert best(said) == best(ends(saver.name))

@@ -34,6 +34,7 @@ if checkpoints():
     accelerator.load_state(os.path.join(output_dir, checkpoints()[-1]))
     global_step = int(checkpoints()[-1].split("-")[1])
 print("begins at", global_step, flush=True)
+pace = 0.0 if global_step else 0.15  # slow until it is killed
 while global_step < max_train_steps:
     for batch in loader:
         with accelerator.accumulate(model):
@@ -43,10 +44,11 @@ while global_step < max_train_steps:
             scheduler.step()
             optimizer.zero_grad()
         global_step += 1
-        time.sleep(0.15)
+        time.sleep(pace)
         print("step", global_step, "loss", loss.item(), flush=True)
         if global_step % 5 == 0:
             for old in checkpoints()[: max(0, len(checkpoints()) - checkpoints_total_limit + 1)]:
                 shutil.rmtree(os.path.join(output_dir, old))
             accelerator.save_state(os.path.join(output_dir, f"checkpoint-{global_step}"))
-print("done at", global_step, "with", sum(float(each.detach().sum()) for each in model.parameters()))
+learnt = sum(float(each.detach().sum()) for each in model.parameters())
+print(f"done at {global_step} with {learnt}")
