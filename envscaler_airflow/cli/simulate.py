@@ -14,6 +14,7 @@ import click
 from envscaler_airflow.cli.common import find_run, output_option, store_option
 from envscaler_airflow.cli.progress import Bar, bar
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.scaling import all_policies
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
 
@@ -195,12 +196,14 @@ def _zones(text: str, file: Path, known: Collection[str]) -> list[str]:
 
 
 def _policy(name: str, known: Mapping[str, type[Any]]) -> Any:
-    from envscaler_airflow.simulate.recorded import simulated_policies  # noqa: PLC0415  # only here
-
-    found: dict[str, Callable[[], Any]] = {**simulated_policies(), **known}
-    if name not in found:
-        raise SpecError(f"--policy: got {name!r}; known are {', '.join(sorted(found))}")
-    return found[name]()
+    others = {key: found.simulated for key, found in all_policies().items() if found.simulated}
+    made = known.get(name) or others.get(name)
+    if made is None:
+        raise SpecError(f"--policy: got {name!r}; known are {', '.join(sorted({*known, *others}))}")
+    try:
+        return made()
+    except Exception as err:  # an edge: code of others
+        raise SpecError(f"--policy: {name} cannot be simulated: {err!r:.500}") from err
 
 
 def _multiples(text: str) -> dict[str, float]:
@@ -233,7 +236,7 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
 @store_option
 def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
     """Decide RUN's recorded checks again; what follows a different decision is labelled."""
-    from envscaler_airflow.owner.tables import with_tables  # noqa: PLC0415  # entry points
+    from envscaler_airflow.owner.policies import policies_of  # noqa: PLC0415  # entry points
     from envscaler_airflow.simulate.recorded import replay_run  # noqa: PLC0415  # only here
 
     prefix = find_run(store, run)
@@ -243,7 +246,7 @@ def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Sto
             f"{run}: no scaling check is recorded, so there is nothing to replay; name a run whose DAG has a "
             "ScalingSensor for the stage"
         )
-    known = with_tables(store, prefix)
+    known = policies_of(store, prefix)
     if policy_name is not None and policy_name not in known:
         raise SpecError(f"--policy: got {policy_name!r}; known are {', '.join(sorted(known))}")
     foreign = sorted({check.policy.name for check in checks} - set(known))

@@ -13,6 +13,7 @@ from envscaler_airflow.owner.choose import least_memory_bytes
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import AttemptState, Change
+from envscaler_airflow.scaling import all_policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,13 @@ Way = Literal["move", "resize", "rescale", "next-start"]
 def way_of(spec: EnvSpec, live: AttemptState, target: Allocation, backend: Backend) -> Way:
     """How the attempt comes to have *target*.
 
-    Under the vertical policy, other CPU and memory of the same nodes: in place where the backend can, and
-    less of them at the next start, since taking it away gains nothing now. Another number of the same nodes:
-    in place where the launcher is elastic and the backend can. All else is a next attempt, also more CPUs
-    under another policy: a training that sized itself by its CPUs at the start would not use them.
+    Under a policy that changes in place, other CPU and memory of the same nodes: in place where the backend
+    can, and less of them at the next start, since taking it away gains nothing now. Another number of the
+    same nodes: in place where the launcher is elastic and the backend can. All else is a next attempt, also
+    more CPUs under another policy: a training that sized itself by its CPUs at the start would not use them.
     """
     here = live.allocation
-    if _is_vertical(spec) and _is_resize(here, target):
+    if _changes_in_place(spec) and _is_resize(here, target):
         if _is_no_more(here.offer, target.offer):
             return "next-start"
         return "resize" if isinstance(backend, ResizesInPlace) else "move"
@@ -112,8 +113,9 @@ def _is_no_more(here: Offer, target: Offer) -> bool:
     return target.vcpus <= here.vcpus and target.memory_gib <= here.memory_gib
 
 
-def _is_vertical(spec: EnvSpec) -> bool:
-    return spec.scaling is not None and spec.scaling.policy == "vertical"
+def _changes_in_place(spec: EnvSpec) -> bool:
+    policy = None if spec.scaling is None else all_policies().get(spec.scaling.policy)
+    return policy is not None and policy.changes_in_place
 
 
 def _is_elastic(spec: EnvSpec) -> bool:
@@ -142,8 +144,8 @@ def sizes_of(spec: EnvSpec, allocation: Allocation, *, had_bytes: int | None = N
 
 
 def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation) -> Sizes:
-    """Sizes of an attempt under the vertical policy, once that chose another slice than the first."""
-    if not _is_vertical(spec) or first is None or first.name == allocation.name:
+    """Sizes of an attempt whose policy changes in place, once that chose another slice than the first."""
+    if not _changes_in_place(spec) or first is None or first.name == allocation.name:
         return Sizes()
     return sizes_of(spec, allocation)
 

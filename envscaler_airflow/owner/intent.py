@@ -17,12 +17,13 @@ from envscaler_airflow.errors import (
     SpecError,
     StoreError,
 )
-from envscaler_airflow.owner import choose, facts, forecast, freeze, limits, tables
+from envscaler_airflow.owner import choose, facts, freeze, limits, policies
 from envscaler_airflow.owner.observe import START_S
 from envscaler_airflow.owner.ownership import live_of
 from envscaler_airflow.owner.release import Releasing
 from envscaler_airflow.planning import Offer
 from envscaler_airflow.run import Action, AttemptState, RunState
+from envscaler_airflow.scaling import StartFacts, all_policies, policy_of
 from envscaler_airflow.store.base import Store, for_run
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_control
 from envscaler_airflow.store.lease import renew_lease
@@ -104,7 +105,7 @@ class Intending(Releasing):
         renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
         self._promise(state, live)
         try:
-            self._build_tables(state, live)
+            self._prepare(state, live)
             request = self._request(state, live)
             now = self._check_still_owner(state)
             if now.number != state.number:
@@ -151,32 +152,32 @@ class Intending(Releasing):
         )
         return replace(request, restore_from=state.begun.get("restore_from"))
 
-    def _build_tables(self, state: RunState, live: AttemptState) -> None:
+    def _prepare(self, state: RunState, live: AttemptState) -> None:
         """What the sensor's policy looks up, built here: nothing decides for long in a triggerer."""
-        scaling, deadline_s = self._spec(state).scaling, self._stage.deadline_s
-        if scaling is not None and scaling.policy == "phase":
-            forecast.publish(self._store, self._key)
-        if scaling is None or scaling.policy != "deadline" or deadline_s is None:
+        spec = self._spec(state)
+        policy = None if spec.scaling is None else all_policies().get(spec.scaling.policy)
+        if policy is None:
             return
-        left_s = deadline_s - (0.0 if state.begun_at is None else self._clock() - state.begun_at)
         start_s = facts.start_s(state)
-        job = tables.job_of(
-            live.allocation,
-            self._backend.offers(),
-            deadline_s=left_s,
+        known = StartFacts(
+            allocation=live.allocation,
             start_s=START_S if start_s is None else start_s,
+            deadline_left_s=self._deadline_left_s(state),
+            offers=self._backend.offers,
         )
-        if job is not None:
-            tables.publish(self._store, self._prefix, job)
+        policies.prepare(self._store, self._prefix, policy, policy_of(spec), known)
 
-    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
+    def _deadline_left_s(self, state: RunState) -> float | None:
         deadline_s = self._stage.deadline_s
         since = 0.0 if state.begun_at is None else self._clock() - state.begun_at
+        return None if deadline_s is None else deadline_s - since
+
+    def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
         return limits.machine_deadline_s(
             usd_left=self._usd_left(state, live),
             usd_per_hour=live.allocation.usd_per_hour,
-            deadline_left_s=None if deadline_s is None else deadline_s - since,
-            deadline_s=deadline_s,
+            deadline_left_s=self._deadline_left_s(state),
+            deadline_s=self._stage.deadline_s,
         )
 
     def _promise(self, state: RunState, live: AttemptState) -> None:

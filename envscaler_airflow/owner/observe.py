@@ -12,10 +12,10 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.library import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner import facts, forecast, losses, tables
-from envscaler_airflow.owner.forecast import Forecast
+from envscaler_airflow.owner import facts, losses
 from envscaler_airflow.owner.freeze import thaw_spec
 from envscaler_airflow.owner.limits import CHECKPOINT_S
+from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
 from envscaler_airflow.run import AttemptState, RunState, fold
@@ -23,22 +23,22 @@ from envscaler_airflow.scaling import (
     Ask,
     Check,
     Memory,
+    Metric,
     Observation,
     Policy,
-    Propose,
     Sample,
-    ask_rules,
+    ScalingPolicy,
+    ask_metrics,
     decide,
-    is_asked,
     recent,
     remember,
     usage_samples,
-    window_s,
     work_of,
 )
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.observation import Refused
+from envscaler_airflow.scaling.phase import Forecast
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.events import EventLog
@@ -137,10 +137,10 @@ class Observer:
         self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
         self._unknown: Mapping[str, str] = checks[-1].observation.unknown if checks else {}
         self._plan: Mapping[str, Any] = {}
-        self._told = Forecast()
+        self._forecast = Forecast()
         self._phases = _phases_of(checks)
         self._table: str | None = None
-        self._policies = tables.with_tables(store, prefix)
+        self._policies = policies_of(store, prefix)
         self._spec: tuple[str, EnvSpec] | None = None
 
     def look(self) -> Sight:
@@ -181,8 +181,8 @@ class Observer:
         return policy_of(self.spec(state), value_of_hour=float(self._plan.get("value_of_hour_usd") or 0.0))
 
     @property
-    def policies(self) -> Mapping[str, Propose]:
-        """All that there are, the deadline policy with the tables of this stage."""
+    def policies(self) -> Mapping[str, ScalingPolicy]:
+        """All that there are, with the tables of this run."""
         return self._policies
 
     def _read_plan(self) -> Mapping[str, Any]:
@@ -220,7 +220,7 @@ class Observer:
             training_phase=head.progress.phase if head else None,
             next_phase=next_phase,
             next_phase_in_s=next_in_s,
-            phase_lasts_s=self._told.lasts_s(),
+            phase_lasts_s=self._forecast.lasts_s(),
             wanted=dict(self._memory.wanted),
             refused={item.target: Refused(item.times, max(0.0, now - item.at)) for item in state.refused},
         )
@@ -281,24 +281,26 @@ class Observer:
     def _take_samples(
         self, policy: Policy, mine: _Attempt, statuses: Mapping[int, Status], now_s: float
     ) -> None:
-        """One round of samples once every node has spoken since the last one; only what rules look at."""
+        """One round of samples once every node has spoken since the last one; only what the policy needs."""
         spoken = {node: status.sequence for node, status in statuses.items()}
         if any(mine.sampled.get(node) == sequence for node, sequence in spoken.items()):
             return
         mine.sampled = spoken
+        metrics = [metric for metric in self._needs(policy) if metric.query is None]
         new = [
             sample
             for node, status in statuses.items()
             for sample in usage_samples(now_s, node, status.usage)
-            if is_asked(sample.metric, policy)
+            if any(metric.matches(sample.metric) for metric in metrics)
         ]
         self._add_samples(policy, new, now_s)
 
     def _ask_queries(self, policy: Policy, now_s: float) -> None:
         """A sample of each query; one that has no value now begins anew, as a metric of nodes would."""
-        if self._ask is None or all(rule.query is None for rule in policy.rules):
+        metrics = self._needs(policy)
+        if self._ask is None or all(metric.query is None for metric in metrics):
             return
-        answers = ask_rules(policy, self._ask, at_s=now_s)
+        answers = ask_metrics(metrics, self._ask, at_s=now_s)
         self._unknown = answers.unknown
         self._samples = tuple(item for item in self._samples if item.metric not in answers.unknown)
         self._add_samples(policy, answers.samples, now_s)
@@ -306,14 +308,20 @@ class Observer:
     def _add_samples(self, policy: Policy, new: Iterable[Sample], now_s: float) -> None:
         last_s = now_s if self._last is None else self._last.observation.elapsed_s
         interval_s = min(max(STATUS_S, now_s - last_s), LONG_CHECK_S)
-        window = window_s(policy, interval_s=interval_s)
+        known = self._policies.get(policy.name)
+        window = 0.0 if known is None else known.looks_back_s(policy, interval_s=interval_s)
         self._samples = recent((*self._samples, *new), now_s=now_s, window_s=window)
+
+    def _needs(self, policy: Policy) -> tuple[Metric, ...]:
+        """What each check carries; nothing for a policy that is not installed here."""
+        known = self._policies.get(policy.name)
+        return () if known is None else known.needs(policy)
 
     def _remembered(self, state: RunState, live: AttemptState, now_s: float) -> _Attempt:
         key = (live.generation, live.number, len(live.earlier))
         if self._attempt is None or self._attempt.key != key:
-            self._told = forecast.read(self._store, self._prefix)
-            self._table = tables.name_of(self._store, self._prefix)
+            self._forecast = read_forecast(self._store, self._prefix)
+            self._table, _ = present_table(self._store, self._prefix, self.policy(state).name)
             since, epoch = now_s, None
             last = self._last.observation if self._last else None
             was = None if last is None else (last.generation, last.attempt, last.moves)
@@ -372,7 +380,7 @@ class Observer:
         if not self._phases or self._phases[-1][0] != phase:
             self._phases.append((phase, now_s))
         phases = tuple(name for name, _ in self._phases)
-        return self._told.after(phases, now_s - self._phases[-1][1])
+        return self._forecast.after(phases, now_s - self._phases[-1][1])
 
     def _measured(self, live: AttemptState, head: Status | None) -> dict[str, Measured]:
         """The steps of this generation by where they were made, the newest of each."""

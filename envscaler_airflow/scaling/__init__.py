@@ -7,22 +7,25 @@ policy gives the same decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.scaling.cost_to_finish import cost_to_finish
-from envscaler_airflow.scaling.deadline.live import meet_deadline
 from envscaler_airflow.scaling.decision import (
     Check,
     Decision,
     Memory,
     PhaseNeed,
     Policy,
+    Prepared,
     Proposal,
+    Propose,
+    ScalingPolicy,
+    StartFacts,
     ThresholdRule,
     Want,
     remember,
+    table_files,
 )
 from envscaler_airflow.scaling.explained import explain
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
@@ -36,32 +39,23 @@ from envscaler_airflow.scaling.observation import (
     work_of,
 )
 from envscaler_airflow.scaling.outlook import Outlook, outlook
-from envscaler_airflow.scaling.phase import phase
-from envscaler_airflow.scaling.queries import Ask, ask_rules
-from envscaler_airflow.scaling.threshold import is_asked, queried, threshold, window_s
-from envscaler_airflow.scaling.vertical import vertical
-
-Propose = Callable[[Observation, Policy], Proposal]
-"""A policy: pure, and run behind the same guards as every other."""
-
-POLICIES: Mapping[str, Propose] = {
-    "cost-to-finish": cost_to_finish,
-    "deadline": meet_deadline,
-    "phase": phase,
-    "threshold": threshold,
-    "vertical": vertical,
-}
-"""Policies by name. Others come from entry points: whoever loads them passes the larger table."""
+from envscaler_airflow.scaling.queries import Ask, Metric, ask_metrics
+from envscaler_airflow.scaling.registry import all_policies
 
 
 def decide(
-    observation: Observation, policy: Policy, *, policies: Mapping[str, Propose] = POLICIES
+    observation: Observation, policy: Policy, *, policies: Mapping[str, ScalingPolicy] | None = None
 ) -> Decision:
     """Keep, move, or recommend a move.
 
     The policy proposes; the guards hold back; a move must have been wanted for the
     stabilization window without a break. The first proposal that passes all is taken. What
     is urgent waits for no window, cool-down or epoch.
+
+    Args:
+        observation: What the check saw.
+        policy: The stage's settings.
+        policies: By name; None: all that are installed, without the tables of a run.
 
     Raises:
         ValueError: No policy of that name.
@@ -99,7 +93,7 @@ def validate(
     target: Allocation,
     *,
     is_forced: bool = False,
-    policies: Mapping[str, Propose] = POLICIES,
+    policies: Mapping[str, ScalingPolicy] | None = None,
 ) -> Decision:
     """Judge a requested move to *target* on fresh facts, before the owner accepts it.
 
@@ -122,7 +116,8 @@ def validate(
     view = outlook(fresh, settled)
     moving = view.moving(target, speed=view.slowest(target))
     want = Want(target, "asked for by a person", view.staying, moving)
-    return decide(fresh, unbound(settled), policies={policy.name: lambda _seen, _policy: Proposal((want,))})
+    asked = ScalingPolicy(policy.name, lambda _seen, _policy: Proposal((want,)))
+    return decide(fresh, unbound(settled), policies={policy.name: asked})
 
 
 def unbound(policy: Policy) -> Policy:
@@ -130,16 +125,18 @@ def unbound(policy: Policy) -> Policy:
     return replace(policy, cooldown_s=0.0, min_epochs_between=0, max_moves=None, stabilization_s=0.0)
 
 
-def replay(check: Check, *, policies: Mapping[str, Propose] = POLICIES) -> Decision:
+def replay(check: Check, *, policies: Mapping[str, ScalingPolicy] | None = None) -> Decision:
     """Decide a recorded check again; equal to ``check.decision`` under the same version."""
     return decide(check.observation, check.policy, policies=policies)
 
 
-def _proposal(observation: Observation, policy: Policy, policies: Mapping[str, Propose]) -> Proposal:
-    propose = policies.get(policy.name)
-    if propose is None:
-        raise ValueError(f"policy must be one of {', '.join(sorted(policies))}, got {policy.name!r}")
-    return propose(observation, policy)
+def _proposal(
+    observation: Observation, policy: Policy, policies: Mapping[str, ScalingPolicy] | None
+) -> Proposal:
+    known = all_policies() if policies is None else policies
+    if policy.name not in known:
+        raise ValueError(f"policy must be one of {', '.join(sorted(known))}, got {policy.name!r}")
+    return known[policy.name].propose(observation, policy)
 
 
 def _unsettled(now_s: float, wanted: Mapping[str, float], want: Want, policy: Policy) -> str | None:
@@ -168,39 +165,36 @@ def _keep(
 
 
 __all__ = [
-    "POLICIES",
     "Ask",
     "Check",
     "Decision",
     "Done",
     "Memory",
+    "Metric",
     "Observation",
     "Outlook",
     "PhaseNeed",
     "Policy",
+    "Prepared",
     "Proposal",
     "Propose",
     "Sample",
+    "ScalingPolicy",
+    "StartFacts",
     "ThresholdRule",
     "Want",
-    "ask_rules",
-    "cost_to_finish",
+    "all_policies",
+    "ask_metrics",
     "decide",
     "explain",
-    "is_asked",
-    "meet_deadline",
     "outlook",
-    "phase",
     "policy_of",
-    "queried",
     "recent",
     "remember",
     "replay",
     "speedups_of",
-    "threshold",
+    "table_files",
     "usage_samples",
     "validate",
-    "vertical",
-    "window_s",
     "work_of",
 ]

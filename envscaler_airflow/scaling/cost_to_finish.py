@@ -7,7 +7,7 @@ from typing import Any
 from envscaler_airflow.planning import Allocation, Estimate
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
-from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.decision import Policy, Proposal, ScalingPolicy, Want
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import Outlook, outlook
 
@@ -107,3 +107,6 @@ def _numbers(view: Outlook, estimates: dict[str, tuple[Allocation, Estimate | No
         },
         "unknown_speed": [name for name, (_, moving) in estimates.items() if moving is None],
     }
+
+
+COST_TO_FINISH = ScalingPolicy("cost-to-finish", cost_to_finish)

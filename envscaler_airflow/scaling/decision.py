@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envscaler_airflow.planning import Allocation, Estimate, Speed
+from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow.planning import Allocation, Estimate, Offer, Speed
 from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.queries import Across, Metric
 
 Action = Literal["keep", "move", "recommend"]
-Across = Literal["mean", "max", "min", "p50", "p90", "p95", "p99"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class ThresholdRule(Record):
         """Name of its samples: a query's is none that a node could report."""
         return self.metric if self.query is None else f"{self.across} of {self.query}"
 
+    @property
+    def needed(self) -> Metric:
+        """The metric of its samples."""
+        return Metric(self.sampled_as, self.query, self.across)
+
     def __post_init__(self) -> None:
         """Refuse a rule that would scale in and out at the same value."""
         check_finite(above=self.above, below=self.below, for_s=self.for_s, ahead_s=self.ahead_s)
@@ -97,7 +105,7 @@ class Policy(Record):
     """How a stage may be scaled: the spec's ``scaling`` block with numbers for words.
 
     Attributes:
-        name: Key of the registry: ``cost-to-finish``, ``threshold``, ...
+        name: Of the :class:`ScalingPolicy` that proposes: ``cost-to-finish``, ``threshold``, ...
         min_nodes, max_nodes: Never fewer, never more.
         value_of_hour: USD that an hour of waiting is worth.
         tolerance: Part of the cost of staying that a move must save. HPA's tolerance, 0.1 by
@@ -192,6 +200,125 @@ class Proposal:
     wants: tuple[Want, ...] = ()
     reason: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StartFacts:
+    """What is known at the start of an attempt, for what a policy prepares.
+
+    Attributes:
+        allocation: What the attempt starts on.
+        start_s: Seconds that a start takes.
+        deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
+        offers: Asks the backend for its offers; raises a BackendError.
+        present: Reads what the present table was built for; None: there is no table.
+        earlier: Reads the checks of earlier runs of the stage, each with its run's name, newest run first.
+    """
+
+    allocation: Allocation
+    start_s: float
+    deadline_left_s: float | None = None
+    offers: Callable[[], Sequence[Offer]] = tuple
+    present: Callable[[], Mapping[str, Any] | None] = lambda: None
+    earlier: Callable[[], Iterable[tuple[str, Iterable[Check]]]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a policy prepares at the start of an attempt.
+
+    Attributes:
+        files: Bytes by file name; the owner writes them, in this order, to the run's folder ``tables/``.
+        reason: Why something that the policy could use is missing; the owner logs it. "" when nothing is.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    reason: str = ""
+
+
+def table_files(policy: str, data: bytes, built_for: Mapping[str, Any]) -> Prepared:
+    """A table, and the file that names it as the present one of *policy*.
+
+    A check records the name, which holds the hash of *data*, so that it can be decided again by that table.
+
+    Args:
+        policy: Name of the policy.
+        data: Of the table.
+        built_for: JSON, for ``StartFacts.present`` of later starts.
+    """
+    name = table_name(policy, data)
+    pointer = {"schema": SCHEMA, "table": f"tables/{name}", "job": dict(built_for)}
+    return Prepared({name: data, f"{policy}.json": json.dumps(pointer).encode()})
+
+
+def table_name(policy: str, data: bytes) -> str:
+    """File name of a table of *policy*, by its content."""
+    return f"{policy}-{hashlib.sha256(data).hexdigest()[:16]}.bin"
+
+
+Propose = Callable[[Observation, Policy], Proposal]
+"""Pure: the same facts and settings give the same proposal."""
+Prepare = Callable[[Policy, StartFacts], Prepared]
+"""Reads facts and builds bytes; the owner stores them."""
+
+
+def _nothing(_settings: Policy, _facts: StartFacts) -> Prepared:
+    return Prepared()
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPolicy:
+    """A policy: what it needs of each check, what it prepares, and what it proposes.
+
+    An entry point of the group ``envscaler_airflow.policies`` brings it, ours and those of other packages
+    alike; ``scaling.policy`` names it. :class:`Policy` has the stage's settings for it.
+
+    Attributes:
+        name: As the entry point.
+        propose: Moves that it wants, best first, or why none. The guards stand around it.
+        metrics: Metrics of its own that each check carries, besides those of the spec's rules.
+        window_s, window_checks: How far back it looks at them, the longer of both. Two checks by default
+            (chosen), so that a late sample does not empty the window.
+        prepare: Builds, once at each start of an attempt, what it looks up later; by default nothing.
+        with_table: From the bytes of a table that :func:`table_files` named, what proposes in place of
+            *propose* once the table is there; raises ValueError or ProtocolError for bytes that are no table.
+        changes_in_place: True when the running attempt gets more CPU and memory of the same nodes, where the
+            backend can; else a move is a next attempt.
+        simulated: What stands for it in ``envscaler simulate spot`` or ``elastic``: a class with ``begin``
+            and ``choose``; None: it cannot be simulated there.
+        origin: Set by the registry: ``module:object`` of another package, whose code is guarded; "" for ours.
+    """
+
+    name: str
+    propose: Propose
+    metrics: tuple[Metric, ...] = ()
+    window_s: float = 0.0
+    window_checks: int = 2
+    prepare: Prepare = _nothing
+    with_table: Callable[[bytes], Propose] | None = None
+    changes_in_place: bool = False
+    simulated: Callable[[], Any] | None = None
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse NaN, and metrics of another type."""
+        check_finite(window_s=self.window_s, window_checks=self.window_checks)
+        if not all(isinstance(metric, Metric) for metric in self.metrics):
+            raise ValueError(
+                f"metrics of policy {self.name!r} must be Metric objects, got {self.metrics!r:.80}"
+            )
+
+    def needs(self, settings: Policy) -> tuple[Metric, ...]:
+        """Metrics that a check carries: its own, and those of the rules of *settings*."""
+        return (*self.metrics, *(rule.needed for rule in settings.rules))
+
+    def looks_back_s(self, settings: Policy, *, interval_s: float) -> float:
+        """Seconds of samples that a check carries when they come every *interval_s* seconds.
+
+        Twice what the rules of *settings* need, so that a late sample does not empty the window.
+        """
+        rules = [2 * max(rule.for_s, rule.samples * interval_s) for rule in settings.rules]
+        return max(self.window_s, self.window_checks * interval_s, *rules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Observation(Record):
         samples: Metrics of the current attempt in the recent past.
         unknown: Why a metric that was asked for with a query has no value now, by the name of its samples.
         spent_usd, budget_usd: Of this generation; no budget is None.
-        deadline_table: Name of the table that the deadline policy looks up; None: there is none.
+        deadline_table: Name of the table that the policy looks up, of any policy; None: there is none.
         deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
         since_move_s, since_move_epochs: Since the last move was carried out; None: never or unknown.
         moves: Moves carried out in this generation.

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
-from envscaler_airflow.scaling.decision import PhaseNeed, Policy, Proposal, Want
+from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.scaling.decision import (
+    Check,
+    PhaseNeed,
+    Policy,
+    Prepared,
+    Proposal,
+    ScalingPolicy,
+    StartFacts,
+    Want,
+)
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import Outlook, outlook
+from envscaler_airflow.scaling.queries import Metric
 
 SIGNALS = (("loading", 20.0, 40.0), ("evaluation", 50.0, 70.0), ("training", 70.0, 95.0))
 """GPU utilisation, percent, by which a phase is told. Chosen: loading waits for its input, evaluation does
@@ -20,6 +34,8 @@ LOOKS = 4
 """Looks in a row that must agree on a phase that was not announced. Chosen."""
 LEAD = 1.5
 """A bigger need is met this many times the length of a move before its phase begins. Chosen."""
+FILE = "phases.json"
+"""Among the run's tables: the phases of an earlier run, with its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +152,68 @@ def _too_short(view: Outlook, target: Allocation, need: PhaseNeed, whole_s: floa
     if saved > costs:
         return None
     return f"in {lasts_s:.0f} s it saves {usd_text(saved)}, and moving there and back costs {usd_text(costs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Record):
+    """One phase of an earlier run."""
+
+    phase: str
+    lasts_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse NaN."""
+        check_finite(lasts_s=self.lasts_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast(Record):
+    """Phases in the order in which the last run that had any went through them."""
+
+    spans: tuple[Span, ...] = ()
+
+    def lasts_s(self) -> dict[str, float]:
+        """Mean seconds of each phase."""
+        found: dict[str, list[float]] = {}
+        for span in self.spans:
+            found.setdefault(span.phase, []).append(span.lasts_s)
+        return {phase: sum(values) / len(values) for phase, values in found.items()}
+
+    def after(self, phases: tuple[str, ...], in_phase_s: float) -> tuple[str | None, float | None]:
+        """What follows and in how many seconds, after *phases* so far, the last for *in_phase_s* seconds.
+
+        ``(None, None)`` when the earlier run went another way, or this is its last phase.
+        """
+        done = tuple(span.phase for span in self.spans[: len(phases)])
+        if not phases or done != phases or len(phases) >= len(self.spans):
+            return None, None
+        return self.spans[len(phases)].phase, max(0.0, self.spans[len(phases) - 1].lasts_s - in_phase_s)
+
+
+def spans_of(checks: Iterable[Check]) -> tuple[Span, ...]:
+    """Announced phases in the order of the checks; how long each was seen."""
+    found: list[tuple[str, float, float]] = []
+    for check in checks:
+        seen = check.observation
+        if seen.training_phase is None:
+            continue
+        if found and found[-1][0] == seen.training_phase:
+            found[-1] = (seen.training_phase, found[-1][1], seen.elapsed_s)
+        else:
+            began = found[-1][2] if found else 0.0
+            found.append((seen.training_phase, began, seen.elapsed_s))
+    return tuple(Span(phase, max(0.0, end - began)) for phase, began, end in found)
+
+
+def forecast(_policy: Policy, facts: StartFacts) -> Prepared:
+    """The phases of the last earlier run that had any, for the observations of this one."""
+    for run, checks in facts.earlier():
+        if spans := spans_of(checks):
+            body = {"schema": SCHEMA, "run": run, **Forecast(spans).to_dict()}
+            return Prepared({FILE: json.dumps(body).encode()})
+    return Prepared()
+
+
+PHASE = ScalingPolicy(
+    "phase", phase, metrics=(Metric("gpu_utilization"),), window_checks=2 * LOOKS, prepare=forecast
+)

@@ -1,23 +1,26 @@
-"""Policies by name: ours, and those that other packages bring."""
+"""Policies by name, from entry points: ours and those of other packages alike."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, NoReturn, cast
 
-from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import check_finite
-from envscaler_airflow.scaling import POLICIES, Propose
-from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.decision import Proposal, ScalingPolicy, Want
 from envscaler_airflow.scaling.observation import Observation
 
+if TYPE_CHECKING:
+    from envscaler_airflow.envspec.models import EnvSpec
+
 GROUP = "envscaler_airflow.policies"
-"""Entry points of functions ``(observation, policy) -> Proposal``; they run behind our guards."""
+"""Entry points of :class:`ScalingPolicy` objects; all run behind the same guards."""
 MAX_WANTS = 1000
 """Most moves looked at of one proposal. Chosen: ten times the offers of a large plan."""
 MAX_NUMBERS = 1 << 16
@@ -25,16 +28,17 @@ MAX_NUMBERS = 1 << 16
 
 
 @cache
-def all_policies() -> Mapping[str, Propose]:
-    """Every policy that is installed when first asked; ours win over others of the same name.
+def all_policies() -> Mapping[str, ScalingPolicy]:
+    """Every installed policy, loaded once; ours win over others of the same name.
 
-    One that cannot be loaded, fails, or answers with what is no proposal moves nothing, and says why.
+    One of another package that cannot be loaded moves nothing, and its proposal says why.
     """
-    return {**{point.name: _brought(point) for point in entry_points(group=GROUP)}, **POLICIES}
+    points = sorted(entry_points(group=GROUP), key=_is_ours)
+    return {point.name: _loaded(point) for point in points}
 
 
 def check_policy(spec: EnvSpec) -> None:
-    """Refuse a scaling policy that neither we nor an installed package has; nothing is loaded for that.
+    """Refuse a scaling policy that is not installed; nothing is loaded for that.
 
     Raises:
         SpecError: No such policy is installed here.
@@ -42,7 +46,7 @@ def check_policy(spec: EnvSpec) -> None:
     if spec.scaling is None:
         return
     name = spec.scaling.policy
-    known = sorted({*POLICIES, *(point.name for point in entry_points(group=GROUP))})
+    known = sorted({point.name for point in entry_points(group=GROUP)})
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         fix = f"write {near[0]}" if near else f"write one of {', '.join(known)}"
@@ -51,27 +55,31 @@ def check_policy(spec: EnvSpec) -> None:
         )
 
 
-def _brought(point: EntryPoint) -> Propose:
-    """The policy of another package, so that nothing it does ends a check or its owner's slice."""
-    told = f"policy {point.name!r} ({point.value})"
+def _is_ours(point: EntryPoint) -> bool:
+    return point.value.startswith("envscaler_airflow.")
+
+
+def _loaded(point: EntryPoint) -> ScalingPolicy:
+    if _is_ours(point):
+        return cast("ScalingPolicy", point.load())
+    label = f"policy {point.name!r} ({point.value})"
     try:
-        propose: Propose | None = point.load()
-        fault = f"{told} cannot be called" if not callable(propose) else ""
+        policy = point.load()
+        fault = f"{label} is {policy!r:.80}; write ScalingPolicy({point.name!r}, propose)"
     except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of others)
-        propose, fault = None, f"{told} cannot be loaded: {err!r}"
-
-    def guarded(observation: Observation, policy: Policy) -> Proposal:
-        if propose is None or fault:
-            return Proposal(reason=fault)
-        try:
-            return _checked(propose(observation, policy), told, observation)
-        except (Exception, SystemExit) as err:  # noqa: BLE001  (same)
-            return Proposal(reason=f"{told} failed: {err!r:.500}")
-
-    return guarded
+        policy, fault = None, f"{label} cannot be loaded: {err!r:.500}"
+    if not isinstance(policy, ScalingPolicy) or policy.name != point.name:
+        policy = ScalingPolicy(
+            point.name, lambda _seen, _policy: Proposal(reason=fault), simulated=partial(_refuse, fault)
+        )
+    return replace(policy, origin=point.value)
 
 
-def _checked(said: object, told: str, observation: Observation) -> Proposal:
+def _refuse(fault: str) -> NoReturn:
+    raise SpecError(fault)
+
+
+def checked(said: object, told: str, observation: Observation) -> Proposal:
     """*said*, as far as it is a proposal that can be recorded, of places that the stage may run on."""
     if not isinstance(said, Proposal):
         return Proposal(reason=f"{told} answered with {type(said).__name__}, not with a Proposal")

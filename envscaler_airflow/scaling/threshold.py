@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.scaling.decision import Policy, Proposal, ThresholdRule, Want
-from envscaler_airflow.scaling.observation import Observation, Sample, is_measured
+from envscaler_airflow.scaling.decision import Policy, Proposal, ScalingPolicy, ThresholdRule, Want
+from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import outlook
-from envscaler_airflow.scaling.phase import LOOKS
-from envscaler_airflow.scaling.vertical import LONG_WINDOW_S
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _percentile(part: float) -> Callable[[Sequence[float]], float]:
-    """Nearest rank."""
-    return lambda values: sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
-
-
-_ACROSS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": _mean,
-    "max": max,
-    "min": min,
-    "p50": _percentile(0.5),
-    "p90": _percentile(0.9),
-    "p95": _percentile(0.95),
-    "p99": _percentile(0.99),
-}
+from envscaler_airflow.scaling.queries import ACROSS, CPU_UTILIZATION, mean
 
 STALE_S = 120.0
 """Metrics whose newest is older are missing. Chosen: four checks of the sensor's default interval."""
-
-CPU_UTILIZATION = "cpu_utilization"
-"""``cpu_percent``, which is 100 for each busy core, over the cores of a node."""
 
 Rounds = Sequence[tuple[float, float]]
 """``(at_s, value)`` of each check, oldest first."""
@@ -154,73 +128,28 @@ def _propose(
     return Proposal((Want(target, reason, view.staying, moving),), numbers=numbers)
 
 
-def queried(at_s: float, rule: ThresholdRule, values: Sequence[float]) -> tuple[Sample, ...]:
-    """What *rule*'s query answered, put together by its ``across``, as one sample for the whole stage.
-
-    NaN and infinities are left out; no value is no sample, so that the metric is missing.
-    """
-    known = [value for value in values if is_measured(value)]
-    if not known:
-        return ()
-    return (Sample(at_s, 0, rule.sampled_as, _ACROSS[rule.across](known)),)
-
-
 def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
     """Checks in a row, up to now and since the last move, in which every node gave the metric."""
     if rule.sampled_as in observation.unknown:
         return []
-    since_s = 0.0
+    metric, since_s = rule.needed, 0.0
     if observation.since_move_s is not None:
         since_s = observation.elapsed_s - observation.since_move_s
     by_check: dict[float, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in observation.samples:
-        if item.at_s >= since_s and _is_of(item.metric, rule):
+        if item.at_s >= since_s and metric.matches(item.metric):
             is_share = rule.metric == CPU_UTILIZATION and rule.query is None
             value = item.value / (observation.current.offer.vcpus if is_share else 1)
             by_check[item.at_s][item.node].append(value)
-    across, nodes = _ACROSS[rule.across], range(observation.current.nodes if rule.query is None else 1)
+    across, nodes = ACROSS[rule.across], range(observation.current.nodes if rule.query is None else 1)
     rounds: list[tuple[float, float]] = []
     for at_s, by_node in sorted(by_check.items()):
         if all(node in by_node for node in nodes):
-            rounds.append((at_s, across([_mean(by_node[node]) for node in nodes])))
+            rounds.append((at_s, across([mean(by_node[node]) for node in nodes])))
         else:
             rounds.clear()
     is_stale = bool(rounds) and observation.elapsed_s - rounds[-1][0] > STALE_S
     return [] if is_stale else rounds
-
-
-def window_s(policy: Policy, *, interval_s: float) -> float:
-    """How far back the rules of *policy* look when samples come every *interval_s* seconds; 0 without rules.
-
-    Twice what they need, so that a late sample does not empty the window.
-    """
-    if policy.name == "vertical":
-        return LONG_WINDOW_S
-    if policy.name == "phase":
-        return 2 * LOOKS * interval_s
-    return 2 * max((max(rule.for_s, rule.samples * interval_s) for rule in policy.rules), default=0.0)
-
-
-def is_asked(name: str, policy: Policy) -> bool:
-    """True when *policy* looks at the metric *name*: others need not be carried."""
-    if policy.name == "vertical":
-        return name in ("memory_bytes", "memory_limit_bytes", "cpu_percent")
-    if policy.name == "phase":
-        return _is_metric(name, "gpu_utilization")
-    return any(rule.query is None and _is_metric(name, rule.metric) for rule in policy.rules)
-
-
-def _is_of(name: str, rule: ThresholdRule) -> bool:
-    """True when the samples called *name* are what *rule* looks at."""
-    return _is_metric(name, rule.metric) if rule.query is None else name == rule.sampled_as
-
-
-def _is_metric(name: str, asked: str) -> bool:
-    """``gpu_utilization`` is ``gpu0_utilization_percent``, ``gpu1_utilization_percent``, ..."""
-    if asked == CPU_UTILIZATION:
-        return name == "cpu_percent"
-    general = re.sub(r"\Agpu\d+_", "gpu_", name)
-    return general.removesuffix("_percent") == asked or fnmatchcase(name, asked)
 
 
 def _read(
@@ -280,10 +209,13 @@ def _lasts(rule: ThresholdRule, rounds: Rounds, agrees: Callable[[float], bool])
 
 def _forecast(rounds: Rounds, ahead_s: float) -> float:
     """Value *ahead_s* after the last check, on the least-squares line; the last value when there is none."""
-    mean_t = _mean([at_s for at_s, _ in rounds])
-    mean_y = _mean([value for _, value in rounds])
+    mean_t = mean([at_s for at_s, _ in rounds])
+    mean_y = mean([value for _, value in rounds])
     spread = math.fsum((at_s - mean_t) ** 2 for at_s, _ in rounds)
     if spread == 0:
         return rounds[-1][1]
     slope = math.fsum((at_s - mean_t) * (value - mean_y) for at_s, value in rounds) / spread
     return mean_y + slope * (rounds[-1][0] + ahead_s - mean_t)
+
+
+THRESHOLD = ScalingPolicy("threshold", threshold)

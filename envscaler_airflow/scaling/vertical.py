@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.decision import Policy, Proposal, ScalingPolicy, Want
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import outlook
+from envscaler_airflow.scaling.queries import Metric
 
 HIGH, LOW = 85.0, 40.0
 """Percent of what a node has: above the first is too little, below the second too much. Chosen."""
@@ -190,3 +191,12 @@ def _is_dearer(item: Allocation, here: Allocation) -> bool:
 
 def _holds(item: Allocation, memory_gib: float, cpus: float) -> bool:
     return item.offer.memory_gib >= memory_gib and item.offer.vcpus >= cpus
+
+
+VERTICAL = ScalingPolicy(
+    "vertical",
+    vertical,
+    metrics=(Metric("memory_bytes"), Metric("memory_limit_bytes"), Metric("cpu_percent")),
+    window_s=LONG_WINDOW_S,
+    changes_in_place=True,
+)

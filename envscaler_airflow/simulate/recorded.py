@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from envscaler_airflow.errors import SpecError
-from envscaler_airflow.scaling import POLICIES, Check, Policy, Propose, decide
+from envscaler_airflow.scaling import Check, ScalingPolicy, decide
 
 
 def replay_run(
-    checks: Iterable[Check], policy_name: str | None = None, *, policies: Mapping[str, Propose] = POLICIES
+    checks: Iterable[Check],
+    policy_name: str | None = None,
+    *,
+    policies: Mapping[str, ScalingPolicy] | None = None,
 ) -> dict[str, Any]:
     """Decide every recorded check again, under the recorded policy or another one.
 
@@ -30,7 +30,7 @@ def replay_run(
     for check in checks:
         observation, policy = check.observation, check.policy
         if policy_name is not None and policy_name != policy.name:
-            policy = _as(policy, policy_name)
+            policy = replace(policy, name=policy_name)
             observation = replace(observation, wanted=dict(wanted))
         decision = decide(observation, policy, policies=policies)
         wanted = decision.wanted
@@ -49,10 +49,6 @@ def replay_run(
     return {"policy": policy_name, "jobs": rows, "summary": _summary(rows)}
 
 
-def _as(policy: Policy, name: str) -> Policy:
-    return replace(policy, name=name)
-
-
 def _said(action: str, target: str) -> str:
     return action if action == "keep" else f"{action} {target}"
 
@@ -65,19 +61,3 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "counterfactual": sum(row["counterfactual"] for row in rows),
         "first_different_s": different[0]["elapsed_s"] if different else None,
     }
-
-
-SIMULATED = "envscaler_airflow.simulated_policies"
-"""Group of classes with ``begin`` and ``choose``, for ``envscaler simulate spot`` and ``elastic``."""
-
-
-def simulated_policies() -> dict[str, Callable[[], Any]]:
-    """By name, to be made when asked for: one that is broken fails nobody else's simulation."""
-    return {point.name: partial(_made, point) for point in entry_points(group=SIMULATED)}
-
-
-def _made(point: EntryPoint) -> Any:
-    try:
-        return point.load()()
-    except Exception as err:  # an edge: code of others
-        raise SpecError(f"--policy: {point.name} ({point.value}) cannot be loaded: {err!r:.200}") from err

@@ -14,7 +14,7 @@ import pytest
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.hooks.prometheus import Prometheus, asks
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.scaling import Observation, Policy, ThresholdRule, ask_rules, decide
+from envscaler_airflow.scaling import Observation, Policy, ThresholdRule, ask_metrics, decide
 
 SERVER = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
@@ -105,8 +105,8 @@ def test_a_rule_decides_by_what_its_query_answers(url, monkeypatch):
     nothing = replace(policy, rules=(replace(rule, query="no_such_metric"),))
     monkeypatch.setenv("AIRFLOW__ENVSCALER__PROMETHEUS_URL", url)
 
-    answers = [ask_rules(policy, asks(), at_s=10.0 * at) for at in range(3)]
-    none = ask_rules(nothing, asks(), at_s=20.0)
+    answers = [ask_metrics([rule.needed], asks(), at_s=10.0 * at) for at in range(3)]
+    none = ask_metrics([nothing.rules[0].needed], asks(), at_s=20.0)
 
     samples = tuple(sample for answer in answers for sample in answer.samples)
     assert decide(Observation(current=here, elapsed_s=20.0, samples=samples), policy).target.nodes == 3

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from envscaler_airflow.planning import Allocation
+from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.fleet import has_spot
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.deadline.facts import SpotJob
 from envscaler_airflow.scaling.deadline.risk import Hazard
-from envscaler_airflow.scaling.deadline.tables import BUY, SPOT, UP_ON_DEMAND, Table
-from envscaler_airflow.scaling.decision import Policy, Proposal, Want
+from envscaler_airflow.scaling.deadline.tables import BUY, SPOT, UP_ON_DEMAND, Table, build_table
+from envscaler_airflow.scaling.decision import (
+    Policy,
+    Prepared,
+    Proposal,
+    ScalingPolicy,
+    StartFacts,
+    Want,
+    table_files,
+)
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import Outlook, outlook
 
 TICK_S = 600.0
 """Seconds of a tick of the tables. Chosen: that of the traces they were fitted on."""
+MAX_TICKS = 6 * 24 * 60
+"""Longest deadline that a table is built for: 60 days. Chosen: half a minute of a worker."""
+MAX_SLACK_S = 12 * 3600.0
+"""Slack beyond which the table is not told finer, seconds. Chosen: with so much, spot is always safe."""
+ALIKE = 1.1
+"""Starts and prices that differ by no more than this factor need no other table. Chosen: as the tolerance of
+a move."""
+MAX_ROWS = 32
+"""Ticks kept of a table. Chosen: 7 MB in the store, 18 MB in the triggerer, 2 s to build for four days."""
 
 
 def meet_deadline(observation: Observation, policy: Policy, *, table: Table | None = None) -> Proposal:
@@ -128,3 +149,74 @@ def _same_machine(view: Outlook, target: Allocation) -> Any:
     known = view.speeds.get(target.name)
     same = target.offer.instance_type == here.offer.instance_type and target.nodes == here.nodes
     return known or (view.speeds.get(here.name) if same else None)
+
+
+def job_of(
+    allocation: Allocation, offers: Iterable[Offer], *, deadline_s: float, start_s: float
+) -> SpotJob | None:
+    """The job as a table sees it; None when it is not to be had on both markets, or a price is unknown.
+
+    Its work is not known before it was measured: the table holds every amount, by the slack that it leaves.
+
+    Args:
+        allocation: What the attempt begins on; its machine is meant.
+        offers: All that can be had.
+        deadline_s: Seconds to the deadline.
+        start_s: Seconds that every launch takes.
+    """
+    kind = allocation.offer.instance_type
+    prices: dict[str, float] = {}
+    for offer in offers:
+        if offer.instance_type == kind and offer.usd_per_hour:
+            known = prices.get(offer.capacity_type, math.inf)
+            prices[offer.capacity_type] = min(known, offer.usd_per_hour)
+    ticks = math.ceil(deadline_s / TICK_S)
+    if len(prices) < 2 or not 0 < ticks <= MAX_TICKS or ticks * TICK_S <= start_s:
+        return None
+    return SpotJob(
+        ticks=ticks,
+        gap_s=TICK_S,
+        work_s=max(0.0, ticks * TICK_S - start_s - MAX_SLACK_S),
+        overhead_s=start_s,
+        on_demand_usd=prices["on-demand"],
+        spot_usd=prices["spot"],
+    )
+
+
+def prepare(policy: Policy, facts: StartFacts) -> Prepared:
+    """The table of the deadline, unless the present one serves, there is no deadline, or numpy is missing."""
+    left_s = facts.deadline_left_s
+    if left_s is None:
+        return Prepared()
+    job = job_of(facts.allocation, facts.offers(), deadline_s=left_s, start_s=facts.start_s)
+    if job is None or _serves(facts.present(), job):
+        return Prepared()
+    try:
+        table = build_table(job, every=max(4, job.ticks // MAX_ROWS))
+    except ModuleNotFoundError as err:
+        return Prepared(reason=f"no table for the deadline: {err}; pip install envscaler-airflow[simulate]")
+    return table_files(policy.name, table.to_bytes(), job.to_dict())
+
+
+def _serves(built_for: Mapping[str, Any] | None, job: SpotJob) -> bool:
+    """True when the present table is good for *job* too; less time to the deadline needs no other."""
+    try:
+        known = SpotJob.from_dict(built_for or {})
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return False
+    if known.ticks < job.ticks:
+        return False
+    pairs = ((known.overhead_s, job.overhead_s), (_price(known), _price(job)))
+    return all(max(one, other) <= ALIKE * min(one, other) for one, other in pairs)
+
+
+def _price(job: SpotJob) -> float:
+    return job.spot_usd / job.on_demand_usd
+
+
+DEADLINE = ScalingPolicy(
+    "deadline",
+    meet_deadline,
+    prepare=prepare,
+    with_table=lambda data: partial(meet_deadline, table=Table.from_bytes(data)),
+)

@@ -20,7 +20,7 @@ from envscaler_airflow.scaling import (
     Policy,
     Sample,
     ThresholdRule,
-    ask_rules,
+    ask_metrics,
     decide,
     explain,
     replay,
@@ -31,6 +31,7 @@ SHOWN = "http://prometheus:9090/prom"
 HERE = Allocation(Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0), 2)
 RULE = ThresholdRule("gpu_utilization", above=80, below=None, samples=1, query="avg(DCGM_FI_DEV_GPU_UTIL)")
 POLICY = Policy("threshold", max_nodes=4, stabilization_s=0.0, rules=(RULE,))
+METRICS = (RULE.needed,)
 
 
 def answering(answer, url=URL, **more):
@@ -94,7 +95,7 @@ BAD = {
 def test_what_is_no_answer_keeps_the_stage_and_says_whose_it_was(case):
     """Query and server are named, its password is not, and the recorded check says so again."""
     answer, why = BAD[case]
-    answers = ask_rules(POLICY, answering(answer).known, at_s=10.0)
+    answers = ask_metrics(METRICS, answering(answer).known, at_s=10.0)
 
     seen = Observation(current=HERE, elapsed_s=10.0, samples=answers.samples, unknown=answers.unknown)
     decision = decide(seen, POLICY)
@@ -184,7 +185,7 @@ def test_what_cannot_be_sent_fails_the_query_and_shows_no_token(url, token):
 
 def test_numbers_beyond_all_sense_are_none():
     """Their mean would be no float, and the check would end in an error."""
-    answers = ask_rules(POLICY, answering(vector("1.7e308", "1.7e308")).known, at_s=10.0)
+    answers = ask_metrics(METRICS, answering(vector("1.7e308", "1.7e308")).known, at_s=10.0)
 
     assert answers.samples == ()
     assert list(answers.unknown.values()) == [f"query '{RULE.query}': it answers no finite number"]
@@ -193,7 +194,7 @@ def test_numbers_beyond_all_sense_are_none():
 def test_a_query_stands_over_what_nodes_report_under_the_name():
     """Nodes at 10 % and the query at 95: a node more."""
     nodes = tuple(Sample(10.0, node, "gpu0_utilization_percent", 10.0) for node in range(2))
-    answers = ask_rules(POLICY, lambda _query: (95.0,), at_s=10.0)
+    answers = ask_metrics(METRICS, lambda _query: (95.0,), at_s=10.0)
 
     seen = Observation(current=HERE, elapsed_s=10.0, samples=(*nodes, *answers.samples))
 
@@ -202,8 +203,8 @@ def test_a_query_stands_over_what_nodes_report_under_the_name():
 
 def test_a_query_that_fails_now_leaves_nothing_to_what_it_answered_before():
     """A number of a moment ago is none of now."""
-    before = ask_rules(POLICY, lambda _query: (95.0,), at_s=10.0)
-    after = ask_rules(POLICY, answering(away).known, at_s=20.0)
+    before = ask_metrics(METRICS, lambda _query: (95.0,), at_s=10.0)
+    after = ask_metrics(METRICS, answering(away).known, at_s=20.0)
     seen = Observation(current=HERE, elapsed_s=20.0, samples=before.samples)
 
     assert decide(seen, POLICY).action == "move"
@@ -212,8 +213,8 @@ def test_a_query_that_fails_now_leaves_nothing_to_what_it_answered_before():
 
 def test_a_query_is_asked_once_and_a_server_that_is_away_is_not_waited_for_again():
     """Two rules of one query, and one of another."""
-    rules = tuple(
-        ThresholdRule("load", query=query, across=across)
+    metrics = tuple(
+        ThresholdRule("load", query=query, across=across).needed
         for query, across in [("a", "mean"), ("a", "max"), ("b", "mean")]
     )
     asked = []
@@ -228,8 +229,8 @@ def test_a_query_is_asked_once_and_a_server_that_is_away_is_not_waited_for_again
         asked.append(query)
         raise BackendError("away", transient=True)
 
-    answers = ask_rules(Policy("threshold", rules=rules), known, at_s=1.0)
-    nothing = ask_rules(Policy("threshold", rules=rules), gone, at_s=1.0)
+    answers = ask_metrics(metrics, known, at_s=1.0)
+    nothing = ask_metrics(metrics, gone, at_s=1.0)
 
     assert [(item.metric, item.value) for item in answers.samples] == [("mean of a", 2.0), ("max of a", 3.0)]
     assert answers.unknown == {"mean of b": "query 'b': b is none"}

@@ -154,6 +154,7 @@ class World:
     ):
         """Let a node of the live attempt say something; *more* is of its progress, *training* its phase."""
         checkpoint_s, training = more.pop("checkpoint_s", None), more.pop("training", None)
+        usage = more.pop("usage", {})
         live = self.state.live
         name = f"{KEY.prefix}/{status_name(live.generation, live.number, node)}"
         old = self.store.read(name)
@@ -174,6 +175,7 @@ class World:
             last_checkpoint_step=step if checkpoint else None,
             ended=ended,
             outputs=outputs or {},
+            usage=usage,
         )
         self.store.write(name, status.to_json())
 

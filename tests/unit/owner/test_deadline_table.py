@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_airflow.owner import tables
+from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.owner import policies
 from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.scaling import Check, replay
+from envscaler_airflow.scaling import Check, Policy, StartFacts, replay
 from envscaler_airflow.scaling.deadline import Table
+from envscaler_airflow.scaling.deadline.live import DEADLINE, job_of
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
 SPOT = replace(DEMAND, capacity_type="spot", usd_per_hour=1.0)
@@ -38,20 +40,33 @@ def owner_of(world, deadline_s=4 * 3600.0):
     return owner
 
 
+def publish(store, prefix, job):
+    """What an owner does at a start that finds *job* on the market."""
+    offers = (replace(DEMAND, usd_per_hour=job.on_demand_usd), replace(SPOT, usd_per_hour=job.spot_usd))
+    facts = StartFacts(
+        Allocation(SPOT), job.overhead_s, deadline_left_s=job.ticks * job.gap_s, offers=lambda: offers
+    )
+    policies.prepare(store, prefix, DEADLINE, Policy("deadline"), facts)
+
+
+def present(world):
+    """Name of the present table."""
+    return policies.present_table(world.store, world.prefix, "deadline")[0]
+
+
 def test_the_table_is_there_when_the_attempt_runs(world):
     """Four hours are 24 ticks of ten minutes; the owner builds the table, any other process reads it."""
     owner_of(world).enter()
 
-    table = tables.read(world.store, world.prefix, tables.name_of(world.store, world.prefix))
+    data = policies.read_table(world.store, world.prefix, "deadline", present(world))
 
-    assert isinstance(table, Table)
-    assert table.ticks[-1] == 24
+    assert Table.from_bytes(data).ticks[-1] == 24
 
 
 def test_a_table_serves_every_later_start_of_the_same_kind(world):
     """Less time left needs no other table; half the price, starts twice as long, or more time do."""
-    job = tables.job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=4 * 3600.0, start_s=60.0)
-    tables.publish(world.store, world.prefix, job)
+    job = job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=4 * 3600.0, start_s=60.0)
+    publish(world.store, world.prefix, job)
     written = []
     write = world.store.write
 
@@ -67,7 +82,7 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
     for change in changes:
         written.append(str(change))
         job = replace(job, **change)  # on top of those before: each says one thing anew
-        tables.publish(Counted(), world.prefix, job)
+        publish(Counted(), world.prefix, job)
 
     built = "a table"
     names = ["a table" if name.endswith(".bin") else name for name in written if not name.endswith(".json")]
@@ -88,18 +103,19 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
 )
 def test_there_is_no_table_of_what_cannot_be_told(offers, deadline_s):
     """One market, an unknown price, a deadline that has passed or is years away."""
-    assert tables.job_of(Allocation(DEMAND), offers, deadline_s=deadline_s, start_s=60.0) is None
+    assert job_of(Allocation(DEMAND), offers, deadline_s=deadline_s, start_s=60.0) is None
 
 
 def test_a_torn_table_is_none(world):
     """The policy then goes by its rule of two starts."""
     name = "tables/deadline-0123456789abcdef.bin"
     world.store.write(f"{world.prefix}/{name}", b"torn")
-    world.store.write(f"{world.prefix}/{tables.KEY}", b"torn")
+    world.store.write(f"{world.prefix}/tables/deadline.json", b"torn")
 
-    assert tables.read(world.store, world.prefix, name) is None
-    assert tables.read(world.store, world.prefix, "../other/tables/x") is None
-    assert tables.name_of(world.store, world.prefix) is None
+    assert present(world) is None
+    for asked in (name, "../other/tables/x"):
+        with pytest.raises(ProtocolError, match="expected a table of policy deadline"):
+            policies.read_table(world.store, world.prefix, "deadline", asked)
 
 
 def test_the_sensor_decides_by_the_table(new_world):
@@ -135,11 +151,11 @@ def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
         world.say(step=10 * step, elapsed_s=60.0 * step)
         world.clock.advance(60)
         checks.append(observer.look().check)
-    job = tables.job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=36_000.0, start_s=3000.0)
-    tables.publish(world.store, world.prefix, job)
+    job = job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=36_000.0, start_s=3000.0)
+    publish(world.store, world.prefix, job)
 
     again = [Check.from_dict(json.loads(json.dumps(check.to_dict()))) for check in checks]
-    policies = tables.with_tables(world.store, world.prefix)
+    known = policies.policies_of(world.store, world.prefix)
 
-    assert checks[-1].observation.deadline_table != tables.name_of(world.store, world.prefix)
-    assert [replay(check, policies=policies) for check in again] == [check.decision for check in checks]
+    assert checks[-1].observation.deadline_table != present(world)
+    assert [replay(check, policies=known) for check in again] == [check.decision for check in checks]

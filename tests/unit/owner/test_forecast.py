@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from envscaler_airflow.owner import forecast
-from envscaler_airflow.owner.forecast import Forecast, Span
+from envscaler_airflow.owner import policies
 from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.scaling import Check, Decision, Observation, Policy
+from envscaler_airflow.scaling import Check, Decision, Observation, Policy, StartFacts
+from envscaler_airflow.scaling.phase import FILE, PHASE, Forecast, Span, spans_of
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.testing import ElasticBackend
 
@@ -41,6 +39,11 @@ def seen(phase, elapsed_s):
     return Check(here, Policy(), Decision("keep", FOUR, f"{phase} is what it is"))
 
 
+def prepare(world):
+    """What the owner does at a start."""
+    policies.prepare(world.store, world.prefix, PHASE, Policy("phase"), StartFacts(FOUR, 30.0))
+
+
 def test_phases_last_from_the_end_of_the_one_before():
     """Seen until 600 s, 7,800 s and 8,700 s; checks without a phase say nothing."""
     checks = [
@@ -48,7 +51,7 @@ def test_phases_last_from_the_end_of_the_one_before():
         seen("training", 7800.0), seen("evaluation", 8700.0),
     ]  # fmt: skip
 
-    assert forecast.spans_of(checks) == THREE.spans
+    assert spans_of(checks) == THREE.spans
 
 
 @pytest.mark.parametrize(
@@ -106,16 +109,18 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
 )
 def test_what_cannot_be_read_foretells_nothing(world, text):
     """The policy then goes by what is announced."""
-    world.store.write(f"{world.prefix}/{forecast.NAME}", text)
+    world.store.write(f"{world.prefix}/tables/{FILE}", text)
 
-    assert forecast.read(world.store, world.prefix) == Forecast()
+    assert policies.read_forecast(world.store, world.prefix) == Forecast()
 
 
 def test_a_first_run_has_nothing_to_go_by(world):
     """No other run of the DAG is there."""
     world.controller().enter()
 
-    assert forecast.publish(world.store, replace(world.key)) is False
+    prepare(world)
+
+    assert world.store.size(f"{world.prefix}/tables/{FILE}") is None
 
 
 def test_the_last_of_the_earlier_runs_tells(world):
@@ -126,5 +131,6 @@ def test_the_last_of_the_earlier_runs_tells(world):
         log.add(seen("loading", lasted_s))
         log.close()
 
-    assert forecast.publish(world.store, world.key)
-    assert forecast.read(world.store, world.prefix) == Forecast((Span("loading", 200.0),))
+    prepare(world)
+
+    assert policies.read_forecast(world.store, world.prefix) == Forecast((Span("loading", 200.0),))

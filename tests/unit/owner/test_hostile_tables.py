@@ -8,11 +8,14 @@ import struct
 import tracemalloc
 import zlib
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from envscaler_agent.protocol import SCHEMA
-from envscaler_airflow.owner import tables
+from envscaler_airflow.owner import policies
+from envscaler_airflow.planning import Allocation, Offer, Speed
+from envscaler_airflow.scaling import Observation, Policy
 from envscaler_airflow.scaling.deadline import SpotJob, Table
 from envscaler_airflow.scaling.deadline.tables import _ROW
 
@@ -32,6 +35,23 @@ def costs(count, value=1.0):
 
 
 GOOD = packed((1, 10), (0.0, 600.0), 1, costs(4))
+DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
+ON_DEMAND, SPOT = Allocation(DEMAND), Allocation(replace(DEMAND, capacity_type="spot", usd_per_hour=1.0))
+
+
+def is_decided_by(world, name):
+    """Whether a check on demand, with hours to spare, goes by the table of that name."""
+    seen = Observation(
+        ON_DEMAND,
+        (SPOT,),
+        units_done=0.0,
+        units_total=3600.0,
+        speeds={ON_DEMAND.name: Speed(1.0, 0.0, "measured", 3600.0)},
+        deadline_left_s=36_000.0,
+        deadline_table=name,
+    )
+    policy = policies.policies_of(world.store, world.prefix)["deadline"]
+    return "ticks_of_on_demand" in policy.propose(seen, Policy("deadline")).numbers
 
 
 @pytest.mark.parametrize(
@@ -58,7 +78,7 @@ def test_what_is_no_table_is_none(world, data):
     name = f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
     world.store.write(f"{world.prefix}/{name}", data)
 
-    assert tables.read(world.store, world.prefix, name) is None
+    assert is_decided_by(world, name) is False
 
 
 def test_a_table_that_unpacks_without_end_takes_no_memory(monkeypatch):
@@ -79,16 +99,16 @@ def test_a_table_under_another_s_name_is_none(world):
     name = "tables/deadline-0123456789abcdef.bin"
     world.store.write(f"{world.prefix}/{name}", GOOD)
 
-    assert tables.read(world.store, world.prefix, name) is None
+    assert is_decided_by(world, name) is False
 
 
 @pytest.mark.parametrize("name", ["../../x", "tables/deadline-x.bin", "x" * 3000, "", "/etc/passwd"])
 def test_the_file_that_names_the_table_names_nothing_else(world, name):
     """No path, and no text without end in every recorded check."""
     body = {"schema": SCHEMA, "table": name, "job": JOB.to_dict()}
-    world.store.write(f"{world.prefix}/{tables.KEY}", json.dumps(body).encode())
+    world.store.write(f"{world.prefix}/tables/deadline.json", json.dumps(body).encode())
 
-    assert tables.name_of(world.store, world.prefix) is None
+    assert policies.present_table(world.store, world.prefix, "deadline") == (None, None)
 
 
 def test_the_good_one_is_read(world):
@@ -96,4 +116,4 @@ def test_the_good_one_is_read(world):
     name = f"tables/deadline-{hashlib.sha256(GOOD).hexdigest()[:16]}.bin"
     world.store.write(f"{world.prefix}/{name}", GOOD)
 
-    assert tables.read(world.store, world.prefix, name) == Table.from_bytes(GOOD)
+    assert is_decided_by(world, name)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 
 import pytest
 from click.testing import CliRunner
+from fakes.policies import bring_propose, forgotten
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
-from envscaler_airflow.scaling.registry import GROUP, all_policies
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.testing import ElasticBackend
 
@@ -41,16 +39,9 @@ def largest(observation: Observation, policy: Policy) -> Proposal:
 @pytest.fixture
 def brought(monkeypatch):
     """A package that brings the policy ``largest``."""
-    point = EntryPoint("largest", f"{__name__}:largest", GROUP)
-    found = importlib.metadata.entry_points
-
-    def both(**select):
-        return [point] if select.get("group") == GROUP else found(**select)
-
-    monkeypatch.setattr("envscaler_airflow.scaling.registry.entry_points", both)
-    all_policies.cache_clear()
-    yield
-    all_policies.cache_clear()
+    with forgotten():
+        bring_propose(monkeypatch, largest=largest)
+        yield
 
 
 def looked(world, *, looks=4):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
+from fakes.policies import bring, bring_propose, forgotten
 
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.owner import tables
+from envscaler_airflow.owner import policies
 from envscaler_airflow.owner.stage import Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.scaling import Proposal, Want, registry
+from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.testing.backend import cpu_offer
 
 
@@ -23,7 +23,7 @@ def started(world):
     return owner
 
 
-OFFER = cpu_offer(2).to_dict()
+OFFER, HERE = cpu_offer(2).to_dict(), Allocation(cpu_offer(1))
 HUGE = {"current": {"offer": OFFER, "nodes": 1}, "elapsed_s": 10**400}
 
 
@@ -65,19 +65,11 @@ def test_a_request_that_cannot_be_read_is_refused(world, body):
     assert world.state.live.phase == "started"
 
 
-def bring(monkeypatch, load):
-    """Let another package bring the policy ``theirs``."""
-    point = SimpleNamespace(name="theirs", value="theirs:policy", load=load)
-    monkeypatch.setattr(registry, "entry_points", lambda **_group: [point])
-    registry.all_policies.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def _as_before():
     """No test sees another's policies."""
-    registry.all_policies.cache_clear()
-    yield
-    registry.all_policies.cache_clear()
+    with forgotten():
+        yield
 
 
 def raises(_seen, _policy):
@@ -109,7 +101,7 @@ def test_a_policy_of_another_package_that_is_broken_moves_nothing(world, monkeyp
     """The owner's slice refuses; the sensor's check keeps, with the reason."""
     text = world.spec_path.read_text().replace("policy: cost-to-finish", "policy: theirs")
     world.spec_path.write_text(text)
-    bring(monkeypatch, lambda: policy)
+    bring_propose(monkeypatch, theirs=policy)
     owner = started(world)
     body = {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": [1, 1]}
     request = world.log.append_request("move-requested", body, actor=None)
@@ -131,16 +123,16 @@ def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, 
         with door:
             pass
 
-    monkeypatch.setattr(tables, "LIMIT_S", 0.05)
-    monkeypatch.setattr(tables, "MOST_AT_ONCE", 2)
-    bring(monkeypatch, lambda: hangs)
-    propose = tables.with_tables(world.store, world.prefix)["theirs"]
+    monkeypatch.setattr(policies, "LIMIT_S", 0.05)
+    monkeypatch.setattr(policies, "MOST_AT_ONCE", 2)
+    bring_propose(monkeypatch, theirs=hangs)
+    propose = policies.policies_of(world.store, world.prefix)["theirs"].propose
     said = [propose(None, None).reason for _ in range(4)]
     door.release()
 
-    told = "policy 'theirs'"
+    told = "policy 'theirs' (theirs:policy)"
     assert said[:2] == [f"{told} did not answer within 0.05 s"] * 2
-    assert said[2:] == [f"{told}: 2 calls of it have not come back"] * 2
+    assert said[2:] == [f"{told} has not come back from 2 calls"] * 2
     assert len(calls) == 2
 
 
@@ -150,14 +142,14 @@ def test_a_policy_whose_package_is_broken_stops_no_other(world, monkeypatch):
     def load():
         raise ImportError("libcuda.so.1")
 
-    bring(monkeypatch, load)
+    bring(monkeypatch, theirs=load)
     owner = started(world)
     request = world.ask_move(2)
 
     owner.resume(Wake("request"))
 
     assert world.answer(request).type == "move-accepted"
-    said = registry.all_policies()["theirs"](None, None)
+    said = policies.policies_of(world.store, world.prefix)["theirs"].propose(Observation(HERE), Policy())
     assert said == Proposal(
         reason="policy 'theirs' (theirs:policy) cannot be loaded: ImportError('libcuda.so.1')"
     )

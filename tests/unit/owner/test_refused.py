@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from fakes.policies import bring_propose, forgotten
 
 from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState, fold
 from envscaler_airflow.run.events import Event
-from envscaler_airflow.scaling import Observation, Policy, Proposal, Want, registry
+from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.scaling.guards import holds
 from envscaler_airflow.scaling.observation import Refused
 from envscaler_airflow.testing import ElasticBackend
@@ -48,13 +48,11 @@ def sensed(world):
 def full(new_world, monkeypatch):
     """A run on a cluster that has no second node, under a policy that wants one at every check."""
     want = Proposal((Want(Allocation(SMALL, 2), "more is better"),))
-    point = SimpleNamespace(name="more", value="tests:more", load=lambda: lambda _seen, _policy: want)
-    monkeypatch.setattr(registry, "entry_points", lambda **_group: [point])
-    registry.all_policies.cache_clear()
-    world = new_world((SMALL,), spec=SPEC, backend=ElasticBackend)
-    world.backend.free = {SMALL.name: 0}
-    yield world
-    registry.all_policies.cache_clear()
+    with forgotten():
+        bring_propose(monkeypatch, more=lambda _seen, _policy: want)
+        world = new_world((SMALL,), spec=SPEC, backend=ElasticBackend)
+        world.backend.free = {SMALL.name: 0}
+        yield world
 
 
 def test_a_full_cluster_is_asked_less_and_less(full):

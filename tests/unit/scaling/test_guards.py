@@ -12,6 +12,7 @@ from envscaler_airflow.scaling import (
     Observation,
     Policy,
     Proposal,
+    ScalingPolicy,
     Want,
     decide,
 )
@@ -151,7 +152,11 @@ def test_a_policy_of_ones_own_runs_behind_the_same_guards():
 
     seen = replace(SEEN, candidates=(replace(SMALL, nodes=9), replace(SMALL, nodes=2)))
 
-    got = decide(seen, Policy(name="eager", max_nodes=4, stabilization_s=0), policies={"eager": eager})
+    got = decide(
+        seen,
+        Policy(name="eager", max_nodes=4, stabilization_s=0),
+        policies={"eager": ScalingPolicy("eager", eager)},
+    )
 
     assert (got.action, got.target.nodes) == ("move", 2)
 
@@ -166,11 +171,14 @@ def test_an_urgent_move_takes_no_other_one_past_the_cool_down():
     policy = Policy(name="hasty", max_nodes=4, stabilization_s=0)
     moved = replace(SEEN, moves=1, since_move_s=60.0)
 
-    got = decide(moved, policy, policies={"hasty": hasty})
+    got = decide(moved, policy, policies={"hasty": ScalingPolicy("hasty", hasty)})
 
     assert got.action == "keep"
-    assert decide(SEEN, policy, policies={"hasty": hasty}).target == LARGE
-    assert decide(moved, replace(policy, max_nodes=9), policies={"hasty": hasty}).target == urgent.target
+    assert decide(SEEN, policy, policies={"hasty": ScalingPolicy("hasty", hasty)}).target == LARGE
+    assert (
+        decide(moved, replace(policy, max_nodes=9), policies={"hasty": ScalingPolicy("hasty", hasty)}).target
+        == urgent.target
+    )
 
 
 def test_a_doubtful_saving_is_not_risked_against_a_sure_finish():
@@ -226,8 +234,12 @@ def test_a_deadline_guards_policies_that_do_not_look_at_it():
         return Proposal((Want(LARGE, "blind", short, moving),))
 
     policy = replace(NOW, name="blind")
-    late = decide(replace(SEEN, deadline_left_s=36_000), policy, policies={"blind": blind})
-    in_time = decide(replace(SEEN, deadline_left_s=43_200), policy, policies={"blind": blind})
+    late = decide(
+        replace(SEEN, deadline_left_s=36_000), policy, policies={"blind": ScalingPolicy("blind", blind)}
+    )
+    in_time = decide(
+        replace(SEEN, deadline_left_s=43_200), policy, policies={"blind": ScalingPolicy("blind", blind)}
+    )
 
     assert late.reason == "blind, but local/cpu-2 may take 12 h to finish, 10 h are left"
     assert in_time.action == "move"

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.planning import Allocation, Offer, Speed
-from envscaler_airflow.scaling import Decision, Observation, Policy, Sample, ThresholdRule, decide, threshold
+from envscaler_airflow.scaling import Decision, Observation, Policy, Sample, ThresholdRule, decide
+from envscaler_airflow.scaling.threshold import threshold
 
 NODE = Offer(
     cloud="aws",

@@ -3,15 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from fakes.policies import bring, forgotten
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
-from envscaler_airflow.simulate import recorded
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.testing.backend import cpu_offer
@@ -111,15 +110,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def test_a_broken_policy_of_another_package_fails_its_own_simulation_alone(monkeypatch):
     """Ours run, by their own names too; the broken one is named in one line."""
-    broken = SimpleNamespace(name="broken", value="no:Such", load=lambda: 1 / 0)
-    usurper = SimpleNamespace(name="greedy", value="no:Such", load=lambda: 1 / 0)
-    monkeypatch.setattr(recorded, "entry_points", lambda **_group: (broken, usurper))
+    with forgotten():
+        bring(monkeypatch, broken=lambda: 1 / 0, greedy=lambda: 1 / 0)
+        ours = run("spot", *TRACES, "--policy", "greedy")
+        got = run("spot", *TRACES, "--policy", "broken")
 
-    assert run("spot", *TRACES, "--policy", "greedy").exit_code == 0
-    got = run("spot", *TRACES, "--policy", "broken")
+    assert ours.exit_code == 0
 
     assert got.exit_code == 2
-    assert "broken (no:Such) cannot be loaded: ZeroDivisionError" in got.output
+    assert "policy 'broken' (broken:policy) cannot be loaded: ZeroDivisionError" in got.output
 
 
 @pytest.mark.parametrize("name", ["job.png", "job", "job.what"])

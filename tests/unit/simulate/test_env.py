@@ -3,20 +3,23 @@
 import math
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from fakes.policies import bring_propose, forgotten
 
+from envscaler_airflow.owner.policies import policies_of
 from envscaler_airflow.planning import Allocation, Estimate, Offer, Overheads, Speed, Speedup
-from envscaler_airflow.scaling import Check, Observation, Policy, Proposal, Want, decide, registry
+from envscaler_airflow.scaling import Check, Observation, Policy, Proposal, Want, decide
 from envscaler_airflow.scaling.deadline import ON_DEMAND, SpotJob
+from envscaler_airflow.scaling.deadline.live import DEADLINE
 from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.simulate.elastic import Config, Model, Step
 from envscaler_airflow.simulate.elastic_run import ElasticJob, simulate_elastic
 from envscaler_airflow.simulate.env import ElasticEnv, SpotEnv
 from envscaler_airflow.simulate.recorded import replay_run
-from envscaler_airflow.simulate.references import UniformProgress
+from envscaler_airflow.simulate.references import OnDemand, UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
+from envscaler_airflow.store.base import open_store
 
 JOB = SpotJob(40, 600.0, 4 * 3600.0, 720.0, 3.0, 1.0)
 ZONES = {"z": [1, 1, 1, 0, 0, 1, 1, 0] * 5}
@@ -154,24 +157,23 @@ def test_the_same_seed_begins_the_same_elastic_episode():
 def plugin(tmp_path, monkeypatch):
     """A package with a policy and a simulated one, installed where Python looks."""
     (tmp_path / "greedy_mover.py").write_text(
-        "from envscaler_airflow.scaling import Proposal, Want, outlook\n"
-        "from envscaler_airflow.simulate.references import OnDemand as Simulated\n"
+        "from envscaler_airflow.scaling import Proposal, ScalingPolicy, Want, outlook\n"
+        "from envscaler_airflow.simulate.references import OnDemand\n"
         "def propose(seen, policy):\n"
         "    view = outlook(seen, policy)\n"
         "    return Proposal(tuple(Want(i, 'more', view.staying, view.moving(i)) for i in seen.others()))\n"
+        "mover = ScalingPolicy('mover', propose, simulated=OnDemand)\n"
+        "deadline = ScalingPolicy('deadline', propose)\n"
     )
     meta = tmp_path / "greedy_mover-1.0.dist-info"
     meta.mkdir()
     (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: greedy-mover\nVersion: 1.0\n")
     (meta / "entry_points.txt").write_text(
-        "[envscaler_airflow.policies]\nmover = greedy_mover:propose\n"
-        "deadline = greedy_mover:propose\n"
-        "[envscaler_airflow.simulated_policies]\nmover = greedy_mover:Simulated\n"
+        "[envscaler_airflow.policies]\nmover = greedy_mover:mover\ndeadline = greedy_mover:deadline\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    all_policies.cache_clear()
-    yield
-    all_policies.cache_clear()
+    with forgotten():
+        yield
     sys.modules.pop("greedy_mover", None)
 
 
@@ -216,21 +218,18 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatch):
+def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatch, tmp_path):
     """Neither the check nor its record breaks, and no budget is passed by an estimate below nothing."""
-    point = SimpleNamespace(name="odd", value="odd:propose", load=lambda: lambda seen, _policy: said(seen))
-    monkeypatch.setattr(registry, "entry_points", lambda **_group: (point,))
     offer = Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0)
     here, two = (Allocation(offer, nodes) for nodes in (1, 2))
     seen = Observation(here, candidates=(two,), elapsed_s=600.0, budget_usd=1.0, spent_usd=5.0)
     policy = Policy("odd", max_nodes=4, stabilization_s=0.0)
-    all_policies.cache_clear()
-
-    got = decide(seen, policy, policies=all_policies())
-    all_policies.cache_clear()
+    with forgotten():
+        bring_propose(monkeypatch, odd=lambda seen, _policy: said(seen))
+        got = decide(seen, policy, policies=policies_of(open_store(f"file://{tmp_path}"), "run"))
 
     assert got.action == "keep"
-    assert "policy 'odd' (odd:propose)" in got.reason
+    assert "policy 'odd' (odd:policy)" in got.reason
     check = Check(seen, policy, got)
     assert Check.from_dict(check.to_dict()) == check
 
@@ -238,8 +237,7 @@ def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatc
 @pytest.mark.usefixtures("plugin")
 def test_a_package_cannot_replace_a_policy_of_ours():
     """The name ``deadline`` stays what it is; what is simulated is found too."""
-    from envscaler_airflow.scaling import POLICIES
-    from envscaler_airflow.simulate.recorded import simulated_policies
+    known = all_policies()
 
-    assert all_policies()["deadline"] is POLICIES["deadline"]
-    assert "mover" in simulated_policies()
+    assert known["deadline"] is DEADLINE
+    assert known["mover"].simulated is OnDemand
