@@ -10,70 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from envscaler_airflow.clouds import all_clouds
+from envscaler_airflow.clouds.base import AttachedGpu
 from envscaler_airflow.envspec.gpus import MEMORY_GB
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.table import RISKS, Kind, OfferTable, Row, build_table
-
-MOST: Mapping[str, Mapping[int, tuple[float, float]]] = {
-    "T4": {1: (48, 312), 2: (48, 312), 4: (96, 624)},
-    "P4": {1: (24, 156), 2: (48, 312), 4: (96, 624)},
-    "V100": {1: (12, 78), 2: (24, 156), 4: (48, 312), 8: (96, 624)},
-    "P100": {1: (16, 104), 2: (32, 208), 4: (64, 208)},
-}
-"""Most vCPUs and GiB of an N1 host by GPU and count.
-
-Source: cloud.google.com/compute/docs/gpus, "N1 machine types with GPUs attached" (recalled; four P100
-with 96 vCPUs exist in two zones only and are left out).
-"""
-
-
-class AttachedGpu(NamedTuple):
-    """GPUs of a zone, without a host."""
-
-    gpu_name: str
-    gpus: int
-    gpu_memory_gb: float | None
-    row: Row
-
-
-def compose(hosts: Mapping[Kind, Iterable[Row]], gpus: Iterable[AttachedGpu]) -> dict[Kind, list[Row]]:
-    """Every N1 host with the GPUs that may be attached to it, in the zones that have both.
-
-    A price is known when both parts are. Spot needs a spot price of both.
-    """
-    by_zone: dict[str, list[tuple[Kind, Row]]] = {}
-    for kind, rows in hosts.items():
-        if kind.cloud == "gcp" and kind.instance_type.startswith("n1-") and kind.gpu_name is None:
-            for row in rows:
-                by_zone.setdefault(row.zone, []).append((kind, row))
-    made: dict[Kind, list[Row]] = {}
-    for gpu in gpus:
-        vcpus, memory_gib = MOST.get(gpu.gpu_name, {}).get(gpu.gpus, (0.0, 0.0))
-        for host, row in by_zone.get(gpu.row.zone, ()):
-            if host.vcpus <= vcpus and host.memory_gib <= memory_gib:
-                kind = host._replace(
-                    gpu_name=gpu.gpu_name,
-                    gpus=float(gpu.gpus),
-                    gpu_memory_gb=gpu.gpu_memory_gb,
-                    is_attached=True,
-                )
-                made.setdefault(kind, []).append(_joined(row, gpu.row))
-    return made
-
-
-def _joined(host: Row, gpu: Row) -> Row:
-    return host._replace(
-        usd=_sum(host.usd, gpu.usd),
-        spot_usd=_sum(host.spot_usd, gpu.spot_usd),
-        has_spot=host.has_spot and gpu.has_spot,
-        source=f"{host.source} + {gpu.source}",
-        spot_source=f"{host.spot_source} + {gpu.spot_source}",
-    )
-
-
-def _sum(host: float | None, gpu: float | None) -> float | None:
-    return None if host is None or gpu is None else round(host + gpu, 9)
-
 
 EXERCISE = "exercise, not prices"
 """Label of a table that is taken as it is."""
@@ -205,7 +146,7 @@ class _Reader:
         if cells[3]:
             self.rows.setdefault(kind, []).append(row)
         elif kind.gpu_name is not None:
-            self.gpus.append(AttachedGpu(kind.gpu_name, int(kind.gpus), kind.gpu_memory_gb, row))
+            self.gpus.append(AttachedGpu(cloud, kind.gpu_name, int(kind.gpus), kind.gpu_memory_gb, row))
 
     def _source(self, cloud: str, kind: str) -> str | None:
         """What to say of a price of this kind; None: it is none."""
@@ -243,7 +184,10 @@ class _Reader:
 
     def table(self, label: str) -> OfferTable:
         rows: dict[Kind, Iterable[Row]] = {**self.rows}
-        rows |= compose(self.rows, self.gpus)
+        for name, cloud in all_clouds().items() if self.gpus else ():
+            if cloud.attached is not None:
+                hosts = {kind: found for kind, found in self.rows.items() if kind.cloud == name}
+                rows |= cloud.attached(hosts, [gpu for gpu in self.gpus if gpu.cloud == name])
         faults = list(self.faults)
         if self.refused > len(faults):
             faults.append(f"and {self.refused - len(faults)} more values refused")

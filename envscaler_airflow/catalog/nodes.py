@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, Accelerator, accelerators, slice_name
+from envscaler_airflow.clouds import all_clouds
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.requirements import Requirements
@@ -34,7 +35,6 @@ SPOT_LABELS: Mapping[str, tuple[str, str]] = {
 }
 """Labels that say spot. Source: documentation of EKS, Karpenter, GKE, AKS; the last is ours."""
 
-_CLOUDS = {"aws": "aws", "gce": "gcp", "azure": "azure", "alicloud": "alibaba", "qcloud": "tencent"}
 _ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
 GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
     ("nvidia.com/gpu", None),
@@ -140,12 +140,18 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
         region=_first(labels, _REGION),
         zone=_first(labels, _ZONE),
         pool=_first(labels, _POOL),
-        cloud=_CLOUDS.get(str(spec.get("providerID", "")).partition(":")[0]),
+        cloud=_cloud_of(str(spec.get("providerID", ""))),
         arch=_ARCHES.get(labels.get("kubernetes.io/arch", "")),
         gpus=gpus,
         gpu_product=labels.get(GPU_PRODUCT) if gpus else None,
         runs_linux=_runs_linux(labels, found),
     )
+
+
+def _cloud_of(provider_id: str) -> str | None:
+    """As the catalog names it: ``gcp`` of ``gce://project/us-central1-a/vm``."""
+    scheme = provider_id.partition(":")[0]
+    return next((name for name, one in all_clouds().items() if scheme and one.provider_id == scheme), None)
 
 
 def keeps_off(item: Mapping[str, Any]) -> str | None:

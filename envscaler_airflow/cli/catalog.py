@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -15,10 +15,9 @@ from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.sources import cache_dir
 from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli.common import output_option
+from envscaler_airflow.clouds import Access, price_lists
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import BackendError, SpecError
-
-FEEDS = ("aws", "azure", "gcp")
 
 
 @click.group()
@@ -28,7 +27,11 @@ def catalog() -> None:
 
 @catalog.command()
 @click.option(
-    "--cloud", "clouds", multiple=True, type=click.Choice(FEEDS), help="All of them when not given."
+    "--cloud",
+    "clouds",
+    multiple=True,
+    type=click.Choice(list(price_lists())),
+    help="All of them when not given.",
 )
 @click.option("--region", "regions", multiple=True, help="All that the catalog knows when not given.")
 @click.option("--endpoint-url", help="Of a stand-in for the cloud's API.")
@@ -118,10 +121,11 @@ def _asked(clouds: Sequence[str], regions: Sequence[str]) -> dict[str, list[str]
     Raises:
         SpecError: A region is none.
     """
-    known: dict[str, set[str]] = {cloud: set() for cloud in clouds or FEEDS}
-    for cloud, region, _ in packaged().places:
-        if cloud in known:
-            known[cloud].add(region)
+    places, lists = packaged().places, price_lists()
+    known = {
+        cloud: {region for one, region, _ in places if one == cloud} or set(lists[cloud].regions)
+        for cloud in clouds or lists
+    }
     if not regions:
         return {cloud: sorted(has) for cloud, has in known.items()}
     anywhere = set().union(*known.values())
@@ -139,32 +143,10 @@ def _asked(clouds: Sequence[str], regions: Sequence[str]) -> dict[str, list[str]
 
 
 def open_feed(cloud: str, *, endpoint_url: str | None = None) -> PriceFeed:
-    """The feed of a cloud with what this shell may use: its AWS identity, ``ENVSCALER_GCP_API_KEY``.
+    """The feed of a cloud with this shell's credentials: its identity, ``ENVSCALER_<CLOUD>_API_KEY``.
 
     Raises:
-        SpecError: GCP without a key.
+        SpecError: The cloud needs more than that.
     """
-    makers: dict[str, Callable[[str | None], PriceFeed]] = {"aws": _aws, "azure": _azure, "gcp": _gcp}
-    return makers[cloud](endpoint_url)
-
-
-def _aws(endpoint_url: str | None) -> PriceFeed:
-    from envscaler_airflow.clouds.aws import ADVISOR_URL, AwsPrices  # noqa: PLC0415  (one cloud at a time)
-
-    advisor = f"{endpoint_url}/spot-advisor-data.json" if endpoint_url else ADVISOR_URL
-    return AwsPrices(endpoint_url=endpoint_url, advisor_url=advisor)
-
-
-def _azure(endpoint_url: str | None) -> PriceFeed:
-    from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415  (as above)
-
-    return AzurePrices(url=endpoint_url or URL)
-
-
-def _gcp(endpoint_url: str | None) -> PriceFeed:
-    from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415  (as above)
-
-    key = os.environ.get("ENVSCALER_GCP_API_KEY")
-    if not key and endpoint_url is None:
-        raise SpecError("gcp: set ENVSCALER_GCP_API_KEY to a key that may read the Cloud Billing Catalog")
-    return GcpPrices(packaged().kinds, api_key=key, url=endpoint_url or URL)
+    key = os.environ.get(f"ENVSCALER_{cloud.upper()}_API_KEY")
+    return price_lists()[cloud].open(Access(secret=key, endpoint_url=endpoint_url))

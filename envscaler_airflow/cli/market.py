@@ -18,11 +18,12 @@ import click
 
 from envscaler_airflow.catalog.sources import cache_dir, has_live_prices, open_catalog, read_scope
 from envscaler_airflow.cli.tables import LEAST_COLUMNS
+from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.envspec import gpus as gpu_names
 from envscaler_airflow.envspec.quantities import cpu_cores, memory_bytes
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
-from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
 from envscaler_airflow.planning.market import Scope
 from envscaler_airflow.planning.table import Machine, OfferTable, joined, table_of
 
@@ -291,7 +292,7 @@ def machine_body(machine: Machine | None) -> dict[str, Any]:
 
 def billing_body(cloud: str) -> dict[str, Any]:
     """What a cloud rounds time up to; null where that is unknown."""
-    known = BILLING.get(cloud)
+    known = tariffs().get(cloud, UNKNOWN_TARIFF).billing
     return {
         "billing_unit_s": None if known is None else known.unit_s,
         "billing_minimum_s": None if known is None else known.minimum_s,

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from envscaler_airflow.catalog.library import gpu_facts, job, jobs
-from envscaler_airflow.cli.catalog import FEEDS
 from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
 from envscaler_airflow.cli.market import (
     ARCHES,
@@ -29,6 +28,7 @@ from envscaler_airflow.cli.market import (
 )
 from envscaler_airflow.cli.progress import bar
 from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.clouds import all_clouds, price_lists, schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import SpecError
@@ -45,7 +45,7 @@ from envscaler_airflow.planning import (
     requirements_of,
 )
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.data import CLOUDS, DataPlace, data_places
+from envscaler_airflow.planning.data import DataPlace, data_places
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import MisfitOf, Scope, Search, search
 from envscaler_airflow.planning.near_misses import unknown_gpus, unpriced_offers
@@ -66,9 +66,6 @@ CHECKPOINT_S = 10.0
 
 LEAST_VCPUS = 4
 """vCPUs for each GPU below which a word is said. Chosen: data loaders of common training codes."""
-
-BURSTABLE = re.compile(r"aws:t\d|gcp:(e2-(micro|small|medium)|f1-|g1-)|azure:Standard_B|alibaba:ecs\.t\d")
-"""Types whose vCPUs are not had all the time, by name."""
 
 TERM_WORDS = {"1m": "a month", "1y": "a year", "3y": "three years"}
 """Terms of committed prices."""
@@ -148,7 +145,7 @@ def plan_command(
         *unknown_gpus(needs, table),
         *_advice(made),
         *_commitment(made, committed),
-        *_unpriced(unpriced_offers(needs, table, scope.has, data_places(spec))),
+        *_unpriced(unpriced_offers(needs, table, scope.has, data_places(spec, schemes()))),
         *fault_notes(table.faults),
     ]
     if options["as_json"]:
@@ -218,7 +215,8 @@ def _search(
         options["units"],
         model.job.unit if model else "units",
         overheads=overheads_of(spec),
-        data=(*data_places(spec), *(_data(text) for text in options["data"])),
+        data=(*data_places(spec, schemes()), *(_data(text) for text in options["data"])),
+        tariffs=tariffs(),
     )
     return search(needs, table, goal=_goal(options), work=work, how=how, is_ordered=is_ordered(spec))
 
@@ -276,8 +274,8 @@ def _data(text: str) -> DataPlace:
     if found is None:
         raise SpecError(f"--data {text!r}: write aws:us-east-1 or aws:us-east-1:200 (GiB)")
     cloud, region, gib = found.groups()
-    if cloud not in CLOUDS:
-        raise SpecError(f"--data {text!r}: no cloud is named {cloud}; there are {', '.join(sorted(CLOUDS))}")
+    if cloud not in all_clouds():
+        raise SpecError(f"--data {text!r}: no cloud is named {cloud}; there are {', '.join(all_clouds())}")
     return DataPlace(text, cloud, region, float(gib) if gib else None)
 
 
@@ -321,7 +319,7 @@ def _unpriced(found: dict[tuple[str, str], list[str]]) -> list[str]:
         some = ", ".join(region for region in regions[:3] if region) or "any region"
         more = f" and {len(regions) - 3} more" if len(regions) > 3 else ""
         text = f"{cloud} {capacity} in {some}{more} would do and has no known price, so it comes last"
-        if cloud in FEEDS:
+        if cloud in price_lists():
             text += f": envscaler catalog refresh --cloud {cloud} --region {regions[0]}"
         notes.append(text)
     return notes
@@ -336,7 +334,8 @@ def _advice(made: Plan) -> list[str]:
     if offer.gpus and offer.vcpus < LEAST_VCPUS * offer.gpus:
         size = f"{offer.vcpus:g} vCPUs and {offer.memory_gib:g} GiB for {offer.gpus} GPUs"
         notes.append(f"{name} has {size}: ask for cpu and memory if reading data takes more")
-    if BURSTABLE.match(f"{offer.cloud}:{name}"):
+    cloud = all_clouds().get(offer.cloud)
+    if cloud is not None and cloud.burstable is not None and cloud.burstable.match(name):
         notes.append(f"{name} has its full speed for a while only (burstable, or part of a core)")
     return notes
 

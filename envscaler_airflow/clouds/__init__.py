@@ -1,1 +1,132 @@
-"""Adapters of clouds: live prices now, machines later. Each is imported when it is used."""
+"""One object per cloud, and the registry that finds them by entry point, in this package and in others.
+
+A cloud is a module with a :class:`Cloud` and an entry point that names it. Its SDK and its HTTP client are
+imported when its prices are asked for, not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from envscaler_airflow.clouds.base import AttachedGpu, PriceFeed
+from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Tariff, Tariffs
+from envscaler_airflow.planning.stockouts import Refusals
+from envscaler_airflow.planning.table import Kind, Row
+
+_log = logging.getLogger(__name__)
+
+GROUP = "envscaler_airflow.clouds"
+"""Entry points of :class:`Cloud` objects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Credentials and endpoint of a cloud's API, as plain values and clients.
+
+    Attributes:
+        login: User or key id.
+        secret: API key or password.
+        token: Bearer token.
+        session: Of the cloud's own SDK, such as ``boto3.Session``.
+        endpoint_url: Of a stand-in for the cloud's API; None: the cloud's own.
+        verify: False trusts any certificate; text is the path of the certificates to trust.
+    """
+
+    login: str | None = None
+    secret: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    session: Any = None
+    endpoint_url: str | None = None
+    verify: bool | str = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceList:
+    """Where live prices of a cloud come from.
+
+    Attributes:
+        open: Makes the feed without a request. Raises SpecError where a credential is missing.
+        regions: Refreshed when the packaged snapshot has no region of the cloud. The first one serves as the
+            test of a connection.
+        conn_type: Type of the Airflow connections that hold its credentials; "": it needs none.
+        conn_id: The usual one of them; None: there is no usual one.
+    """
+
+    open: Callable[[Access], PriceFeed]
+    regions: tuple[str, ...]
+    conn_type: str = ""
+    conn_id: str | None = None
+
+
+Attached = Callable[[Mapping[Kind, Iterable[Row]], Iterable[AttachedGpu]], Mapping[Kind, Iterable[Row]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cloud:
+    """The facts of one cloud; an unknown fact keeps its default.
+
+    Attributes:
+        name: In offers, scopes and ``--cloud``; lower-case letters.
+        tariff: Charges besides the price of a machine.
+        refusals: Error codes for missing capacity and for exceeded quotas.
+        schemes: URL schemes of its object store.
+        burstable: Matches names of instance types that share or throttle their vCPUs.
+        attached: Combines hosts with GPUs that are sold apart from them; None: the cloud sells none.
+        provider_id: Scheme of ``providerID`` on its Kubernetes nodes.
+        prices: Live prices; None: the packaged snapshot has all that is known.
+    """
+
+    name: str
+    tariff: Tariff = UNKNOWN_TARIFF
+    refusals: Refusals = field(default_factory=dict)
+    schemes: tuple[str, ...] = ()
+    burstable: re.Pattern[str] | None = None
+    attached: Attached | None = None
+    provider_id: str | None = None
+    prices: PriceList | None = None
+
+
+@cache
+def all_clouds() -> Mapping[str, Cloud]:
+    """Installed clouds by name, sorted; read once. This package's own win over others of the same name.
+
+    A cloud that fails to load is left out with a warning: a broken package must not end a run.
+    """
+    found: dict[str, Cloud] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda one: one.value.startswith(f"{__name__}.")):
+        try:
+            cloud = point.load()
+        except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of others)
+            _log.warning("cloud %r (%s) cannot be loaded: %r; it is left out", point.name, point.value, err)
+            continue
+        if isinstance(cloud, Cloud):
+            found[cloud.name] = cloud
+        else:
+            _log.warning("cloud %r (%s) is not a Cloud; it is left out", point.name, point.value)
+    return dict(sorted(found.items()))
+
+
+def tariffs() -> Tariffs:
+    """Charges besides the price of a machine, by cloud."""
+    return {name: cloud.tariff for name, cloud in all_clouds().items()}
+
+
+def schemes() -> Mapping[str, str]:
+    """Cloud by URL scheme of an object store. S3 elsewhere than on AWS has no region of any offer."""
+    return {scheme: name for name, cloud in all_clouds().items() for scheme in cloud.schemes}
+
+
+def refusals() -> Refusals:
+    """Error codes of all clouds: a cluster reports those of the cloud below it."""
+    return {code: what for cloud in all_clouds().values() for code, what in cloud.refusals.items()}
+
+
+def price_lists() -> Mapping[str, PriceList]:
+    """Sources of live prices, by cloud; clouds without one are left out."""
+    return {name: cloud.prices for name, cloud in all_clouds().items() if cloud.prices is not None}

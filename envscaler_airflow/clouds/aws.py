@@ -11,18 +11,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from envscaler_airflow.clouds import Access, Cloud, PriceList
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
 from envscaler_airflow.envspec.gpus import MEMORY_GB, canonical
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning.billing import Billing, Tariff
 from envscaler_airflow.planning.table import Kind, Machine
-
-if TYPE_CHECKING:
-    import boto3
 
 PRICING_REGION = "us-east-1"
 """The Price List Query API answers for every region from here."""
@@ -54,28 +54,11 @@ class AwsPrices:
 
     cloud = "aws"
 
-    def __init__(
-        self,
-        session: boto3.Session | None = None,
-        *,
-        endpoint_url: str | None = None,
-        advisor_url: str = ADVISOR_URL,
-        verify: bool | str = True,
-        caller: Caller | None = None,
-    ) -> None:
-        """Take a session that carries the credentials.
-
-        Args:
-            session: By default the machine's own identity.
-            endpoint_url: For a stand-in of AWS.
-            advisor_url: Of Spot Advisor's data, which is public.
-            verify: False trusts any certificate; text is the path of the certificates to trust.
-            caller: For Spot Advisor.
-        """
-        self._session = session
-        self._endpoint_url = endpoint_url
-        self._advisor_url = advisor_url
-        self._verify = None if verify is True else verify  # None is boto3's own: AWS_CA_BUNDLE counts
+    def __init__(self, access: Access, *, caller: Caller | None = None) -> None:
+        """Use the session of *access*, else the machine's identity; *caller* fetches Spot Advisor."""
+        url = access.endpoint_url
+        self._access = access
+        self._advisor_url = f"{url}/spot-advisor-data.json" if url else ADVISOR_URL
         self._caller = caller or Caller()
         self._advice: Mapping[str, Any] | None = None
 
@@ -118,13 +101,14 @@ class AwsPrices:
             read_timeout=TIMEOUT_S,
             retries={"mode": "standard", "total_max_attempts": 2},
         )
-        session = self._session or boto3.Session()
+        session: Any = self._access.session or boto3.Session()
+        verify = None if self._access.verify is True else self._access.verify  # None: AWS_CA_BUNDLE counts
         try:
-            client: Any = session.client(
-                service,  # type: ignore[call-overload]  # the stubs know s3 alone
+            client = session.client(
+                service,
                 region_name=region,
-                endpoint_url=self._endpoint_url,
-                verify=self._verify,
+                endpoint_url=self._access.endpoint_url,
+                verify=verify,
                 config=config,
             )
             with contextlib.closing(client):
@@ -280,3 +264,30 @@ def _zones(api: Any) -> dict[str, tuple[str, ...]]:
         for item in page["InstanceTypeOfferings"]:
             found.setdefault(item["InstanceType"], []).append(item["Location"])
     return {name: tuple(sorted(zones)) for name, zones in found.items()}
+
+
+CLOUD = Cloud(
+    name="aws",
+    tariff=Tariff(
+        Billing(1.0, 60.0, source="EC2 pricing, Linux: by the second, a minute at least"),
+        usd_per_gib_between=0.02,
+        usd_per_gib_out=0.09,
+        usd_per_gib_month=0.08,
+    ),
+    refusals={
+        "InsufficientInstanceCapacity": ("capacity", "offer"),
+        "InsufficientHostCapacity": ("capacity", "offer"),
+        "SpotMaxPriceTooLow": ("capacity", "offer"),
+        "UnfulfillableCapacity": ("capacity", "offer"),
+        "MaxSpotInstanceCountExceeded": ("quota", "region"),
+        "VcpuLimitExceeded": ("quota", "family"),
+        "InstanceLimitExceeded": ("quota", "offer"),
+    },
+    schemes=("s3",),
+    burstable=re.compile(r"t\d"),
+    provider_id="aws",
+    prices=PriceList(open=AwsPrices, regions=("us-east-1",), conn_type="aws", conn_id="aws_default"),
+)
+"""Billing: recalled 2026-11. Data: cloudtoolstack.com/blog/cloud-egress-cost-optimization (2026). Disks: gp3
+in us-east-1, github.com/aws/agent-toolkit-for-aws, ebs-optimization.md (early 2026).
+Refusals: EC2 API, error codes."""

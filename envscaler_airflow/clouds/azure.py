@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from envscaler_airflow.clouds import Access, Cloud, PriceList
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, instant, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.planning.billing import Billing, Tariff
 
 URL = "https://prices.azure.com/api/retail/prices"
 HOURS = {"1 Year": 8760.0, "3 Years": 26280.0}
@@ -34,12 +36,12 @@ class AzurePrices:
     cloud = "azure"
 
     def __init__(
-        self, *, caller: Caller | None = None, url: str = URL, clock: Callable[[], datetime] = utc_now
+        self, access: Access, *, caller: Caller | None = None, clock: Callable[[], datetime] = utc_now
     ) -> None:
         """Take a caller, or make one."""
         self._caller = caller or Caller()
         self._clock = clock
-        self._url = url
+        self._url = access.endpoint_url or URL
 
     def fetch(self, region: str) -> Fetched:
         """See :class:`~envscaler_airflow.clouds.base.PriceFeed`."""
@@ -106,3 +108,26 @@ def read_item(item: Mapping[str, Any], *, now: datetime | None = None) -> Quote 
     if kind != "Consumption":
         return None
     return Quote(name, region, "", "spot" if sku.endswith(" Spot") else "on-demand", usd)
+
+
+CLOUD = Cloud(
+    name="azure",
+    tariff=Tariff(
+        Billing(1.0, source="Azure virtual machines pricing: by the second"),
+        usd_per_gib_between=0.02,
+        usd_per_gib_out=0.087,
+    ),
+    refusals={
+        "SkuNotAvailable": ("capacity", "offer"),
+        "AllocationFailed": ("capacity", "offer"),
+        "OutOfCapacity": ("capacity", "offer"),
+        "QuotaExceeded": ("quota", "family"),
+    },
+    schemes=("az", "abfs", "abfss"),
+    burstable=re.compile("Standard_B"),
+    provider_id="azure",
+    prices=PriceList(open=AzurePrices, regions=("eastus",)),
+)
+"""Billing and data between regions: recalled 2026-11. Data out of the cloud:
+cloudtoolstack.com/blog/cloud-egress-cost-optimization (2026).
+Refusals: Azure Resource Manager, error codes."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal, NamedTuple, Protocol
 
 from envscaler_airflow.planning.offers import CapacityType
-from envscaler_airflow.planning.table import Kind, Machine
+from envscaler_airflow.planning.table import Kind, Machine, Row
 
 Commitment = Literal["", "1m", "1y", "3y"]
 
@@ -62,6 +62,16 @@ class Fetched:
     risks: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     machines: Mapping[str, Machine] = field(default_factory=dict)
+
+
+class AttachedGpu(NamedTuple):
+    """GPUs of a zone, without a host."""
+
+    cloud: str
+    gpu_name: str
+    gpus: int
+    gpu_memory_gb: float | None
+    row: Row
 
 
 class PriceFeed(Protocol):

@@ -13,11 +13,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, instant, is_in_force, usd_of, utc_now
+from envscaler_airflow.clouds import Access, Cloud, PriceList
+from envscaler_airflow.clouds.base import (
+    AttachedGpu,
+    Commitment,
+    Fetched,
+    Quote,
+    instant,
+    is_in_force,
+    usd_of,
+    utc_now,
+)
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.planning.billing import Billing, Tariff
 from envscaler_airflow.planning.offers import CapacityType
-from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.table import Kind, Row
 
 URL = "https://cloudbilling.googleapis.com/v1/services/6F81-5844-456A/skus"
 _PART = re.compile(
@@ -41,6 +52,18 @@ _USAGE: Mapping[str, tuple[CapacityType, Commitment]] = {
 _PARTLY = ("e2-micro", "e2-small", "e2-medium", "f1-micro", "g1-small")
 """Share a core: their vCPUs are not what is billed."""
 
+MOST: Mapping[str, Mapping[int, tuple[float, float]]] = {
+    "T4": {1: (48, 312), 2: (48, 312), 4: (96, 624)},
+    "P4": {1: (24, 156), 2: (48, 312), 4: (96, 624)},
+    "V100": {1: (12, 78), 2: (24, 156), 4: (48, 312), 8: (96, 624)},
+    "P100": {1: (16, 104), 2: (32, 208), 4: (64, 208)},
+}
+"""Most vCPUs and GiB of an N1 host by GPU and count.
+
+Source: cloud.google.com/compute/docs/gpus, "N1 machine types with GPUs attached" (recalled; four P100
+with 96 vCPUs exist in two zones only and are left out).
+"""
+
 _Parts = dict[tuple[str, str, CapacityType, Commitment], float]
 
 
@@ -50,23 +73,26 @@ class GcpPrices:
     cloud = "gcp"
 
     def __init__(
-        self,
-        kinds: Iterable[Kind],
-        *,
-        api_key: str | None = None,
-        token: str | None = None,
-        caller: Caller | None = None,
-        url: str = URL,
+        self, access: Access, *, caller: Caller | None = None, kinds: Iterable[Kind] | None = None
     ) -> None:
-        """Take the machines to be priced, and one way to be let in."""
-        self._kinds = tuple(kind for kind in kinds if kind.cloud == "gcp")
+        """Price *kinds*, by default those of the packaged snapshot, with the credentials of *access*.
+
+        Raises:
+            SpecError: *access* has neither key nor token.
+        """
+        from envscaler_airflow.catalog.tables import packaged  # noqa: PLC0415  (the facts do without)
+
+        if not (access.secret or access.token or access.endpoint_url):
+            raise SpecError("gcp: set ENVSCALER_GCP_API_KEY to a key that may read the Cloud Billing Catalog")
+        known = packaged().kinds if kinds is None else kinds
+        self._kinds = tuple(kind for kind in known if kind.cloud == "gcp")
         self._caller = caller or Caller()
-        self._url = url
+        self._url = access.endpoint_url or URL
         # In a header and not in the address, which is logged.
-        if api_key:
-            self._caller.headers["X-Goog-Api-Key"] = api_key
-        if token:
-            self._caller.headers["Authorization"] = f"Bearer {token}"
+        if access.secret:
+            self._caller.headers["X-Goog-Api-Key"] = access.secret
+        if access.token:
+            self._caller.headers["Authorization"] = f"Bearer {access.token}"
         self._skus: list[Mapping[str, Any]] | None = None
 
     def fetch(self, region: str) -> Fetched:
@@ -173,3 +199,71 @@ def sum_parts(kind: Kind, region: str, parts: _Parts) -> Iterator[Quote]:
         if len(known) == len(found):
             usd = round(sum(known), 6)
             yield Quote(kind.instance_type, region, "", capacity, usd, gpu, commitment)
+
+
+def attached(hosts: Mapping[Kind, Iterable[Row]], gpus: Iterable[AttachedGpu]) -> dict[Kind, list[Row]]:
+    """Every N1 host with the GPUs that may be attached to it, in the zones that have both.
+
+    A price is known when both parts are. Spot needs a spot price of both.
+    """
+    by_zone: dict[str, list[tuple[Kind, Row]]] = {}
+    for kind, rows in hosts.items():
+        if kind.instance_type.startswith("n1-") and kind.gpu_name is None:
+            for row in rows:
+                by_zone.setdefault(row.zone, []).append((kind, row))
+    made: dict[Kind, list[Row]] = {}
+    for gpu in gpus:
+        vcpus, memory_gib = MOST.get(gpu.gpu_name, {}).get(gpu.gpus, (0.0, 0.0))
+        for host, row in by_zone.get(gpu.row.zone, ()):
+            if host.vcpus <= vcpus and host.memory_gib <= memory_gib:
+                kind = host._replace(
+                    gpu_name=gpu.gpu_name,
+                    gpus=float(gpu.gpus),
+                    gpu_memory_gb=gpu.gpu_memory_gb,
+                    is_attached=True,
+                )
+                made.setdefault(kind, []).append(_joined(row, gpu.row))
+    return made
+
+
+def _joined(host: Row, gpu: Row) -> Row:
+    return host._replace(
+        usd=_sum(host.usd, gpu.usd),
+        spot_usd=_sum(host.spot_usd, gpu.spot_usd),
+        has_spot=host.has_spot and gpu.has_spot,
+        source=f"{host.source} + {gpu.source}",
+        spot_source=f"{host.spot_source} + {gpu.spot_source}",
+    )
+
+
+def _sum(host: float | None, gpu: float | None) -> float | None:
+    return None if host is None or gpu is None else round(host + gpu, 9)
+
+
+CLOUD = Cloud(
+    name="gcp",
+    tariff=Tariff(
+        Billing(1.0, 60.0, source="Compute Engine pricing: by the second, a minute at least"),
+        usd_per_gib_between=0.02,
+        usd_per_gib_out=0.12,
+        usd_per_gib_month=0.10,
+    ),
+    refusals={
+        "ZONE_RESOURCE_POOL_EXHAUSTED": ("capacity", "offer"),
+        "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": ("capacity", "offer"),
+        "QUOTA_EXCEEDED": ("quota", "family"),
+    },
+    schemes=("gs", "gcs"),
+    burstable=re.compile(r"e2-(micro|small|medium)|f1-|g1-"),
+    provider_id="gce",
+    attached=attached,
+    prices=PriceList(
+        open=GcpPrices,
+        regions=("us-central1",),
+        conn_type="google_cloud_platform",
+        conn_id="google_cloud_default",
+    ),
+)
+"""Billing and data between regions: recalled 2026-11. Data out of the cloud:
+cloudtoolstack.com/blog/cloud-egress-cost-optimization (2026). Disks: pd-balanced,
+c3x.dev/blog/gcp-persistent-disk-types-cost (2026). Refusals: Compute Engine, error codes."""

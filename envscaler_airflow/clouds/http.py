@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
-
-import httpx
+from typing import TYPE_CHECKING, Any, Self
 
 from envscaler_airflow.errors import BackendError
+
+if TYPE_CHECKING:
+    import httpx
 
 TIMEOUT_S = 20.0
 """A cloud that says nothing for so long has failed. Chosen: below the 30 s of a worker's patience."""
@@ -51,6 +52,8 @@ class Caller:
     def __enter__(self) -> Self:
         """Open connections."""
         if self._client is None:
+            import httpx  # noqa: PLC0415  (the facts of a cloud need none of it)
+
             self._client = httpx.Client(timeout=TIMEOUT_S)
         return self
 
@@ -76,6 +79,8 @@ class Caller:
         raise AssertionError
 
     def _once(self, url: str, what: str, params: Mapping[str, str] | None) -> Any:
+        import httpx  # noqa: PLC0415  (as above)
+
         assert self._client is not None, "within `with` alone"
         try:
             with self._client.stream("GET", url, params=params, headers=self.headers) as answer:

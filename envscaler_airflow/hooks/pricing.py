@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException, AirflowRuntimeError
 
+from envscaler_airflow.clouds import Access, price_lists
+from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.servers import verify_of
 
@@ -20,10 +22,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Connection
 
     from envscaler_airflow.catalog.prices import Book
-    from envscaler_airflow.clouds.base import PriceFeed
 
-CONNECTIONS = {"aws": "aws_default", "gcp": "google_cloud_default", "azure": None}
-"""Connection of each cloud that prices come from; Azure's retail prices need none."""
 
 _GCP_SCOPE = "https://www.googleapis.com/auth/cloud-billing.readonly"
 
@@ -36,8 +35,10 @@ class CloudPricingHook(BaseHook):
         books = CloudPricingHook("aws").refresh(["us-east-1", "eu-west-1"])
 
     Args:
-        cloud: ``aws``, ``gcp`` or ``azure``. Alibaba Cloud's and Tencent Cloud's prices come later.
-        conn_id: Connection of type ``aws`` or ``google_cloud_platform``; None: the usual default.
+        cloud: ``aws``, ``gcp``, ``azure``, or one that another package brings.
+        conn_id: Connection of the cloud's own type, ``aws`` or ``google_cloud_platform``; of other clouds its
+            login, password and extras ``api_key``, ``token``, ``endpoint_url`` and ``verify`` count. None:
+            the usual default.
         endpoint_url: Of a stand-in for the cloud's API.
         cache: Folder of the prices; None: ``ENVSCALER_CACHE``, else the user's cache folder.
     """
@@ -60,10 +61,11 @@ class CloudPricingHook(BaseHook):
             SpecError: No prices of that cloud can be read.
         """
         super().__init__(**kwargs)
-        if cloud not in CONNECTIONS:
-            raise SpecError(f"cloud {cloud!r}: prices are read from {', '.join(CONNECTIONS)}")
+        known = price_lists()
+        if cloud not in known:
+            raise SpecError(f"cloud {cloud!r}: prices are read from {', '.join(known)}")
         self.cloud = cloud
-        self.conn_id = conn_id or CONNECTIONS[cloud]
+        self.conn_id = conn_id or known[cloud].conn_id
         self.endpoint_url = endpoint_url
         self.cache = cache
 
@@ -77,7 +79,11 @@ class CloudPricingHook(BaseHook):
 
     @cached_property
     def _feed(self) -> PriceFeed:
-        return {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[self.cloud]()
+        prices = price_lists()[self.cloud]
+        access = {"aws": self._amazon, "google_cloud_platform": self._google}.get(
+            prices.conn_type, self._plain
+        )
+        return prices.open(access(self._connection() if prices.conn_type else None))
 
     def refresh(self, regions: Iterable[str]) -> list[Book]:
         """Ask for *regions*, keep what is good, and make the catalog anew.
@@ -99,46 +105,44 @@ class CloudPricingHook(BaseHook):
 
     def test_connection(self) -> tuple[bool, str]:
         """Ask for the prices of one region."""
-        region = {"aws": "us-east-1", "gcp": "us-central1", "azure": "eastus"}[self.cloud]
+        region = price_lists()[self.cloud].regions[0]
         try:
             found = self._feed.fetch(region)
         except EnvScalerError as err:
             return False, str(err)
         return True, f"{len(found.quotes)} prices of {self.cloud} {region}"
 
-    def _aws(self) -> PriceFeed:
-        from envscaler_airflow.clouds.aws import ADVISOR_URL, AwsPrices  # noqa: PLC0415  (boto3 is an extra)
-
+    def _amazon(self, connection: Connection | None) -> Access:
+        """Session of boto3, for clouds with connections of type ``aws``."""
         try:
-            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  (as above)
+            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  (boto3 is an extra)
         except ImportError as err:
-            raise SpecError(f"aws: {err}: pip install 'envscaler-airflow[amazon]'") from err
-        connection = self._connection()
+            raise SpecError(f"{self.cloud}: {err}: pip install 'envscaler-airflow[amazon]'") from err
         extra = _extra(connection)
-        endpoint = self.endpoint_url or extra.get("endpoint_url")
-        advisor = f"{endpoint}/spot-advisor-data.json" if endpoint else ADVISOR_URL
         try:
             session = _aws_session(connection, extra)
         except (BotoCoreError, ClientError) as err:
             raise SpecError(f"connection {self.conn_id!r}: {err}") from err
-        verify = verify_of(extra.get("verify"))
-        return AwsPrices(session, endpoint_url=endpoint, advisor_url=advisor, verify=verify)
+        endpoint, verify = self.endpoint_url or extra.get("endpoint_url"), verify_of(extra.get("verify"))
+        return Access(session=session, endpoint_url=endpoint, verify=verify)
 
-    def _azure(self) -> PriceFeed:
-        from envscaler_airflow.clouds.azure import URL, AzurePrices  # noqa: PLC0415  (as above)
+    def _google(self, connection: Connection | None) -> Access:
+        """API key, else token, for clouds with connections of type ``google_cloud_platform``."""
+        extra = _extra(connection)
+        key = extra.get("api_key")
+        token = None if key else _google_token(extra)
+        return Access(secret=key, token=token, endpoint_url=self.endpoint_url)
 
-        return AzurePrices(url=self.endpoint_url or URL)
-
-    def _gcp(self) -> PriceFeed:
-        from envscaler_airflow.catalog.tables import packaged  # noqa: PLC0415  (as above)
-        from envscaler_airflow.clouds.gcp import URL, GcpPrices  # noqa: PLC0415  (as above)
-
-        extra = _extra(self._connection())
-        key, token = extra.get("api_key"), None
-        if not key:
-            token = _google_token(extra)
-        url = self.endpoint_url or URL
-        return GcpPrices(packaged().kinds, api_key=key, token=token, url=url)
+    def _plain(self, connection: Connection | None) -> Access:
+        """Fields of a connection of any other type."""
+        extra = _extra(connection)
+        return Access(
+            login=connection.login if connection else None,
+            secret=extra.get("api_key") or (connection.password if connection else None),
+            token=extra.get("token"),
+            endpoint_url=self.endpoint_url or extra.get("endpoint_url"),
+            verify=verify_of(extra.get("verify")),
+        )
 
     def _connection(self) -> Connection | None:
         """The connection; None when the default one does not exist: the machine's own identity then."""
@@ -147,7 +151,7 @@ class CloudPricingHook(BaseHook):
         try:
             return self.get_connection(self.conn_id)
         except (AirflowNotFoundException, AirflowRuntimeError):
-            if self.conn_id != CONNECTIONS[self.cloud]:
+            if self.conn_id != price_lists()[self.cloud].conn_id:
                 raise
             return None
 

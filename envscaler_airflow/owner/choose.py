@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow.clouds import schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.resources import GIB, default_limit_bytes
 from envscaler_airflow.errors import BudgetError
@@ -63,7 +64,7 @@ def make_plan(
     refused = refused_offers(state) | sold_out
     usable, useless = _by_software(spec, offers)
     left = [offer for offer in usable if offer.name not in refused]
-    how: dict[str, Any] = {"goal": goal, "work": Work(data=data_places(spec))}
+    how: dict[str, Any] = {"goal": goal, "work": Work(data=data_places(spec, schemes()), tariffs=tariffs())}
     how |= {"is_ordered": is_ordered(spec), "is_mixed": is_mixed}
     made = plan(requirements, left, **how)
     if made.chosen is None and refused:
@@ -178,7 +179,9 @@ def write_plan(
 ) -> None:
     """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
     running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
-    found = feasible(running, _by_software(spec, offers)[0], data=data_places(spec), is_mixed=is_mixed)
+    found = feasible(
+        running, _by_software(spec, offers)[0], data=data_places(spec, schemes()), is_mixed=is_mixed
+    )
     targets = [item.to_dict() for item in found]
     body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
     store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
@@ -226,7 +229,7 @@ def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | No
         return f"{' and '.join(gone)} is no longer offered"
     told = _software_fault(spec)
     for part in target.parts:
-        for found in data_misfits(data_places(spec), part.offer):
+        for found in data_misfits(data_places(spec, schemes()), part.offer):
             return found.reason
         if (fault := told(part.offer)) is not None:
             return fault

@@ -1,9 +1,10 @@
-"""How long an attempt may take to go, and how long its machine may live. Pure."""
+"""How long an attempt may take to go, and how long its machine may live. Pure but for what clouds bill."""
 
 from __future__ import annotations
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.clouds import tariffs
+from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import RunState
 
@@ -73,8 +74,8 @@ def reserve_usd(
     own = None if said is None else said.checkpoint_s
     measured = next((value for value in (own, checkpoint_s) if value is not None), CHECKPOINT_S)
     step_s = 0.0 if said is None else said.progress.step_time_s or 0.0
-    billed = [BILLING[one.offer.cloud] for one in allocation.parts if one.offer.cloud in BILLING]
-    least_s = max((max(one.minimum_s, one.unit_s) for one in billed), default=0.0)
+    billed = [tariffs().get(one.offer.cloud, UNKNOWN_TARIFF).billing for one in allocation.parts]
+    least_s = max((max(one.minimum_s, one.unit_s) for one in billed if one is not None), default=0.0)
     return price * (check_s + measured + LEAVE_STEPS * step_s + DRAIN_S + least_s) / 3600.0
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from envscaler_agent.protocol import Status
+from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.run_watch import read_claimed, read_status
 from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
 from envscaler_airflow.run import AttemptState, RunState
@@ -79,7 +80,7 @@ def run_bill(state: RunState, *, now: float) -> Bill:
     totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
     known = [total for total in totals if total is not None]
     total = None if not known or _made_steps(state, uses) else known[-1]
-    made = bill(uses, now=now, pauses=pauses, total_steps=total)
+    made = bill(uses, now=now, tariffs=tariffs(), pauses=pauses, total_steps=total)
     return made if state.status == "succeeded" else replace(made, saved_usd=None)
 
 

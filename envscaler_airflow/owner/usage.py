@@ -1,4 +1,7 @@
-"""What an attempt held and when, where it was changed in place: the prices of its bill. Pure."""
+"""What an attempt held and when, where it was changed in place: the prices of its bill.
+
+Pure but for what clouds bill.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.backends.base import UsageInterval
+from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import AttemptState
@@ -152,7 +156,8 @@ def cost_usd(
     """Closed *intervals*, each node at the price of its offer; None when a price is unknown."""
     held = [Held(item.node, item.start, item.end) for item in intervals]
     uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans, began=began)]
-    return spent_usd(uses, now=max((one.end for one in held if one.end is not None), default=0.0))
+    now = max((one.end for one in held if one.end is not None), default=0.0)
+    return spent_usd(uses, now=now, tariffs=tariffs())
 
 
 def billed_usd(

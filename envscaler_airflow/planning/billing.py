@@ -1,4 +1,4 @@
-"""What clouds round a machine's time up to."""
+"""What clouds charge besides the price of a machine: whole units of time, data transfer, disks."""
 
 from __future__ import annotations
 
@@ -66,13 +66,31 @@ class Charges(Record):
         return held_s * self.disk_usd_per_hour / 3600.0
 
 
-BILLING: Mapping[str, Billing] = {
-    "alibaba": Billing(1.0, source="ECS pay-as-you-go: by the second"),
-    "aws": Billing(1.0, 60.0, source="EC2 pricing, Linux: by the second, a minute at least"),
-    "azure": Billing(1.0, source="Azure virtual machines pricing: by the second"),
-    "gcp": Billing(1.0, 60.0, source="Compute Engine pricing: by the second, a minute at least"),
-    "lambda": Billing(60.0, source="Lambda on-demand pricing: by the minute"),
-    "nebius": Billing(1.0, source="Nebius compute pricing: by the second"),
-    "tencent": Billing(1.0, source="CVM pay-as-you-go: by the second"),
-}
-"""By cloud; others are billed as they are held. Source: the pages named (recalled 2026-11, not re-read)."""
+@dataclass(frozen=True, slots=True)
+class Tariff(Record):
+    """Charges of a cloud besides the price of a machine; None is unknown.
+
+    Attributes:
+        billing: Rounds a machine's time up; None: unrounded.
+        usd_per_gib_between: Of data into another region of the same continent; more across continents.
+        usd_per_gib_out: Of data out of the cloud, first tier.
+        usd_per_gib_month: Of a disk.
+    """
+
+    billing: Billing | None = None
+    usd_per_gib_between: float | None = None
+    usd_per_gib_out: float | None = None
+    usd_per_gib_month: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse NaN."""
+        check_finite(
+            usd_per_gib_between=self.usd_per_gib_between,
+            usd_per_gib_out=self.usd_per_gib_out,
+            usd_per_gib_month=self.usd_per_gib_month,
+        )
+
+
+Tariffs = Mapping[str, Tariff]
+"""By cloud; nothing is known of an absent one."""
+UNKNOWN_TARIFF = Tariff()

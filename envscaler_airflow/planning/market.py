@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.data import USD_PER_GIB_MONTH, extras_at
+from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
 from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.near_misses import nearest_misses
 from envscaler_airflow.planning.objective import estimate, value_of_hour
@@ -175,7 +175,7 @@ def _fleets(
                     goal,
                     hour_usd=hour_usd,
                     losses_per_hour=losses_per_hour(allocation, table.rates_of(allocation)),
-                    extras=extras_at(cloud, region, data=work.data, disk_gib=need.disk_gib),
+                    disk_gib=need.disk_gib,
                 )
                 yield need, candidate
 
@@ -398,7 +398,7 @@ class _Looker:
             self.goal,
             hour_usd=self.hour or 0.0,
             losses_per_hour=rate * nodes,
-            extras=extras_at(offer.cloud, offer.region, data=self.work.data, disk_gib=group.need.disk_gib),
+            disk_gib=group.need.disk_gib,
         )
         found = goal_misfits(group.need, candidate, self.goal)
         if found:
@@ -436,7 +436,10 @@ class _Looker:
         work = replace(self.work, interruptions_per_hour=dict.fromkeys(spot, 0.0))
         notes = notes_of(candidates, work, self.goal, self.hour)
         notes += _data_notes(candidates, self.work, is_timed=self.is_timed)
-        clouds = {item.allocation.offer.cloud for item in candidates} - set(USD_PER_GIB_MONTH)
+        clouds = {item.allocation.offer.cloud for item in candidates}
+        clouds = {
+            name for name in clouds if self.work.tariffs.get(name, UNKNOWN_TARIFF).usd_per_gib_month is None
+        }
         if any(need.disk_gib for need in needs) and clouds and self.is_timed:
             notes.append(f"what disks cost on {', '.join(sorted(clouds))} is unknown and counted as nothing")
         if self.table.label:
@@ -448,7 +451,7 @@ def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) 
     """What of the copies of data is in no price."""
     notes = []
     for item in work.data:
-        usds = [item.usd_to(*_place(found)) for found in candidates]
+        usds = [item.usd_to(*_place(found), work.tariffs) for found in candidates]
         if None in usds and item.gib is None:
             notes.append(
                 f"how much {item.name} holds is unknown, and copying it counted as nothing: tell its size"

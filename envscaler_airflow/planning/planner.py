@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envscaler_airflow.errors import NoOfferError
-from envscaler_airflow.planning.billing import BILLING, Charges
-from envscaler_airflow.planning.data import USD_PER_GIB_MONTH, DataPlace, Extras, disk_usd_per_hour, extras_at
+from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Charges, Tariffs
+from envscaler_airflow.planning.data import MONTH_H, DataPlace
 from envscaler_airflow.planning.fleet import has_spot, losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import (
     SECONDS_PER_HOUR,
@@ -62,6 +62,7 @@ class Work(Record):
         overheads: Start-up and checkpoint seconds.
         interruptions_per_hour: Losses of one node an hour, by offer name; absent is unknown.
         data: Where the stage's data lie.
+        tariffs: What clouds charge besides the prices of offers.
     """
 
     units: float | None = None
@@ -70,6 +71,7 @@ class Work(Record):
     overheads: Overheads = field(default_factory=Overheads)
     interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
     data: tuple[DataPlace, ...] = ()
+    tariffs: Tariffs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse NaN."""
@@ -261,7 +263,6 @@ def _judged(
     """What finishing *work* takes on each."""
     found = []
     for allocation, need in fitting:
-        offer = allocation.offer
         candidate = candidate_of(
             allocation,
             _speed_of(allocation, work),
@@ -269,7 +270,7 @@ def _judged(
             goal,
             hour_usd=hour or 0.0,
             losses_per_hour=losses_per_hour(allocation, work.interruptions_per_hour),
-            extras=extras_at(offer.cloud, offer.region, data=work.data, disk_gib=need.disk_gib),
+            disk_gib=need.disk_gib,
         )
         found.append((need, candidate))
     return found
@@ -339,20 +340,20 @@ def candidate_of(
     *,
     hour_usd: float,
     losses_per_hour: float = 0.0,
-    extras: Extras | None = None,
+    disk_gib: float = 0.0,
 ) -> Candidate:
     """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known.
 
-    *losses_per_hour* are those of any of its nodes; *extras* are data and disks there.
+    *losses_per_hour* are those of any of its nodes; *disk_gib* are of each node.
     """
-    price = allocation.usd_per_hour
+    price, offer = allocation.usd_per_hour, allocation.offer
     if speed is None or work.units is None:
         return Candidate(allocation, price, speed)
-    also, cloud = extras or Extras(), allocation.offer.cloud
-    overheads = work.overheads
-    if also.data_s:
-        overheads = replace(overheads, start_s=overheads.start_s + also.data_s)
-    disks = disk_usd_per_hour(cloud, also.disk_gib) * allocation.nodes
+    tariff, overheads = work.tariffs.get(offer.cloud, UNKNOWN_TARIFF), work.overheads
+    copies = [item.usd_to(offer.cloud, offer.region, work.tariffs) for item in work.data]
+    if copy_s := sum(item.seconds_to(offer.cloud, offer.region) for item in work.data):
+        overheads = replace(overheads, start_s=overheads.start_s + copy_s)
+    disks = (tariff.usd_per_gib_month or 0.0) * disk_gib / MONTH_H * allocation.nodes
     expected = estimate(
         work.units,
         speed,
@@ -360,11 +361,11 @@ def candidate_of(
         value_of_hour=hour_usd,
         overheads=overheads,
         interruptions_per_hour=losses_per_hour,
-        charges=Charges(also.data_usd, BILLING.get(cloud), disks),
+        charges=Charges(sum(usd or 0.0 for usd in copies), tariff.billing, disks),
     )
-    if any(item.usd_to(cloud, allocation.offer.region) is None for item in work.data):
+    if None in copies:
         expected = replace(expected, data_usd=None)
-    if also.disk_gib and cloud not in USD_PER_GIB_MONTH:
+    if disk_gib and tariff.usd_per_gib_month is None:
         expected = replace(expected, disk_usd=None)
     return Candidate(allocation, price, speed, expected, is_safe=is_safe(expected, goal))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,29 +12,8 @@ from envscaler_airflow.planning.record import Record, check_finite
 
 Scope = Literal["offer", "family", "region"]
 
-CODES: dict[str, tuple[Literal["capacity", "quota"], Scope]] = {
-    "InsufficientInstanceCapacity": ("capacity", "offer"),
-    "InsufficientHostCapacity": ("capacity", "offer"),
-    "SpotMaxPriceTooLow": ("capacity", "offer"),
-    "UnfulfillableCapacity": ("capacity", "offer"),
-    "ZONE_RESOURCE_POOL_EXHAUSTED": ("capacity", "offer"),
-    "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": ("capacity", "offer"),
-    "OperationDenied.NoStock": ("capacity", "offer"),
-    "ResourceInsufficient": ("capacity", "offer"),
-    "SkuNotAvailable": ("capacity", "offer"),
-    "AllocationFailed": ("capacity", "offer"),
-    "OutOfCapacity": ("capacity", "offer"),
-    "MaxSpotInstanceCountExceeded": ("quota", "region"),
-    "VcpuLimitExceeded": ("quota", "family"),
-    "InstanceLimitExceeded": ("quota", "offer"),
-    "QUOTA_EXCEEDED": ("quota", "family"),
-    "QuotaExceeded": ("quota", "family"),
-    "LimitExceeded.InstanceQuota": ("quota", "offer"),
-}
-"""Error codes by what they mean and how far they reach.
-
-Source: the clouds' error references (EC2 API, Compute Engine, ECS, CVM, Azure Resource Manager).
-"""
+Refusals = Mapping[str, tuple[Literal["capacity", "quota"], Scope]]
+"""Error codes of clouds by what they mean and how far they reach."""
 
 _UNSCHEDULABLE = re.compile(r"Insufficient (nvidia\.com|amd\.com)/[\w-]+|Insufficient (cpu|memory)\b")
 
@@ -116,14 +95,16 @@ def _family(instance_type: str) -> str:
     ].casefold()
 
 
-def classify(code: str, message: str = "") -> tuple[str, Literal["capacity", "quota"], Scope] | None:
+def classify(
+    code: str, message: str, refusals: Refusals
+) -> tuple[str, Literal["capacity", "quota"], Scope] | None:
     """The code that was met, what it means and how far it reaches; None: it is about something else.
 
-    Codes are looked for in *code* and in *message*, where SDKs and events carry them; an Unschedulable pod
-    is known by its scheduler's words.
+    Those of *refusals* are looked for in *code* and in *message*, where SDKs and events carry them; an
+    Unschedulable pod is known by its scheduler's words.
     """
     for text in (code, message):
-        for name, (kind, scope) in CODES.items():
+        for name, (kind, scope) in refusals.items():
             if re.search(rf"(?<![A-Za-z_.]){re.escape(name)}(?![A-Za-z_])", text):
                 return name, kind, scope
     said = _UNSCHEDULABLE.search(message)
@@ -131,10 +112,16 @@ def classify(code: str, message: str = "") -> tuple[str, Literal["capacity", "qu
 
 
 def met(
-    offer: Offer, code: str, message: str = "", *, now: float, before: StockOut | None = None
+    offer: Offer,
+    code: str,
+    message: str = "",
+    *,
+    refusals: Refusals,
+    now: float,
+    before: StockOut | None = None,
 ) -> StockOut | None:
     """The stock-out that a refusal of *offer* is; None when it was refused for another reason."""
-    found = classify(code, message)
+    found = classify(code, message, refusals)
     if found is None:
         return None
     name, kind, scope = found

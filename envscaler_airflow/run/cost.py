@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import fsum
 
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.billing import BILLING
+from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Tariffs
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.planning.record import Record, check_finite
@@ -204,6 +204,7 @@ def bill(
     uses: Iterable[Use],
     *,
     now: float,
+    tariffs: Tariffs,
     pauses: Iterable[Pause] = (),
     total_steps: int | None = None,
     on_demand_usd_per_node_hour: float | None = None,
@@ -213,12 +214,13 @@ def bill(
     Args:
         uses: Attempts, any order.
         now: Provider's time to which nodes still held are billed, seconds since the epoch.
+        tariffs: Round time up to the units of each cloud.
         pauses: Between attempts.
         total_steps: Of the whole work; None: those done and kept so far.
         on_demand_usd_per_node_hour: For the static plan, when the first allocation was spot.
     """
     ordered = sorted(uses, key=lambda use: (use.generation, use.attempt))
-    lines = tuple(_line(use, now) for use in ordered)
+    lines = tuple(_line(use, now, tariffs) for use in ordered)
     usds = [line.usd for line in lines]
     usd = _sum(usds)
     static = _static(lines, total_steps, on_demand_usd_per_node_hour) if lines else None
@@ -241,13 +243,13 @@ def bill(
     )
 
 
-def spent_usd(uses: Iterable[Use], *, now: float) -> float | None:
+def spent_usd(uses: Iterable[Use], *, now: float, tariffs: Tariffs) -> float | None:
     """What the attempts cost up to *now*, for the budget; None when any of it is unknown."""
-    return _sum([_line(use, now).usd for use in uses])
+    return _sum([_line(use, now, tariffs).usd for use in uses])
 
 
-def _line(use: Use, now: float) -> Line:
-    node_hours, usd = _node_hours(use, now), _usd(use, now)
+def _line(use: Use, now: float, tariffs: Tariffs) -> Line:
+    node_hours, usd = _billed(use, now, tariffs)
     least_usd = None
     if use.is_least:
         node_hours, usd, least_usd = None, None, usd
@@ -283,25 +285,18 @@ def _steps(use: Use) -> tuple[int | None, int | None]:
     return steps + again, None if lost is None else min(lost, steps) + again
 
 
-def _node_hours(use: Use, now: float) -> float | None:
+def _billed(use: Use, now: float, tariffs: Tariffs) -> tuple[float | None, float | None]:
+    """Node-hours that are paid for, and USD: of each node by the offer that it is on."""
     if use.held is None:
-        return None
+        return None, None
     offers = [_offer_of(use.allocation, held.node) for held in use.held]
-    billed = [_billed_s(offer, held, now) for offer, held in zip(offers, use.held, strict=True)]
-    return sum(billed) / SECONDS_PER_HOUR
-
-
-def _usd(use: Use, now: float) -> float | None:
-    """Of each node by the offer that it is on."""
-    if use.held is None:
-        return None
-    return _sum([_usd_of(use.allocation, held, now) for held in use.held])
-
-
-def _usd_of(allocation: Allocation, held: Held, now: float) -> float | None:
-    offer = _offer_of(allocation, held.node)
-    price = None if offer is None else offer.usd_per_hour
-    return None if price is None or offer is None else _billed_s(offer, held, now) * price / SECONDS_PER_HOUR
+    paid_s = [_billed_s(offer, held, now, tariffs) for offer, held in zip(offers, use.held, strict=True)]
+    prices = [None if offer is None else offer.usd_per_hour for offer in offers]
+    usds = [
+        None if price is None else seconds * price / SECONDS_PER_HOUR
+        for price, seconds in zip(prices, paid_s, strict=True)
+    ]
+    return sum(paid_s) / SECONDS_PER_HOUR, _sum(usds)
 
 
 def _offer_of(allocation: Allocation, node: int) -> Offer | None:
@@ -311,10 +306,10 @@ def _offer_of(allocation: Allocation, node: int) -> Offer | None:
     return allocation.offer_of(node) if allocation.is_mixed else allocation.offer
 
 
-def _billed_s(offer: Offer | None, held: Held, now: float) -> float:
+def _billed_s(offer: Offer | None, held: Held, now: float, tariffs: Tariffs) -> float:
     """Seconds that are paid for: held, up to the unit and at least the minimum of the cloud."""
     seconds = _seconds(held, now)
-    billing = None if offer is None else BILLING.get(offer.cloud)
+    billing = None if offer is None else tariffs.get(offer.cloud, UNKNOWN_TARIFF).billing
     return seconds if billing is None or seconds == 0 else billing.billed_s(seconds)
 
 

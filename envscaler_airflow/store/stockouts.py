@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 
 from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_airflow.clouds import refusals
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.stockouts import StockOut, met
@@ -29,7 +30,7 @@ def remember(store: Store, offer: Offer, code: str, message: str = "", *, now: f
         StoreError: It cannot be read or written.
     """
     name = _name(offer)
-    found = met(offer, code, message, now=now, before=_read(store, name))
+    found = met(offer, code, message, refusals=refusals(), now=now, before=_read(store, name))
     if found is not None:
         body = {"schema": SCHEMA, **found.to_dict()}
         store.write(name, json.dumps(body).encode())

@@ -20,6 +20,7 @@ from moto.server import ThreadedMotoServer
 from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli import main
+from envscaler_airflow.clouds import Access
 from envscaler_airflow.clouds.aws import AwsPrices
 from envscaler_airflow.clouds.azure import AzurePrices
 from envscaler_airflow.clouds.gcp import GcpPrices
@@ -123,7 +124,7 @@ def test_azure_follows_the_pages(cloud, caller):
 
     cloud.answer = answer
 
-    got = AzurePrices(caller=caller, url=f"{cloud.url}/prices").fetch("eastus")
+    got = AzurePrices(Access(endpoint_url=f"{cloud.url}/prices"), caller=caller).fetch("eastus")
 
     assert [(quote.capacity, quote.usd) for quote in got.quotes] == [("on-demand", 0.526), ("spot", 0.1)]
     assert len(cloud.seen) == 2
@@ -159,7 +160,7 @@ def test_gcp_reads_the_list_of_skus_once(cloud, caller):
 
     cloud.answer = answer
     kind = Kind("gcp", "g2-standard-4", 4, 16, "L4", 1, 24, "x86_64")
-    feed = GcpPrices([kind], api_key="secret", caller=caller, url=cloud.url)
+    feed = GcpPrices(Access(secret="secret", endpoint_url=cloud.url), caller=caller, kinds=[kind])
 
     prices = [quote.usd for region in ("us-central1", "us-east1") for quote in feed.fetch(region).quotes]
 
@@ -184,7 +185,7 @@ def test_every_bad_answer_is_an_error_and_never_a_price(cloud, caller, status, b
     cloud.answer = lambda *_: (status, body)
 
     with pytest.raises(BackendError, match=words) as caught:
-        AzurePrices(caller=caller, url=cloud.url).fetch("eastus")
+        AzurePrices(Access(endpoint_url=cloud.url), caller=caller).fetch("eastus")
 
     assert caught.value.transient is transient
     assert len(cloud.seen) == asked
@@ -196,7 +197,7 @@ def test_a_cloud_that_says_nothing_is_given_up(cloud, caller):
     cloud.answer = lambda *_: (given_up.wait(), (200, b"{}"))[1]
 
     with pytest.raises(BackendError, match="no answer within") as caught:
-        AzurePrices(caller=caller, url=cloud.url).fetch("eastus")
+        AzurePrices(Access(endpoint_url=cloud.url), caller=caller).fetch("eastus")
     given_up.set()
 
     assert caught.value.transient
@@ -230,7 +231,7 @@ def test_aws_that_says_nothing_is_given_up(cloud, caller, monkeypatch):
 def test_every_bad_answer_of_gcp_is_an_error(cloud, caller, status, body, words, transient):
     """And the list is asked for anew the next time."""
     cloud.answer = lambda *_: (status, body)
-    feed = GcpPrices([], api_key="secret", caller=caller, url=cloud.url)
+    feed = GcpPrices(Access(secret="secret", endpoint_url=cloud.url), caller=caller, kinds=[])
 
     with pytest.raises(BackendError, match=words) as caught:
         feed.fetch("us-central1")
@@ -249,7 +250,7 @@ def test_an_endless_list_of_pages_ends(cloud, caller, monkeypatch):
     cloud.answer = lambda *_: (200, {"Items": [], "NextPageLink": cloud.url})
 
     with pytest.raises(BackendError, match="more than 5 pages"):
-        AzurePrices(caller=caller, url=cloud.url).fetch("eastus")
+        AzurePrices(Access(endpoint_url=cloud.url), caller=caller).fetch("eastus")
 
 
 def aws_answer(seen, *, spot="0.3500", fail=None):
@@ -319,8 +320,7 @@ def aws_answer(seen, *, spot="0.3500", fail=None):
 
 def aws_feed(cloud, caller):
     """The feed against the server of the test."""
-    advisor = f"{cloud.url}/spot-advisor-data.json"
-    return AwsPrices(boto3.Session(**KEYS), endpoint_url=cloud.url, advisor_url=advisor, caller=caller)
+    return AwsPrices(Access(session=boto3.Session(**KEYS), endpoint_url=cloud.url), caller=caller)
 
 
 def test_aws_list_spot_types_zones_and_risks(cloud, caller):
@@ -395,7 +395,9 @@ def test_moto_answers_types_and_offerings_as_aws_does(cloud, caller):
     server.start()
     try:
         host, port = server.get_host_and_port()
-        feed = AwsPrices(boto3.Session(**KEYS), endpoint_url=f"http://{host}:{port}", caller=caller)
+        feed = AwsPrices(
+            Access(session=boto3.Session(**KEYS), endpoint_url=f"http://{host}:{port}"), caller=caller
+        )
         kinds, machines, zones = feed._call("ec2", "us-east-1", _types_and_zones)
         spot = feed._call("ec2", "us-east-1", _spot_of_t4)
     finally:
@@ -484,5 +486,5 @@ def test_the_hook_asks_as_the_connection_says(cloud, tmp_path, monkeypatch):
     assert len(book.prices) == 3
     assert (ok, words) == (True, "3 prices of aws us-east-1")
     assert feed._caller.headers == {"X-Goog-Api-Key": "k"}
-    with pytest.raises(SpecError, match="prices are read from aws, gcp, azure"):
+    with pytest.raises(SpecError, match="prices are read from aws, azure, gcp"):
         CloudPricingHook("tencent")

@@ -8,7 +8,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.catalog.nodes import node_pools
+from envscaler_airflow.catalog.nodes import node_pools, read_node
 from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli import main
 
@@ -48,6 +48,23 @@ def node(**changes):
         del made["metadata"]["labels"][label]
     assert not changes
     return made
+
+
+@pytest.mark.parametrize(
+    ("provider_id", "cloud"),
+    [
+        ("aws:///us-east-1a/i-0123", "aws"),
+        ("gce://project/us-central1-a/vm", "gcp"),
+        ("azure:///subscriptions/s/resourceGroups/g", "azure"),
+        ("alicloud://cn-beijing.i-1", "alibaba"),
+        ("qcloud:///800001/ins-1", "tencent"),
+        ("kind://docker/kind/kind-worker", None),
+        ("", None),
+    ],
+)
+def test_the_cloud_of_a_node_is_that_of_its_provider_id(provider_id, cloud):
+    """As the catalog names it; none for machines of one's own."""
+    assert read_node(node(spec={"providerID": provider_id})).cloud == cloud
 
 
 def test_a_node_is_what_can_be_allocated_on_it_at_the_clouds_price():

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.plan import _commitment, _why_not
-from envscaler_airflow.planning import Allocation, Goal, Offer, Speed, Work
+from envscaler_airflow.cli.plan import _advice, _commitment, _unpriced, _why_not
+from envscaler_airflow.planning import Allocation, Candidate, Goal, Offer, Plan, Speed, Work
 from envscaler_airflow.planning.planner import candidate_of, rank_of
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import remember
@@ -359,3 +359,50 @@ def test_only_a_commitment_that_costs_less_is_worth_a_word(usd, share):
         f"less than on demand if it is used for over {share} of that time"
     )
     assert got == ([] if share is None else [words])
+
+
+def test_data_of_another_cloud_cost_what_that_cloud_charges(shell):
+    """100 GiB out of AWS are $9.00; a job is finished elsewhere all the same."""
+    words = [
+        "--job",
+        "resnet50-imagenet",
+        "--work",
+        "1e6",
+        "--data",
+        "aws:us-east-1:100",
+        "--clouds",
+        "azure",
+    ]
+
+    got = json.loads(shell("plan", "--json", *words).output)
+
+    assert got["chosen"]["data_usd"] == pytest.approx(9.0)
+
+
+def test_an_unknown_price_says_how_to_get_it_where_that_is_possible():
+    """From the clouds that publish theirs."""
+    notes = _unpriced({("aws", "spot"): ["us-east-1"], ("tencent", "on-demand"): [""]})
+
+    assert [note.partition(", so it comes last")[2] for note in notes] == [
+        ": envscaler catalog refresh --cloud aws --region us-east-1",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cloud", "name", "is_burstable"),
+    [
+        ("aws", "t3.large", True),
+        ("aws", "trn1.2xlarge", False),
+        ("azure", "Standard_B2s", True),
+        ("gcp", "e2-small", True),
+        ("gcp", "e2-standard-4", False),
+        ("alibaba", "ecs.t6-c1m1.large", True),
+        ("lambda", "t3.large", False),
+    ],
+)
+def test_a_type_that_is_not_as_fast_all_the_time_is_said(cloud, name, is_burstable):
+    """By the names that its cloud gives them."""
+    offer = Offer(cloud, "r", name, "on-demand", 2, 8)
+
+    assert bool(_advice(Plan(Candidate(Allocation(offer))))) is is_burstable

@@ -65,7 +65,9 @@ def test_a_bill_names_both_parts_of_a_mixed_attempt():
     )
     spot = replace(core, capacity_type="spot", usd_per_hour=1.0)
     held = (Held(0, 0.0, 3600.0), Held(1, 0.0, 3600.0))
-    found = bill([Use(1, 1, Allocation(core, 2, rest=spot, rest_nodes=1), held, "succeeded")], now=0)
+    found = bill(
+        [Use(1, 1, Allocation(core, 2, rest=spot, rest_nodes=1), held, "succeeded")], now=0, tariffs={}
+    )
     console = Console(width=200, file=io.StringIO())
 
     print_report({"bill": found.to_dict()}, console)
@@ -86,7 +88,9 @@ def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsy
     held = tuple(Held(node, 0.0, 36000.0) for node in range(4))
     use = Use(1, 1, Allocation(core, 4, rest=spot, rest_nodes=3), held, "succeeded", 100, 10, 0, 9000, 9000)
 
-    print_report({"bill": bill([use], now=0).to_dict(), "attempts": [{"price_source": core.price_source}]})
+    print_report(
+        {"bill": bill([use], now=0, tariffs={}).to_dict(), "attempts": [{"price_source": core.price_source}]}
+    )
 
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if "g1-a1" in line).split()

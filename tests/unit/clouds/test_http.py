@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from envscaler_airflow.clouds import Access
 from envscaler_airflow.clouds.azure import AzurePrices
 from envscaler_airflow.clouds.gcp import GcpPrices
 from envscaler_airflow.clouds.http import PAGE_BYTES, PAGE_S, PAUSES_S, TIMEOUT_S, Caller
@@ -57,7 +58,7 @@ def test_a_next_page_that_is_no_address_is_an_error(link):
     with httpx.Client(
         transport=httpx.MockTransport(lambda _: httpx.Response(200, json={"Items": [], "NextPageLink": link}))
     ) as client:
-        feed = AzurePrices(caller=Caller(client), url="https://cloud.test/prices")
+        feed = AzurePrices(Access(endpoint_url="https://cloud.test/prices"), caller=Caller(client))
         with pytest.raises(BackendError, match="is no address"):
             feed.fetch("eastus")
 
@@ -148,7 +149,7 @@ def test_a_key_is_in_no_address():
         return httpx.Response(200, json={"skus": []})
 
     with httpx.Client(transport=httpx.MockTransport(answer)) as client:
-        GcpPrices([], api_key="secret-key", caller=Caller(client)).fetch("us-central1")
+        GcpPrices(Access(secret="secret-key"), caller=Caller(client), kinds=[]).fetch("us-central1")
 
     assert seen[0].headers["X-Goog-Api-Key"] == "secret-key"
     assert "secret-key" not in str(seen[0].url)

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from envscaler_airflow.clouds import Access
 from envscaler_airflow.clouds.aws import read_product
 from envscaler_airflow.clouds.azure import AzurePrices
 from envscaler_airflow.clouds.gcp import read_parts
@@ -56,7 +57,7 @@ class Pages:
 
 def azure(*items):
     """Prices that the feed gives for *items*."""
-    feed = AzurePrices(caller=Pages(list(items)), clock=lambda: NOW)
+    feed = AzurePrices(Access(), caller=Pages(list(items)), clock=lambda: NOW)
     return [(quote.capacity, quote.usd) for quote in feed.fetch("eastus").quotes]
 
 

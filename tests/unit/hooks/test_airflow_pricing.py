@@ -55,7 +55,7 @@ def test_without_the_default_connection_the_machines_own_identity_asks(connectio
     """As boto3 finds it."""
     feed = CloudPricingHook("aws").get_conn()
 
-    assert feed._session is None
+    assert feed._access.session is None
     assert CloudPricingHook("azure").get_conn().cloud == "azure"  # needs none
 
 
@@ -63,6 +63,11 @@ def test_a_connection_that_was_named_must_exist(connections):
     """It would ask as somebody else."""
     with pytest.raises(AirflowNotFoundException, match="aws_prices"):
         CloudPricingHook("aws", "aws_prices").get_conn()
+
+
+def test_a_cloud_that_needs_no_credentials_reads_no_connection(connections):
+    """Azure's retail prices are public: a connection that does not exist is not missed."""
+    assert CloudPricingHook("azure", "absent").get_conn().cloud == "azure"
 
 
 def test_keys_and_endpoint_of_the_connection_are_used(connections):
@@ -74,10 +79,10 @@ def test_keys_and_endpoint_of_the_connection_are_used(connections):
 
     feed = CloudPricingHook("aws").get_conn()
 
-    found = feed._session.get_credentials().get_frozen_credentials()
+    found = feed._access.session.get_credentials().get_frozen_credentials()
     assert (found.access_key, found.secret_key, found.token) == ("key", "secret", "t")
-    assert feed._session.region_name == "eu-west-1"
-    assert feed._endpoint_url == "http://localhost:1"
+    assert feed._access.session.region_name == "eu-west-1"
+    assert feed._access.endpoint_url == "http://localhost:1"
     assert feed._advisor_url == "http://localhost:1/spot-advisor-data.json"
 
 
@@ -101,7 +106,7 @@ def test_a_role_is_taken_on(connections, monkeypatch):
 
     monkeypatch.setattr("boto3.Session.client", lambda *_, **__: Sts())
 
-    found = CloudPricingHook("aws").get_conn()._session.get_credentials().get_frozen_credentials()
+    found = CloudPricingHook("aws").get_conn()._access.session.get_credentials().get_frozen_credentials()
 
     assert (found.access_key, found.token) == ("of-the-role", "t")
     assert [words["RoleArn"] for words in asked] == [role]

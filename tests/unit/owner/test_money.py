@@ -47,6 +47,40 @@ def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
     assert world.control().action == "leave"
 
 
+def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
+    """3,421 s on Lambda are 58 minutes; a look, a save, a drain and a minute more make an hour."""
+    world = new_world((replace(cpu_offer(1, usd_per_hour=0.05), cloud="lambda"),))
+    owner = world.controller(budget_usd=0.05)
+    watch = world.watch(owner.enter())
+    world.say(checkpoint_s=20.0)
+    world.clock.advance(3419)
+    before = watch.poll()
+    world.clock.advance(30)
+
+    wake = watch.poll()
+    owner.resume(wake)
+
+    assert (before, wake.detail) == (None, "the budget is spent")
+    assert world.state.live.stop_why == "budget"
+
+
+def test_a_run_is_reported_and_counted_as_its_cloud_bills(new_world):
+    """61 s on Lambda at $1 an hour: two minutes, while it runs and in the report, and of its intent alone."""
+    world = new_world((replace(cpu_offer(1, usd_per_hour=1.0), cloud="lambda"),))
+    owner = world.controller()
+    owner.enter()
+    world.say()
+    world.clock.advance(61)
+    live = world.state.live
+
+    metered = facts.spent_usd(world.state, world.backend, now=world.clock.time())
+    at_most = facts._most_usd(live, now=live.intended_at + 61)
+    world.succeed()
+    report = owner.resume(Wake("status")).report
+
+    assert [metered, at_most, report["bill"]["usd"]] == pytest.approx([1 / 30] * 3)
+
+
 def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
     """Half an hour on the first machine leaves half an hour for the second."""
     owner = world.controller(budget_usd=0.05)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
+from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.offers import AllocationPart
 from envscaler_airflow.planning.record import Record
-from envscaler_airflow.run.cost import Held, Use, bill
+from envscaler_airflow.run import cost
+from envscaler_airflow.run.cost import Held, Use
 
 HOUR = 3600.0
+bill = partial(cost.bill, tariffs=tariffs())
 CORE = Offer(
     "aws",
     "us-east-1",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from envscaler_airflow.clouds import refusals, tariffs
 from envscaler_airflow.planning import (
     Allocation,
     Goal,
@@ -17,7 +18,7 @@ from envscaler_airflow.planning import (
     feasible,
     plan,
 )
-from envscaler_airflow.planning.billing import BILLING, Billing
+from envscaler_airflow.planning.billing import Billing
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.stockouts import FIRST_S, LONGEST_S, QUOTA_S, StockOut, against, classify, met
@@ -60,12 +61,12 @@ NO_GPU = "0/5 nodes are available: 5 Insufficient nvidia.com/gpu. preemption: 0/
 )
 def test_refusals_are_told_apart(code, message, expected):
     """None to be had, a quota, or something else."""
-    assert classify(code, message) == expected
+    assert classify(code, message, refusals()) == expected
 
 
 def test_a_stock_out_excludes_its_offer_for_a_while():
     """Ten minutes for this type, zone and capacity type; other zones and on demand go on."""
-    out = met(SPOT, "InsufficientInstanceCapacity", now=NOW)
+    out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW)
 
     assert out.excludes(SPOT, NOW + 60) == "InsufficientInstanceCapacity 1 min ago: tried again in 9 min"
     assert out.excludes(SPOT, NOW + FIRST_S) is None
@@ -78,7 +79,7 @@ def test_stock_outs_in_a_row_last_longer():
     out = None
     lasting = []
     for _ in range(8):
-        out = met(SPOT, "InsufficientInstanceCapacity", now=NOW, before=out)
+        out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW, before=out)
         lasting.append(out.lasts_s)
 
     assert lasting[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
@@ -88,8 +89,8 @@ def test_stock_outs_in_a_row_last_longer():
 
 def test_a_quota_excludes_what_it_counts():
     """All spot of the region, or all types of a family there."""
-    spot = met(SPOT, "MaxSpotInstanceCountExceeded", now=NOW)
-    family = met(ON_DEMAND, "VcpuLimitExceeded", now=NOW)
+    spot = met(SPOT, "MaxSpotInstanceCountExceeded", refusals=refusals(), now=NOW)
+    family = met(ON_DEMAND, "VcpuLimitExceeded", refusals=refusals(), now=NOW)
 
     assert spot.excludes(LARGER, NOW + QUOTA_S - 1) is not None
     assert spot.excludes(ON_DEMAND, NOW) is None
@@ -100,7 +101,7 @@ def test_a_quota_excludes_what_it_counts():
 
 def test_a_clock_that_is_wrong_costs_no_more_than_a_stock_out_lasts():
     """Written a day in the future."""
-    out = met(SPOT, "InsufficientInstanceCapacity", now=NOW + 86400)
+    out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW + 86400)
 
     assert out.left_s(NOW) == FIRST_S
     assert "0 min ago" in out.excludes(SPOT, NOW)
@@ -138,7 +139,7 @@ def test_a_memory_that_is_over_goes_away_and_a_torn_one_is_none(tmp_path):
 
 def test_a_stock_out_comes_back_from_json():
     """As it was."""
-    out = met(SPOT, "InsufficientInstanceCapacity", now=NOW)
+    out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW)
 
     assert StockOut.from_dict(out.to_dict()) == out
 
@@ -154,7 +155,7 @@ def speed_of(_kind, nodes):
 def test_data_elsewhere_cost_egress_and_time():
     """900 GiB out of AWS: $81 and an hour, so that the cheaper cloud is dearer for ten hours of work."""
     data = DataPlace("data", "aws", "us-east-1", gib=900.0)
-    table, work = table_of([ON_DEMAND, FAR]), Work(10, "units")
+    table, work = table_of([ON_DEMAND, FAR]), Work(10, "units", tariffs=tariffs())
 
     near = search(GPU, table, work=work, how=Search(speed_of=speed_of))
     tied = search(GPU, table, work=replace(work, data=(data,)), how=Search(speed_of=speed_of))
@@ -171,10 +172,10 @@ def test_another_region_of_the_same_cloud_is_nearer_than_another_cloud():
     """$0.02 a GiB against $0.09; nothing at home; unknown for a cloud whose price is not known."""
     data = DataPlace("data", "aws", "us-east-1", gib=100.0)
 
-    assert data.usd_to("aws", "us-east-1") == 0.0
-    assert data.usd_to("aws", "us-west-2") == pytest.approx(2.0)
-    assert data.usd_to("gcp", "us-central1") == pytest.approx(9.0)
-    assert replace(data, cloud="tencent").usd_to("aws", "us-east-1") is None
+    assert data.usd_to("aws", "us-east-1", tariffs()) == 0.0
+    assert data.usd_to("aws", "us-west-2", tariffs()) == pytest.approx(2.0)
+    assert data.usd_to("gcp", "us-central1", tariffs()) == pytest.approx(9.0)
+    assert replace(data, cloud="tencent").usd_to("aws", "us-east-1", tariffs()) is None
 
 
 def test_a_bound_claim_restricts_and_is_named():
@@ -335,10 +336,12 @@ def test_the_risk_of_a_spot_part_is_that_of_its_place():
 
 def test_time_is_billed_as_the_cloud_does():
     """AWS: a second more, a minute at least. Lambda: whole minutes."""
-    assert BILLING["aws"].billed_s(59.2) == 60.0
-    assert BILLING["aws"].billed_s(61.2) == 62.0
-    assert BILLING["aws"].billed_s(3600.0000000001) == 3600.0
-    assert BILLING["lambda"].billed_s(61.0) == 120.0
+    aws, minutes = tariffs()["aws"].billing, tariffs()["lambda"].billing
+
+    assert aws.billed_s(59.2) == 60.0
+    assert aws.billed_s(61.2) == 62.0
+    assert aws.billed_s(3600.0000000001) == 3600.0
+    assert minutes.billed_s(61.0) == 120.0
     with pytest.raises(ValueError, match="unit_s"):
         Billing(0.0)
 
@@ -348,7 +351,10 @@ def test_an_estimate_pays_for_whole_units():
     here = Offer("lambda", "us-east-1", "gpu_1x", "on-demand", 8, 32, usd_per_hour=40.0)
 
     got = search(
-        Requirements(), table_of([here]), work=Work(90, "units"), how=Search(speed_of=lambda *_: Speed(1, 0))
+        Requirements(),
+        table_of([here]),
+        work=Work(90, "units", tariffs=tariffs()),
+        how=Search(speed_of=lambda *_: Speed(1, 0)),
     )
 
     assert got.chosen.estimate.hours == pytest.approx(90 / 3600)

@@ -10,10 +10,12 @@ from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.market import candidate_body
+from envscaler_airflow.clouds import schemes, tariffs
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Requirements, Speed, Work, feasible, plan
-from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, Extras, data_places, extras_at
+from envscaler_airflow.planning.billing import Tariff
+from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, data_places
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.near_misses import unpriced_offers
 from envscaler_airflow.planning.table import table_of
@@ -54,7 +56,7 @@ def test_volumes_say_where_they_lie(spec_of):
         " {name: other, source: s3://o/x, mount_path: /o}]"
     )
 
-    assert data_places(spec) == (
+    assert data_places(spec, schemes()) == (
         DataPlace("data", "aws", "us-east-1", gib=200.0),
         DataPlace("claim", "", "", zone="us-east-1b", is_bound=True),
         DataPlace("model", "gcp", "us-central1"),
@@ -83,16 +85,16 @@ def test_a_claim_with_a_zone_alone_is_in_the_zone_of_any_cloud():
     assert claim.allows("kubernetes", "us-east-1", "us-east-1b")
     assert claim.allows("kubernetes", "", "")  # a cluster whose nodes name no zone
     assert not claim.allows("aws", "us-east-1", "us-east-1a")
-    assert (claim.usd_to("aws", "us-east-1"), claim.seconds_to("aws", "us-east-1")) == (0.0, 0.0)
+    assert (claim.usd_to("aws", "us-east-1", tariffs()), claim.seconds_to("aws", "us-east-1")) == (0.0, 0.0)
 
 
 def test_a_cluster_in_the_region_reads_at_home():
     """Elsewhere the price is unknown: which cloud it is in is not told."""
     data = DataPlace("data", "aws", "us-east-1", gib=100.0)
 
-    assert data.usd_to("kubernetes", "us-east-1") == 0.0
+    assert data.usd_to("kubernetes", "us-east-1", tariffs()) == 0.0
     assert data.seconds_to("kubernetes", "us-east-1") == 0.0
-    assert data.usd_to("kubernetes", "eu-west-1") is None
+    assert data.usd_to("kubernetes", "eu-west-1", tariffs()) is None
     assert data.seconds_to("kubernetes", "eu-west-1") == 100 / GIB_PER_S
 
 
@@ -128,7 +130,7 @@ def test_both_planners_count_the_copy_and_the_disk():
     """90 GiB from the east to the west: $1.80 and 360 s; 73 GiB of disk at $0.08 for a tenth of a month."""
     work = Work(
         10, "units", {item.name: Speed(1 / 3600, 0, "user") for item in (HERE, AWAY)}, Overheads(),
-        data=(DataPlace("data", "aws", "us-east-1", gib=90.0),),
+        data=(DataPlace("data", "aws", "us-east-1", gib=90.0),), tariffs=tariffs(),
     )  # fmt: skip
     need = replace(GPU, disk_gib=73.0)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
@@ -147,7 +149,7 @@ def test_both_planners_count_the_copy_and_the_disk():
 
 def test_each_node_has_a_disk_of_its_own():
     """Two nodes pay twice."""
-    work = Work(10, "units", {f"2 x {HERE.name}": Speed(1 / 3600, 0, "user")}, Overheads())
+    work = Work(10, "units", {f"2 x {HERE.name}": Speed(1 / 3600, 0, "user")}, Overheads(), tariffs=tariffs())
     need = replace(GPU, disk_gib=73.0, min_nodes=2, max_nodes=2)
 
     got = plan(need, [HERE], work=work).chosen.estimate
@@ -160,7 +162,9 @@ def test_a_disk_without_a_known_price_is_said():
     far = replace(HERE, cloud="nebius", region="eu-north1", zone=None)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
-    got = search(replace(GPU, disk_gib=10.0), table_of([far]), work=Work(1, "units"), how=how)
+    got = search(
+        replace(GPU, disk_gib=10.0), table_of([far]), work=Work(1, "units", tariffs=tariffs()), how=how
+    )
 
     assert "what disks cost on nebius is unknown and counted as nothing" in got.notes
     assert got.chosen.estimate.disk_usd is None
@@ -180,7 +184,9 @@ def test_a_copy_without_a_known_price_is_said(data, words):
     known = DataPlace("known", "aws", "eu-west-1", gib=100.0)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
-    got = search(GPU, table_of([HERE]), work=Work(10, "units", data=(data, known)), how=how)
+    got = search(
+        GPU, table_of([HERE]), work=Work(10, "units", data=(data, known), tariffs=tariffs()), how=how
+    )
 
     assert any(note.startswith(words) for note in got.notes), got.notes
     assert candidate_body(got.chosen)["data_usd"] is None
@@ -192,20 +198,21 @@ def test_a_copy_is_said_when_no_speed_is_known():
     data = DataPlace("data", "aws", "us-east-1", gib=5000.0)
     far = replace(HERE, cloud="gcp", region="us-central1", zone=None)
 
-    there = search(GPU, table_of([far]), work=Work(data=(data,)))
-    here = search(GPU, table_of([HERE]), work=Work(data=(data,)))
+    there = search(GPU, table_of([far]), work=Work(data=(data,), tariffs=tariffs()))
+    here = search(GPU, table_of([HERE]), work=Work(data=(data,), tariffs=tariffs()))
 
     assert "no speed is known, so copying data is in no price: up to $450.00" in there.notes
     assert not any("copying" in note for note in here.notes)
 
 
-def test_extras_are_finite():
-    """What is unknown of a price is left out; NaN is refused."""
+def test_what_a_cloud_charges_is_finite():
+    """NaN is refused; what is unknown of a price leaves the time of the copy known."""
     data = DataPlace("data", "tencent", "ap-tokyo", gib=10.0)
 
-    assert extras_at("aws", "us-east-1", data=[data]) == Extras(0.0, 10 / GIB_PER_S)
-    with pytest.raises(ValueError, match="finite"):
-        Extras(float("nan"))
+    assert data.usd_to("aws", "us-east-1", tariffs()) is None
+    assert data.seconds_to("aws", "us-east-1") == 10 / GIB_PER_S
+    with pytest.raises(ValueError, match="usd_per_gib_out must be finite"):
+        Tariff(usd_per_gib_out=float("nan"))
 
 
 def test_the_shell_plans_by_the_volumes_of_the_spec(spec_of, tmp_path):

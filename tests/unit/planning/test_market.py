@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work, plan
 from envscaler_airflow.planning.market import Scope, Search, search
@@ -142,13 +143,15 @@ def test_all_candidates_are_ranked_as_the_planner_ranks_them(strategy, budget, d
         if (speed := speed_of(kinds[name.split("/")[-2]], 2 if name.startswith("2 x") else 1)) is not None
     }
     spot = {o.name: ANY_RATE_PER_HOUR for o in offers if o.capacity_type == "spot"}
-    whole = plan(need, offers, goal=goal, work=Work(200_000, "steps", speeds, overheads, spot))
+    whole = plan(
+        need, offers, goal=goal, work=Work(200_000, "steps", speeds, overheads, spot, tariffs=tariffs())
+    )
 
     got = search(
         need,
         table,
         goal=goal,
-        work=Work(200_000, overheads=overheads),
+        work=Work(200_000, overheads=overheads, tariffs=tariffs()),
         how=Search(speed_of=speed_of, limit=9),
     )
 

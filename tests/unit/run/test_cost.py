@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.run.cost import Bill, Held, Pause, Split, StaticPlan, Use, bill, spent_usd
+from envscaler_airflow.run import cost
+from envscaler_airflow.run.cost import Bill, Held, Pause, Split, StaticPlan, Use
 from envscaler_airflow.run.narration import totals
 
 HOUR = 3600.0
+bill, spent_usd = partial(cost.bill, tariffs={}), partial(cost.spent_usd, tariffs={})
 SMALL = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4, usd_per_hour=1.0))
 LARGE = Allocation(Offer("aws", "r", "c5", "spot", 2, 8, usd_per_hour=3.0), nodes=2)
 # An hour on the small one: 6 minutes to start, 6 idle, 48 training 480 steps, of which 400 were kept.

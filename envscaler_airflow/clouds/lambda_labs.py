@@ -1,0 +1,12 @@
+"""Lambda: prices of the packaged snapshot alone."""
+
+from __future__ import annotations
+
+from envscaler_airflow.clouds import Cloud
+from envscaler_airflow.planning.billing import Billing, Tariff
+
+CLOUD = Cloud(
+    name="lambda",
+    tariff=Tariff(Billing(60.0, source="Lambda on-demand pricing: by the minute"), usd_per_gib_out=0.0),
+)
+"""Source: the page named, which states no charge for data out (recalled 2026-11, not re-read)."""

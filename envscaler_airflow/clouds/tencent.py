@@ -1,0 +1,19 @@
+"""Tencent Cloud: prices of the packaged snapshot alone."""
+
+from __future__ import annotations
+
+from envscaler_airflow.clouds import Cloud
+from envscaler_airflow.planning.billing import Billing, Tariff
+
+CLOUD = Cloud(
+    name="tencent",
+    tariff=Tariff(Billing(1.0, source="CVM pay-as-you-go: by the second")),
+    refusals={
+        "ResourceInsufficient": ("capacity", "offer"),
+        "LimitExceeded.InstanceQuota": ("quota", "offer"),
+    },
+    schemes=("cos",),
+    provider_id="qcloud",
+)
+"""Source: the page named (recalled 2026-11, not re-read); what data cost to leave it is not known.
+Refusals: CVM, error codes."""
