@@ -7,19 +7,12 @@ import signal
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
-from envscaler_agent.protocol import (
-    EXIT_LEFT,
-    EXIT_NOT_FOUND,
-    EXIT_ORPHANED,
-    EXIT_STOPPED,
-    Ended,
-)
+from envscaler_agent.protocol import EXIT_CODES, EXIT_LEFT, EXIT_NOT_FOUND, EXIT_STOPPED, Ended
 
 _Line = Tuple[str, str]
 
 EXIT_NOT_EXECUTABLE = 126
 """The command exists and cannot be run, as shells say it."""
-ASKED_EXITS = {"left": EXIT_LEFT, "stopped": EXIT_STOPPED, "orphaned": EXIT_ORPHANED}
 
 _CUDA_MEMORY = re.compile(
     r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA (?:driver )?error: out of memory"
@@ -255,8 +248,8 @@ def _class_of(error: Sequence[str]) -> Optional[Tuple[str, str]]:
 
 
 def _exit_code(end: End, reason: str) -> int:
-    if reason in ASKED_EXITS:
-        return ASKED_EXITS[reason]
+    if reason in EXIT_CODES:
+        return EXIT_CODES[reason]
     if end.code == 0 and reason != "succeeded":
         return 1  # the backend, too, is to see a failure
     return end.code if end.code >= 0 else 128 - end.code

@@ -36,6 +36,14 @@ EXIT_SETUP_FAILED = 88
 """Sidecar or wrapper: workdir, inputs or checkpoint could not be laid out. Chosen likewise."""
 EXIT_NOT_FOUND = 127
 """The command does not exist, as shells say it."""
+EXIT_CODES = {
+    "left": EXIT_LEFT,
+    "orphaned": EXIT_ORPHANED,
+    "stopped": EXIT_STOPPED,
+    "setup-failed": EXIT_SETUP_FAILED,
+    "not-found": EXIT_NOT_FOUND,
+}
+"""Reasons with an exit code of their own; for any other the wrapper exits with the command's."""
 
 ACTIONS = ("hold", "run", "checkpoint", "leave", "stop")
 """What a control asks: wait until the candidates are listed, go on, save now and go on, save and exit with
@@ -53,6 +61,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _UNSAFE = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
 _MANIFEST = re.compile(r"manifest-c(\d{1,9})\.json\Z")
 _T = TypeVar("_T", bound="Message")
+
+
+def reason_of(exit_code: int) -> str:
+    """What the wrapper's exit code says alone: ``succeeded``, a reason of EXIT_CODES, or ``failed``."""
+    named = (reason for reason, code in EXIT_CODES.items() if code == exit_code)
+    return "succeeded" if exit_code == 0 else next(named, "failed")
 
 
 def control_name(generation: int, attempt: int) -> str:
@@ -419,6 +433,7 @@ END_REASONS = (
     "killed",
     "disk-full",
 )
+"""What a wrapper may report; the owner's table of outcomes says what each means."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from envscaler_agent.errors import ProtocolError
 from envscaler_agent.protocol import (
-    EXIT_ORPHANED,
-    EXIT_SETUP_FAILED,
-    EXIT_STOPPED,
+    EXIT_CODES,
     MAX_JSON_BYTES,
     SCHEMA,
     Message,
@@ -41,10 +39,6 @@ from envscaler_agent.protocol import (
 
 ENV = "ENVSCALER_SPOOL"
 """Environment variable that names the folder."""
-
-
-SETUP_EXITS = {"setup-failed": EXIT_SETUP_FAILED, "stopped": EXIT_STOPPED, "orphaned": EXIT_ORPHANED}
-"""What a set-up that came to nothing is called, and the wrapper's exit code."""
 
 
 class Spool:
@@ -217,9 +211,7 @@ def parse_start(data: bytes) -> Start:
     body = read_object(data, where="start.json")
     if body.get("failed") is not None:
         reason = str(body.get("reason"))
-        raise SetupFailedError(
-            str(body["failed"]), reason=reason if reason in SETUP_EXITS else "setup-failed"
-        )
+        raise SetupFailedError(str(body["failed"]), reason=reason if reason in EXIT_CODES else "setup-failed")
     session = _object(body.get("session"), "session")
     known = {name: session[name] for name in _SESSION_TYPES if session.get(name) is not None}
     for name, value in known.items():

@@ -35,14 +35,7 @@ from envscaler_agent.output import (
     secret_values,
 )
 from envscaler_agent.progress import LogPatterns, Rate, StallWatch
-from envscaler_agent.protocol import (
-    EXIT_NOT_FOUND,
-    EXIT_SETUP_FAILED,
-    EXIT_STOPPED,
-    Control,
-    Ended,
-    Progress,
-)
+from envscaler_agent.protocol import EXIT_CODES, Control, Ended, Progress
 from envscaler_agent.rendezvous import ADDRESS, expand
 from envscaler_agent.reporting import Reporter
 from envscaler_agent.sampler_child import SamplerChild
@@ -126,19 +119,17 @@ class Wrapper:
         try:
             started = self._await_start()
         except ex.SetupFailedError as err:
-            return self._end_early(err.reason, str(err), ex.SETUP_EXITS[err.reason])
+            return self._end_early(err.reason, str(err))
         except ProtocolError as err:
-            return self._end_early("setup-failed", str(err), EXIT_SETUP_FAILED)
+            return self._end_early("setup-failed", str(err))
         if not started:
-            return self._end_early("stopped", "asked to go before the command was started", EXIT_STOPPED)
+            return self._end_early("stopped", "asked to go before the command was started")
         environ = self._environ()
         secrets = secret_values(self._start.secret_env, environ)
         self._masker = Masker(secrets)
         cwd = self._start.cwd
         if cwd is not None and not Path(cwd).is_dir():
-            return self._end_early(
-                "setup-failed", f"working directory {cwd} does not exist", EXIT_SETUP_FAILED
-            )
+            return self._end_early("setup-failed", f"working directory {cwd} does not exist")
         self._forget_earlier_life()
         self._argv = expand(self._argv, environ)
         if self._start.node == 0:
@@ -200,7 +191,8 @@ class Wrapper:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def _end_early(self, reason: str, detail: str, code: int) -> int:
+    def _end_early(self, reason: str, detail: str, code: Optional[int] = None) -> int:
+        code = EXIT_CODES[reason] if code is None else code
         detail = self._masker.mask(detail)
         ended = Ended(exit_code=code, reason=reason, detail=detail, last_lines=(detail,))
         self._reporter.set(phase="ended", ended=ended, message=detail[:MAX_MESSAGE_CHARS])
@@ -210,7 +202,7 @@ class Wrapper:
     def _not_started(self, err: OSError) -> int:
         name = self._argv[0]
         if isinstance(err, FileNotFoundError):
-            return self._end_early("not-found", f"{name}: command not found", EXIT_NOT_FOUND)
+            return self._end_early("not-found", f"{name}: command not found")
         detail = f"{name}: cannot be started: {err.strerror}"
         return self._end_early("failed", detail, EXIT_NOT_EXECUTABLE)
 

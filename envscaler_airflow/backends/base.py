@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from envscaler_airflow.planning.offers import Allocation, Offer
-
-NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"]
-"""``lost``: known to be gone without an end of its own. ``unknown``: cannot be told from here; never dead."""
-
+from envscaler_airflow.run import OUTCOMES, NodeState, NodeStatus
 
 ResizeState = Literal["going", "done", "deferred", "infeasible"]
 """``deferred``: no room now. ``infeasible``: never here; the next attempt gets it."""
@@ -90,27 +87,33 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus:
-    """What the backend itself knows of one node.
+class NodeEnd:
+    """How a node ended, as its backend tells it.
 
     Attributes:
-        node: Index, 0 to nodes - 1.
-        state: See :data:`NodeState`.
-        exit_code, signal: How it ended, when it did and the backend saw it.
-        reason: One of protocol.END_REASONS or the provider's own word; ``""`` while it runs. ``capacity``
-            of a pending node: it did not come within its time, and the owner gives the attempt up; of an
-            ended one: it never came. ``image`` of a pending node: no waiting heals it, and the run fails.
-            ``unneeded`` of a running node: another part of its attempt has failed, and the owner ends it by
-            ``mend``.
+        exit_code: 0 to 255; None when a signal ended it, or nothing of it ran.
+        signal: Signal number; None when it exited.
+        reason: The row of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`.
         detail: One line for people.
+
+    Raises:
+        ValueError: The table has no such row.
     """
 
-    node: int
-    state: NodeState
-    exit_code: int | None = None
-    signal: int | None = None
-    reason: str = ""
+    exit_code: int | None
+    signal: int | None
+    reason: str
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse an end that the owner has no recovery for."""
+        if self.reason not in OUTCOMES:
+            raise ValueError(f"reason must be a row of OUTCOMES, got {self.reason!r}")
+
+    def of_node(self, node: int) -> NodeStatus:
+        """The status of *node*, which ended so."""
+        state: NodeState = "lost" if self.reason == "lost" else "ended"
+        return NodeStatus(node, state, self.exit_code, self.signal, self.reason, self.detail)
 
 
 SILENT = "silent"

@@ -35,7 +35,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run import AttemptState, outcome_of
 from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.airflow_services import AirflowServices
@@ -372,7 +372,7 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
     if lost is None:
         lines.append("the training was over before its machine could be taken away")
     for before, after in itertools.pairwise(train.attempts_of(train.generation)):
-        if before.outcome in ("lost", "killed"):
+        if outcome_of(before.outcome).is_disruption:
             kept, again = after.ended.get("start_step"), before.step
             steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
             lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")

@@ -36,7 +36,7 @@ from envscaler_airflow.owner.stage import (
     Waiting,
 )
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.run import Actor, RunState
+from envscaler_airflow.run import Actor, RunState, outcome_of
 from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
@@ -341,7 +341,7 @@ def exit_code(state: RunState) -> int:
     if state.status == "stopped":
         return EXIT_STOPPED
     last = state.current
-    if last is None or state.failure in ("budget", "timeout", "start", "spec", "no-offer"):
+    if last is None or outcome_of(state.failure).is_final:
         return FAULT
     code, number = last.ended.get("exit_code"), last.ended.get("signal")
     if isinstance(number, int) and number > 0:

@@ -54,6 +54,7 @@ from envscaler_airflow.run import (
     enter,
     fold,
     next_action,
+    outcome_of,
 )
 from envscaler_airflow.store.claims import creates_exclusively
 from envscaler_airflow.store.outputs import output_prefix
@@ -206,7 +207,7 @@ class Controller(Intending):
             if observed is not None and self._mend(live, observed, wake):
                 observed = self._observed(live, wake)
         spec = self._spec(state)
-        is_full = live is None and last is not None and last.outcome == "out-of-memory"
+        is_full = live is None and last is not None and outcome_of(last.outcome).recovery == "more-memory"
         return Facts(
             observed=observed,
             spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),

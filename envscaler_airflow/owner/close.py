@@ -23,7 +23,7 @@ from envscaler_airflow.owner.stage import (
     Waiting,
 )
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.run import FINAL_STOPS, Action, Actor, RunState
+from envscaler_airflow.run import Action, Actor, RunState, outcome_of
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import EventLog
 
@@ -86,7 +86,7 @@ def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None
         owner = state.owner
         if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
             return None
-        if state.live is not None and state.live.stop_why in FINAL_STOPS:
+        if state.live is not None and outcome_of(state.live.stop_why).is_final:
             return owner
         if any(request.type == "stop-requested" for request in state.pending):
             return owner

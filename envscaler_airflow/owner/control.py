@@ -118,7 +118,7 @@ class Asking(Owner):
         body |= {"target": change.target.to_dict(), **got.found} | ({} if step is None else {"step": step})
         return self._append(state, "changed", body)
 
-    def _waiting_for_change(self, state: RunState, got: in_place_change.Outcome) -> Waiting:
+    def _waiting_for_change(self, state: RunState, got: in_place_change.ChangeResult) -> Waiting:
         live, waiting = live_of(state), self._waiting(state, got.reason)
         assert live.change is not None
         watching = replace(

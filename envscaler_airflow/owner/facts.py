@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
@@ -10,7 +11,7 @@ from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, Usag
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.run_watch import read_status, unless_heard
 from envscaler_airflow.owner.usage import billed_usd, cost_usd, spans_of, with_removed
-from envscaler_airflow.run import AttemptState, NodeFacts, Observed, RunState
+from envscaler_airflow.run import AttemptState, NodeStatus, Observed, RunState
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import join
 
@@ -43,21 +44,8 @@ def observe(
     # Nodes of a change in place that was given up when the attempt was asked to go are to go too.
     more = [] if attempt.change is not None else [one for one in known if one >= attempt.allocation.nodes]
     for index in (*range(attempt.allocation.nodes), *sorted(more)):
-        status, node = read_status(store, prefix, attempt=key, node=index), known.get(index)
-        if node is None:
-            nodes.append(NodeFacts(index, "unknown", status=status))
-        else:
-            nodes.append(
-                NodeFacts(
-                    index,
-                    node.state,
-                    exit_code=node.exit_code,
-                    signal=node.signal,
-                    reason=node.reason,
-                    detail=node.detail,
-                    status=status,
-                )
-            )
+        node = known.get(index) or NodeStatus(index, "unknown")
+        nodes.append(replace(node, status=read_status(store, prefix, attempt=key, node=index)))
     return Observed(tuple(nodes), silent_s=silent_s)
 
 

@@ -151,7 +151,7 @@ def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChangeResult:
     """How far a change is.
 
     ``done``. ``going``: look again. ``undone``: it stays as it was, and the reason says why. ``move``: never
@@ -172,7 +172,7 @@ class Outcome:
 
 def carry_out(
     backend: Backend, live: AttemptState, change: Change, sizes: Sizes, *, is_overdue: bool
-) -> Outcome:
+) -> ChangeResult:
     """Ask the backend for *change*, which may be a repeat, and tell how far it is.
 
     Raises:
@@ -186,38 +186,38 @@ def carry_out(
     return _rescale(backend, handle, live, change, is_overdue=is_overdue)
 
 
-def _resize(backend: Backend, handle: Handle, sizes: Sizes, *, is_overdue: bool) -> Outcome:
+def _resize(backend: Backend, handle: Handle, sizes: Sizes, *, is_overdue: bool) -> ChangeResult:
     if not isinstance(backend, ResizesInPlace):
-        return Outcome("move", "nothing here can be resized in place")
+        return ChangeResult("move", "nothing here can be resized in place")
     try:
         state = backend.resize(handle, vcpus=sizes.vcpus, memory_bytes=sizes.memory_bytes)
     except BackendError as err:
         if err.transient:
             raise
-        return Outcome("move", f"not in place: {err}")
+        return ChangeResult("move", f"not in place: {err}")
     if state == "done":
         found = {"vcpus": sizes.vcpus, "memory_bytes": sizes.memory_bytes}
-        return Outcome("done", found={name: value for name, value in found.items() if value is not None})
+        return ChangeResult("done", found={name: value for name, value in found.items() if value is not None})
     if state == "going" and not is_overdue:
-        return Outcome("going", "the machine is being resized")
+        return ChangeResult("going", "the machine is being resized")
     why = f"it is not done within {CHANGE_S:.0f} s" if state == "going" else f"in place it is {state}"
-    return Outcome("move", why)
+    return ChangeResult("move", why)
 
 
 def _rescale(
     backend: Backend, handle: Handle, live: AttemptState, change: Change, *, is_overdue: bool
-) -> Outcome:
+) -> ChangeResult:
     if not isinstance(backend, RescalesInPlace):
-        return Outcome("move", "nothing here can be rescaled in place")
+        return ChangeResult("move", "nothing here can be rescaled in place")
     nodes = change.target.nodes
     try:
         found = backend.rescale(handle, nodes)
     except CapacityError as err:
-        return Outcome("undone", str(err))
+        return ChangeResult("undone", str(err))
     except BackendError as err:
         if err.transient:
             raise
-        return Outcome("move", f"not in place: {err}")
+        return ChangeResult("move", f"not in place: {err}")
     seen = backend.observe(found).nodes
     missing = next((one.detail for one in seen if one.state == "pending" and one.reason == "capacity"), None)
     if missing is None and is_overdue and any(one.state != "running" for one in seen):
@@ -225,19 +225,19 @@ def _rescale(
     if missing is not None:
         return _undo(backend, handle, live, missing)
     if all(one.state == "running" for one in seen):
-        return Outcome("done", handle=found, found={"handle": found.to_dict()})
-    return Outcome("going", f"{nodes} nodes are awaited", handle=found)
+        return ChangeResult("done", handle=found, found={"handle": found.to_dict()})
+    return ChangeResult("going", f"{nodes} nodes are awaited", handle=found)
 
 
-def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing: str) -> Outcome:
+def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing: str) -> ChangeResult:
     """Back to the nodes that the attempt had; where that fails too, the target is for the next attempt."""
     try:
         backend.rescale(handle, live.allocation.nodes)
     except (CapacityError, BackendError) as err:
         if isinstance(err, BackendError) and err.transient:
             raise
-        return Outcome("move", f"neither to be had nor to be undone: {missing}; {err}")
-    return Outcome("undone", f"none to be had: {missing}")
+        return ChangeResult("move", f"neither to be had nor to be undone: {missing}; {err}")
+    return ChangeResult("undone", f"none to be had: {missing}")
 
 
 def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.ages import age_bin
 from envscaler_airflow.scaling.interval import price_aware_interval_s
@@ -17,8 +17,6 @@ PRIOR_AGE_H = 3.0
 """Age of the spot machine whose fitted rate is believed at first, hours. Chosen: a usual job."""
 LEAST_EVERY_S = 60.0
 """Shortest interval between checkpoints, seconds. Chosen: uploads of one end before the next begins."""
-GONE = frozenset({"lost", "killed"})
-"""Ends that nobody asked for and that the code is not to blame for."""
 
 
 def losses_per_hour(state: RunState, *, now: float) -> float:
@@ -35,7 +33,7 @@ def losses_per_hour(state: RunState, *, now: float) -> float:
             continue
         until = now if attempt.ended_at is None else attempt.ended_at
         hours += nodes * max(0.0, until - attempt.started_at) / 3600.0
-        losses += attempt.outcome in GONE
+        losses += outcome_of(attempt.outcome).is_disruption
     prior = Hazard().up[age_bin(PRIOR_AGE_H)]
     return (losses + prior * PRIOR_H) / (hours + PRIOR_H)
 

@@ -11,7 +11,7 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.run_watch import read_claimed, read_status
 from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
-from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.run.cost import Bill, Held, Pause, Use, bill
 from envscaler_airflow.store.base import Store
 
@@ -126,10 +126,12 @@ def _described(attempt: AttemptState) -> dict[str, Any]:
 
 
 def failure_message(state: RunState) -> str:
-    """Why the run failed, with the exit code and the last lines of its output."""
+    """Why the run failed, with the exit code, what that means, and the last lines of its output."""
     last = state.current
     lines: Sequence[str] = last.ended.get("last_lines", ()) if last else ()
-    head = f"the stage failed: {state.reason}"
+    head, row = f"the stage failed: {state.reason}", outcome_of(state.failure)
+    if row.severity:
+        head += f"\n{row.name}: {row.text}"
     if not lines:
         return head
     many = "1 line" if len(lines) == 1 else f"{len(lines)} lines"

@@ -14,7 +14,6 @@ from envscaler_airflow.backends.base import (
     AttemptStatus,
     Backend,
     Handle,
-    NodeStatus,
     ResizesInPlace,
     UsageInterval,
 )
@@ -23,8 +22,8 @@ from envscaler_airflow.owner.limits import BUDGET_EVERY_S, reserve_usd
 from envscaler_airflow.owner.sanitize import believable
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.owner.usage import Span, billed_usd
-from envscaler_airflow.run import Event
-from envscaler_airflow.run.outcome import LOST_AFTER_S, PENDING
+from envscaler_airflow.run import Event, NodeStatus, outcome_of
+from envscaler_airflow.run.ends import LOST_AFTER_S
 from envscaler_airflow.store.base import Store, for_run
 from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.events import EventLog
@@ -32,8 +31,6 @@ from envscaler_airflow.store.lease import ages_of
 from envscaler_airflow.store.names import join
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
-NEVER = frozenset(reason for reason, fate in PENDING.items() if fate != "wait")
-"""Reasons of a node that does not run yet for which waiting is over."""
 AGAIN_S = 60.0
 """Before a wake is repeated for what the owner could do nothing about, seconds. Chosen: a slice takes some
 seconds of a worker, and a kubelet has long answered."""
@@ -254,7 +251,8 @@ class Watch:
         told = {
             "the attempt ended": observed.is_over,
             "none to be had": any(
-                node.state in ("pending", "starting") and node.reason in NEVER for node in nodes
+                node.state in ("pending", "starting") and outcome_of(node.reason).never_starts
+                for node in nodes
             ),
             "a node is lost": any(node.state == "lost" for node in nodes),
             "a part of it has failed": any(node.reason == "unneeded" for node in nodes),

@@ -10,7 +10,7 @@ from itertools import groupby
 from envscaler_airflow.owner.report import why_ended
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin.facts import Rate
-from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run import AttemptState, outcome_of
 
 WIDTH = 960.0
 """Of all charts, in units of their viewBox; they shrink with the page. Chosen."""
@@ -146,7 +146,8 @@ def _bars(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> It
 
 def kind_of(ended: str) -> str:
     """Class of an end, by which it is coloured; ``live`` for none."""
-    return {"": "live", "succeeded": "good", "moved": "moved", "stopped": "moved"}.get(ended, "bad")
+    recovery = outcome_of("left" if ended == "moved" else ended).recovery
+    return {"none": "good", "as-requested": "moved"}.get(recovery, "bad") if ended else "live"
 
 
 def curve(rates: Iterable[Rate], axis: Axis) -> Curve | None:

@@ -1,9 +1,9 @@
 """The state machine of a run: events, their fold, and what comes next. Pure."""
 
+from envscaler_airflow.run.ends import End, NodeState, NodeStatus, Observed, end_of
 from envscaler_airflow.run.events import EVENT_TYPES, MAX_EVENT_BYTES, Actor, Event
-from envscaler_airflow.run.outcome import End, NodeFacts, Observed, end_of
+from envscaler_airflow.run.outcomes import OUTCOMES, Outcome, outcome_of
 from envscaler_airflow.run.state import (
-    OUTCOMES,
     AttemptState,
     Before,
     Change,
@@ -13,11 +13,10 @@ from envscaler_airflow.run.state import (
     fold,
     is_cleared,
 )
-from envscaler_airflow.run.steps import FINAL_STOPS, Action, Entry, Facts, enter, next_action
+from envscaler_airflow.run.steps import Action, Entry, Facts, enter, next_action
 
 __all__ = [
     "EVENT_TYPES",
-    "FINAL_STOPS",
     "MAX_EVENT_BYTES",
     "OUTCOMES",
     "Action",
@@ -30,8 +29,10 @@ __all__ = [
     "Entry",
     "Event",
     "Facts",
-    "NodeFacts",
+    "NodeState",
+    "NodeStatus",
     "Observed",
+    "Outcome",
     "Request",
     "RunState",
     "end_of",
@@ -39,4 +40,5 @@ __all__ = [
     "fold",
     "is_cleared",
     "next_action",
+    "outcome_of",
 ]

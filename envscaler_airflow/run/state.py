@@ -13,26 +13,6 @@ from envscaler_airflow.run.events import Actor, Event
 AttemptPhase = Literal["intended", "started", "stopping", "ended"]
 RunStatus = Literal["none", "active", "succeeded", "failed", "stopped"]
 
-OUTCOMES = (
-    "succeeded",
-    "left",
-    "stopped",
-    "orphaned",
-    "lost",
-    "killed",
-    "out-of-memory",
-    "cuda-out-of-memory",
-    "disk-full",
-    "setup-failed",
-    "not-found",
-    "stalled",
-    "failed",
-    "deadline-exceeded",
-    "not-started",
-)
-"""How an attempt ended. ``deadline-exceeded``: the machine's own. ``not-started``: refused, nothing ran."""
-
-
 ChangeKind = Literal["resize", "rescale"]
 """``resize``: other CPU and memory of the same nodes. ``rescale``: another number of the same nodes."""
 
@@ -84,8 +64,7 @@ class AttemptState:
         vcpus: CPUs per node where they were changed in place; None as in the spec.
         checkpoint_every_s: Seconds between its checkpoints, where that is other than the spec says.
         handle: The backend's, once started.
-        stop_why: ``move``, ``stop``, ``budget``, ``spec-changed``, ``stalled``, ``timeout``, ``image`` or
-            ``capacity``; ``""`` while running.
+        stop_why: Why the owner stopped it, a name of the same table; ``""`` while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
         stop: Body of the stopping event; empty before.
         target: Where a move goes.
@@ -137,7 +116,7 @@ class AttemptState:
 
     @property
     def outcome(self) -> str:
-        """One of :data:`OUTCOMES`; ``""`` before the end."""
+        """A name of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`; ``""`` before the end."""
         return str(self.ended.get("outcome", ""))
 
     @property

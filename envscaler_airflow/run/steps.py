@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run.ends import End, NodeStatus, Observed, end_of
 from envscaler_airflow.run.events import Actor
-from envscaler_airflow.run.outcome import PENDING, USER_ERRORS, End, NodeFacts, Observed, end_of
+from envscaler_airflow.run.outcomes import Recovery, outcome_of
 from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
 
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -28,15 +29,6 @@ OOM_MEMORY_FACTOR = 1.5
 WORTH_A_START = 0.1
 """Share of a budget that is left for which another attempt starts after a machine's own deadline. Chosen: for
 less a start and its last checkpoint would take most of it."""
-
-_HOPELESS = {
-    "image": "its image is not available",
-    "refused": "the cluster refuses it",
-    "capacity": "no machine is available",
-}
-_NOT_HAD = {"capacity": "no machine is available", "placement": "no machine of it reaches the volumes"}
-FINAL_STOPS = ("stop", "timeout", "budget", "image", "refused")
-"""Stop reasons after which only a clear of the task starts another attempt."""
 
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
 
@@ -239,14 +231,14 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
             return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
-        if live.stop_why in _HOPELESS and not _is_at_work(facts):
+        if outcome_of(live.stop_why).never_starts and not _is_at_work(facts):
             return Action("kill", reason="nothing of it trains")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
-    if (hopeless := _pending(facts, "fail")) is not None:
-        return Action("stop", why=hopeless.reason, reason=f"{_HOPELESS[hopeless.reason]}: {hopeless.detail}")
-    if (missing := _pending(facts, "next-offer")) is not None:
+    if (node := _pending(facts, "fail")) is not None:
+        return Action("stop", why=node.reason, reason=_why_missing(node))
+    if (node := _pending(facts, "next-offer")) is not None:
         kind: Literal["stop", "kill"] = "stop" if _has_trained(facts) else "kill"
-        return Action(kind, why="capacity", reason=f"{_NOT_HAD[missing.reason]}: {missing.detail}")
+        return Action(kind, why="capacity", reason=_why_missing(node))
     lost = _lost_node(facts)
     if lost is not None:
         return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
@@ -267,11 +259,16 @@ def _lost_node(facts: Facts) -> int | None:
     return next((one.node for one in nodes if one.state == "lost"), None)
 
 
-def _pending(facts: Facts, fate: str) -> NodeFacts | None:
-    """The first node that does not run yet, and of which the backend reports a reason of that *fate*."""
+def _pending(facts: Facts, recovery: Recovery) -> NodeStatus | None:
+    """The first node that does not run yet, for a reason that calls for *recovery*."""
     nodes = facts.observed.nodes if facts.observed else ()
     waiting = (one for one in nodes if one.state in ("pending", "starting"))
-    return next((one for one in waiting if PENDING.get(one.reason) == fate), None)
+    rows = ((one, outcome_of(one.reason)) for one in waiting)
+    return next((one for one, row in rows if row.never_starts and row.recovery == recovery), None)
+
+
+def _why_missing(node: NodeStatus) -> str:
+    return f"{outcome_of(node.reason).text}: {node.detail}"
 
 
 def _is_at_work(facts: Facts) -> bool:
@@ -368,7 +365,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
 
     A stop is final: only a clear of the task after it lets the run go on.
     """
-    if last.stop_why in FINAL_STOPS:
+    if outcome_of(last.stop_why).is_final:
         request = last.stop.get("request")
         requested_at = request if isinstance(request, int) else last.stop_number
         if state.cleared_number > requested_at:
@@ -385,7 +382,8 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
 
 def _final(why: str, reason: str) -> Action:
     """The end of the run that a stop for *why* brings."""
-    return Action("halt", reason=reason) if why == "stop" else Action("fail", reason=reason, failure=why)
+    is_halt = outcome_of(why).recovery == "stop"
+    return Action("halt", reason=reason) if is_halt else Action("fail", reason=reason, failure=why)
 
 
 def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
@@ -401,12 +399,12 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.cleared_number)
     if not counted:
         return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
-    is_full = last.outcome == "out-of-memory"
-    target = _next_allocation(last)
+    recovery, target = outcome_of(last.outcome).recovery, _next_allocation(last)
+    is_full = recovery == "more-memory"
     memory = _raised_memory(facts) if is_full else _still_fits(last, target)
     if is_full and memory is None:
-        return Action("fail", reason=_at_cap(facts), failure="out-of-memory")
-    if last.outcome == "deadline-exceeded" and not _has_money_left(state, facts):
+        return Action("fail", reason=_at_cap(facts), failure=last.outcome)
+    if recovery == "resume-if-funded" and not _has_money_left(state, facts):
         return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
     failure = _hopeless(counted, facts)
     if failure is not None:
@@ -430,7 +428,7 @@ def _has_money_left(state: RunState, facts: Facts) -> bool:
 
 def _next_allocation(last: AttemptState) -> Allocation | None:
     """Where it was; None (plan anew) when that could not be had."""
-    if last.outcome == "not-started":
+    if outcome_of(last.outcome).recovery == "next-offer":
         return None
     return last.target or last.next_allocation or last.allocation
 
@@ -459,7 +457,8 @@ def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
         step = attempt.checkpoint_step
         is_newer = step is not None and step > newest
         newest = max(newest, -1 if step is None else step)
-        count = 0 if is_newer or attempt.stop_why in ("move", "spec-changed", "stop") else count + 1
+        is_requested = outcome_of(attempt.stop_why).caused_by == "owner"
+        count = 0 if is_newer or is_requested else count + 1
     return count
 
 
@@ -469,9 +468,10 @@ def _is_out_of_stock(attempt: AttemptState) -> bool:
 
 def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
     last = attempts[-1]
-    if last.outcome == "not-started" and last.ended.get("failure") == "spec":
-        return Action("fail", reason=str(last.ended.get("detail") or last.outcome), failure="spec")
-    if last.outcome in USER_ERRORS:
+    recovery, failure = outcome_of(last.outcome).recovery, str(last.ended.get("failure", ""))
+    if recovery == "next-offer" and outcome_of(failure).is_final:
+        return Action("fail", reason=str(last.ended.get("detail") or last.outcome), failure=failure)
+    if recovery == "fail-if-repeated":
         if not _is_seen_to_train(last):
             return Action("fail", reason=_words(last, "before its first step was seen"), failure=last.outcome)
         before = attempts[-2] if len(attempts) > 1 else None

@@ -23,6 +23,7 @@ from envscaler_agent.protocol import (
     status_name,
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
+from envscaler_airflow.run import outcome_of
 from envscaler_airflow.sidecar import tree
 from envscaler_airflow.sidecar.completeness import Settling
 from envscaler_airflow.sidecar.context import SetupCancelledError, Site
@@ -38,8 +39,6 @@ _POLL_S = 1.0
 NODE_0_S = 900.0
 """Longest wait for a pod that replaces node 0's, seconds. Chosen: as long as for a store that does not
 answer; what ends the attempt ends this node sooner."""
-_WENT = ("left", "stopped", "orphaned", "killed")
-"""Ends of node 0 that the stage is not to blame for: no more is what follows from them on other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +211,11 @@ class _NodeZero:
 
     def _heed_end(self, ended: Ended) -> None:
         reported = f"node 0 has ended: {ended.reason} {ended.detail}"
-        has_failed = ended.reason not in _WENT and self._is_alive
+        is_blameless = outcome_of(ended.reason).caused_by in ("owner", "platform")
+        has_failed = not is_blameless and self._is_alive
         if not has_failed and self._site.monotonic() < self._until:
             self._site.messages.say("restore", f"{reported}; waits for the pod that replaces it")
-        elif ended.reason in _WENT:
+        elif is_blameless:  # nor is it for what follows on this node
             raise SetupCancelledError(reported)
         else:
             raise CheckpointError(reported)

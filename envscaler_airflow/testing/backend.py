@@ -14,8 +14,6 @@ from envscaler_airflow.backends.base import (
     CountsFree,
     Handle,
     MarksNodes,
-    NodeState,
-    NodeStatus,
     RescalesInPlace,
     ResizesInPlace,
     ResizeState,
@@ -24,6 +22,7 @@ from envscaler_airflow.backends.base import (
 )
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import NodeState, NodeStatus
 from envscaler_airflow.testing.manual_clock import ManualClock
 
 

@@ -7,12 +7,13 @@ from golden.files import json_text
 from golden.traces import action_words
 
 from envscaler_agent.protocol import END_REASONS, Ended, Progress, Status
-from envscaler_airflow.run import OUTCOMES, Facts, NodeFacts, Observed, end_of, next_action
-from envscaler_airflow.run.outcome import PENDING
+from envscaler_airflow.run import OUTCOMES, Facts, NodeStatus, Observed, end_of, next_action
 
 GIB = 1 << 30
 FACTS = Facts(backoff_is_over=True, memory_limit_bytes=4 * GIB, memory_cap_bytes=8 * GIB)
-REASONS = sorted({*END_REASONS, *OUTCOMES, *PENDING, "SomeWordOfACloud"})
+ENDS = sorted(name for name, row in OUTCOMES.items() if row.kind == "end")
+WAITS = {name for name, row in OUTCOMES.items() if row.kind == "node" and row.recovery != "replace"}
+REASONS = sorted({*END_REASONS, *ENDS, *WAITS, "", "SomeWordOfACloud"})
 STOPS = ("move", "stop", "budget", "spec-changed", "stalled", "timeout", "image", "refused", "capacity")
 
 
@@ -24,11 +25,11 @@ def golden_files():
 def table():
     """What each reason is called, which of two explains an attempt, and what the owner does next."""
     return {
-        "after": {outcome: _after(outcome) for outcome in sorted(OUTCOMES)},
+        "after": {outcome: _after(outcome) for outcome in ENDS},
         "after a stop": {why: _after_stop(why) for why in STOPS},
         "node": {reason: _node(reason) for reason in REASONS},
         "pending": {reason: _pending(reason) for reason in REASONS},
-        "worse": {one: _worse(one) for one in sorted(OUTCOMES)},
+        "worse": {one: _worse(one) for one in ENDS},
     }
 
 
@@ -44,12 +45,12 @@ def _node(reason):
 
 def _worse(one):
     """The outcome of two nodes, the other of which ended in each way."""
-    return {other: _end_words(_ended(0, one, None), _ended(1, other, None)) for other in sorted(OUTCOMES)}
+    return {other: _end_words(_ended(0, one, None), _ended(1, other, None)) for other in ENDS}
 
 
 def _ended(node, reason, said):
     status = None if said is None else Status(phase="ended", ended=said)
-    return NodeFacts(node, "ended", reason=reason, status=status)
+    return NodeStatus(node, "ended", reason=reason, status=status)
 
 
 def _end_words(*nodes):
@@ -79,8 +80,8 @@ def _after_stop(why):
 def _pending(reason):
     """The next action while a node waits for that reason, before the training and in the middle of it."""
     head = Status(phase="running", start_step=0, progress=Progress(step=3))
-    waits = NodeFacts(1, "pending", reason=reason, detail="the cloud's words")
-    others = {"all": NodeFacts(0, "pending"), "one": NodeFacts(0, "running", status=head)}
+    waits = NodeStatus(1, "pending", reason=reason, detail="the cloud's words")
+    others = {"all": NodeStatus(0, "pending"), "one": NodeStatus(0, "running", status=head)}
     state = run(begun(), intended(), started())
     return {
         word: action_words(next_action(state, Facts(observed=Observed((first, waits)))))

@@ -11,7 +11,7 @@ from golden.files import json_text, stored
 from golden.runs import RUNS
 
 from envscaler_agent.protocol import Ended, Progress, Status
-from envscaler_airflow.run import Event, Facts, NodeFacts, Observed, fold, next_action
+from envscaler_airflow.run import Event, Facts, NodeStatus, Observed, fold, next_action
 from envscaler_airflow.run.narration import describe, totals
 
 GIB = 1 << 30
@@ -92,7 +92,7 @@ def _seen(state, *, step=None, ended=None, health="ok", is_overdue=False, **node
     status = None if step is None else reported
     if ended is not None:
         node |= {"reason": ended.reason, "exit_code": ended.exit_code}
-    return Facts(observed=Observed((NodeFacts(0, state, status=status, **node),)), is_overdue=is_overdue)
+    return Facts(observed=Observed((NodeStatus(0, state, status=status, **node),)), is_overdue=is_overdue)
 
 
 def action_words(action):

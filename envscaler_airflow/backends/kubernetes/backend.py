@@ -46,6 +46,7 @@ from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
 from envscaler_airflow.backends.kubernetes.usage import came_late, usage_of
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
+from envscaler_airflow.run import Outcome, outcome_of
 
 if TYPE_CHECKING:
     from envscaler_airflow.planning.offers import Offer
@@ -59,13 +60,6 @@ _NO_LOG = (
     b"unable to retrieve container logs for ",
 )
 """How a kubelet says, with status 200, that a log is gone. Source: kubelet, kuberuntime_logs.go."""
-_NOT_STARTED: Mapping[str, type[CapacityError | NoOfferError | SpecError]] = {
-    "capacity": CapacityError,
-    "placement": NoOfferError,
-    "image": SpecError,
-    "refused": SpecError,
-}
-"""What is raised for a start that is hopeless, by the reason of its pending node."""
 
 
 class KubernetesBackend:
@@ -376,9 +370,9 @@ class KubernetesBackend:
         for _ in range(math.ceil(SETTLE_S / _POLL_S)):
             status = self.observe(handle)
             for node in status.nodes:
-                if node.state == "pending" and node.reason in _NOT_STARTED:
+                if node.state == "pending" and outcome_of(node.reason).never_starts:
                     self._take_back(handle)
-                    raise _NOT_STARTED[node.reason](f"{handle.name}: {node.detail}")
+                    raise error_of(outcome_of(node.reason))(f"{handle.name}: {node.detail}")
             is_queued = any(node.reason == "queue" for node in status.nodes)
             if is_queued or all(node.state != "pending" for node in status.nodes):
                 return
@@ -553,6 +547,13 @@ class KubernetesBackend:
 def _may_start(job: Json) -> bool:
     """True for a Job whose start was cut off, or that was just made."""
     return not _is_started(job) and job_end(job) is None and stop_asked(job) is None
+
+
+def error_of(row: Outcome) -> type[CapacityError | NoOfferError | SpecError]:
+    """What a start raises whose pending node never runs: want of capacity is remembered, no other is."""
+    if row.is_final:
+        return SpecError
+    return CapacityError if row.caused_by == "platform" else NoOfferError
 
 
 def _is_of(job: Json, request: AttemptRequest) -> bool:

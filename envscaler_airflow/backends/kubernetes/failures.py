@@ -1,24 +1,16 @@
 """How nodes do and how they ended, told from Job, pods and nodes as the API server shows them. Pure.
 
-The table of classes is ``docs/reference/failures.md``.
+How each is recognised: ``docs/reference/failures.md``.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
-from envscaler_agent.protocol import (
-    END_REASONS,
-    EXIT_LEFT,
-    EXIT_NOT_FOUND,
-    EXIT_ORPHANED,
-    EXIT_SETUP_FAILED,
-    EXIT_STOPPED,
-)
-from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeState, NodeStatus
+from envscaler_agent.protocol import END_REASONS, reason_of
+from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeEnd
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.job_snapshot import (
     MAX_DETAIL_CHARACTERS,
@@ -35,9 +27,8 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     stop_asked,
     timestamp,
 )
-from envscaler_airflow.backends.kubernetes.waits import HOPELESS, refused_pod, waiting_for
-
-Recovery = Literal["next-attempt", "more-memory", "replaced", "fail", "wait", "next-offer", "stop"]
+from envscaler_airflow.backends.kubernetes.waits import refused_pod, waiting_for
+from envscaler_airflow.run import NodeState, NodeStatus, outcome_of
 
 LOST_AFTER_S = 180.0
 """How long a pod may be overdue on a node that does not answer before it is given up, seconds.
@@ -55,106 +46,74 @@ ends.
 """
 MAIN = "main"
 
-_BY_EXIT_CODE = {
-    0: "succeeded",
-    EXIT_LEFT: "left",
-    EXIT_ORPHANED: "orphaned",
-    EXIT_STOPPED: "stopped",
-    EXIT_SETUP_FAILED: "setup-failed",
-    EXIT_NOT_FOUND: "not-found",
-}
 _BEFORE = {"capacity": "scheduling", "placement": "scheduling", "image": "pulling", "refused": "config"}
 """The reason of a wait before it timed out: an attempt that is stopping does not time out again."""
-_PENDING = HOPELESS | {"gated"}
 _REFUSED = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "Unexpected")
 """How the kubelet names a pod that it does not take. Source: recorded; a prefix of status.reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One class of failure.
-
-    Attributes:
-        name: As it stands in the table.
-        reason: What the node's status says: one of the protocol's, or ``deadline-exceeded``.
-        recovery: What the owner does.
-        detail: One line for people.
-        exit_code, signal: Of the training's container, where there is one.
-    """
-
-    name: str
-    reason: str
-    recovery: Recovery
-    detail: str = ""
-    exit_code: int | None = None
-    signal: int | None = None
-
-
-_JOB_DEADLINE = Failure("Job deadline", "deadline-exceeded", "fail", "ran into the deadline of its Job")
+_JOB_DEADLINE = NodeEnd(None, None, "deadline-exceeded", "ran into the deadline of its Job")
+_SUCCEEDED = NodeEnd(0, None, "succeeded")
 
 
 # -- the end of one pod
 
 
-def failure_of(pod: Json) -> Failure:
-    """Class of a pod that ended (phase Failed or Succeeded)."""
+def end_of(pod: Json) -> NodeEnd:
+    """The end of a pod in phase Failed or Succeeded."""
     status = pod.get("status") or {}
     reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
     if reason.startswith(_REFUSED):
-        return Failure("refused by the node", "lost", "next-attempt", f"{reason}: {first_sentence(message)}")
+        return _lost(f"{reason}: {first_sentence(message)}")
     disruption = condition(pod, "DisruptionTarget")
     main = container_state(container(pod, MAIN), "terminated")
     if main is not None and main.get("reason") == "OOMKilled":
         return _out_of_memory(main)
     if disruption is not None:
         detail = f"{disruption.get('reason')}: {disruption.get('message', '')}"
-        return Failure("disruption", "lost", "next-attempt", detail[:MAX_DETAIL_CHARACTERS])
+        return _lost(detail[:MAX_DETAIL_CHARACTERS])
     if reason == "Evicted":
-        return Failure("evicted", "lost", "next-attempt", f"Evicted: {first_sentence(message)}")
+        return _lost(f"Evicted: {first_sentence(message)}")
     if reason == "DeadlineExceeded":
-        return Failure("pod deadline", "deadline-exceeded", "fail", first_sentence(message))
+        return NodeEnd(None, None, "deadline-exceeded", first_sentence(message))
     if main is not None:
         return _ended(main)
     return _failed_before(pod, reason, message)
 
 
-def _failed_before(pod: Json, reason: str, message: str) -> Failure:
+def _failed_before(pod: Json, reason: str, message: str) -> NodeEnd:
     """A pod that failed although its training never ran."""
     for one in (pod.get("status") or {}).get("initContainerStatuses") or ():
         end = container_state(one, "terminated")
         if end is not None and end.get("exitCode"):
             detail = f"container {one['name']}: {end.get('reason')}, exit code {end.get('exitCode')}"
             said = str(end.get("message") or "").strip()
-            return Failure(
-                "set-up", "setup-failed", "fail", joined(detail, said), exit_code=int(end["exitCode"])
-            )
-    if reason or message:
-        return Failure("node", "lost", "next-attempt", joined(reason, message))
-    return Failure("node", "lost", "next-attempt", "the pod failed and nobody said why")
+            return NodeEnd(int(end["exitCode"]), None, "setup-failed", joined(detail, said))
+    return _lost(joined(reason, message) if reason or message else "the pod failed and nobody said why")
 
 
-def _out_of_memory(end: Json) -> Failure:
+def _lost(detail: str) -> NodeEnd:
+    return NodeEnd(None, None, "lost", detail)
+
+
+def _out_of_memory(end: Json) -> NodeEnd:
     detail = "the container was over its memory limit (OOMKilled)"
     code = end.get("exitCode")
     number = int(signal.SIGKILL) if code == 128 + signal.SIGKILL else None
-    return Failure("out of memory", "out-of-memory", "more-memory", detail, code, number)
+    return NodeEnd(code, number, "out-of-memory", detail)
 
 
-def _ended(end: Json) -> Failure:
+def _ended(end: Json) -> NodeEnd:
     """The training's container ended by itself: what the wrapper says of it, else by its exit code."""
     code = int(end.get("exitCode") or 0)
     if end.get("reason") == "StartError":
         detail = f"the image cannot start python3: {first_sentence(str(end.get('message') or ''))}"
-        return Failure("start", "setup-failed", "fail", detail, code)
+        return NodeEnd(code, None, "setup-failed", detail)
     reason, detail = _said(end)
     number = code - 128 if 128 < code < 128 + 65 else None
     if reason is None:
-        reason = "killed" if number is not None else _BY_EXIT_CODE.get(code, "failed")
-    recovery: Recovery = {"succeeded": "stop", "left": "stop", "stopped": "stop"}.get(  # type: ignore[assignment]  # a table of literals
-        reason, "next-attempt" if reason in ("killed", "orphaned") else "fail"
-    )
-    name = {"cuda-out-of-memory": "CUDA out of memory", "out-of-memory": "out of memory"}.get(reason, reason)
-    return Failure(name, reason, recovery, detail, None if number is not None else code, number)
+        reason = "killed" if number is not None else reason_of(code)
+    return NodeEnd(None if number is not None else code, number, reason, detail)
 
 
 def _said(end: Json) -> tuple[str | None, str]:
@@ -175,7 +134,7 @@ def unmet(status: AttemptStatus) -> tuple[str, str] | None:
     """``(kind, detail)`` of what an attempt of which no node began did not get; None when any node ran."""
     if any(node.state not in ("pending", "starting") for node in status.nodes):
         return None
-    found = (node for node in status.nodes if node.reason in ("capacity", "placement"))
+    found = (node for node in status.nodes if outcome_of(node.reason).recovery == "next-offer")
     return next(((node.reason, node.detail) for node in found), None)
 
 
@@ -218,13 +177,13 @@ def _node(seen: Seen, job: Json, node: int, pod: Json | None) -> NodeStatus:
         return _without_pod(seen, job, node, end)
     phase = (pod.get("status") or {}).get("phase")
     if phase in ("Succeeded", "Failed"):
-        failure = failure_of(pod)
-        if phase == "Succeeded" and failure.reason == "lost":
-            failure = Failure("succeeded", "succeeded", "stop", exit_code=0)
+        ended = end_of(pod)
+        if phase == "Succeeded" and ended.reason == "lost":
+            ended = _SUCCEEDED
         is_replaced = end is None and condition(pod, "DisruptionTarget") is not None and phase == "Failed"
         if is_replaced and not condition(job, "FailureTarget"):
-            return NodeStatus(node, "pending", detail=f"is made again after {failure.detail}")
-        return _told(job, node, failure)
+            return NodeStatus(node, "pending", detail=f"is made again after {ended.detail}")
+        return _told(job, node, ended)
     if end is not None:
         return _told(job, node, _by_job(job, node, end))
     return _unfinished(seen, job, node, pod)
@@ -240,13 +199,13 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
     main = container(pod, MAIN)
     if container_state(main, "running") is not None or container_state(main, "terminated") is not None:
         if is_held(pod, seen):
-            return _told(job, node, failure_of(pod))
+            return _told(job, node, end_of(pod))
         return NodeStatus(node, "running", detail=_held_by(pod) or _leaving(pod, job))
     kind, detail = waiting_for(pod, seen)
     if stop_asked(job) is not None:  # given up already
         kind = _BEFORE.get(kind, kind)
     is_bound = bool((pod.get("spec") or {}).get("nodeName"))
-    state: NodeState = "starting" if is_bound and kind not in _PENDING else "pending"
+    state: NodeState = "starting" if is_bound and not outcome_of(kind).never_starts else "pending"
     return NodeStatus(node, state, reason="" if kind == "starting" else kind, detail=detail)
 
 
@@ -266,7 +225,7 @@ def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:
     if silence is None or silence < HELD_S:
         return None
     if container_state(container(pod, MAIN), "terminated") is not None:
-        return _told(job, node, failure_of(pod))
+        return _told(job, node, end_of(pod))
     if silence < STUCK_AFTER_S:
         return None
     where = (pod.get("spec") or {}).get("nodeName")
@@ -348,29 +307,30 @@ def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStat
     return NodeStatus(node, "pending", detail="its pod is being made")
 
 
-def _by_job(job: Json, node: int, end: Json) -> Failure:
+def _by_job(job: Json, node: int, end: Json) -> NodeEnd:
     """The end of a node whose pod left no end of its own, by the Job's."""
     if end["type"] == "Complete" or node in indexes((job.get("status") or {}).get("completedIndexes")):
-        return Failure("succeeded", "succeeded", "stop", exit_code=0)
+        return _SUCCEEDED
     reason, message = str(end.get("reason") or ""), str(end.get("message") or "")
     if reason == "DeadlineExceeded":
         return _JOB_DEADLINE
-    return Failure("echo", "killed", "next-attempt", f"ended with its Job: {joined(reason, message)}")
+    return NodeEnd(None, None, "killed", f"ended with its Job: {joined(reason, message)}")
 
 
-def _told(job: Json, node: int, failure: Failure) -> NodeStatus:
+def _told(job: Json, node: int, end: NodeEnd) -> NodeStatus:
     """The node's end; a deadline of ours that carried a stop is that stop."""
     asked = stop_asked(job)
-    if failure.reason == "lost":
-        return NodeStatus(node, "lost", reason="lost", detail=failure.detail)
+    if end.reason == "lost":
+        return end.of_node(node)
     ended = job_end(job) or condition(job, "FailureTarget") or {}
-    if failure.reason in ("killed", "stopped") and ended.get("reason") == "DeadlineExceeded":
-        failure = _JOB_DEADLINE
-    if asked is not None and failure.reason in ("deadline-exceeded", "killed", "stopped"):
+    if end.reason in ("killed", "stopped") and ended.get("reason") == "DeadlineExceeded":
+        end = _JOB_DEADLINE
+    if asked is not None and end.reason in ("deadline-exceeded", "killed", "stopped"):
         if asked.get("unmet"):
-            kind = "placement" if asked.get("unmet_kind") == "placement" else "capacity"
-            return NodeStatus(node, "ended", reason=kind, detail=str(asked["unmet"]))
+            kind = str(asked.get("unmet_kind"))
+            known = kind if outcome_of(kind).recovery == "next-offer" else "capacity"
+            return NodeEnd(None, None, known, str(asked["unmet"])).of_node(node)
         grace_s = float(asked.get("grace_s") or 0.0)
         reason = "stopped" if grace_s > 0 else "killed"
-        return NodeStatus(node, "ended", failure.exit_code, failure.signal, reason, "it was asked to stop")
-    return NodeStatus(node, "ended", failure.exit_code, failure.signal, failure.reason, failure.detail)
+        end = replace(end, reason=reason, detail="it was asked to stop")
+    return end.of_node(node)

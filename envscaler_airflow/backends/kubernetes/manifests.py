@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from envscaler_agent.protocol import (
-    EXIT_LEFT,
-    EXIT_NOT_FOUND,
-    EXIT_ORPHANED,
-    EXIT_SETUP_FAILED,
-    EXIT_STOPPED,
-)
+from envscaler_agent.protocol import EXIT_CODES
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names, security
@@ -34,6 +28,7 @@ from envscaler_airflow.envspec.resources import default_limit_bytes
 from envscaler_airflow.envspec.secrets import parse_reference
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import AllocationPart, Offer
+from envscaler_airflow.run import outcome_of
 from envscaler_airflow.sidecar import context
 
 _CONTAINER_LISTS = ("env", "envFrom", "ports", "volumeMounts", "volumeDevices")
@@ -92,9 +87,8 @@ UNBILLED_S = 3600.0
 """Longer than its pods a Job may be active, seconds: waiting for quota and nodes costs nothing. Chosen: twice
 as long as most autoscalers try."""
 _OF_RUN = (names.MANAGED_BY, names.RUN)
-_WENT = [EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED]
-"""Exit codes of a node that went when it was asked: the other nodes go on to their own end."""
-_OURS = [*_WENT, EXIT_SETUP_FAILED, EXIT_NOT_FOUND]
+_ORDERLY = [code for reason, code in EXIT_CODES.items() if outcome_of(reason).is_orderly]
+"""Exit codes of a node that ended as requested: the other nodes go on to their own end."""
 
 
 def render_attempt(
@@ -519,10 +513,10 @@ def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
     if nodes == 1:
-        ours = {"containerName": MAIN, "operator": "In", "values": _OURS}
+        ours = {"containerName": MAIN, "operator": "In", "values": list(EXIT_CODES.values())}
         return [ignored, {"action": "FailJob", "onExitCodes": ours}]
-    went = {"containerName": MAIN, "operator": "In", "values": _WENT}
-    other = {"containerName": MAIN, "operator": "NotIn", "values": [0, *_WENT]}
+    went = {"containerName": MAIN, "operator": "In", "values": _ORDERLY}
+    other = {"containerName": MAIN, "operator": "NotIn", "values": [0, *_ORDERLY]}
     before = [one.get("name") for one in pod["initContainers"] if one.get("restartPolicy") != "Always"]
     failed = ({"containerName": name, "operator": "NotIn", "values": [0]} for name in before if name)
     return [

@@ -22,8 +22,8 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     job_end,
     stop_asked,
 )
+from envscaler_airflow.run import outcome_of
 
-_WENT = ("succeeded", "left", "stopped", "orphaned")
 _NOTE = "its node does not answer, and it is overdue; given up by envscaler"
 
 
@@ -71,7 +71,8 @@ def unneeded(found: Sequence[tuple[Part, Seen]]) -> list[tuple[Part, Seen]]:
 def _has_broken(part: Part, seen: Seen) -> bool:
     if seen.job is not None and condition(seen.job, "Failed") is None:
         return False
-    return any(node.reason not in _WENT for node in read_attempt(seen, part.nodes).nodes)
+    nodes = read_attempt(seen, part.nodes).nodes
+    return any(not outcome_of(node.reason).is_orderly for node in nodes)
 
 
 def status_of(found: Sequence[tuple[Part, Seen]]) -> AttemptStatus:

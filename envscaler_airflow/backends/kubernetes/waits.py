@@ -19,11 +19,6 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     timestamp,
 )
 
-WAITING = frozenset({"scheduling", "gated", "pulling", "config", "volume", "quota", "queue", "starting"})
-"""Kinds of waits that may still end well: the owner goes on watching."""
-HOPELESS = frozenset({"capacity", "placement", "image", "refused"})
-"""Kinds of waits that are over: the owner gives the attempt up."""
-
 RECREATED_S = 60.0
 """A pod that is so much younger than its Job's start replaces another, seconds. Chosen: as ``usage``."""
 RECREATED_WAIT_S = 180.0

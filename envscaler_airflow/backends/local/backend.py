@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,12 @@ from envscaler_airflow.backends.base import (
     AttemptStatus,
     Backend,
     Handle,
+    NodeEnd,
     UsageInterval,
 )
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
 from envscaler_airflow.backends.local.machine import Machine, this_machine
-from envscaler_airflow.backends.local.node_end import NodeEnd
 from envscaler_airflow.backends.local.node_plan import Launch, attempt_name, render_attempt
 from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
 from envscaler_airflow.backends.local.output import read_output
@@ -416,7 +417,7 @@ class _Start:
             for folder in folders:
                 if not was_started(folder):
                     end = NodeEnd(None, None, "setup-failed", reason)
-                    files.write_json(folder / files.END, {"id": None, **end.to_dict()})
+                    files.write_json(folder / files.END, {"id": None, **asdict(end)})
         return BackendError(f"{self._folder.name} n{failed}: {reason}", transient=True)
 
 

@@ -3,56 +3,11 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from envscaler_agent.protocol import (
-    END_REASONS,
-    EXIT_LEFT,
-    EXIT_NOT_FOUND,
-    EXIT_ORPHANED,
-    EXIT_SETUP_FAILED,
-    EXIT_STOPPED,
-    Ended,
-    Status,
-)
+from envscaler_agent.protocol import END_REASONS, EXIT_CODES, Ended, Status, reason_of
+from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.errors import ProtocolError
-
-_BY_EXIT_CODE = {
-    0: "succeeded",
-    EXIT_LEFT: "left",
-    EXIT_ORPHANED: "orphaned",
-    EXIT_STOPPED: "stopped",
-    EXIT_SETUP_FAILED: "setup-failed",
-    EXIT_NOT_FOUND: "not-found",
-}
-_NOT_BY_MEMORY = ("succeeded", "left", "orphaned", "stopped", "setup-failed", "not-found")
-"""Ends that a kill for want of memory (of a data-loading worker, say) did not bring about."""
-
-
-_BY_NODE_MAIN = ("deadline-exceeded", "orphaned")
-"""Ends that node main itself brought about by a kill, whatever the exit code says."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeEnd:
-    """What end.json says of the end itself.
-
-    Attributes:
-        exit_code: 0 to 255; None when a signal ended the wrapper.
-        signal: Signal number; None when it exited.
-        reason: One of protocol.END_REASONS, or ``deadline-exceeded``.
-        detail: One line for people.
-    """
-
-    exit_code: int | None
-    signal: int | None
-    reason: str
-    detail: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in end.json."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def tell_end(
@@ -72,21 +27,19 @@ def tell_end(
     """
     code = returncode if returncode is not None and returncode >= 0 else None
     number = int(signal.SIGKILL) if returncode is None else -returncode if returncode < 0 else None
-    reason = said.reason if said else _BY_EXIT_CODE.get(code, "failed") if code is not None else "killed"
+    reason = said.reason if said else "killed" if code is None else reason_of(code)
     detail = said.detail if said else ""
     if said and said.signal is not None:
         code, number = None, said.signal
-    if oom_kills and reason not in _NOT_BY_MEMORY:
+    if oom_kills and reason != "succeeded" and reason not in EXIT_CODES:
         return NodeEnd(
             code, number, "out-of-memory", f"the kernel killed {oom_kills} process(es) at the memory limit"
         )
     if ended_by and ended_by[0] == "killed" and number == signal.SIGTERM:
         return NodeEnd(code, number, "stopped", "ended at the first word")
-    if (
-        ended_by and ended_by[0] == "killed" and number == signal.SIGKILL
-    ):  # the wrapper may have said it first
+    if ended_by and ended_by[0] == "killed" and number == signal.SIGKILL:  # the wrapper may have said it
         return NodeEnd(code, number, *ended_by)
-    if ended_by and reason != "succeeded" and (returncode is None or ended_by[0] in _BY_NODE_MAIN):
+    if ended_by and reason != "succeeded" and (returncode is None or ended_by[0] != "killed"):
         return NodeEnd(code, number, *ended_by)
     return NodeEnd(code, number, reason, detail)
 

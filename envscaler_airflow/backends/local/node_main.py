@@ -15,15 +15,17 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from envscaler_agent.protocol import EXIT_ORPHANED, MAX_JSON_BYTES
+from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage
 from envscaler_airflow.backends.local.environment import sidecar_env, training_env
 from envscaler_airflow.backends.local.machine import this_identity
-from envscaler_airflow.backends.local.node_end import NodeEnd, read_said, say_end, tell_end
+from envscaler_airflow.backends.local.node_end import read_said, say_end, tell_end
 from envscaler_airflow.backends.local.output import OutputWriter
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
 from envscaler_airflow.errors import BackendError
@@ -462,7 +464,7 @@ def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId
         end = NodeEnd(None, None, "setup-failed" if node is None else "failed", f"node main: {err!r}"[:500])
         survivors = Survivors(str(folder / files.SPOOL), guard, cage, me)
         kill_all(survivors, spare={os.getpid(), os.getppid()}, reap=reap)
-    files.write_json(folder / files.END, {"id": request["id"], **end.to_dict(), **clock.interval()})
+    files.write_json(folder / files.END, {"id": request["id"], **asdict(end), **clock.interval()})
     return 0
 
 

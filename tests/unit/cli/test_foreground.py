@@ -80,6 +80,7 @@ def ended(**body):
     [
         (ended(exit_code=3), 3), (ended(exit_code=127), 127), (ended(signal=9), 137), (ended(signal=15), 143),
         (ended(exit_code=0), 1), (ended(), 1), (replace(ended(exit_code=85), failure="budget"), 2),
+        (replace(ended(signal=9), failure="image"), 2), (replace(ended(exit_code=85), failure="refused"), 2),
         (RunState(status="failed", generation=1, failure="start"), 2),
         (replace(ended(exit_code=87), status="stopped"), 87),
     ],

@@ -2,15 +2,14 @@
 
 import pytest
 
-from envscaler_agent.protocol import END_REASONS, Ended, Status
-from envscaler_airflow.run import NodeFacts, Observed, end_of
-from envscaler_airflow.run.outcome import LOST_AFTER_S, SEVERITY
-from envscaler_airflow.run.state import OUTCOMES
+from envscaler_agent.protocol import Ended, Status
+from envscaler_airflow.run import NodeStatus, Observed, end_of
+from envscaler_airflow.run.ends import LOST_AFTER_S
 
 
 def node(index, reason, **status):
     """A node that the backend saw end, and that said why."""
-    return NodeFacts(index, "ended", reason=reason, status=Status(ended=Ended(reason=reason), **status))
+    return NodeStatus(index, "ended", reason=reason, status=Status(ended=Ended(reason=reason), **status))
 
 
 def test_the_cause_stands_before_its_echoes():
@@ -22,7 +21,7 @@ def test_the_cause_stands_before_its_echoes():
 
 def test_nothing_is_over_while_one_node_runs():
     """A node that ended well waits for the others."""
-    running = NodeFacts(1, "running", status=Status())
+    running = NodeStatus(1, "running", status=Status())
 
     assert end_of(Observed((node(0, "succeeded"), running))) is None
 
@@ -38,11 +37,6 @@ def test_only_a_success_has_outputs(reason, outputs):
 @pytest.mark.parametrize(("silent_s", "outcome"), [(LOST_AFTER_S - 1, None), (LOST_AFTER_S, "lost")])
 def test_silence_is_a_loss_only_after_its_time(silent_s, outcome):
     """Neither the backend nor the node was heard."""
-    got = end_of(Observed((NodeFacts(0, "unknown"),), silent_s=silent_s))
+    got = end_of(Observed((NodeStatus(0, "unknown"),), silent_s=silent_s))
 
     assert (got and got.outcome) == outcome
-
-
-def test_every_reason_of_a_node_has_its_severity_and_outcome():
-    """A reason that one side learns and the other does not would crash the owner."""
-    assert set(END_REASONS) <= set(SEVERITY) <= set(OUTCOMES)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.run import Actor, Event, Facts, NodeFacts, Observed, end_of, fold, next_action
+from envscaler_airflow.run import (
+    Actor,
+    Event,
+    Facts,
+    NodeStatus,
+    Observed,
+    end_of,
+    fold,
+    next_action,
+)
 
 TWO = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4), nodes=2)
 
@@ -27,7 +36,7 @@ def seen(*nodes):
     return Facts(
         observed=Observed(
             tuple(
-                NodeFacts(index, state, reason=reason, detail="words")
+                NodeStatus(index, state, reason=reason, detail="words")
                 for index, (state, reason) in enumerate(nodes)
             )
         )

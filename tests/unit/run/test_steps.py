@@ -20,7 +20,7 @@ from fakes.run_events import (
 
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.run import Event, Facts, NodeFacts, Observed, end_of, fold, next_action
+from envscaler_airflow.run import Event, Facts, NodeStatus, Observed, end_of, fold, next_action
 
 
 def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
@@ -34,7 +34,7 @@ def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
         progress=Progress(step=step),
         ended=said,
     )
-    return Observed((NodeFacts(0, state, status=status),))
+    return Observed((NodeStatus(0, state, status=status),))
 
 
 RUNNING = node("running")
@@ -54,7 +54,7 @@ class TestNext:
     def test_unknown_is_never_dead(self):
         """A backend that cannot be asked for nine minutes is no loss; for ten it is."""
         state = run(begun(), intended(), started())
-        facts = NodeFacts(0, "unknown", status=Status(phase="running"))
+        facts = NodeStatus(0, "unknown", status=Status(phase="running"))
 
         assert next_action(state, Facts(observed=Observed((facts,), silent_s=540))).kind == "wait"
         late = next_action(state, Facts(observed=Observed((facts,), silent_s=600)))
@@ -84,7 +84,7 @@ class TestNext:
         """The node, unless only the backend can know; exit code 0 alone is no success."""
         said = Ended(reason=node_says) if node_says else None
         status = Status(phase="ended" if said else "running", ended=said)
-        observed = Observed((NodeFacts(0, "ended", reason=backend_says, status=status),))
+        observed = Observed((NodeStatus(0, "ended", reason=backend_says, status=status),))
 
         assert end_of(observed).outcome == outcome
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.backends.base import AttemptStatus, NodeStatus
+from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run import Facts, Observed, fold, next_action
+from envscaler_airflow.run import Facts, NodeStatus, Observed, fold, next_action
 from envscaler_airflow.run.events import Event
-from envscaler_airflow.run.outcome import NodeFacts
 from envscaler_airflow.testing import cpu_offer
 
 STARTED = fold(
@@ -51,9 +50,9 @@ def test_nodes_that_wait_for_the_same_are_told_together():
 @pytest.mark.parametrize(
     ("node", "reason"),
     [
-        (NodeFacts(0, "pending", detail="no room"), "starts: no room"),
-        (NodeFacts(0, "starting"), "starts"),
-        (NodeFacts(0, "running"), "runs"),
+        (NodeStatus(0, "pending", detail="no room"), "starts: no room"),
+        (NodeStatus(0, "starting"), "starts"),
+        (NodeStatus(0, "running"), "runs"),
     ],
 )
 def test_an_attempt_without_its_machine_does_not_run_yet(node, reason):

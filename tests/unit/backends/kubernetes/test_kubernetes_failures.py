@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.backends.kubernetes import failures, names
 from envscaler_airflow.backends.kubernetes import job_snapshot as reading
-from envscaler_airflow.backends.kubernetes.failures import failure_of, read_attempt
+from envscaler_airflow.backends.kubernetes.failures import end_of, read_attempt
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
 from envscaler_airflow.backends.kubernetes.replace import unneeded
-from envscaler_airflow.backends.kubernetes.waits import HOPELESS, WAITING, waiting_for
-from envscaler_airflow.run import outcome
+from envscaler_airflow.backends.kubernetes.waits import waiting_for
+from envscaler_airflow.run import NodeStatus
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "failures.md"
 AT = "2026-11-29T17:00:00Z"
@@ -87,72 +86,72 @@ SAID = json.dumps({"reason": "cuda-out-of-memory", "detail": "CUDA out of memory
 ENDS = {
     "application error": (
         pod(phase="Failed", main=ended(3)),
-        ("failed", "fail", 3, None),
+        ("failed", 3, None),
     ),
     "command not found": (
         pod(phase="Failed", main=ended(127)),
-        ("not-found", "fail", 127, None),
+        ("not-found", 127, None),
     ),
-    "left": (pod(phase="Failed", main=ended(85)), ("left", "stop", 85, None)),
-    "stopped": (pod(phase="Failed", main=ended(87)), ("stopped", "stop", 87, None)),
-    "orphaned": (pod(phase="Failed", main=ended(86)), ("orphaned", "next-attempt", 86, None)),
-    "set-up failed": (pod(phase="Failed", main=ended(88)), ("setup-failed", "fail", 88, None)),
+    "left": (pod(phase="Failed", main=ended(85)), ("left", 85, None)),
+    "stopped": (pod(phase="Failed", main=ended(87)), ("stopped", 87, None)),
+    "orphaned": (pod(phase="Failed", main=ended(86)), ("orphaned", 86, None)),
+    "set-up failed": (pod(phase="Failed", main=ended(88)), ("setup-failed", 88, None)),
     "init container failed": (
         pod(
             phase="Failed",
             main=waiting("PodInitializing"),
             initContainerStatuses=[{"name": "install", "state": ended(7)}],
         ),
-        ("setup-failed", "fail", 7, None),
+        ("setup-failed", 7, None),
     ),
     "no python3 in the image": (
         pod(phase="Failed", main=ended(128, "StartError", 'exec: "python3": not found. More')),
-        ("setup-failed", "fail", 128, None),
+        ("setup-failed", 128, None),
     ),
     "out of memory": (
         pod(phase="Failed", main=ended(137, "OOMKilled")),
-        ("out-of-memory", "more-memory", 137, 9),
+        ("out-of-memory", 137, 9),
     ),
     "CUDA out of memory": (
         pod(phase="Failed", main=ended(1, message=SAID)),
-        ("cuda-out-of-memory", "fail", 1, None),
+        ("cuda-out-of-memory", 1, None),
     ),
-    "killed by a signal": (pod(phase="Failed", main=ended(137)), ("killed", "next-attempt", None, 9)),
+    "killed by a signal": (pod(phase="Failed", main=ended(137)), ("killed", None, 9)),
     "eviction by the API": (
         pod(phase="Failed", main=ended(143), conditions=[when("DisruptionTarget", "EvictionByEvictionAPI")]),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "preemption": (
         pod(phase="Failed", main=ended(143), conditions=[when("DisruptionTarget", "PreemptionByScheduler")]),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "node silent": (
         pod(phase="Failed", conditions=[when("DisruptionTarget", "DeletionByTaintManager")]),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "node gone": (
         pod(phase="Failed", conditions=[when("DisruptionTarget", "DeletionByPodGC")]),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "node pressure": (
         pod(phase="Failed", main=ended(137), conditions=[when("DisruptionTarget", "TerminationByKubelet")]),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "evicted for local storage": (
         pod(phase="Failed", main=ended(137), reason="Evicted", message="Pod exceeds 4Mi. More"),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "refused: out of GPUs": (
         pod(phase="Failed", reason="OutOfnvidia.com/gpu", message=REFUSED),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "refused: admission": (
         pod(phase="Failed", reason="UnexpectedAdmissionError", message="Pod was rejected: Allocate failed"),
-        ("lost", "next-attempt", None, None),
+        ("lost", None, None),
     ),
     "pod deadline": (
         pod(phase="Failed", main=ended(143), reason="DeadlineExceeded", message="too long"),
-        ("deadline-exceeded", "fail", None, None),
+        ("deadline-exceeded", None, None),
     ),
 }
 NOT_FOUND = "rpc error: code = NotFound desc = no such image"
@@ -216,12 +215,12 @@ WAITS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_has_its_class(name):
-    """Reason, recovery, exit code and signal."""
-    body, (reason, recovery, code, number) = ENDS[name]
+    """Reason, exit code and signal; the owner's table has what follows."""
+    body, (reason, code, number) = ENDS[name]
 
-    got = failure_of(body)
+    got = end_of(body)
 
-    assert (got.reason, got.recovery, got.exit_code, got.signal) == (reason, recovery, code, number)
+    assert (got.reason, got.exit_code, got.signal) == (reason, code, number)
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -344,17 +343,6 @@ def test_a_webhook_that_never_answers_is_given_up():
 
     assert [kind(refusal, at) for at in (599, 600)] == ["config", "refused"]
     assert kind(quota, 86400) == "quota"
-
-
-def test_the_owner_has_a_branch_for_every_reason_that_is_told():
-    """Of a node that does not run yet, and of one that ended (D4)."""
-    kinds = {waiting_for(body, Seen(None))[0] for body, _ in WAITS.values()}
-    refusals = {"quota", "refused", "config", "queue"}
-
-    assert kinds | refusals <= WAITING | HOPELESS
-    assert {reason for reason, fate in outcome.PENDING.items() if fate != "wait"} == HOPELESS
-    assert set(outcome.PENDING) == WAITING | HOPELESS | {""}
-    assert {failure_of(body).reason for body, _ in ENDS.values()} <= set(outcome.SEVERITY)
 
 
 def test_an_image_that_does_not_come_within_its_time_is_given_up():
@@ -547,7 +535,7 @@ def test_without_the_servers_clock_nothing_is_overdue():
 def test_a_termination_message_is_data():
     """A reason that the protocol does not know, or any other text, changes nothing."""
     for text in ("not json", '{"reason": "rm -rf"}', '{"reason": 3}', "[]"):
-        got = failure_of(pod(phase="Failed", main=ended(3, message=text)))
+        got = end_of(pod(phase="Failed", main=ended(3, message=text)))
         assert got.reason == "failed"
         assert len(got.detail) <= reading.MAX_DETAIL_CHARACTERS
 

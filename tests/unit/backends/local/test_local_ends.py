@@ -3,7 +3,8 @@
 import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status
-from envscaler_airflow.backends.local.node_end import NodeEnd, read_said, say_end, tell_end
+from envscaler_airflow.backends.base import NodeEnd
+from envscaler_airflow.backends.local.node_end import read_said, say_end, tell_end
 
 OOM = "the kernel killed 1 process(es) at the memory limit"
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from envscaler_agent.protocol import Ended, Status
+from envscaler_airflow.run.outcomes import OUTCOMES, outcome_of
 
 NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"]
+"""``lost``: known to be gone without an end of its own. ``unknown``: cannot be told from here; never dead."""
 
 LOST_AFTER_S = 600.0
 """A node that neither the backend nor its status shows for so long is declared lost, seconds.
@@ -17,59 +19,19 @@ Chosen: longer than any restart of a control plane; a false alarm costs one rest
 observer's own monotonic clock, never as a difference of two machines' clocks.
 """
 
-SEVERITY = (
-    "out-of-memory",
-    "cuda-out-of-memory",
-    "disk-full",
-    "not-found",
-    "setup-failed",
-    "failed",
-    "deadline-exceeded",
-    "not-started",
-    "lost",
-    "killed",
-    "orphaned",
-    "stopped",
-    "left",
-    "succeeded",
-)
-"""When nodes ended differently, the first of these explains the others: the cause before its echoes."""
-
-USER_ERRORS = frozenset({"failed", "cuda-out-of-memory", "disk-full", "not-found", "setup-failed"})
-"""Outcomes that the same code on the same data would repeat."""
-
-
-PENDING: Mapping[str, Literal["wait", "next-offer", "fail"]] = {
-    "": "wait",
-    "config": "wait",
-    "gated": "wait",
-    "pulling": "wait",
-    "queue": "wait",
-    "quota": "wait",
-    "scheduling": "wait",
-    "starting": "wait",
-    "volume": "wait",
-    "capacity": "next-offer",
-    "placement": "next-offer",
-    "image": "fail",
-    "refused": "fail",
-}
-"""What the owner does about a node that does not run yet, by the backend's reason; waits for any other.
-
-``capacity``: no machine came within its time. ``placement``: none of the offer reaches the stage's volumes.
-``image``: the image does not exist, or did not come within its time. ``refused``: the provider takes no such
-machine, or something that it needs is missing; only a person changes that.
-"""
-
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """One node, as the backend sees it and as it last said itself.
+class NodeStatus:
+    """One node, as its backend sees it and as it last reported itself.
 
     Attributes:
-        state: The backend's word; ``unknown`` is never dead.
-        reason: The backend's reason; ``""`` when it knows none.
-        status: What the node last said; None when nothing was read.
+        node: Index, 0 to nodes - 1.
+        state: See :data:`NodeState`.
+        exit_code, signal: How it ended, when it did and the backend saw it.
+        reason: Of an ended node how it ended, else why it does not run: a name of
+            :data:`~envscaler_airflow.run.outcomes.OUTCOMES`; ``""`` for none.
+        detail: One line for people.
+        status: What the node last reported; the owner reads it from the store, a backend leaves it None.
     """
 
     node: int
@@ -91,7 +53,7 @@ class Observed:
             not be asked; 0 when something is known.
     """
 
-    nodes: tuple[NodeFacts, ...]
+    nodes: tuple[NodeStatus, ...]
     silent_s: float = 0.0
 
     @property
@@ -144,17 +106,17 @@ def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
     if not reasons or any(reason is None for reason in reasons):
         return None
     known = [reason for reason in reasons if reason is not None]
-    worst = min(range(len(known)), key=lambda i: SEVERITY.index(known[i][0]))
+    worst = max(range(len(known)), key=lambda i: OUTCOMES[known[i][0]].severity)
     outcome, detail = known[worst]
     if stalled and outcome in ("stopped", "left", "killed"):
         outcome = "stalled"
     return _describe(observed, observed.nodes[worst], outcome, detail)
 
 
-def _node_end(node: NodeFacts, silent_s: float) -> tuple[str, str] | None:
+def _node_end(node: NodeStatus, silent_s: float) -> tuple[str, str] | None:
     said = node.status.ended if node.status else None
     if node.state == "lost":
-        return ("lost", node.detail or "the machine went away without an end of its own")
+        return ("lost", node.detail or OUTCOMES["lost"].text)
     if node.state == "ended":
         return _told_end(node, said)
     if node.state == "unknown" and said is not None and node.status and node.status.phase == "ended":
@@ -164,29 +126,27 @@ def _node_end(node: NodeFacts, silent_s: float) -> tuple[str, str] | None:
     return None
 
 
-def _told_end(node: NodeFacts, said: Ended | None) -> tuple[str, str]:
+def _told_end(node: NodeStatus, said: Ended | None) -> tuple[str, str]:
     """What the node said of its end stands, unless only the backend can know: limits, deadlines.
 
     An exit code of 0 alone is no success: outputs that could not be stored are told by the node.
     """
-    reason = node.reason or "failed"
-    if PENDING.get(reason) == "next-offer":
+    row = outcome_of(node.reason)
+    if _never_came(node):
         return ("not-started", node.detail)
-    if said is not None and reason in _NODE_KNOWS_BETTER:
+    if said is not None and (row.node_decides or not node.reason):
         return (said.reason, said.detail or node.detail)
-    if said is None and reason == "succeeded":
+    if said is None and row.recovery == "none":
         return ("lost", "the command ended well, but nobody said that its results are stored")
-    return (reason if reason in SEVERITY else "failed", node.detail or (said.detail if said else ""))
+    return (row.name if row.severity else "failed", node.detail or (said.detail if said else ""))
 
 
-def _never_came(node: NodeFacts) -> bool:
-    return node.state == "ended" and PENDING.get(node.reason) == "next-offer"
+def _never_came(node: NodeStatus) -> bool:
+    row = outcome_of(node.reason)
+    return node.state == "ended" and row.kind == "node" and row.recovery == "next-offer"
 
 
-_NODE_KNOWS_BETTER = frozenset({"succeeded", "failed", "killed", "left", "stopped"})
-
-
-def _describe(observed: Observed, node: NodeFacts, outcome: str, detail: str) -> End:
+def _describe(observed: Observed, node: NodeStatus, outcome: str, detail: str) -> End:
     head = observed.head
     said = node.status.ended if node.status else None
     return End(

@@ -1,0 +1,157 @@
+"""How an attempt, a node or a run can end: the one table that every list and the docs are made from. Pure.
+
+A new class of failure is one row here and the place that detects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Recovery = Literal[
+    "none",
+    "as-requested",
+    "resume",
+    "replace",
+    "more-memory",
+    "resume-if-funded",
+    "fail-if-repeated",
+    "next-offer",
+    "fail",
+    "stop",
+    "wait",
+]
+RECOVERIES: Mapping[Recovery, str] = {
+    "none": "the stage is done",
+    "as-requested": "what the owner requested: a move, a stop",
+    "resume": "the next attempt resumes from the last good checkpoint",
+    "replace": "the owner has the node replaced or ended; if that ends the attempt, the next one resumes",
+    "more-memory": "the next attempt gets `failure.oom_memory_factor` times the memory, up to "
+    "`failure.oom_memory_cap`; at the cap the run fails",
+    "resume-if-funded": "the run fails; where a tenth of the budget or more is left, and the stage has no "
+    "deadline, the next attempt resumes",
+    "fail-if-repeated": "the run fails, before the first step at once, else at the second time at one step",
+    "next-offer": "the next attempt tries another offer",
+    "fail": "the run fails; only a clear of the task starts another attempt",
+    "stop": "the run stops; only a clear of the task starts another attempt",
+    "wait": "the owner waits",
+}
+"""What the owner does, for the docs."""
+KINDS = {
+    "end": "How an attempt ends",
+    "node": "Why a node does not run",
+    "stop": "Why the owner stops an attempt or fails a run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way to end, or not to start.
+
+    Attributes:
+        name: As it stands in events, statuses and bills.
+        severity: Where nodes ended differently, the highest explains the others: the cause before its echoes.
+            In tens, so that a row fits between two. 0 for what no node reports as its end.
+        caused_by: ``user``: code, spec, data or limits of the stage. ``platform``: cloud, cluster or machine.
+            ``owner``: the owner requested it, or the run had no owner.
+        recovery: What the owner does, see :data:`RECOVERIES`.
+        text: What happened, for users, and what they can do about it; part of a sentence.
+        kind: ``end`` of an attempt. ``node``: a backend's reason for a node that does not run; the owner may
+            stop the attempt for it. ``stop``: made by the owner alone.
+        node_decides: True where a backend tells it by an exit code alone: what the node reports stands.
+    """
+
+    name: str
+    severity: int
+    caused_by: Literal["user", "platform", "owner", "unknown"]
+    recovery: Recovery
+    text: str
+    kind: Literal["end", "node", "stop"] = "end"
+    node_decides: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """True when only a clear of the task starts another attempt."""
+        return self.recovery in ("fail", "stop")
+
+    @property
+    def never_starts(self) -> bool:
+        """True for the reason of a node that is not worth a wait."""
+        return self.kind == "node" and self.recovery in ("fail", "next-offer")
+
+    @property
+    def is_disruption(self) -> bool:
+        """True for a loss that the stage is not to blame for."""
+        return self.caused_by == "platform" and self.recovery == "resume"
+
+    @property
+    def is_orderly(self) -> bool:
+        """True for a node that is done, was requested to end, or had no owner: other nodes may go on."""
+        return self.caused_by == "owner" or self.recovery == "none"
+
+
+_ENDS = (
+    Outcome("out-of-memory", 140, "user", "more-memory", "it used more memory than its limit"),
+    Outcome(
+        "cuda-out-of-memory", 130, "user", "fail-if-repeated", "the GPU memory is full; reduce the batch"
+    ),
+    Outcome("disk-full", 120, "user", "fail-if-repeated", "the disk is full; write less or request more"),
+    Outcome("not-found", 110, "user", "fail-if-repeated", "the command does not exist; check the image"),
+    Outcome("setup-failed", 100, "user", "fail-if-repeated", "code, inputs or checkpoint cannot be set up"),
+    Outcome("failed", 90, "user", "fail-if-repeated", "the command ended with an error", node_decides=True),
+    Outcome("deadline-exceeded", 80, "user", "resume-if-funded", "the machine ran into its own deadline"),
+    Outcome("not-started", 70, "platform", "next-offer", "no node of it started"),
+    Outcome("lost", 60, "platform", "resume", "the machine went away without an end of its own"),
+    Outcome("killed", 50, "platform", "resume", "a signal from outside ended it", node_decides=True),
+    Outcome("orphaned", 40, "owner", "resume", "no owner renewed the lease, or the run store was away"),
+    Outcome("stopped", 30, "owner", "as-requested", "it stopped as requested", node_decides=True),
+    Outcome("left", 20, "owner", "as-requested", "it saved and stopped as requested", node_decides=True),
+    Outcome("succeeded", 10, "user", "none", "it ended well and its outputs are stored", node_decides=True),
+    Outcome("stalled", 0, "unknown", "resume", "it made no step for many times the usual time"),
+)
+_NODES = (
+    Outcome("scheduling", 0, "platform", "wait", "it waits for a machine", "node"),
+    Outcome("gated", 0, "platform", "wait", "it waits for its scheduling gates", "node"),
+    Outcome("queue", 0, "platform", "wait", "it waits for its queue to admit it", "node"),
+    Outcome("quota", 0, "platform", "wait", "it waits for room in a quota", "node"),
+    Outcome("pulling", 0, "platform", "wait", "its image is on its way", "node"),
+    Outcome("volume", 0, "platform", "wait", "it waits for its volumes", "node"),
+    Outcome("config", 0, "user", "wait", "it waits for what its configuration names", "node"),
+    Outcome("starting", 0, "platform", "wait", "it is about to run", "node"),
+    Outcome("capacity", 0, "platform", "next-offer", "no machine is available", "node"),
+    Outcome("placement", 0, "user", "next-offer", "no machine of it reaches the volumes", "node"),
+    Outcome("image", 0, "user", "fail", "its image is not available", "node"),
+    Outcome("refused", 0, "user", "fail", "the cluster refuses it", "node"),
+    Outcome("silent", 0, "platform", "replace", "its machine does not answer", "node"),
+    Outcome("unneeded", 0, "platform", "replace", "another part of its attempt has failed", "node"),
+)
+_STOPS = (
+    Outcome("move", 0, "owner", "resume", "it moves to another allocation", "stop"),
+    Outcome("spec-changed", 0, "owner", "resume", "the spec changed and the task was cleared", "stop"),
+    Outcome("stop", 0, "owner", "stop", "a stop was requested", "stop"),
+    Outcome("timeout", 0, "user", "fail", "the time of the task is over", "stop"),
+    Outcome("budget", 0, "user", "fail", "the budget is spent", "stop"),
+    Outcome("spec", 0, "user", "fail", "the spec requests what the backend can never give", "stop"),
+    Outcome("no-offer", 0, "user", "fail", "no offer fits the request", "stop"),
+    Outcome("start", 0, "user", "fail", "the run could not begin", "stop"),
+    Outcome("backend", 0, "platform", "next-offer", "the backend refused the start", "stop"),
+)
+OUTCOMES: Mapping[str, Outcome] = {row.name: row for row in (*_ENDS, *_NODES, *_STOPS)}
+_UNKNOWN = Outcome("", 0, "unknown", "resume", "")
+
+
+def outcome_of(name: str) -> Outcome:
+    """The row *name*; for a name of a newer version or of another backend, one that decides nothing."""
+    return OUTCOMES.get(name, _UNKNOWN)
+
+
+def docs_tables() -> str:
+    """The table in the form of ``docs/reference/outcomes.md``, whose end it is."""
+    lines = []
+    for kind, title in KINDS.items():
+        lines += [f"## {title}\n", "| name | meaning | caused by | what happens |", "|---|---|---|---|"]
+        rows = (row for row in OUTCOMES.values() if row.kind == kind)
+        lines += [f"| `{r.name}` | {r.text} | {r.caused_by} | {RECOVERIES[r.recovery]} |" for r in rows]
+        lines += [""]
+    return "\n".join(lines)

@@ -1,0 +1,306 @@
+"""The table of outcomes: every name that a detector gives has its row, and every row decides what happens."""
+
+import ast
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.run_events import SMALL, begun, ended, intended, life, run, started
+
+from envscaler_agent import ending
+from envscaler_agent.protocol import END_REASONS, EXIT_CODES, Ended, Status
+from envscaler_airflow.backends.base import NodeEnd
+from envscaler_airflow.backends.kubernetes import backend
+from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
+from envscaler_airflow.backends.kubernetes.replace import status_of
+from envscaler_airflow.backends.local.node_end import tell_end
+from envscaler_airflow.errors import CapacityError, NoOfferError, ProtocolError, SpecError
+from envscaler_airflow.owner.report import failure_message
+from envscaler_airflow.plugin.charts import kind_of
+from envscaler_airflow.run import (
+    OUTCOMES,
+    Facts,
+    NodeStatus,
+    Observed,
+    Outcome,
+    end_of,
+    next_action,
+    outcome_of,
+)
+from envscaler_airflow.run.outcomes import KINDS, RECOVERIES, docs_tables
+from tests.unit.backends.kubernetes import test_kubernetes_failures as cluster
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "reference" / "outcomes.md"
+OWNER_MADE = {
+    "not-started": "run/ends.py",
+    "stalled": "run/ends.py",
+    "move": "owner/act.py",
+    "spec-changed": "run/steps.py",
+    "stop": "run/steps.py",
+    "timeout": "run/steps.py",
+    "budget": "run/steps.py",
+    "spec": "owner/intent.py",
+    "no-offer": "owner/intent.py",
+    "backend": "owner/intent.py",
+    "start": "cli/foreground.py",
+}
+"""Rows that no wrapper and no backend reports, and where the owner makes each."""
+ENDS = [name for name, row in OUTCOMES.items() if row.kind == "end"]
+NODES = [name for name, row in OUTCOMES.items() if row.kind == "node"]
+
+
+def told_by_the_wrapper():
+    """What ``agent.ending`` makes of a command's end."""
+    lines = ("torch.OutOfMemoryError: CUDA out of memory", "OSError: No space left on device", "MemoryError")
+    codes = [ending.End(code) for code in (0, 1, 127, -9, -11)]
+    asked = [ending.End(1, asked=asked, session_left=True) for asked in ("left", "stopped", "orphaned")]
+    told = {ending.tell_end(end, [line])[0].reason for end in (*codes, *asked) for line in ("", *lines)}
+    return told | {ending.tell_end(ending.End(-9, oom_kills=1), [])[0].reason}
+
+
+def told_by_the_local_backend():
+    """All that node main makes of what it sees."""
+    codes = (0, 1, *EXIT_CODES.values(), -9, -15, None)
+    said = (None, *(Ended(reason=reason) for reason in END_REASONS))
+    mains = (None, *((r, "") for r in ("killed", "orphaned", "setup-failed", "deadline-exceeded")))
+    cases = itertools.product(codes, said, (None, 0, 1), mains)
+    return {tell_end(code, said=word, oom_kills=kills, ended_by=by).reason for code, word, kills, by in cases}
+
+
+def told_by_kubernetes():
+    """All that is made of the pods, Jobs and events of that backend's tests, at once and an hour later."""
+    bodies = [body for body, _ in (*cluster.ENDS.values(), *cluster.WAITS.values())]
+    bodies.append(cluster.pod(phase="Pending", node=None, conditions=[cluster.unscheduled(VOLUME)]))
+    told = [("FailedCreate", 'forbidden: exceeded quota: "q"'), ("FailedCreate", "violates PodSecurity")]
+    events = [{"reason": reason, "message": words, "firstTimestamp": cluster.AT} for reason, words in told]
+    over = cluster.when("Failed", "DeadlineExceeded")
+    stops = [{"grace_s": 0, "unmet": "words", "unmet_kind": kind} for kind in ("capacity", "placement")]
+    jobs = [cluster.job(), cluster.job(over), cluster.job(queue="team", suspend=True)]
+    jobs += [cluster.job(over, stop=stop) for stop in ({"grace_s": 0}, {"grace_s": 30}, *stops)]
+    views = [
+        Seen(cluster.job(), (body,), server_time=cluster.NOW + age) for body in bodies for age in (0, 3600)
+    ]
+    views += [Seen(job, server_time=cluster.NOW) for job in jobs]
+    views += [Seen(cluster.job(), events=(event,), server_time=cluster.NOW) for event in events]
+    views += [Seen(None), cluster.overdue(600)]
+    broken = Seen(cluster.job(over), (cluster.ENDS["application error"][0],))
+    running = Seen(cluster.job(), (cluster.pod(main={"running": {}}),))
+    mixed = [(Part("ns", "a", "u", 1), running), (Part("ns", "b", "v", 1, first=1), broken)]
+    found = [status_of([(Part("ns", "a", "u", 1), view)]) for view in views]
+    ends = {cluster.end_of(body).reason for body, _ in cluster.ENDS.values()}
+    starting = {"starting"}  # reported as the state, with no reason
+    return ends | starting | {node.reason for one in (*found, status_of(mixed)) for node in one.nodes} - {""}
+
+
+VOLUME = "2 node(s) had volume node affinity conflict. not found"
+
+
+def test_every_name_that_a_detector_gives_has_a_row():
+    """Else the owner has no recovery for it, and takes it for a plain failure."""
+    told = told_by_the_wrapper() | told_by_the_local_backend() | told_by_kubernetes() | {*END_REASONS}
+
+    assert told - {*OUTCOMES} == set()
+
+
+def test_every_row_is_reached_by_a_detector_or_made_by_the_owner():
+    """No class that only the docs know, and none that is made in two ways."""
+    told = told_by_the_wrapper() | told_by_the_local_backend() | told_by_kubernetes()
+
+    assert sorted([*told, *OWNER_MADE]) == sorted(OUTCOMES)
+
+
+@pytest.mark.parametrize(("name", "file"), OWNER_MADE.items())
+def test_what_the_owner_makes_is_made_where_this_test_says(name, file):
+    """By its literal name."""
+    tree = ast.parse((ROOT / "envscaler_airflow" / file).read_text())
+
+    assert name in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def test_the_wrapper_may_report_only_ends():
+    """And what has an exit code of its own is one of them."""
+    assert {outcome_of(name).kind for name in END_REASONS} == {"end"}
+    assert {*EXIT_CODES} <= {*END_REASONS}
+
+
+def test_a_backend_refuses_an_end_without_a_row():
+    """At birth, so that a class without a recovery is found by the first test of its detector."""
+    with pytest.raises(ValueError, match="reason must be a row of OUTCOMES, got 'melted'"):
+        NodeEnd(1, None, "melted")
+
+
+def test_each_end_of_a_node_has_its_own_place_among_the_causes():
+    """Two ends of one severity would be told by the order of the nodes; the page has them in their order."""
+    severities = [row.severity for row in OUTCOMES.values() if row.severity]
+
+    assert severities == sorted(set(severities), reverse=True)
+    assert {row.name for row in OUTCOMES.values() if row.kind == "end" and not row.severity} == {"stalled"}
+
+
+def test_every_word_of_the_table_is_in_use():
+    """Kinds and recoveries of the docs are those of the rows."""
+    assert {row.kind for row in OUTCOMES.values()} == {*KINDS}
+    assert {row.recovery for row in OUTCOMES.values()} == {*RECOVERIES}
+
+
+def test_the_docs_page_is_made_from_the_table():
+    """Else put what ``docs_tables()`` returns at its end."""
+    assert PAGE.read_text().endswith("\n\n" + docs_tables())
+
+
+def test_the_page_of_kubernetes_names_outcomes_of_the_table():
+    """Each reason of its rows."""
+    page = PAGE.with_name("failures.md").read_text()
+    reasons = [line.split("|")[-2] for line in page.splitlines() if line.startswith("|")]
+    named = {name for cell in reasons for name in re.findall(r"`([a-z]+(?:-[a-z]+)*)`", cell)}
+
+    assert named - {*OUTCOMES} == set()
+
+
+TODAY = {
+    "out-of-memory", "cuda-out-of-memory", "disk-full", "not-found", "setup-failed", "failed",
+    "deadline-exceeded", "not-started", "lost", "stalled", "killed", "orphaned", "stopped", "left",
+    "succeeded", "scheduling", "gated", "queue", "quota", "pulling", "volume", "config", "starting",
+    "capacity", "placement", "image", "refused", "silent", "unneeded", "move", "spec-changed", "stop",
+    "timeout", "budget", "spec", "no-offer", "start", "backend",
+}  # fmt: skip
+LOOKED_UP = {
+    "is_disruption": {"lost", "killed"},
+    "is_final": {"stop", "timeout", "budget", "image", "refused", "spec", "no-offer", "start"},
+    "never_starts": {"capacity", "placement", "image", "refused"},
+    "is_orderly": {"succeeded", "left", "stopped", "orphaned", "move", "spec-changed", "stop"},
+    "node_decides": {"succeeded", "failed", "killed", "left", "stopped"},
+}
+"""The rows of today for which each holds; one that comes later may be added, and need not."""
+
+
+@pytest.mark.parametrize(("name", "rows"), LOOKED_UP.items())
+def test_what_is_looked_up_holds_for_these_rows(name, rows):
+    """Of which losses count as spot's, what a clear alone undoes, what is not waited for, who may go on."""
+    assert {row.name for row in OUTCOMES.values() if getattr(row, name)} & TODAY == rows
+
+
+@pytest.mark.parametrize(
+    ("recovery", "rows"),
+    [
+        ("resume", {"lost", "killed", "orphaned", "stalled", "move", "spec-changed"}),
+        ("fail-if-repeated", {"cuda-out-of-memory", "disk-full", "not-found", "setup-failed", "failed"}),
+        ("next-offer", {"not-started", "capacity", "placement", "backend"}),
+        ("as-requested", {"stopped", "left"}),
+        ("replace", {"silent", "unneeded"}),
+    ],
+)
+def test_these_rows_call_for_this_recovery(recovery, rows):
+    """What the code did wrong is not repeated for long; what took its machine always is."""
+    assert {row.name for row in OUTCOMES.values() if row.recovery == recovery} & TODAY == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("capacity", CapacityError),
+        ("placement", NoOfferError),
+        ("image", SpecError),
+        ("refused", SpecError),
+    ],
+)
+def test_a_start_whose_pod_never_runs_raises_by_its_row(name, error):
+    """Only a want of capacity is remembered as one."""
+    assert backend.error_of(outcome_of(name)) is error
+
+
+def test_a_node_waits_for_the_next_pod_of_node_0_where_the_stage_is_not_to_blame():
+    """What the owner or the platform ended; after any other end the other nodes fail too."""
+    blameless = {name for name in END_REASONS if outcome_of(name).caused_by in ("owner", "platform")}
+
+    assert blameless & TODAY == {"left", "stopped", "orphaned", "killed"}
+
+
+AT_ONCE = {"none": "succeed", "resume-if-funded": "fail"}
+"""What the first end of a run brings; any other is followed by an attempt."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_first_end_brings_what_its_row_says(name):
+    """After a step, with memory to raise and no budget to go on with."""
+    facts = Facts(backoff_is_over=True, memory_limit_bytes=2**30, memory_cap_bytes=2**32)
+
+    got = next_action(run(begun(), *life(name, step=9, checkpoint_step=8)), facts)
+
+    recovery = OUTCOMES[name].recovery
+    assert got.kind == AT_ONCE.get(recovery, "start")
+    assert (got.memory_bytes is not None) == (recovery == "more-memory")
+    assert (got.target is None) == (recovery in ("next-offer", *AT_ONCE))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_only_the_code_s_own_errors_fail_at_their_second_time(name):
+    """At the same step; a checkpoint in between does not help them."""
+    facts = Facts(backoff_is_over=True, memory_limit_bytes=2**30, memory_cap_bytes=2**32)
+    lives = [*life(name, step=9, checkpoint_step=8), *life(name, attempt=2, step=9, checkpoint_step=9)]
+
+    got = next_action(run(begun(), *lives), facts)
+
+    recovery = OUTCOMES[name].recovery
+    assert got.kind == ("fail" if recovery == "fail-if-repeated" else AT_ONCE.get(recovery, "start"))
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_that_does_not_run_brings_what_its_row_says(name):
+    """Waited for, given up for the next offer, or the run's failure, with the row's words."""
+    live = run(begun(), intended(), started())
+
+    got = next_action(live, Facts(observed=Observed((NodeStatus(0, "pending", reason=name, detail="d"),))))
+
+    row = OUTCOMES[name]
+    kinds = {"next-offer": ("kill", "capacity"), "fail": ("stop", name)}
+    assert (got.kind, got.why) == kinds.get(row.recovery, ("wait", ""))
+    assert got.reason == (f"{row.text}: d" if row.never_starts else "starts: d")
+
+
+@pytest.mark.parametrize("why", [name for name, row in OUTCOMES.items() if row.kind == "stop"])
+def test_an_attempt_that_the_owner_stopped_is_followed_as_the_row_says(why):
+    """A final stop ends the run, by its own name; after any other the next attempt starts."""
+    stopping = ("attempt-stopping", {"generation": 1, "attempt": 1, "why": why, "target": SMALL.to_dict()})
+
+    got = next_action(
+        run(begun(), intended(), started(), stopping, ended("left")), Facts(backoff_is_over=True)
+    )
+
+    expected = {"fail": ("fail", why), "stop": ("halt", "")}
+    assert (got.kind, got.failure) == expected.get(OUTCOMES[why].recovery, ("start", ""))
+
+
+def test_a_new_class_needs_its_row_and_its_detector_alone(monkeypatch):
+    """A row more, and a backend that names it: cause, recovery, words, colour and docs follow."""
+    row = Outcome("gpu-lost", 145, "platform", "resume", "a GPU fell off the bus")
+    monkeypatch.setitem(OUTCOMES, row.name, row)
+    nodes = [NodeEnd(1, None, "gpu-lost").of_node(0), NodeEnd(None, 9, "killed").of_node(1)]
+
+    end = end_of(Observed(tuple(nodes)))
+    state = run(begun(), *life(end.outcome, step=9, checkpoint_step=8))
+    told = failure_message(replace(state, status="failed", reason="at its cap", failure=end.outcome))
+
+    assert end.outcome == "gpu-lost"
+    assert next_action(state, Facts(backoff_is_over=True)).kind == "start"
+    assert told == "the stage failed: at its cap\ngpu-lost: a GPU fell off the bus"
+    assert (row.is_disruption, kind_of("gpu-lost")) == (True, "bad")
+    assert "| `gpu-lost` | a GPU fell off the bus | platform | the next attempt resumes" in docs_tables()
+
+
+def test_a_name_of_a_newer_version_decides_nothing():
+    """Its attempt is followed by the next, its node is waited for, its stop is not final."""
+    row = outcome_of("melted")
+
+    assert (row.is_final, row.never_starts, row.is_disruption, row.is_orderly) == (False,) * 4
+    assert next_action(run(begun(), *life("melted")), Facts(backoff_is_over=True)).kind == "start"
+
+
+def test_a_wrapper_that_reports_an_unknown_end_is_refused():
+    """The wire has the protocol's names alone, also where the owner's table has more."""
+    with pytest.raises(ProtocolError, match="reason must be one of"):
+        Status.from_json(b'{"schema": "1.0", "ended": {"reason": "lost"}}', where="status")
