@@ -27,6 +27,7 @@ CASES = {
     ),
 }
 HEAVY = (
+    "airflow.providers.amazon",
     "boto3",
     "botocore",
     "kubernetes",

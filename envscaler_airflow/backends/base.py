@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import OUTCOMES, NodeState, NodeStatus
 
@@ -14,8 +15,32 @@ ResizeState = Literal["going", "done", "deferred", "infeasible"]
 
 
 @dataclass(frozen=True, slots=True)
+class StoreLogin:
+    """Credentials of the run store's connection, for the sidecar of a machine that has none of its own.
+
+    Attributes:
+        variables: Of the SDK, with their values. Never written to disk, rendered or logged.
+        profile: Name of a profile in the files of the worker's user; None without one.
+        refusal: Why the connection's credentials cannot go to a machine; "" where they can.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    profile: str | None = None
+    refusal: str = ""
+
+    def check(self, instead: str) -> None:
+        """Refuse to start a machine that could not open the store; *instead* is what to write.
+
+        Raises:
+            SpecError: The connection's credentials cannot go to a machine.
+        """
+        if self.refusal:
+            raise SpecError(f"{self.refusal}: {instead}")
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptRequest:
-    """All that a backend needs to start one attempt. No field holds a secret but ``secret_env``.
+    """All that a backend needs to start one attempt. Secrets are in ``secret_env`` and ``store_login``.
 
     Attributes:
         store_url: Run store, as the sidecar opens it.
@@ -29,6 +54,7 @@ class AttemptRequest:
         spec: The frozen, resolved spec as JSON.
         spec_name: Name of its file in the run's folder, ``spec-<hash>.json``: what the sidecar reads.
         store_options: Connection options of the store that hold no secret.
+        store_login: How the sidecar opens the store where its machine has no identity of its own.
         deadline_s: Each machine ends itself after so many billed seconds and the grace of its last save;
             None: no deadline.
         grace_s: Seconds between a graceful stop and the kill.
@@ -49,6 +75,7 @@ class AttemptRequest:
     spec: Mapping[str, Any] = field(default_factory=dict)
     spec_name: str = ""
     store_options: Mapping[str, Any] = field(default_factory=dict)
+    store_login: StoreLogin = field(default_factory=StoreLogin)
     deadline_s: float | None = None
     grace_s: float = 30.0
     python: str | None = None

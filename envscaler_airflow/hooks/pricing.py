@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseHook
-from airflow.sdk.exceptions import AirflowNotFoundException, AirflowRuntimeError
+from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException, AirflowRuntimeError
 
 from envscaler_airflow.clouds import Access, price_lists
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.hooks.servers import verify_of
+from envscaler_airflow.hooks.servers import extra_of, verify_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 
 _GCP_SCOPE = "https://www.googleapis.com/auth/cloud-billing.readonly"
+_GOOGLE_PLAIN = frozenset({"project", "num_retries"})
+"""Extras of a Google connection that say nothing of credentials."""
+_GOOGLE_PROVIDER = (
+    "only the Google provider reads this: pip install apache-airflow-providers-google, or remove it and give "
+    "the process google-auth's application default credentials (GOOGLE_APPLICATION_CREDENTIALS)"
+)
+_GOOGLE_MISSING = (
+    "pip install 'envscaler-airflow[google]', or put an api_key that may read the Cloud Billing Catalog into "
+    "the connection's extra"
+)
 
 
 class CloudPricingHook(BaseHook):
@@ -114,28 +124,24 @@ class CloudPricingHook(BaseHook):
 
     def _amazon(self, connection: Connection | None) -> Access:
         """Session of boto3, for clouds with connections of type ``aws``."""
-        try:
-            from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  (boto3 is an extra)
-        except ImportError as err:
-            raise SpecError(f"{self.cloud}: {err}: pip install 'envscaler-airflow[amazon]'") from err
-        extra = _extra(connection)
-        try:
-            session = _aws_session(connection, extra)
-        except (BotoCoreError, ClientError) as err:
-            raise SpecError(f"connection {self.conn_id!r}: {err}") from err
-        endpoint, verify = self.endpoint_url or extra.get("endpoint_url"), verify_of(extra.get("verify"))
-        return Access(session=session, endpoint_url=endpoint, verify=verify)
+        from envscaler_airflow.hooks.aws import aws_hook, aws_session  # noqa: PLC0415  (DAG files do without)
+
+        hook = aws_hook(connection)
+        return Access(
+            session=aws_session(hook),
+            endpoint_url=self.endpoint_url or hook.conn_config.endpoint_url,
+            verify=True if hook.verify is None else hook.verify,
+        )
 
     def _google(self, connection: Connection | None) -> Access:
         """API key, else token, for clouds with connections of type ``google_cloud_platform``."""
-        extra = _extra(connection)
-        key = extra.get("api_key")
-        token = None if key else _google_token(extra)
+        key = None if connection is None else extra_of(connection).get("api_key")
+        token = None if key else _google_token(connection)
         return Access(secret=key, token=token, endpoint_url=self.endpoint_url)
 
     def _plain(self, connection: Connection | None) -> Access:
         """Fields of a connection of any other type."""
-        extra = _extra(connection)
+        extra = {} if connection is None else extra_of(connection)
         return Access(
             login=connection.login if connection else None,
             secret=extra.get("api_key") or (connection.password if connection else None),
@@ -156,60 +162,28 @@ class CloudPricingHook(BaseHook):
             return None
 
 
-def _extra(connection: Connection | None) -> Mapping[str, Any]:
-    extra: object = {} if connection is None else connection.extra_dejson
-    if not isinstance(extra, Mapping):
-        raise SpecError(f"connection {connection and connection.conn_id!r}: its extra is no JSON object")
-    return extra
+def _google_token(connection: Connection | None) -> str:
+    """A token of the Google provider's hook; without one, of google-auth's application default credentials.
 
-
-def _aws_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:
-    """A boto3 session with the connection's keys and role; None: the machine's own identity."""
-    if connection is None:
-        return None
-    import boto3  # noqa: PLC0415  (an extra)
-
-    session = boto3.Session(
-        aws_access_key_id=connection.login or extra.get("aws_access_key_id"),
-        aws_secret_access_key=connection.password or extra.get("aws_secret_access_key"),
-        aws_session_token=extra.get("aws_session_token"),
-        profile_name=extra.get("profile_name"),
-        region_name=extra.get("region_name"),
-    )
-    role = extra.get("role_arn")
-    if not role:
-        return session
-    verify = verify_of(extra.get("verify"))
-    sts: Any = session.client(
-        "sts", endpoint_url=extra.get("endpoint_url"), verify=None if verify is True else verify
-    )
-    given = sts.assume_role(RoleArn=role, RoleSessionName="envscaler-prices")["Credentials"]
-    return boto3.Session(
-        aws_access_key_id=given["AccessKeyId"],
-        aws_secret_access_key=given["SecretAccessKey"],
-        aws_session_token=given["SessionToken"],
-        region_name=extra.get("region_name"),
-    )
-
-
-def _google_token(extra: Mapping[str, Any]) -> str:
-    """A token by the connection's key file, else by the machine's own identity."""
+    Raises:
+        SpecError: Neither is installed, there are no credentials, or only the provider could read them.
+    """
+    where = "gcp" if connection is None else f"connection {connection.conn_id!r}"
     try:
         auth: Any = import_module("google.auth")
-        transport: Any = import_module("google.auth.transport.requests")
-        accounts: Any = import_module("google.oauth2.service_account")
+        request: Any = import_module("google.auth.transport.requests").Request()
+        if connection is None:
+            found, _ = auth.default(scopes=[_GCP_SCOPE])
+        elif find_spec("airflow.providers.google"):
+            hooks: Any = import_module("airflow.providers.google.common.hooks.base_google")
+            found = hooks.GoogleBaseHook(gcp_conn_id=connection.conn_id).get_credentials()
+        elif given := sorted(extra_of(connection).keys() - _GOOGLE_PLAIN):
+            raise SpecError(f"{where}: {', '.join(given)}: {_GOOGLE_PROVIDER}")
+        else:
+            found, _ = auth.default(scopes=[_GCP_SCOPE])
+        found.refresh(request)
     except ImportError as err:
-        raise SpecError(
-            "gcp: put an api_key that may read the Cloud Billing Catalog into the connection's extra, "
-            "or pip install google-auth requests"
-        ) from err
-    keys, path = extra.get("keyfile_dict"), extra.get("key_path")
-    if keys:
-        body = json.loads(keys) if isinstance(keys, str) else keys
-        made = accounts.Credentials.from_service_account_info(body, scopes=[_GCP_SCOPE])
-    elif path:
-        made = accounts.Credentials.from_service_account_file(path, scopes=[_GCP_SCOPE])
-    else:
-        made, _ = auth.default(scopes=[_GCP_SCOPE])
-    made.refresh(transport.Request())
-    return str(made.token)
+        raise SpecError(f"{where}: {err}: {_GOOGLE_MISSING}") from err
+    except (auth.exceptions.GoogleAuthError, AirflowException, OSError, ValueError) as err:
+        raise SpecError(f"{where}: {err}") from err
+    return str(found.token)

@@ -61,10 +61,10 @@ def http_server(connection: Any, what: str) -> HttpServer:
     parts = _split(host, name, what)
     port = _port(parts, connection.port, name)
     path = "/".join(part for part in (parts.path.strip("/"), schema) if part)
-    extra = _extra(connection, name)
+    extra = extra_of(connection)
     auth, headers = _credentials(connection, parts, extra)
     url = f"{parts.scheme}://{_bracketed(parts.hostname or '')}{port}{'/' + path if path else ''}"
-    return HttpServer(url, auth, {**headers, **_headers(extra, name)}, verify_of(extra.get("verify")))
+    return HttpServer(url, auth, {**headers, **_headers(extra, name)}, extra.get("verify", True))
 
 
 def server_of_url(url: str, where: str, what: str) -> HttpServer:
@@ -103,6 +103,23 @@ def object_of(value: object) -> object:
         except ValueError:
             return value
     return value
+
+
+def extra_of(connection: Any) -> dict[str, Any]:
+    """The extra of *connection* without its empty fields; texts of a URI's query as what they mean.
+
+    Raises:
+        SpecError: It is not a JSON object.
+    """
+    name = f"connection {connection.conn_id!r}"
+    try:
+        extra: object = connection.extra_dejson
+    except ValueError as err:
+        raise SpecError(f"{name}: its extra is not valid JSON") from err
+    if not isinstance(extra, Mapping):
+        raise SpecError(f"{name}: its extra is not a JSON object")
+    filled = {str(key): value for key, value in extra.items() if value not in (None, "")}
+    return {key: verify_of(value) if key == "verify" else object_of(value) for key, value in filled.items()}
 
 
 def _scheme(conn_type: object, schema: str) -> str:
@@ -144,16 +161,6 @@ def _port(parts: SplitResult, own: object, name: str) -> str:
     return f":{port}" if port else ""
 
 
-def _extra(connection: Any, name: str) -> Mapping[str, Any]:
-    try:
-        extra: object = connection.extra_dejson
-    except ValueError as err:
-        raise SpecError(f"{name}: its extra is not valid JSON") from err
-    if not isinstance(extra, Mapping):
-        raise SpecError(f"{name}: its extra is not a JSON object")
-    return extra
-
-
 def _credentials(
     connection: Any, parts: SplitResult, extra: Mapping[str, Any]
 ) -> tuple[tuple[str, str] | None, dict[str, str]]:
@@ -166,9 +173,9 @@ def _credentials(
 
 
 def _headers(extra: Mapping[str, Any], name: str) -> dict[str, str]:
-    found = object_of(extra.get("headers") or {})
+    found = extra.get("headers", {})
     if not isinstance(found, Mapping):
         raise SpecError(f'{name}: headers: is not a map; write {{"{_TENANT}": "team"}}')
     own = {key: value for key, value in extra.items() if "-" in key}
-    tenant = {_TENANT: extra["tenant"]} if extra.get("tenant") else {}
+    tenant = {_TENANT: extra["tenant"]} if "tenant" in extra else {}
     return {str(key): str(value) for key, value in {**tenant, **own, **found}.items()}

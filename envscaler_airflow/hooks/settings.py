@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow.sdk.configuration import conf
 
-from envscaler_airflow.errors import SpecError
-from envscaler_airflow.hooks.servers import object_of, verify_of
+from envscaler_airflow.backends.base import StoreLogin
+from envscaler_airflow.errors import BackendError, SpecError, StoreError
+from envscaler_airflow.hooks.aws import aws_hook, aws_session, store_login
+from envscaler_airflow.hooks.servers import extra_of
 from envscaler_airflow.store import Store, deployment_of, open_store
 
+if TYPE_CHECKING:
+    from airflow.sdk import Connection
+
 CONN_TYPE = "envscaler_store"
-_OPTIONS = ("region_name", "endpoint_url", "profile_name", "verify", "config", "extra_args")
-"""Extras of a connection that go to the store and to the machines; none of them is a secret."""
+_TYPES = (CONN_TYPE, "aws")
+_OPTIONS = {
+    **{name: name for name in ("region_name", "endpoint_url", "verify", "extra_args")},
+    "config_kwargs": "config",
+}
+"""Extras of a connection that are options of a store, none of them a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +33,27 @@ class StorePlace:
     Attributes:
         url: As given by operator, connection or setting.
         options: Connection options without secrets; machines get these too.
-        secrets: Credentials. They stay in this process.
+        login: Credentials of the connection for machines that have none of their own.
+        hook: The Amazon provider's, whose session opens the store in this process; None: its own identity.
     """
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    login: StoreLogin = field(default_factory=StoreLogin)
+    hook: Any = field(default=None, repr=False)
 
     def open(self) -> Store:
         """The store, not yet checked.
 
         Raises:
-            SpecError: The URL or an option cannot be used.
+            SpecError: The URL, an option or the connection cannot be used.
+            StoreError: AWS does not give the connection's role, or does not answer.
         """
         try:
-            return open_store(self.url, {**self.options, **self.secrets} or None)
+            session = {} if self.hook is None else {"session": aws_session(self.hook)}
+            return open_store(self.url, {**self.options, **session} or None)
+        except BackendError as err:
+            raise StoreError(f"store {self.url}: {err}", status=err.status, transient=err.transient) from err
         except (TypeError, ValueError) as err:  # what SDKs say of an option; names alone, no values
             names = ", ".join(self.options) or "no options"
             raise SpecError(f"store {self.url}: cannot be opened with {names}: {err}") from err
@@ -61,15 +76,10 @@ def store_place(store_url: str | None = None, store_conn_id: str | None = None) 
     """The store to use: *store_url*, else the connection's, else ``[envscaler] store_url``.
 
     Raises:
-        SpecError: None of the three names one, or the connection is of another type.
+        SpecError: None of the three names one, or the connection cannot be used for it.
     """
-    options: dict[str, Any] = {}
-    secrets: dict[str, str] = {}
-    url = store_url
-    if store_conn_id:
-        from_connection, options, secrets = _connection(store_conn_id)
-        url = url or from_connection
-    url = url or setting("store_url")
+    connection = _connection(store_conn_id) if store_conn_id else None
+    url = store_url or (connection and _url(connection)) or setting("store_url")
     if not url:
         raise SpecError(
             "no run store: set [envscaler] store_url (AIRFLOW__ENVSCALER__STORE_URL) to a folder or bucket "
@@ -77,31 +87,37 @@ def store_place(store_url: str | None = None, store_conn_id: str | None = None) 
         )
     if not isinstance(url, str):
         raise SpecError(f"store_url: got {url!r:.80}, expected text: an absolute path or a URL")
-    return StorePlace(url, options, secrets)
+    if connection is None:
+        return StorePlace(url)
+    extra = extra_of(connection)
+    options = {option: extra[name] for name, option in _OPTIONS.items() if name in extra}
+    if url.startswith("s3://"):
+        hook = aws_hook(connection)
+        if endpoint := hook.conn_config.get_service_endpoint_url("s3"):
+            options["endpoint_url"] = endpoint
+        return StorePlace(url, options, store_login(hook), hook)
+    if (connection.login or connection.password) and not url.startswith(("/", "file://")):
+        raise SpecError(
+            f"connection {store_conn_id!r} has keys, which only an s3:// store takes: remove login and "
+            f"password; {url.partition(':')[0]}:// is opened by the identity of each process and machine"
+        )
+    return StorePlace(url, options)
 
 
-def _option(name: str, value: object) -> object:
-    """A value of an extra; a connection's URI has only text."""
-    return verify_of(value) if name == "verify" else object_of(value)
-
-
-def _url(host: str | None, schema: str | None) -> str | None:
-    """The store URL in the form's first field; of a connection's URI the bucket and its prefix come apart."""
-    if not host:
-        return None
-    return f"{host}/{schema}" if schema and "://" in host else host
-
-
-def _connection(conn_id: str) -> tuple[str | None, dict[str, Any], dict[str, str]]:
+def _connection(conn_id: str) -> Connection:
     from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
 
     connection = BaseHook.get_connection(conn_id)
-    if connection.conn_type != CONN_TYPE:
-        raise SpecError(f"connection {conn_id!r} is of type {connection.conn_type!r}, expected {CONN_TYPE!r}")
-    extra: object = connection.extra_dejson
-    if not isinstance(extra, Mapping):
-        raise SpecError(f"connection {conn_id!r}: its extra is no JSON object")
-    options = {name: _option(name, extra[name]) for name in _OPTIONS if extra.get(name) not in (None, "")}
-    secrets = {"aws_access_key_id": connection.login, "aws_secret_access_key": connection.password}
-    url = _url(connection.host, connection.schema) or extra.get("store_url") or None
-    return url, options, {name: text for name, text in secrets.items() if text}
+    if connection.conn_type not in _TYPES:
+        raise SpecError(
+            f"connection {conn_id!r} is of type {connection.conn_type!r}, expected {' or '.join(_TYPES)}"
+        )
+    return connection
+
+
+def _url(connection: Connection) -> Any:
+    """The store URL in the form's first field; of a connection's URI the bucket and its prefix come apart."""
+    host, schema = connection.host, connection.schema
+    if not host or connection.conn_type != CONN_TYPE:
+        return extra_of(connection).get("store_url")
+    return f"{host}/{schema}" if schema and "://" in host else host

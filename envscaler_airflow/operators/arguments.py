@@ -224,6 +224,7 @@ def stage_of(
         spec_source=operator.spec,
         resolve_secret=_resolver(operator),
         store_options=place.options,
+        store_login=place.login,
     )
 
 

@@ -226,6 +226,7 @@ def attempt_request(
         env=plain | batch_env(spec, nodes),
         secret_env=_secrets(stage, spec),
         store_options=stage.store_options,
+        store_login=stage.store_login,
         grace_s=grace_s,
         deadline_s=deadline_s,
         python=stage.python,

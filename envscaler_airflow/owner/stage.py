@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError
 
@@ -38,6 +39,7 @@ class Stage:
         restore_from: URI of another run's checkpoint that a fresh generation begins from.
         resolve_secret: Turns a reference (``secret:NAME/key``) into its value; called at a start only.
         store_options: Connection options of the store that the sidecar needs; no secrets.
+        store_login: How it opens the store on a machine without an identity of its own.
         python: Interpreter of the stage's own environment on this machine; None for that of this process.
     """
 
@@ -54,6 +56,7 @@ class Stage:
     restore_from: str | None = None
     resolve_secret: Callable[[str], str] | None = None
     store_options: Mapping[str, Any] = field(default_factory=dict)
+    store_login: StoreLogin = field(default_factory=StoreLogin)
     python: str | None = None
 
     def check_deadline(self, now: float) -> None:

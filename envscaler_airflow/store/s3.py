@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import boto3
 import boto3.exceptions
 import boto3.session
+from botocore import UNSIGNED
 from botocore import exceptions as refusals
 from botocore.config import Config
 from s3transfer import exceptions as transfers
@@ -348,7 +349,10 @@ def _made_client(chosen: Mapping[str, Any]) -> S3Client:
     session = chosen.get("session") or boto3.session.Session(
         **{name: chosen[name] for name in _SESSION_OPTIONS & chosen.keys()}
     )
-    config = Config(**{**_CONFIG, **chosen.get("config", {})})
+    given = {**_CONFIG, **chosen.get("config", {})}
+    if given.get("signature_version") == "unsigned":  # as Airflow's connections write it
+        given["signature_version"] = UNSIGNED
+    config = Config(**given)
     made: S3Client = session.client(
         "s3", config=config, **{name: chosen[name] for name in _CLIENT_OPTIONS & chosen.keys()}
     )

@@ -41,6 +41,7 @@ from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.replace import free_lost, status_of, unneeded
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
+from envscaler_airflow.backends.kubernetes.security import OF_STORE
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
@@ -310,7 +311,8 @@ class KubernetesBackend:
             "blockOwnerDeletion": False,
         }
         made = [(names.config_maps(self.namespace), dict(rendered["config_map"]))]
-        secret = secret_object(rendered, request.secret_env)
+        keys = {OF_STORE + name: value for name, value in request.store_login.variables.items()}
+        secret = secret_object(rendered, {**request.secret_env, **keys})
         if secret is not None:
             made.append((names.secrets(self.namespace), secret))
         for path, body in made:

@@ -252,7 +252,11 @@ class _Attempt:
 
     def own_secrets(self) -> list[str]:
         """Variables whose values go into a Secret of ours: all but those of the cluster's own Secrets."""
-        return sorted(set(self.request.secret_env) - set(self._cluster_secrets()))
+        keys = {security.OF_STORE + name for name in self._store_keys()}
+        return sorted((set(self.request.secret_env) - set(self._cluster_secrets())) | keys)
+
+    def _store_keys(self) -> Mapping[str, str]:
+        return security.store_keys(self.request.store_login, self.settings)
 
     def _cluster_secrets(self) -> dict[str, dict[str, Any]]:
         """``secret:NAME/key`` stays a reference: its value never passes through the owner's hands."""
@@ -356,7 +360,7 @@ class _Attempt:
         address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
         uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
         container["env"] = [*container["env"], address, uid]
-        if self.settings.store_secret:
+        if self.settings.store_secret or self._store_keys():
             container["env"].append({"name": context.VARIABLE, "value": security.STORE_KEYS})
         return container
 
@@ -490,8 +494,9 @@ class _Attempt:
         if self.settings.service_account:
             mounts.volumes.append(security.token_volume())
             mounts.sidecar.append({"name": "token", "mountPath": security.TOKEN, "readOnly": True})
-        if self.settings.store_secret:
-            mounts.volumes.append(security.keys_volume(self.settings.store_secret))
+        keys, secret = self._store_keys(), self.settings.store_secret
+        if keys or secret:
+            mounts.volumes.append(security.keys_volume(secret or self.name, keys))
             mounts.sidecar.append({"name": "store-keys", "mountPath": security.STORE_KEYS, "readOnly": True})
 
 

@@ -7,12 +7,16 @@ identity of the cloud. The sidecar gets them alone.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import yaml
+
+from envscaler_airflow.backends.base import StoreLogin
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.errors import SpecError
 
 _CLUSTER_WIDE = ("ClusterRole", "ClusterRoleBinding")
 
@@ -56,6 +60,9 @@ TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105  # a folde
 TOKEN_S = 3607
 """Lifetime of the token, seconds. Source: Kubernetes gives it to tokens that it mounts by itself; the kubelet
 renews it at 80 % of that."""
+OF_STORE = "store."
+"""Before the names of the store's keys in the Secret of an attempt; no name of a variable has a dot."""
+_INSTEAD = "set service_account or store_secret of the cluster, by which its pods reach the run store"
 _FILES_OF_OTHERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 """What root in an image expects to do with files and users: unpack archives, install packages, write into
 volumes of other users. Chosen; all are among those of the "baseline" pod security standard."""
@@ -117,9 +124,28 @@ def token_volume() -> dict[str, Any]:
     return {"name": "token", "projected": {"sources": sources}}
 
 
-def keys_volume(secret: str) -> dict[str, Any]:
-    """The Secret with the store's keys as files, which no link to ``/proc/self/environ`` shows."""
-    return {"name": "store-keys", "secret": {"secretName": secret, "defaultMode": 0o400}}
+def keys_volume(secret: str, names: Iterable[str] = ()) -> dict[str, Any]:
+    """The Secret with the store's keys as files, which no link to ``/proc/self/environ`` shows.
+
+    *names* are those of a connection in the Secret of an attempt; () for a Secret that holds nothing else.
+    """
+    items = [{"key": OF_STORE + name, "path": name} for name in sorted(names)]
+    chosen = {"items": items} if items else {}
+    return {"name": "store-keys", "secret": {"secretName": secret, "defaultMode": 0o400, **chosen}}
+
+
+def store_keys(login: StoreLogin, settings: Settings) -> Mapping[str, str]:
+    """Keys of the store's connection that a pod's sidecar needs; {} where pods have an identity of their own.
+
+    Raises:
+        SpecError: It could not open the store.
+    """
+    if settings.service_account or settings.store_secret:
+        return {}
+    login.check(_INSTEAD)
+    if login.profile:
+        raise SpecError(f"profile_name {login.profile!r} names files that a pod does not have: {_INSTEAD}")
+    return login.variables
 
 
 @dataclass(frozen=True, slots=True)

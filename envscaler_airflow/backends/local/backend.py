@@ -384,7 +384,8 @@ class _Start:
         fd = self._locks[node]
         module = "envscaler_airflow.backends.local.node_main"
         command = [sys.executable, "-P", "-m", module, str(folder), "--lock-fd", str(fd)]
-        env = node_env(os.environ, self._request.secret_env, str(folder / files.SPOOL))
+        keys = self._request.store_login.variables
+        env = node_env(os.environ, self._request.secret_env, str(folder / files.SPOOL), keys)
         try:
             with (folder / "node.log").open("ab") as log:
                 subprocess.run(

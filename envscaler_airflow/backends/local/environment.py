@@ -21,6 +21,10 @@ _OURS = re.compile(
     r"|ENVSCALER_(INPUT|OUTPUT|VOLUME|SECRET)_"
 )
 """Airflow's settings and connections, and what tells another run's training who it is."""
+_KEYS = re.compile(
+    r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|SECURITY_TOKEN|CREDENTIAL_EXPIRATION)\Z"
+)
+"""Variables of one identity. Source: botocore, ``EnvProvider``."""
 _TRAINING = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_[A-Z]+|TZ|TMPDIR|TERM|LD_LIBRARY_PATH|LIBRARY_PATH"
     r"|CUDA_\w+|NVIDIA_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_PROXY|\w+_proxy"
@@ -29,9 +33,20 @@ _TRAINING = re.compile(
 """What a training inherits from the machine. Chosen: what programs need to run, no credentials."""
 
 
-def node_env(environ: Mapping[str, str], secrets: Mapping[str, str], spool: str) -> dict[str, str]:
-    """Environment of node main: all but Airflow's own settings and connections, and the secrets apart."""
+def node_env(
+    environ: Mapping[str, str],
+    secrets: Mapping[str, str],
+    spool: str,
+    store_keys: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Environment of node main: all but Airflow's own settings and connections, and the secrets apart.
+
+    *store_keys* are variables of the store's connection; they replace those of the worker as a whole, since
+    its session token would belong to other keys.
+    """
     env = {name: value for name, value in environ.items() if not _OURS.match(name)}
+    if store_keys:
+        env = {name: value for name, value in env.items() if not _KEYS.match(name)} | dict(store_keys)
     env |= {SECRET_PREFIX + name: value for name, value in secrets.items()}
     env["ENVSCALER_SPOOL"] = spool
     if not _is_installed():

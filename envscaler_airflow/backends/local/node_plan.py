@@ -111,7 +111,11 @@ def render_attempt(request: AttemptRequest, folder: PurePosixPath, launch: Launc
 
     What only the moment tells (which CPUs and GPUs are free, the inherited environment) is added by
     ``submit`` and by node main.
+
+    Raises:
+        SpecError: The sidecar could not open the store.
     """
+    request.store_login.check("name a profile_name instead, of ~/.aws/config of the worker's user")
     nodes = range(request.allocation.nodes)
     return {
         "name": folder.name,
@@ -268,8 +272,13 @@ class _Node:
             "checkpoint_path": self._local(str(checkpoint)) if checkpoint else None,
             "command": command,
             "seen_as": {local: original for original, local in self.paths.pairs},
-            "store_options": json.loads(json.dumps(dict(self.request.store_options))),
+            "store_options": self._store_options(),
         }
+
+    def _store_options(self) -> dict[str, Any]:
+        profile = self.request.store_login.profile
+        options = dict(self.request.store_options) | ({"profile_name": profile} if profile else {})
+        return dict(json.loads(json.dumps(options)))
 
 
 def _variable(kind: str, name: str) -> str:

@@ -1,5 +1,6 @@
 """The Kubernetes backend against an API server that has every kind of trouble."""
 
+from base64 import b64decode
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from fakes.kubernetes import CONFIG_MAPS, JOBS, NODES, PODS, QUOTAS, SECRETS, Pr
 from fakes.kubernetes.resources import LIMIT_RANGES, NAMESPACES
 from integration.kubernetes.rig import OFFER, eventually, ours, over, request_for, running
 
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.kubernetes import client, names
 from envscaler_airflow.backends.kubernetes.orphans import orphans
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
@@ -25,6 +27,22 @@ def test_with_its_job_everything_goes(cluster, connect):
     backend.cluster.delete(names.jobs("default", handle.name), uid=handle.details["uid"])
 
     eventually(lambda: [len(ours(cluster, kind)) for kind in kinds], lambda left: left == [0] * 4)
+
+
+def test_keys_of_the_store_s_connection_lie_in_the_secret_of_the_attempt(cluster, connect):
+    """Under names that no variable of the training has; with an identity of the pods' own, they do not."""
+    login = StoreLogin({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
+    connect().submit(request_for(store_login=login, secret_env={"AWS_ACCESS_KEY_ID": "of-the-training"}))
+    connect(store_secret="store-login").submit(request_for(attempt=2, store_login=login))
+
+    first, second = (one["data"] for one in ours(cluster, SECRETS))
+
+    assert {name: b64decode(value).decode() for name, value in first.items()} == {
+        "AWS_ACCESS_KEY_ID": "of-the-training",
+        "store.AWS_ACCESS_KEY_ID": "a",
+        "store.AWS_SECRET_ACCESS_KEY": "b",
+    }
+    assert second.keys() == {"TOKEN"}
 
 
 @pytest.mark.parametrize("watches", [False, True], ids=["calls", "watch"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from airflow.sdk import Connection
@@ -51,11 +52,14 @@ def hook_on(feed, **given):
     return hook
 
 
-def test_without_the_default_connection_the_machines_own_identity_asks(connections):
+def test_without_the_default_connection_the_machines_own_identity_asks(connections, monkeypatch):
     """As boto3 finds it."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-machine")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+
     feed = CloudPricingHook("aws").get_conn()
 
-    assert feed._access.session is None
+    assert feed._access.session.get_credentials().access_key == "of-the-machine"
     assert CloudPricingHook("azure").get_conn().cloud == "azure"  # needs none
 
 
@@ -86,38 +90,12 @@ def test_keys_and_endpoint_of_the_connection_are_used(connections):
     assert feed._advisor_url == "http://localhost:1/spot-advisor-data.json"
 
 
-def test_a_role_is_taken_on(connections, monkeypatch):
-    """Prices are asked for with its keys and not with those of the connection."""
-    role = "arn:aws:iam::123456789012:role/prices"
-    connections["aws_default"] = Connection(
-        conn_id="aws_default",
-        conn_type="aws",
-        login="key",
-        password="secret",
-        extra=json.dumps({"role_arn": role, "region_name": "us-east-1"}),
-    )
-    asked = []
-
-    class Sts:
-        def assume_role(self, **words):
-            asked.append(words)
-            keys = {"AccessKeyId": "of-the-role", "SecretAccessKey": "s", "SessionToken": "t"}
-            return {"Credentials": keys}
-
-    monkeypatch.setattr("boto3.Session.client", lambda *_, **__: Sts())
-
-    found = CloudPricingHook("aws").get_conn()._access.session.get_credentials().get_frozen_credentials()
-
-    assert (found.access_key, found.token) == ("of-the-role", "t")
-    assert [words["RoleArn"] for words in asked] == [role]
-
-
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
         ({"profile_name": "nope"}, "config profile .nope. could not be found"),
         ({"role_arn": 5}, "Invalid type for parameter RoleArn"),
-        (["us-east-1"], "its extra is no JSON object"),
+        (["us-east-1"], "its extra is not a JSON object"),
     ],
 )
 def test_a_connection_that_lets_nobody_in_is_told(connections, monkeypatch, extra, words):
@@ -141,6 +119,94 @@ def test_gcp_without_any_key_says_what_to_give_it(connections, monkeypatch):
 
     with pytest.raises(SpecError, match="put an api_key"):
         CloudPricingHook("gcp").get_conn()
+
+
+class Google:
+    """google-auth and, when *has_provider*, the Google provider's hook; counts who was asked for a token."""
+
+    def __init__(self, monkeypatch, *, has_provider):
+        """Stand in for both."""
+        self.asked = []
+        self.token = None
+        self.exceptions = SimpleNamespace(GoogleAuthError=RuntimeError)
+        self._has_provider = has_provider
+        monkeypatch.setattr("envscaler_airflow.hooks.pricing.import_module", self._module)
+        monkeypatch.setattr("envscaler_airflow.hooks.pricing.find_spec", lambda _: has_provider or None)
+
+    def _module(self, name):
+        if name == "airflow.providers.google.common.hooks.base_google":
+            assert self._has_provider
+            return SimpleNamespace(GoogleBaseHook=self._hook)
+        return self if name == "google.auth" else SimpleNamespace(Request=lambda: "by requests")
+
+    def _hook(self, gcp_conn_id):
+        self.asked.append(gcp_conn_id)
+        return SimpleNamespace(get_credentials=lambda: self)
+
+    def default(self, *, scopes):
+        """Application default credentials."""
+        self.asked.append(scopes)
+        return self, "project"
+
+    def refresh(self, request):
+        """Get a token."""
+        assert request == "by requests"
+        self.token = "t0"
+
+
+BILLING = ["https://www.googleapis.com/auth/cloud-billing.readonly"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "has_provider", "asked"),
+    [
+        (None, False, BILLING),
+        (None, True, BILLING),
+        ({"project": "p", "key_path": ""}, False, BILLING),
+        ({"keyfile_dict": "{}", "project": "p"}, True, "google_cloud_default"),
+    ],
+)
+def test_google_credentials_are_the_providers_else_the_applications_default(
+    connections, monkeypatch, extra, has_provider, asked
+):
+    """Of a connection where there is one and the provider is installed (its reading of key files counts)."""
+    google = Google(monkeypatch, has_provider=has_provider)
+    if extra is not None:
+        connections["google_cloud_default"] = Connection(
+            conn_id="google_cloud_default", conn_type="google_cloud_platform", extra=json.dumps(extra)
+        )
+
+    feed = CloudPricingHook("gcp").get_conn()
+
+    assert google.asked == [asked]
+    assert feed._caller.headers == {"Authorization": "Bearer t0"}
+
+
+def test_a_google_key_that_only_the_provider_reads_is_refused_without_it(connections, monkeypatch):
+    """Prices would be asked for as another identity."""
+    google = Google(monkeypatch, has_provider=False)
+    extra = json.dumps({"keyfile_dict": '{"private_key": "canary"}'})
+    connections["team"] = Connection(conn_id="team", conn_type="google_cloud_platform", extra=extra)
+
+    with pytest.raises(
+        SpecError, match="connection 'team': keyfile_dict: only the Google provider"
+    ) as caught:
+        CloudPricingHook("gcp", "team").get_conn()
+
+    assert google.asked == []
+    assert "canary" not in str(caught.value)
+
+
+def test_an_api_key_of_the_connection_needs_nothing_installed(connections, monkeypatch):
+    """The Cloud Billing Catalog takes it as it is."""
+    monkeypatch.setattr("envscaler_airflow.hooks.pricing.import_module", None)
+    connections["team"] = Connection(
+        conn_id="team", conn_type="google_cloud_platform", extra=json.dumps({"api_key": "k"})
+    )
+
+    feed = CloudPricingHook("gcp", "team").get_conn()
+
+    assert feed._caller.headers == {"X-Goog-Api-Key": "k"}
 
 
 def test_a_refresh_keeps_prices_and_tells_failures(tmp_path, monkeypatch):

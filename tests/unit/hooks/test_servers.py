@@ -172,11 +172,11 @@ def test_certificates_that_are_not_there_are_named(tmp_path):
 
 
 def test_a_store_s_options_in_a_uri_are_read_like_json(monkeypatch):
-    """``verify=false`` was the path of a file, ``config={...}`` a text (B6)."""
+    """``verify=false`` was the path of a file, ``config_kwargs={...}`` a text (B6)."""
     monkeypatch.setenv(
         "AIRFLOW_CONN_STORE",
         "envscaler-store://?store_url=s3%3A%2F%2Fb%2Fruns&verify=false"
-        "&config=%7B%22max_pool_connections%22%3A%205%7D",
+        "&config_kwargs=%7B%22max_pool_connections%22%3A%205%7D",
     )
 
     assert store_place(None, "store").options == {"verify": False, "config": {"max_pool_connections": 5}}

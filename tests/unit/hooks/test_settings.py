@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
 
 from envscaler_agent.protocol import Manifest
 from envscaler_airflow import get_provider_info
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.hooks.checkpoint import CheckpointHook
 from envscaler_airflow.hooks.secrets import resolve_secret
@@ -80,12 +82,63 @@ def test_the_form_asks_for_the_url_first():
 
 
 def test_a_connection_gives_options_and_keeps_its_secrets_apart():
-    """Machines get the options; the secrets stay here and are not shown."""
+    """Options stand in files of the machine; keys reach its sidecar alone and are not shown."""
     place = store_place(None, "store")
 
     assert place.options == {"region_name": "eu-west-1"}
-    assert place.secrets == {"aws_access_key_id": "AKIDEXAMPLE", "aws_secret_access_key": "s3cr3t-key"}
+    keys = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "s3cr3t-key"}
+    assert place.login == StoreLogin(keys)
     assert "s3cr3t-key" not in repr(place)
+
+
+@pytest.mark.parametrize(
+    ("extra", "login"),
+    [
+        ({"profile_name": "team"}, StoreLogin(profile="team")),
+        ({}, StoreLogin()),
+        (
+            {"role_arn": "arn:aws:iam::1:role/x"},
+            StoreLogin(
+                refusal="connection 'store' assumes arn:aws:iam::1:role/x, which a machine cannot renew"
+            ),
+        ),
+        (
+            {"aws_access_key_id": "a", "aws_secret_access_key": "b", "aws_session_token": "c"},
+            StoreLogin(
+                refusal="connection 'store' has a session token, which expires and a machine cannot renew"
+            ),
+        ),
+    ],
+)
+def test_what_a_machine_cannot_renew_is_no_login_of_it(monkeypatch, extra, login):
+    """A profile is a name; a role and a token end while the stage runs."""
+    store_connection(monkeypatch, {"store_url": "s3://bucket/runs", **extra})
+
+    assert store_place(None, "store").login == login
+
+
+def test_keys_for_a_store_that_takes_none_are_refused(monkeypatch):
+    """Nothing would use them, on either side."""
+    body = {"conn_type": "envscaler_store", "host": "gs://bucket/runs", "login": "a", "password": "b"}
+    monkeypatch.setenv("AIRFLOW_CONN_STORE", json.dumps(body))
+
+    with pytest.raises(SpecError, match=r"'store' has keys, which only an s3:// store takes: .*gs://"):
+        store_place(None, "store")
+
+
+def test_a_folder_needs_no_provider(monkeypatch):
+    """Options are for the buckets that a stage reads."""
+    monkeypatch.setitem(sys.modules, "airflow.providers.amazon.aws.hooks.base_aws", None)
+
+    assert store_place("/mine", "store").options == {"region_name": "eu-west-1"}
+
+
+def test_without_the_amazon_provider_the_extra_is_named(monkeypatch):
+    """The message is the command to run."""
+    monkeypatch.setitem(sys.modules, "airflow.providers.amazon.aws.hooks.base_aws", None)
+
+    with pytest.raises(SpecError, match=r"pip install 'envscaler-airflow\[amazon\]'"):
+        store_place(None, "store")
 
 
 def store_connection(monkeypatch, extra):
@@ -104,10 +157,10 @@ def test_an_option_that_is_false_is_an_option(monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["s3://bucket/runs"], "its extra is no JSON object"),
+        (["s3://bucket/runs"], "its extra is not a JSON object"),
         ({"store_url": 5}, "store_url: got 5, expected text"),
         ({"store_url": "s3://bucket/runs", "endpoint_url": "nonsense"}, "Invalid endpoint: nonsense"),
-        ({"store_url": "s3://bucket/runs", "config": "fast"}, "cannot be opened with .*config"),
+        ({"store_url": "s3://bucket/runs", "config_kwargs": "fast"}, "connection 'store': .*'str'"),
         ({"store_url": "s3://bucket/runs", "region_name": 5}, "cannot be opened with .*region_name"),
     ],
 )
@@ -123,7 +176,7 @@ def test_an_extra_that_cannot_be_used_is_told(monkeypatch, extra, words):
 
 def test_a_connection_of_another_type_is_refused():
     """Its host is no store."""
-    with pytest.raises(SpecError, match="'wandb' is of type 'http', expected 'envscaler_store'"):
+    with pytest.raises(SpecError, match="'wandb' is of type 'http', expected envscaler_store or aws"):
         store_place(None, "wandb")
 
 

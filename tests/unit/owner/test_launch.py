@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner import freeze
@@ -29,14 +30,14 @@ def stage(*, nodes="1..2", **distributed):
     return EnvSpec.from_dict(body)
 
 
-def asked(tmp_path, spec, nodes):
+def asked(tmp_path, spec, nodes, made=None):
     """The request of an attempt on *nodes* nodes."""
     store = open_store(f"file://{tmp_path}")
     frozen = freeze.freeze(spec, store)
     freeze.write(store, KEY, frozen)
     live = AttemptState(1, 1, Allocation(cpu_offer(), nodes))
     return freeze.attempt_request(
-        store, KEY, Stage(spec, "s.yaml"), spec, live, spec_hash=frozen.spec_hash, grace_s=30
+        store, KEY, made or Stage(spec, "s.yaml"), spec, live, spec_hash=frozen.spec_hash, grace_s=30
     )
 
 
@@ -50,6 +51,16 @@ def test_a_launch_names_the_frozen_spec_that_it_was_made_from(tmp_path):
         freeze.freeze(spec, open_store(f"file://{tmp_path}")).spec_hash
     )
     assert request.spec_name in open_store(f"file://{tmp_path}").children(KEY.prefix)
+
+
+def test_a_launch_carries_how_its_sidecar_opens_the_store(tmp_path):
+    """Options and credentials of the connection, as the stage has them."""
+    spec, login = stage(nodes="1", launcher="torchrun"), StoreLogin({"AWS_ACCESS_KEY_ID": "a"})
+    made = Stage(spec, "s.yaml", store_options={"region_name": "x"}, store_login=login)
+
+    request = asked(tmp_path, spec, 1, made)
+
+    assert (request.store_options, request.store_login) == ({"region_name": "x"}, login)
 
 
 @pytest.mark.parametrize(

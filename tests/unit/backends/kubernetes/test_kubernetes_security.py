@@ -1,12 +1,14 @@
 """What each container of a pod may do, and which of them holds credentials."""
 
+import json
 import os
 
 import pytest
 
-from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.base import AttemptRequest, StoreLogin
 from envscaler_airflow.backends.kubernetes.manifests import render_attempt
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.sidecar.context import load_store_keys
 
@@ -80,6 +82,56 @@ def test_keys_of_the_store_are_files_of_the_sidecar():
     assert holders == ["sidecar"]
     variables = {one["name"]: one.get("value") for one in containers_of(pod)["sidecar"]["env"]}
     assert variables["ENVSCALER_STORE_KEYS"] == "/etc/envscaler-store-keys"
+
+
+def keys_of(pod):
+    """The volume of the store's keys; None without one."""
+    return next((one["secret"] for one in pod["spec"]["volumes"] if one["name"] == "store-keys"), None)
+
+
+def test_keys_of_the_store_s_connection_are_files_of_the_sidecar():
+    """Out of the attempt's own Secret, of which the sidecar sees nothing else."""
+    login = StoreLogin({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "canary"})
+    pod = pod_of(store_login=login, secret_env={"AWS_ACCESS_KEY_ID": "of-the-training"})
+
+    holders = [name for name in containers_of(pod) if "/etc/envscaler-store-keys" in mounts_of(pod, name)]
+    assert holders == ["sidecar"]
+    assert [(one["key"], one["path"]) for one in keys_of(pod)["items"]] == [
+        ("store.AWS_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"),
+        ("store.AWS_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+    ]
+    assert "canary" not in json.dumps(pod)
+    names = [one["name"] for one in containers_of(pod)["sidecar"]["env"]]
+    assert "ENVSCALER_STORE_KEYS" in names
+
+
+@pytest.mark.parametrize(
+    "login",
+    [
+        StoreLogin({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}),
+        StoreLogin(refusal="connection 'store' assumes a role"),
+        StoreLogin(profile="team"),
+    ],
+)
+def test_pods_with_an_identity_of_their_own_get_no_credentials_of_a_connection(login):
+    """Theirs may be limited to what a machine needs."""
+    own = keys_of(pod_of({"store_secret": "store-login"}, store_login=login))
+
+    assert own == {"secretName": "store-login", "defaultMode": 0o400}
+    assert keys_of(pod_of({"service_account": "trainer"}, store_login=login)) is None
+
+
+@pytest.mark.parametrize(
+    ("login", "words"),
+    [
+        (StoreLogin(refusal="connection 'store' assumes a role"), "connection 'store' assumes a role: "),
+        (StoreLogin(profile="team"), "profile_name 'team' names files that a pod does not have: "),
+    ],
+)
+def test_a_login_that_a_pod_could_not_use_is_refused(login, words):
+    """The reason, and what to set instead."""
+    with pytest.raises(SpecError, match=f"{words}set service_account or store_secret"):
+        pod_of(store_login=login)
 
 
 def test_keys_in_files_become_variables_of_this_process(tmp_path, monkeypatch):

@@ -44,6 +44,18 @@ def test_node_main_gets_no_airflow_and_the_secrets_apart():
     assert "ENVSCALER_OUTPUT_MODEL" not in env
 
 
+def test_keys_of_the_store_s_connection_replace_the_worker_s_own_as_a_whole():
+    """The worker's session token belongs to other keys; with it the connection's would be refused."""
+    worker = {**WORKER, "AWS_SESSION_TOKEN": "theirs", "AWS_CREDENTIAL_EXPIRATION": "2026", "AWS_REGION": "x"}
+    keys = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "of-the-connection"}
+
+    env = node_env(worker, {}, "/n0/spool", keys)
+
+    found = {name: value for name, value in sidecar_env(env).items() if name.startswith("AWS_")}
+    assert found == {**keys, "AWS_REGION": "x"}
+    assert not any(name.startswith("AWS_") for name in training_env(env, {**REQUEST, "secret_names": []}))
+
+
 def test_the_sidecar_gets_the_store_s_credentials_and_no_secret_of_the_training():
     """Each side has its own."""
     env = sidecar_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/spool"))

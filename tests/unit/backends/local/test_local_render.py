@@ -1,11 +1,12 @@
 """Unit tests of what the local backend would start: pure, nothing is written."""
 
+import json
 import sys
 from pathlib import PurePosixPath
 
 import pytest
 
-from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.base import AttemptRequest, StoreLogin
 from envscaler_airflow.backends.local import mount_main
 from envscaler_airflow.backends.local.node_plan import (
     Launch,
@@ -13,6 +14,7 @@ from envscaler_airflow.backends.local.node_plan import (
     attempt_name,
     render_attempt,
 )
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
 
 OFFER = Offer("local", "", "cpu-2", "on-demand", vcpus=2.0, memory_gib=4.0, usd_per_hour=0.1)
@@ -168,6 +170,28 @@ def test_the_layout_for_the_sidecar_as_it_is_written():
         },
         "store_options": {"region": "x"},
     }
+
+
+def test_a_profile_of_the_store_s_connection_is_an_option_of_the_sidecar():
+    """It names files of the worker's user, which the sidecar's are too."""
+    layout = first_node(request_for(store_login=StoreLogin(profile="team")))["layout"]
+
+    assert layout["store_options"] == {"profile_name": "team"}
+
+
+def test_keys_of_the_store_s_connection_are_in_no_file():
+    """They go by the environment alone."""
+    login = StoreLogin({"AWS_SECRET_ACCESS_KEY": "canary-of-the-store"})
+
+    assert "canary-of-the-store" not in json.dumps(first_node(request_for(store_login=login)))
+
+
+def test_a_login_that_the_sidecar_could_not_use_starts_nothing():
+    """The reason, and what to write instead."""
+    login = StoreLogin(refusal="connection 'store' assumes a role")
+
+    with pytest.raises(SpecError, match=r"'store' assumes a role: name a profile_name instead"):
+        first_node(request_for(store_login=login))
 
 
 def test_an_export_is_the_folder_where_the_machine_has_mounted_it():
