@@ -77,6 +77,7 @@ def test_a_cloud_that_needs_no_credentials_reads_no_connection(connections):
 def test_keys_and_endpoint_of_the_connection_are_used(connections):
     """Login and password, or the extra."""
     extra = {"region_name": "eu-west-1", "endpoint_url": "http://localhost:1", "aws_session_token": "t"}
+    extra["verify"] = "no"
     connections["aws_default"] = Connection(
         conn_id="aws_default", conn_type="aws", login="key", password="secret", extra=json.dumps(extra)
     )
@@ -87,6 +88,7 @@ def test_keys_and_endpoint_of_the_connection_are_used(connections):
     assert (found.access_key, found.secret_key, found.token) == ("key", "secret", "t")
     assert feed._access.session.region_name == "eu-west-1"
     assert feed._access.endpoint_url == "http://localhost:1"
+    assert feed._access.verify is False
     assert feed._advisor_url == "http://localhost:1/spot-advisor-data.json"
 
 

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
+from botocore.exceptions import ClientError, CredentialRetrievalError, EndpointConnectionError
 
 from envscaler_agent.protocol import Manifest
 from envscaler_airflow import get_provider_info
 from envscaler_airflow.backends.base import StoreLogin
-from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.errors import CheckpointError, SpecError, StoreError
 from envscaler_airflow.hooks.checkpoint import CheckpointHook
 from envscaler_airflow.hooks.secrets import resolve_secret
 from envscaler_airflow.hooks.settings import store_place
@@ -139,6 +140,29 @@ def test_without_the_amazon_provider_the_extra_is_named(monkeypatch):
 
     with pytest.raises(SpecError, match=r"pip install 'envscaler-airflow\[amazon\]'"):
         store_place(None, "store")
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (ClientError({"Error": {"Code": "AccessDenied"}}, "AssumeRole"), False),
+        (EndpointConnectionError(endpoint_url="http://sts"), True),
+        (CredentialRetrievalError(provider="sso", error_msg="expired"), True),
+        (FileNotFoundError("/token"), True),
+    ],
+)
+def test_credentials_that_are_not_given_now_end_no_stage_that_runs(monkeypatch, error, transient):
+    """An error of the store: whoever watches goes on; only a role that AWS refuses is no passing one."""
+
+    def refused(_):
+        raise error
+
+    monkeypatch.setattr("airflow.providers.amazon.aws.hooks.base_aws.AwsBaseHook.get_session", refused)
+
+    with pytest.raises(StoreError, match="store s3://from-connection/runs: connection 'store': ") as caught:
+        store_place(None, "store").open()
+
+    assert caught.value.transient is transient
 
 
 def store_connection(monkeypatch, extra):
