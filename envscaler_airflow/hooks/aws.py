@@ -54,11 +54,12 @@ def aws_session(hook: Any) -> Any:
     from botocore import exceptions as refusals  # noqa: PLC0415  (an extra)
 
     where = f"connection {hook.aws_conn_id!r}"
+    wrong = (refusals.NoRegionError, refusals.ParamValidationError, refusals.ProfileNotFound, *_UNUSABLE)
     try:
         session = hook.get_session()
         if hook.conn_config.role_arn:  # of a web identity, whose first keys would come with the first request
             session.get_credentials().get_frozen_credentials()
-    except (refusals.ProfileNotFound, refusals.ParamValidationError, *_UNUSABLE) as err:
+    except wrong as err:
         raise SpecError(f"{where}: {err}") from err
     except (refusals.BotoCoreError, refusals.ClientError, OSError) as err:
         is_refused = isinstance(err, refusals.ClientError)

@@ -277,6 +277,7 @@ def test_no_answer_of_sts_may_pass(connect):
     [
         ({}, {"password": None}, "has an access key id without its secret, or the reverse"),
         ({}, {"login": ""}, "has an access key id without its secret, or the reverse"),
+        ({"role_arn": ROLE, "region_name": ""}, {}, "You must specify a region"),
         ({"profile_name": "no-such"}, {}, r"The config profile \(no-such\) could not be found"),
         ({"role_arn": ROLE, "assume_role_method": "guess"}, {}, "assume_role_method='guess'"),
         ({"config_kwargs": {"no_such": 1}}, {}, "no_such"),
@@ -305,7 +306,7 @@ def test_prices_are_asked_for_by_the_role(monkeypatch, aws):
     team = Connection(conn_id="team", conn_type="aws", login=KEY, password=SECRET, extra=json.dumps(extra))
     monkeypatch.setenv("AIRFLOW_CONN_TEAM", team.get_uri())
 
-    session = CloudPricingHook("aws", "team").get_conn()._session
+    session = CloudPricingHook("aws", "team").get_conn()._access.session
 
     sts = session.client("sts", endpoint_url=aws)
     assert sts.get_caller_identity()["Arn"] == f"{ASSUMED}/airflow_team"
