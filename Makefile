@@ -9,7 +9,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo lint types contracts format bench wheel clean
+.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo docs lint types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -48,6 +48,12 @@ test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e
 
 demo: venv  ## Retrain a text classifier on a real Airflow; SERVE=1 keeps the UI up, BACKEND=kubernetes takes pods.
 	@$(BIN)/envscaler demo $(if $(SERVE),--serve) $(if $(BACKEND),--backend $(BACKEND))
+
+# Its links are checked, those to files outside docs/ too. The variable silences a notice on MkDocs 2 of the
+# theme's authors, which is not about this site: constraints.txt pins MkDocs 1.
+docs: venv  ## Build the documentation as a site into build/site.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 lint: venv  ## Check style.
 	$(BIN)/ruff check .

@@ -247,7 +247,7 @@ class Session:
         return self._restored_samples + self._samples * self.world_size
 
     def checkpoint(self, save: Save, *, epoch_end: Union[bool, int, None] = None) -> bool:
-        """Save when it is due or asked for; leave when told to. Call it after each :meth:`step`.
+        """Save when it is due or asked for; leave when told to. Call it after each ``step``.
 
         Args:
             save: Gets an empty folder and writes all that a restore needs: every rank its part,
