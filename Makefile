@@ -9,7 +9,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo docs lint types contracts format bench wheel clean
+.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo docs lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,9 +55,12 @@ docs: venv  ## Build the documentation as a site into build/site.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "build/site/index.html"
 
-lint: venv  ## Check style.
+lint: venv words  ## Check style.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+words: venv  ## Check that the prose is plain English; tests/style/words.yaml lists what to avoid.
+	$(BIN)/python tests/style/check_words.py
 
 types: venv  ## Check types.
 	$(BIN)/mypy

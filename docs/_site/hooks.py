@@ -59,6 +59,6 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _outside(source: str, target: str) -> str | None:
-    """Path, from the repository's root, of *target* in page *source*; None where it lies in ``docs/``."""
+    """Path, from the repository's root, of *target* in page *source*; None inside ``docs/``."""
     path = os.path.normpath(PurePosixPath("docs", source).parent / target)
     return None if path.startswith(("docs/", "..")) else path

@@ -17,7 +17,7 @@ from envscaler_airflow.cli.common import Commands, Group
 @click.option("-v", "--verbose", is_flag=True, help="Log what the owner does, event by event.")
 @click.pass_context
 def main(context: click.Context, *, verbose: bool) -> None:
-    """Run stages from environment specs, and look at runs in a store."""
+    """Run stages from environment specs, and inspect the runs in a store."""
     if threading.current_thread() is threading.main_thread():
         for kind in (signal.SIGTERM, signal.SIGHUP):
             if (before := signal.getsignal(kind)) is not signal.SIG_IGN:  # nohup's stays ignored

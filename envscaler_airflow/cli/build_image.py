@@ -45,27 +45,27 @@ from envscaler_airflow.store.base import open_store
     "-t",
     "--tag",
     "name",
-    help="Name; without a tag the content's hash is the tag. Without a name, ENVSCALER_IMAGE_REPOSITORY's.",
+    help="Image name; the default tag is a hash of the content, the default name ENVSCALER_IMAGE_REPOSITORY.",
 )
 @click.option("--target", default="docker", show_default=True, help="Variant of the spec, such as serving.")
 @click.option(
     "--builder",
     envvar="ENVSCALER_BUILDER",
     type=click.Choice(["docker", "buildah"]),
-    help="Else docker, else buildah.",
+    help="The default is docker if its daemon answers, otherwise buildah.",
 )
-@click.option("--push", is_flag=True, help="Send the image to its registry.")
-@click.option("--pull", is_flag=True, help="Ask for a newer base even when one is here.")
-@click.option("--cache", help="Repository that layers are taken from and put into.")
+@click.option("--push", is_flag=True, help="Push the image to its registry.")
+@click.option("--pull", is_flag=True, help="Check for a newer base even if one is present.")
+@click.option("--cache", help="Repository to read cached layers from and write them to.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates to trust, such as a proxy's.")
 @click.option("--insecure", envvar="ENVSCALER_INSECURE", is_flag=True, help="The registry has no TLS.")
 @click.option("--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="UV_IMAGE=mirror/uv:1, ...")
-@click.option("--allow-base", "bases", multiple=True, metavar="GLOB", help="Hold the base to these; repeat.")
-@click.option("--scan", is_flag=True, help="Run trivy or grype.")
+@click.option("--allow-base", "bases", multiple=True, metavar="GLOB", help="Allow only these bases; repeat.")
+@click.option("--scan", is_flag=True, help="Scan the image with trivy or grype.")
 @click.option("--scan-severity", default="high", type=click.Choice(SEVERITIES), show_default=True)
 @click.option("--lock", "lock_path", type=click.Path(path_type=Path), help="File to write the lock to.")
-@click.option("--locked", callback=not_empty, help="A run, or a lock.json: build exactly that.")
-@click.option("--no-resolve", is_flag=True, help="Do not look for conflicts first.")
+@click.option("--locked", callback=not_empty, help="Build exactly this environment: a run, or a lock.json.")
+@click.option("--no-resolve", is_flag=True, help="Do not check for conflicts first.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @output_option
 def build(
@@ -78,7 +78,7 @@ def build(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Build the image of a spec; unchanged input builds nothing.
+    """Build the image of a spec; unchanged inputs build nothing.
 
     A COMMAND after -- runs in the image before it is pushed, such as `-- pytest`.
     """

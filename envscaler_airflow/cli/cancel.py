@@ -42,7 +42,7 @@ REASON = "cancelled from a shell"
 @output_option
 @store_option
 def cancel(run: str, *, wait: bool, as_json: bool, store: Store) -> None:
-    """Ask the owner of RUN to save and stop it; stop it from here where no owner watches it."""
+    """Ask the owner of RUN to save and stop it; stop it from here if no owner watches it."""
     prefix, state = followed(store, run)
     done = "nothing to stop"
     if state.status == "active":
@@ -144,7 +144,7 @@ class _Cancel:
 
 
 def _append(store: Store, prefix: str, kind: str, body: Mapping[str, Any], actor: Actor) -> RunState:
-    """State after the event, at whatever number is free while the run is active."""
+    """Append the event at the next free number, if the run is active; return the state after it."""
     log = EventLog(store, prefix)
     while (state := log.load()).status == "active":
         if log.append(state.number, kind, body, actor=actor):

@@ -1,4 +1,4 @@
-"""Which cluster a command speaks to: options that every command on Kubernetes shares."""
+"""The cluster that a command uses: options that every command on Kubernetes shares."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def cluster_options(command: _F) -> _F:
     """Add ``--cluster``, ``--kubeconfig``, ``--namespace`` and ``--config``; the command gets ``backend``."""
 
     @click.option("--cluster", "context", metavar="CONTEXT", help="Context of the kubeconfig.")
-    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Another kubeconfig.")
-    @click.option("-n", "--namespace", help="Namespace of everything that is made.")
+    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Path of another kubeconfig.")
+    @click.option("-n", "--namespace", help="Namespace for all created objects.")
     @click.option(
         "--config", type=click.Path(path_type=Path), help="YAML with more settings, such as cluster_prices."
     )
     @click.option("--agent-image", help="Image with the sidecar and the wrapper.")
-    @click.option("--image", help="Image of the stage, in place of the spec's base image.")
+    @click.option("--image", help="Image of the stage, instead of the spec's base image.")
     @functools.wraps(command)
     def connected(*args: Any, config: Path | None, **kwargs: Any) -> Any:
         given = {name: kwargs.pop(name) for name in ("namespace", "agent_image", "image")}
@@ -64,7 +64,9 @@ def settings_of(config: Path | None, given: dict[str, str | None]) -> dict[str, 
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
             raise SpecError(f"{config}: cannot be read: {err}") from err
         if not isinstance(body, dict):
-            raise SpecError(f"{config}: is no mapping; write namespace: training")
+            raise SpecError(
+                f"{config}: expected a mapping, got {type(body).__name__}; write namespace: training"
+            )
         found |= body
     found |= {name: os.environ[key] for name, key in _ENVIRONMENT.items() if os.environ.get(key)}
     return found | {name: value for name, value in given.items() if value is not None}
@@ -86,15 +88,15 @@ def kubernetes() -> None:
 @kubernetes.command("rbac")
 @click.option("-n", "--namespace", default="default", show_default=True, help="Where stages run.")
 @click.option("--account", default="envscaler", show_default=True, help="Name of the service account.")
-@click.option("--nodes/--no-nodes", default=True, show_default=True, help="With the right to read nodes.")
+@click.option("--nodes/--no-nodes", default=True, show_default=True, help="Include the right to read nodes.")
 @click.option(
     "--all-pods",
     is_flag=True,
-    help="With the right to list all pods of the cluster: for wait_for_node_s: 0 alone.",
+    help="Include the right to list all pods of the cluster; only needed with wait_for_node_s: 0.",
 )
 @output_option
 def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool, all_pods: bool) -> None:
-    """Print the smallest rights that work, for kubectl apply -f -."""
+    """Print the minimal Role for kubectl apply -f -."""
     for option, name in (("--namespace", namespace), ("--account", account)):
         if _LABEL.fullmatch(name) is None:
             raise SpecError(
@@ -109,22 +111,22 @@ def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool, all_pods: 
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option(
     "--grace",
     "grace_s",
     type=NOT_NEGATIVE,
     default=30.0,
     show_default=True,
-    help="Seconds that a pod may take.",
+    help="Seconds that a pod may take to end.",
 )
 @cluster_options
 @output_option
 @store_option
 def reap(*, store: Store, backend: KubernetesBackend, dry_run: bool, grace_s: float, as_json: bool) -> None:
-    """End and remove Jobs of a namespace that no live run of the store owns.
+    """End and remove orphaned Jobs of a namespace, which no live run of the store owns.
 
-    A Job is left alone for its first 15 minutes, and when it belongs to another store.
+    The command does not touch Jobs in their first 15 minutes, or Jobs of another store.
     """
     found = []
     for orphan in reap_jobs(store, backend, grace_s=grace_s, dry_run=dry_run):

@@ -28,7 +28,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Amount(click.FloatRange):
-    """A finite number in a range; NaN lies in every range of click's."""
+    """A finite number in a range; click itself accepts NaN in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read it."""
@@ -66,7 +66,7 @@ def duration_option(_ctx: click.Context, _param: click.Parameter, value: str | N
 
 
 def without_deadline(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Say what the strategy comes to where no deadline can be told."""
+    """Report the strategy that is used instead, because a shell run has no deadline."""
     if value == "deadline":
         click.echo("-- a run from a shell has no deadline: --strategy deadline is cost here", err=True)
     return value
@@ -81,7 +81,7 @@ def output_option(command: _F) -> _F:
         type=click.Choice(["text", "json"]),
         default="text",
         show_default=True,
-        help="json: for tools, on standard output.",
+        help="json: machine-readable, on standard output.",
     )
     @click.option("--json", "is_json", is_flag=True, help="The same as --output json.")
     @functools.wraps(command)
@@ -127,7 +127,7 @@ def shell_backend() -> Backend:
 def find_run(store: Store, text: str) -> str:
     """Folder of the run that *text* names: its whole prefix, or a part of one that is unique.
 
-    Names count as they were given, and as they stand in the folder, where ``v1.2`` is ``v1%2E2``.
+    Names match as given, and in the form that the folder has, where ``v1.2`` is ``v1%2E2``.
 
     Raises:
         SpecError: None or several runs end so; the message lists them.
@@ -180,7 +180,7 @@ class Group(click.Group):
                 raise
             told = f"{err.filename}: {err.strerror}; name another path, or see to this one"
             if err.errno == errno.ENOSPC:
-                told = f"there is no room for what is written: {err}"
+                told = f"the disk is full: {err}"
             click.echo(f"Error: {told}", err=True)
             ctx.exit(2)
         except RuntimeError as err:
@@ -198,7 +198,7 @@ class Commands(dict[str, click.Command]):
         super().__init__()
         self._places = dict(places)
         for name in self._places:
-            super().__setitem__(name, click.Command(name))  # stands in for it in lists of names
+            super().__setitem__(name, click.Command(name))  # a placeholder in lists of names
 
     def __getitem__(self, name: str) -> click.Command:
         """Import the command.

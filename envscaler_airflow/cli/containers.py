@@ -82,7 +82,7 @@ def run_docker(
 
 
 def outputs_folder(key: RunKey) -> Path:
-    """Where a run keeps what it made: one folder below the working directory, whatever its name is."""
+    """Folder of a run's outputs: a single folder below the working directory, for any run name."""
     return Path(OUTPUTS, key.prefix.split("/")[2]).resolve()
 
 

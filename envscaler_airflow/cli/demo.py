@@ -1,4 +1,4 @@
-"""``demo``: the example pipeline on a real, throwaway Airflow, with one machine taken away on the way."""
+"""``demo``: the example pipeline on a real, throwaway Airflow, which loses one machine on the way."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ LOOK_S = 0.5
 ASK_S = 2.0
 """Between two questions to the API server, which shares the cores with the training."""
 LOSE_AFTER_STEPS = 10
-"""Steps beyond a checkpoint at which the machine is taken away. Chosen: a loss that is seen."""
+"""Steps beyond a checkpoint at which the machine is removed. Chosen: a visible loss."""
 LOSE_ANYWAY = 0.6
-"""Share of the work after which no move is waited for any longer. Chosen: enough is left to go on with."""
+"""Share of the work after which the demo stops waiting for a move. Chosen: enough work is left to resume."""
 
 PIPED_COLUMNS = 120
 """Width where there is no terminal. Chosen: the widest table of the report."""
@@ -65,13 +65,13 @@ PIPED_COLUMNS = 120
     show_default=True,
     help="kubernetes: the current context of the kubeconfig; see docs/how-to/kubernetes.md.",
 )
-@click.option("--set", "params", multiple=True, metavar="NAME=VALUE", help="Param of the DAG; repeat.")
-@click.option("--serve", is_flag=True, help="Keep Airflow's UI up at the end, until Ctrl-C.")
-@click.option("--keep", is_flag=True, help="Leave the throwaway home with store and logs where it is.")
+@click.option("--set", "params", multiple=True, metavar="NAME=VALUE", help="Param of the DAG; repeatable.")
+@click.option("--serve", is_flag=True, help="Keep Airflow's UI running at the end, until Ctrl-C.")
+@click.option("--keep", is_flag=True, help="Keep the throwaway home, with store and logs.")
 @click.option(
     "--dags",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the example DAG; the default is that of the clone which this command runs from.",
+    help="Folder of the example DAG; the default is that of the clone that this command runs from.",
 )
 @output_option
 @click.pass_context
@@ -85,10 +85,10 @@ def demo(
     dags: Path | None,
     as_json: bool,
 ) -> None:
-    """Retrain a text classifier on a real Airflow: moved when that pays, and its machine lost once.
+    """Retrain a text classifier on a real Airflow, move it when that pays, and lose its machine once.
 
-    Airflow runs on this machine, in a throwaway home; stages run here too, or as pods. All that was started
-    is stopped at the end.
+    Airflow runs on this machine, in a throwaway home; stages run here too, or as pods. At the end the command
+    stops everything that it started.
     """
     folder = dags or Path(envscaler_airflow.__file__).parents[1] / "dags" / "examples"
     if not (folder / f"{DAG_ID}.py").is_file():
@@ -192,7 +192,7 @@ class Demo:
             self._stories[stage] = StageStory(self._place.store, prefix, stage)
 
     def _follow(self, airflow: AirflowServices, run_id: str) -> str:
-        """Final state of the DAG run, told as it comes."""
+        """Report the progress of the DAG run, and return its final state."""
         asked_at, state = 0.0, "running"
         patience = Patience(time.monotonic())
         while state not in ("success", "failed"):
@@ -213,7 +213,7 @@ class Demo:
             now = airflow.run_state(DAG_ID, run_id)
             self._note_tasks(airflow.task_states(DAG_ID, run_id))
         except httpx.TransportError as err:
-            self._say("airflow", f"no answer, asked again: {err or type(err).__name__}")
+            self._say("airflow", f"no answer, retrying: {err or type(err).__name__}")
             return state
         return now
 
@@ -315,7 +315,7 @@ class Demo:
         return 1
 
     def _serve(self, url: str) -> None:
-        self._say("demo", f"Airflow stays up at {url} (no login is asked for); Ctrl-C stops it")
+        self._say("demo", f"Airflow keeps running at {url} (no login needed); Ctrl-C stops it")
         try:
             while True:
                 time.sleep(1)
@@ -332,7 +332,7 @@ class Patience:
         self._last: tuple[object, ...] | None = None
 
     def look(self, marks: tuple[object, ...], now: float) -> None:
-        """Compare *marks* with those of the last look.
+        """Compare *marks* with those of the previous check.
 
         Raises:
             TimeoutError: They have not changed for so long.
@@ -359,7 +359,7 @@ def reason_to_lose(story: StageStory) -> str | None:
         return "a spot loss after the move"
     done, total = _done(status)
     if total and done / total > LOSE_ANYWAY:
-        return "a spot loss; no move was asked for so far"
+        return "a spot loss; no move was requested so far"
     return None
 
 
@@ -370,7 +370,7 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
     if not lines:
         lines.append("no move: on this machine none would have paid within the time of the training")
     if lost is None:
-        lines.append("the training was over before its machine could be taken away")
+        lines.append("the training ended before its machine could be removed")
     for before, after in itertools.pairwise(train.attempts_of(train.generation)):
         if outcome_of(before.outcome).is_disruption:
             kept, again = after.ended.get("start_step"), before.step

@@ -43,7 +43,7 @@ class Place(Protocol):
         """Settings of the demo's Airflow."""
 
     def lose(self, handle: Handle) -> str:
-        """Take the machine of an attempt away; what was done, for people."""
+        """Remove the machine of an attempt; return a human-readable description."""
 
     def close(self) -> None:
         """Leave nothing that runs."""
@@ -76,7 +76,7 @@ class ThisMachine:
 
 
 class OnCluster:
-    """Pods of the kubeconfig's current context, by the variables that `envscaler submit` goes by too."""
+    """Pods of the kubeconfig's current context, with the same variables as `envscaler submit`."""
 
     compute = "kubernetes"
     deployment: str

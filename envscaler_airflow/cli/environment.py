@@ -55,7 +55,7 @@ def local_environment(
     A stage without runtimes runs in this interpreter's environment.
 
     Raises:
-        SpecError: The packages cannot be had, or the lock is of another environment.
+        SpecError: The packages are not available, or the lock is of another environment.
     """
     here = look_here()
     requirements = read_requirements(spec)
@@ -96,7 +96,7 @@ def bring_packages(spec: EnvSpec, here: Here, *, install_system: bool, say: Say)
     """Name system packages that are not installed with the command; run it only when asked to.
 
     Raises:
-        SpecError: It was asked for and failed.
+        SpecError: The installation was requested and failed.
     """
     absent = here.absent_packages(spec.system_packages) if spec.system_packages else []
     if absent is None:
@@ -110,7 +110,7 @@ def bring_packages(spec: EnvSpec, here: Here, *, install_system: bool, say: Say)
         return
     say(command)
     if stream_program(command.split(), say, env={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
-        raise SpecError(f"--install-system: `{command}` failed; its output stands above")
+        raise SpecError(f"--install-system: `{command}` failed; see its output above")
 
 
 def _broken(spec: EnvSpec, requirements: Requirements, here: Here) -> list[str]:

@@ -1,4 +1,4 @@
-"""What happens to a run, as lines for people, read from its store as it happens."""
+"""The events of a run as human-readable lines, read from its store as they happen."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StageStory:
     """Follows one run; tells each fact once.
 
     Attributes:
-        name: The stage's, for people.
+        name: The stage's human-readable name.
         prefix: The run's folder in the store.
-        state: Fold of the events told so far.
-        status: What node 0 of the current attempt last said; None before it spoke.
+        state: Fold of the events reported so far.
+        status: The last status of node 0 of the current attempt; None before the first.
     """
 
     def __init__(self, store: Store, prefix: str, name: str) -> None:
@@ -46,7 +46,7 @@ class StageStory:
         return self._store.now()
 
     def look(self) -> list[str]:
-        """Lines for what is new since the last look; none when the store cannot be read now."""
+        """Lines about what is new since the previous call; none if the store cannot be read now."""
         lines = self.news()
         try:
             return lines + list(self._output())
@@ -80,7 +80,7 @@ class StageStory:
         return (self.state.number, *said, *moved, *sorted(self._cursors.items()))
 
     def attempt(self) -> AttemptState | None:
-        """The current attempt, while it runs and nobody has asked it to go."""
+        """The current attempt, while it runs and was not asked to stop."""
         live = self.state.live
         return live if live is not None and live.phase == "started" else None
 

@@ -52,7 +52,7 @@ GRACE_S = 60.0
 
 _NO_ROOM = re.compile(r"attempt \d+ not-started(?:: (?P<why>.*))?")
 _ON = re.compile(r"(?P<where>attempt \d+ on (?P<name>.+?) \([^()]*\)): (?P<after>after: not-started\b)?")
-"""Lines of the narration: an attempt that was not started, and where the next one is to run."""
+"""Lines about an attempt that was not started, and about the offer of the next one."""
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -111,9 +111,9 @@ class Foreground:
 
     Attributes:
         store, key, stage, backend: Of the run.
-        voice: Where it speaks.
+        voice: Prints its lines.
         actor: Who owns it.
-        shows_training: False where what the training prints is not asked for.
+        shows_training: False to hide the training's output.
     """
 
     store: Store
@@ -276,13 +276,13 @@ class Foreground:
                 self.voice.say(told)
 
     def _shortened(self, line: str) -> str:
-        """*line*; of attempts that find no room why, once, and where the next one tries if that changes."""
+        """*line*; for attempts without capacity the reason, once, and the next offer if it changes."""
         if (missed := _NO_ROOM.fullmatch(line)) is not None:
             why, before = missed["why"] or "the backend does not say why", self._no_room
             self._no_room = why
             last = self._story.state.current
             is_full = last is not None and last.ended.get("failure") == "capacity"
-            return "" if why == before else f"{'no room' if is_full else 'not started'}: {why}"
+            return "" if why == before else f"{'no capacity' if is_full else 'not started'}: {why}"
         if (begun := _ON.match(line)) is not None:
             name, before = begun["name"], self._tried
             self._tried = name
@@ -323,7 +323,7 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
         code = exit_code(state)
         if as_json:
             click.echo(json.dumps(_answer(owner.store, owner.prefix, state, {}, code)))
-        click.echo(f"Error: {str(err).splitlines()[0]}", err=True)  # the last lines of output stand above
+        click.echo(f"Error: {str(err).splitlines()[0]}", err=True)  # the last lines of output are above
         if not as_json:
             print_report(run_report(state, now=owner.store.now()))
         click.get_current_context().exit(code)

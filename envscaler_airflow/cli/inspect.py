@@ -36,11 +36,11 @@ from envscaler_airflow.store.logs import read_logs
 
 @click.command()
 @click.argument("run")
-@click.option("--all", "is_all", is_flag=True, help="Every check, not only where the decision changed.")
+@click.option("--all", "is_all", is_flag=True, help="Show every check, not only changed decisions.")
 @output_option
 @store_option
 def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
-    """Say why the policy of RUN kept or moved it, with the numbers."""
+    """Explain why the policy of RUN kept or moved it, with the numbers."""
     found = list(read_decisions(store, find_run(store, run)))
     if not found:
         why = "no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet"
@@ -85,11 +85,11 @@ STATUSES = (
     multiple=True,
     metavar="STATUS",
     callback=lambda _ctx, _param, given: _known_statuses(given),
-    help=f"Only runs of this status; repeat. {', '.join(STATUSES)}.",
+    help=f"Only runs with this status; repeatable. {', '.join(STATUSES)}.",
 )
 @click.option("--match", help="Only runs whose name contains this text.")
 @click.option(
-    "--since", "since_s", callback=duration_option, metavar="AGE", help="Only runs begun within, such as 7d."
+    "--since", "since_s", callback=duration_option, metavar="AGE", help="Only runs younger than this: 7d."
 )
 @output_option
 @store_option
@@ -102,9 +102,9 @@ def status(
     as_json: bool,
     store: Store,
 ) -> None:
-    """Show one RUN, or list those of the store, the newest last.
+    """Show one RUN, or list the runs of the store, newest last.
 
-    ``orphaned``: no owner watches it, `envscaler cancel RUN` or another start by its name ends that.
+    ``orphaned``: no owner watches the run; cancel it, or start it again by its name.
     """
     if run is None:
         rows = [_row(store, prefix) for prefix in run_prefixes(store) if not match or match in prefix]
@@ -170,7 +170,7 @@ def _described(store: Store, prefix: str, state: RunState) -> RunRow:
 
 
 def followed(store: Store, run: str) -> tuple[str, RunState]:
-    """Folder and state of a run that has an owner, and so a story.
+    """Folder and state of a run that has an owner, and therefore events.
 
     Raises:
         SpecError: There is none of that name, or it ran in a container of this machine.
@@ -194,16 +194,16 @@ def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | 
 
 @click.command()
 @click.argument("run")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the output until the run ends.")
 @click.option(
     "--attempt",
     type=click.IntRange(min=1),
-    help="Attempt of the current generation; the default is all of them.",
+    help="Attempt of the current generation; the default is all.",
 )
 @output_option
 @store_option
 def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: Store) -> None:
-    """Print what the training of RUN printed; as JSON, an object for each line."""
+    """Print the training's output of RUN; as JSON, one object per line."""
     prefix, state = followed(store, run)
     begun = len(state.attempts_of(state.generation))
     if attempt is not None and attempt > begun and not follow:

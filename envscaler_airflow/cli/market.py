@@ -56,7 +56,7 @@ def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTa
     if unknown := sorted(told.keys() - known - {"*"}):
         listed = ", ".join(sorted(known))
         raise SpecError(f"--node-price {unknown[0]}: no node there is of {unknown[0]}; there are {listed}")
-    label = f"nodes of a cluster, unless told at the prices of: {prices.label}"
+    label = f"nodes of a cluster, unless given with the prices of: {prices.label}"
     return table_of((pool.offer for pool in pools), label=label)
 
 
@@ -138,31 +138,31 @@ _OPTIONS = (
         "--offers",
         "offers_path",
         type=click.Path(path_type=Path),
-        help="Tables of offers (CSV) to plan on instead of the catalog, for exercise.",
+        help="CSV tables of offers to plan with instead of the catalog, as an exercise.",
     ),
     click.option(
         "--scope", "scope_path", type=click.Path(path_type=Path), help="JSON file of regions by cloud."
     ),
-    click.option("--clouds", help="Look at these clouds alone: aws,gcp."),
+    click.option("--clouds", help="Only use these clouds: aws,gcp."),
     click.option(
         "--nodes",
         "nodes_file",
         type=Readable(encoding="utf-8"),
-        help="Look at a cluster's nodes alone: `kubectl get nodes -o json`, a file or -.",
+        help="Only use a cluster's nodes: `kubectl get nodes -o json`, a file or -.",
     ),
     click.option(
         "--node-price",
         "node_prices",
         multiple=True,
         metavar="POOL=USD",
-        help="What a node costs you an hour, by pool, type or *; before the catalog's price.",
+        help="Your price of a node per hour, by pool, type or *; overrides the catalog's price.",
     ),
     click.option(
         "--own",
         "owned",
         multiple=True,
         metavar="NAME,cpus=N,memory=QTY[,gpu=TYPE:N][,usd=N]",
-        help="A machine of your own among the others; it costs nothing unless told.",
+        help="Include your own machine; it costs nothing unless usd is given.",
     ),
 )
 
@@ -236,7 +236,7 @@ def _commitments(offers: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
 
 
 def _no_commitments(_: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
-    """Tables of one's own have none."""
+    """Tables of the user have none."""
     return {}
 
 

@@ -41,21 +41,21 @@ NEARLY = 0.9
 
 
 @click.command("offers")
-@click.option("--gpu", help="Type: H100.")
-@click.option("--count", type=click.IntRange(1, 64), help="GPUs of one machine, at least.")
-@click.option("--gpu-memory", help="Of one GPU, at least: 80GB.")
-@click.option("--cpus", help="At least.")
-@click.option("--memory", help="At least: 64Gi.")
+@click.option("--gpu", help="GPU type, such as H100.")
+@click.option("--count", type=click.IntRange(1, 64), help="Minimum number of GPUs per machine.")
+@click.option("--gpu-memory", help="Minimum memory of one GPU, such as 80GB.")
+@click.option("--cpus", help="Minimum number of CPUs.")
+@click.option("--memory", help="Minimum memory, such as 64Gi.")
 @click.option("--capacity", default="auto", type=click.Choice(CAPACITIES))
 @click.option("--arch", default="any", type=click.Choice(ARCHES))
-@click.option("--like", metavar="CLOUD:TYPE", help="What stands in for this type elsewhere.")
-@click.option("--limit", default=25, type=click.IntRange(1, 100_000), help="Types that are listed.")
+@click.option("--like", metavar="CLOUD:TYPE", help="List equivalents of this type on other clouds.")
+@click.option("--limit", default=25, type=click.IntRange(1, 100_000), help="Maximum number of types to list.")
 @output_option
 @market_options
 def offers_command(
     *, table: OfferTable, scope: Scope, committed: Committed, limit: int, as_json: bool, **asked: Any
 ) -> None:
-    """List offers by price: where, how large, on demand or spot, and where the price is from."""
+    """List offers by price, with place, size, market and the source of the price."""
     need = _need(asked) if asked["like"] is None else _like(table, asked)
     found = search(need, table, how=Search(scope=scope, limit=limit * 8, explain=False))
     if found.chosen is None:

@@ -65,7 +65,7 @@ CHECKPOINT_S = 10.0
 """Standstill of one checkpoint, seconds. Chosen; runs measure it."""
 
 LEAST_VCPUS = 4
-"""vCPUs for each GPU below which a word is said. Chosen: data loaders of common training codes."""
+"""vCPUs per GPU below which the plan gives advice. Chosen: data loaders of common training codes."""
 
 TERM_WORDS = {"1m": "a month", "1y": "a year", "3y": "three years"}
 """Terms of committed prices."""
@@ -87,28 +87,30 @@ COLUMNS = (
 
 @click.command("plan")
 @spec_options
-@click.option("--target", help="What this place lacks (local, docker, kubernetes, vm), or a variant's plan.")
+@click.option(
+    "--target", help="What to check for gaps (local, docker, kubernetes, vm), or a variant to plan."
+)
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
-@click.option("--value-of-hour", type=NOT_NEGATIVE, help="USD that an hour is worth.")
-@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the stage may cost, USD.")
-@click.option("--max-usd-per-hour", type=NOT_NEGATIVE, help="Highest price of all nodes together.")
-@click.option("--deadline", help="Time left: 4h.")
-@click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="What the image is built for.")
-@click.option("--exact", is_flag=True, help="No node with more GPUs than asked for.")
-@click.option("--job", "job_name", help="What the stage does; `--job list` lists what is known.")
-@click.option("--work", "units", type=POSITIVE, help="Samples or tokens in all.")
-@click.option("--batch", type=POSITIVE, help="Of all GPUs together.")
+@click.option("--value-of-hour", type=NOT_NEGATIVE, help="Value of an hour of waiting, USD.")
+@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Maximum cost of the stage, USD.")
+@click.option("--max-usd-per-hour", type=NOT_NEGATIVE, help="Maximum price of all nodes together, USD.")
+@click.option("--deadline", help="Time left, such as 4h.")
+@click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="Architecture of the image.")
+@click.option("--exact", is_flag=True, help="Refuse nodes with more GPUs than requested.")
+@click.option("--job", "job_name", help="Known job that the stage runs; `--job list` lists them.")
+@click.option("--work", "units", type=POSITIVE, help="Total number of samples or tokens.")
+@click.option("--batch", type=POSITIVE, help="Batch of all GPUs together.")
 @click.option(
     "--data",
     "data",
     multiple=True,
     metavar="CLOUD:REGION[:GIB]",
-    help="Where data lie, and how much.",
+    help="Location and size of the data.",
 )
-@click.option("--store", "store_url", help="Run store: what its runs found sold out is passed over.")
-@click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Candidates that --json lists.")
+@click.option("--store", "store_url", help="Run store; skip offers that its runs found sold out.")
+@click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Number of candidates in --json.")
 @output_option
 @market_options
 def plan_command(
@@ -122,10 +124,10 @@ def plan_command(
     committed: Committed,
     **options: Any,
 ) -> None:
-    """Print the plan of a spec: what it would run on, at which price, and why not on others.
+    """Print the plan of a spec: the chosen offer, its price, and why not the others.
 
-    With --target local, docker or kubernetes, as `dry-run`: what is missing there. Exit 0 or 1. With
-    --target vm what is missing comes first, and what there is to rent after it.
+    With --target local, docker or kubernetes, show what is missing there, like `dry-run`. Exit 0 or 1. With
+    --target vm, show what is missing, and then the offers to rent.
     """
     if options["job_name"] == "list":
         print_jobs()
@@ -139,7 +141,7 @@ def plan_command(
         made = _search(spec, needs, table, scope=scope, options=options)
     has_none = options["strategy"] == "deadline" and options["deadline"] is None
     notes = [
-        *(["no --deadline was told: --strategy deadline is cost here"] if has_none else []),
+        *(["no --deadline was given: --strategy deadline is cost here"] if has_none else []),
         *_missing_on_vm(spec, target),
         *made.notes,
         *unknown_gpus(needs, table),
@@ -167,7 +169,7 @@ def _check_together(options: Mapping[str, Any]) -> None:
 
 
 def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
-    """True when *target* is a place whose lacks alone were asked for, and they are told."""
+    """Print what *target* lacks, and return True, if *target* is a place to run and not a variant."""
     if target is None:
         return False
     from envscaler_airflow.cli.validate import tell_missing  # noqa: PLC0415  (as above)
@@ -326,7 +328,7 @@ def _unpriced(found: dict[tuple[str, str], list[str]]) -> list[str]:
 
 
 def _advice(made: Plan) -> list[str]:
-    """What somebody who knows the machines would say of the chosen one."""
+    """Advice about the chosen machine, as an expert would give it."""
     if made.chosen is None:
         return []
     offer, notes = made.chosen.allocation.offer, []
@@ -373,7 +375,7 @@ def plan_body(made: Plan, notes: list[str]) -> dict[str, Any]:
 
 
 def print_plan(made: Plan, notes: list[str]) -> None:
-    """The table that users of SkyPilot and dstack know, and what is to be said of it."""
+    """Print the table that users of SkyPilot and dstack know, and the notes."""
     lines = []
     first = (made.chosen,) if made.chosen is not None and made.chosen.allocation.is_mixed else ()
     for at, (item, count) in enumerate(places((*first, *made.candidates))[:SHOWN]):
@@ -424,7 +426,7 @@ def _why_not(item: Candidate, chosen: Candidate) -> str:
     if item.estimate is not None and chosen.estimate is not None:
         later_h = item.estimate.hours - chosen.estimate.hours
         worth, best = item.estimate.objective, chosen.estimate.objective
-        # Where no deadline is kept for sure the sooner one was chosen, whatever it costs.
+        # If no offer is sure to meet the deadline, the sooner one was chosen, regardless of its cost.
         is_later = later_h > 0 and worth is not None and best is not None and worth <= best
         return f"+{later_h:.2f} h" if is_later else _dearer(worth, best, "")
     if item.estimate is None and chosen.estimate is not None:

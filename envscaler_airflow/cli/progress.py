@@ -164,7 +164,7 @@ seconds. Chosen: a short run shows some, a day of training 1,440."""
 
 
 class Voice:
-    """Speaks as long as anything listens: a terminal that is gone, or a closed pipe, ends nothing."""
+    """Prints as long as there is a reader: a closed terminal or pipe does not end the run."""
 
     def __init__(self, *, to_stderr: bool = False, monotonic: Callable[[], float] = time.monotonic) -> None:
         """Print the training's output on standard output, with *to_stderr* beside the lines."""

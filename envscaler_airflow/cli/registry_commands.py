@@ -22,11 +22,11 @@ from envscaler_airflow.store.base import open_store
     "store_url",
     default=default_store_url,
     show_default="the run store",
-    help="Where the registry is.",
+    help="Store of the registry.",
 )
 @click.pass_context
 def registry(context: click.Context, store_url: str) -> None:
-    """Share specs and modules: versioned, never changed once published."""
+    """Share specs and modules by version; a published version never changes."""
     context.obj = SpecRegistry(lambda: open_store(store_url))
 
 
@@ -72,7 +72,7 @@ def list_(found: SpecRegistry, name: str | None, *, as_json: bool) -> None:
 @output_option
 @click.pass_obj
 def show(found: SpecRegistry, reference: str, *, as_json: bool) -> None:
-    """Print the document that a reference names, and who published it."""
+    """Print the document of a reference, and who published it."""
     entry = found.find(reference)
     if as_json:
         name = f"registry://{entry.name}@{entry.version}"
@@ -86,12 +86,12 @@ def show(found: SpecRegistry, reference: str, *, as_json: bool) -> None:
 @registry.command()
 @click.argument("reference")
 @click.option(
-    "--to", "file", type=click.Path(path_type=Path), help="File to write; else the cached copy is named."
+    "--to", "file", type=click.Path(path_type=Path), help="File to write; default: the cached copy."
 )
 @output_option
 @click.pass_obj
 def pull(found: SpecRegistry, reference: str, file: Path | None, *, as_json: bool) -> None:
-    """Bring a document into the local cache, so that it works offline."""
+    """Copy a document to the local cache, so that it works offline."""
     path = found.pull(reference)
     if file is not None:
         file.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
@@ -104,7 +104,7 @@ def pull(found: SpecRegistry, reference: str, file: Path | None, *, as_json: boo
 @click.argument("folder", default=".", type=click.Path(path_type=Path))
 @output_option
 def init(name: str, folder: Path, *, force: bool, as_json: bool) -> None:
-    """Write a first spec with its code into FOLDER."""
+    """Write a first spec and its code to FOLDER."""
     paths = [str(path) for path in write_template(name, folder, overwrite=force)]
     if as_json:
         click.echo(json.dumps({"files": paths}))

@@ -25,13 +25,13 @@ from envscaler_airflow.images.targets import render as render_target
 @click.command()
 @spec_options
 @click.option(
-    "--target", required=True, type=click.Choice([*RENDERINGS, "docker", "local"]), help="Which artefact."
+    "--target", required=True, type=click.Choice([*RENDERINGS, "docker", "local"]), help="Artefact to render."
 )
-@click.option("--variant", help="Target overlay of the spec to apply; the artefact's own without it.")
+@click.option("--variant", help="Target overlay of the spec to apply; the default is the artefact's own.")
 @click.option("--image", help="Name of the stage's image, for kubernetes and vm.")
-@click.option("--lock", "is_locked", is_flag=True, help="Exact versions with hashes: venv, dockerfile.")
+@click.option("--lock", "is_locked", is_flag=True, help="Write exact versions with hashes: venv, dockerfile.")
 @click.option(
-    "--to", "folder", type=click.Path(path_type=Path), help="Folder to write to; else standard output."
+    "--to", "folder", type=click.Path(path_type=Path), help="Folder to write to instead of standard output."
 )
 @output_option
 def render(
@@ -63,7 +63,7 @@ def render(
 
 
 def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirements:
-    """*requirements* with the versions of today; a virtual environment sees nothing of the base."""
+    """*requirements* with current versions; a virtual environment does not see the base."""
     is_conda = requirements.runtime is not None and requirements.runtime.package_manager == "conda"
     if kind not in ("venv", "dockerfile") or is_conda:
         raise SpecError("--lock: is for --target venv and dockerfile, and for packages of pip and uv")

@@ -34,7 +34,7 @@ from envscaler_airflow.store.manifests import newest_manifest
 from envscaler_airflow.store.outputs import open_folder
 
 _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")
-"""Options that a container would not heed: it is started, and nobody owns it."""
+"""Options without effect in a container, which is started and has no owner."""
 
 
 class _Target(click.Choice[str]):
@@ -49,19 +49,19 @@ class _Target(click.Choice[str]):
 
 @click.command()
 @spec_options
-@click.option("--name", callback=not_empty, help="Name of the run; the same name again goes on with it.")
+@click.option("--name", callback=not_empty, help="Name of the run; the same name continues the run.")
 @click.option(
     "--strategy",
     default="balanced",
     callback=without_deadline,
     type=click.Choice(["cost", "balanced", "performance", "deadline"]),
 )
-@click.option("--value-of-hour", type=NOT_NEGATIVE, help="USD that an hour is worth.")
-@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
-@click.option("--restore-from", callback=not_empty, help="URI of a checkpoint of another run to begin from.")
-@click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
+@click.option("--value-of-hour", type=NOT_NEGATIVE, help="Value of an hour of waiting, USD.")
+@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Maximum cost of the run, USD.")
+@click.option("--restore-from", callback=not_empty, help="URI of another run's checkpoint to start from.")
+@click.option("--fresh", is_flag=True, help="Start from the beginning even if the run exists.")
 @click.option("--target", default="local", type=_Target(["local", "docker"]), show_default=True)
-@click.option("--locked", callback=not_empty, help="A run, or a lock.json: run in exactly that environment.")
+@click.option("--locked", callback=not_empty, help="Run in exactly this environment: a run, or a lock.json.")
 @click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @output_option
@@ -76,12 +76,12 @@ def run(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run the stage of a spec on this machine and wait for it; Ctrl-C, TERM and HUP save and stop it.
+    """Run the stage of a spec on this machine, and wait; Ctrl-C, TERM and HUP save and stop it.
 
-    The exit code is the training's own; 87 after `cancel`, 130 after Ctrl-C, 2 for an error of envscaler's.
+    The exit code is the training's own; 87 after `cancel`, 130 after Ctrl-C, 2 for an error of the command.
 
-    A COMMAND after -- runs in the same environment in place of the entrypoint. On --target local it is the
-    stage: what it does not write of the spec's outputs fails it.
+    A COMMAND after -- replaces the entrypoint. With --target local it must still produce every output in the
+    spec, or the run fails.
     """
     given, target = inputs or {}, options["target"]
     if target == "docker":
@@ -115,7 +115,7 @@ def run(
 
 
 def _check_container_options() -> None:
-    """Refuse what a container would not heed.
+    """Refuse options that have no effect in a container.
 
     Raises:
         SpecError: Such an option was given.
@@ -143,7 +143,7 @@ def _check_origin(uri: str) -> None:
     """Look at the checkpoint to begin from: an attempt would wait for it for a quarter of an hour.
 
     Raises:
-        SpecError: It is none, or cannot be read from here.
+        SpecError: It is not valid, or cannot be read from here.
     """
     try:
         origin, prefix = open_folder(uri)

@@ -24,12 +24,14 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.group()
 def simulate() -> None:
-    """Replay policies: what they would have cost."""
+    """Replay policies, and show what they would have cost."""
 
 
 @simulate.command()
-@click.option("--traces", "traces_file", type=_FILE, required=True, help="CSV: tick, then a column a zone.")
-@click.option("--windows", "windows_file", type=_FILE, required=True, help="CSV of starts.")
+@click.option(
+    "--traces", "traces_file", type=_FILE, required=True, help="CSV: tick, then one column per zone."
+)
+@click.option("--windows", "windows_file", type=_FILE, required=True, help="CSV file of starts.")
 @click.option("--work-h", type=float, default=48.0, show_default=True, help="Hours of work.")
 @click.option(
     "--deadline-h", type=float, multiple=True, default=(52.0,), show_default=True, help="Repeatable."
@@ -39,16 +41,14 @@ def simulate() -> None:
 )
 @click.option("--on-demand", type=float, default=3.06, show_default=True, help="$/h.")
 @click.option("--spot", "spot_usd", type=float, default=0.9731, show_default=True, help="$/h.")
-@click.option("--policy", default="deadline", show_default=True, help="Or a baseline; see --help.")
+@click.option("--policy", default="deadline", show_default=True, help="A policy or a baseline, see above.")
 @click.option("--zones", default="", help="Comma-separated: one job over all of them.")
-@click.option("--dataset", help="Of the windows; the default is what the traces' file name begins with.")
-@click.option("--history", "history_file", type=_FILE, help="Traces before the first tick, to learn from.")
-@click.option("--price-changes", type=_FILE, help="CSV: zone, tick, spot_usd_per_h.")
-@click.option(
-    "--ask-s", type=click.FloatRange(0), help="Zones are known only by asking, which takes so long."
-)
+@click.option("--dataset", help="Which starts; the default is the prefix of the traces' file name.")
+@click.option("--history", "history_file", type=_FILE, help="Earlier traces, to learn from.")
+@click.option("--price-changes", type=_FILE, help="CSV file with zone, tick, spot_usd_per_h.")
+@click.option("--ask-s", type=click.FloatRange(0), help="Seconds that it takes to learn a zone's state.")
 @click.option("--optimum", is_flag=True, help="Add the exact offline optimum of every job.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG plot of the first job.")
 @output_option
 def spot(  # noqa: PLR0913  # one argument for each option
     *,
@@ -69,7 +69,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Jobs with a deadline on spot traces. Policies: deadline, uniform-progress, greedy, on-demand."""
+    """Run jobs with a deadline on spot traces. Policies: deadline, uniform-progress, greedy, on-demand."""
     from envscaler_airflow.simulate import reports, traces  # noqa: PLC0415  # numpy only here
 
     made = _policy(policy, reports.SPOT_POLICIES)
@@ -97,12 +97,12 @@ def spot(  # noqa: PLR0913  # one argument for each option
 
 
 @simulate.command()
-@click.option("--profiles", type=_FOLDER, required=True, help="Folder of measured step times.")
+@click.option("--profiles", type=_FOLDER, required=True, help="Folder with measured step times.")
 @click.option(
     "--prices",
     "prices_file",
     type=_FILE,
-    help="CSV: gpu, usd_per_gpu_hour; for types other than T4, V100-32GB, A100-40GB, whose prices are fixed.",
+    help="CSV file with gpu, usd_per_gpu_hour; T4, V100-32GB and A100-40GB have fixed prices.",
 )
 @click.option("--models", default="imagenet,cifar10,yolov3", show_default=True, help="Comma-separated.")
 @click.option("--track", type=click.Choice(["count", "type"]), default="count", show_default=True)
@@ -114,7 +114,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
 @click.option("--policy", default="cost-to-finish", show_default=True)
 @click.option("--value-of-hour", type=float, multiple=True, help="USD; the default is four values.")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of the first job.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG plot of the first job.")
 @output_option
 def elastic(  # noqa: PLR0913  # one argument for each option
     *,
@@ -131,7 +131,7 @@ def elastic(  # noqa: PLR0913  # one argument for each option
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Elastic trainings. Policies: cost-to-finish, hpa, or-et-al, pollux, stay."""
+    """Run elastic trainings. Policies: cost-to-finish, hpa, or-et-al, pollux, stay."""
     from envscaler_airflow.simulate import elastic as world  # noqa: PLC0415  # only here
     from envscaler_airflow.simulate import reports  # noqa: PLC0415  # only here
 
@@ -172,7 +172,7 @@ def _counted(shown: Bar, times: int) -> Callable[[int], None]:
 
 @contextlib.contextmanager
 def _needs_numpy() -> Iterator[None]:
-    """Where numpy is asked for: by the deadline policy's tables, and by the optimum.
+    """Context of code that needs numpy: the deadline policy's tables, and the optimum.
 
     Raises:
         SpecError: It is not installed.
@@ -231,11 +231,11 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
 
 @simulate.command("run")
 @click.argument("run")
-@click.option("--policy", "policy_name", help="Another policy; the default is the recorded one.")
+@click.option("--policy", "policy_name", help="Policy to use; the default is the recorded one.")
 @output_option
 @store_option
 def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
-    """Decide RUN's recorded checks again; what follows a different decision is labelled."""
+    """Decide RUN's recorded checks again, and label what follows a different decision."""
     from envscaler_airflow.owner.policies import policies_of  # noqa: PLC0415  # entry points
     from envscaler_airflow.simulate.recorded import replay_run  # noqa: PLC0415  # only here
 

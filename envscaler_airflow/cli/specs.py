@@ -32,10 +32,10 @@ def spec_options(command: _F) -> _F:
         "path",
         default="envscaler.yaml",
         show_default=True,
-        help="Spec, or registry://team/name@1.",
+        help="Spec file, or registry://team/name@1.",
     )
     @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the spec.")
-    @click.option("--input", "given", multiple=True, metavar="NAME=URI", help="An output of another run.")
+    @click.option("--input", "given", multiple=True, metavar="NAME=URI", help="URI of another run's output.")
     @functools.wraps(command)
     def with_spec(*args: Any, settings: tuple[str, ...], given: tuple[str, ...], **kwargs: Any) -> Any:
         inputs = pairs(given, "--input") or None

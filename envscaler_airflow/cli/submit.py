@@ -28,15 +28,15 @@ from envscaler_airflow.store.base import Store, check_store
 
 @click.command()
 @spec_options
-@click.option("--name", callback=not_empty, help="Name of the run; the same name again goes on with it.")
+@click.option("--name", callback=not_empty, help="Name of the run; the same name continues the run.")
 @click.option(
     "--strategy",
     default="balanced",
     callback=without_deadline,
     type=click.Choice(["cost", "balanced", "performance", "deadline"]),
 )
-@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Most that the run may cost, USD.")
-@click.option("--fresh", is_flag=True, help="Begin anew even if the run exists.")
+@click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Maximum cost of the run, USD.")
+@click.option("--fresh", is_flag=True, help="Start from the beginning even if the run exists.")
 @cluster_options
 @output_option
 @store_option
@@ -50,13 +50,13 @@ def submit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run the stage of a spec as a Job and wait for it; Ctrl-C, TERM and HUP save and stop it.
+    """Run the stage of a spec as a Job, and wait; Ctrl-C, TERM and HUP save and stop it.
 
-    The exit code is the training's own; 87 after `cancel`, 130 after Ctrl-C, 2 for an error of envscaler's.
+    The exit code is the training's own; 87 after `cancel`, 130 after Ctrl-C, 2 for an error of the command.
 
-    The same name again goes on with that run; a process that still holds it then ends.
+    The same name continues that run; another process that owns the run then ends.
 
-    status, logs, cancel and report take the run's name, from any machine that reaches the store.
+    status, logs, cancel and report take the run's name on any machine that can reach the store.
     """
     check_store(store)
     spec = spec_to_run(path, parameters=parameters, inputs=inputs, target="kubernetes")

@@ -31,7 +31,7 @@ from envscaler_airflow.scaling.registry import check_policy
 def dry_run(
     path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str, *, as_json: bool
 ) -> None:
-    """Say what this machine, or the cluster of kubectl's context, lacks for a stage. Exit 0 or 1."""
+    """Show what this machine, or the cluster of kubectl's context, lacks for a stage. Exit 0 or 1."""
     spec = spec_to_run(path, parameters=parameters, target=target, inputs=inputs)
     tell_missing(spec, target, as_json=as_json)
 
@@ -67,10 +67,10 @@ def speedup_warnings(spec: EnvSpec, target: str) -> list[str]:
 
 
 @click.command()
-@click.option("--markdown", is_flag=True, help="The reference of fields instead.")
+@click.option("--markdown", is_flag=True, help="Print the reference of fields instead.")
 @output_option
 def schema(*, markdown: bool, as_json: bool) -> None:
-    """Print the JSON Schema of specs, by which editors complete and check envscaler.yaml."""
+    """Print the JSON Schema of specs, with which editors complete and check envscaler.yaml."""
     if markdown and as_json:
         click.echo(json.dumps({"markdown": reference_text()}))
         return
@@ -79,12 +79,12 @@ def schema(*, markdown: bool, as_json: bool) -> None:
 
 @click.command()
 @spec_options
-@click.option("--target", help="Variant to check; without it every variant of the spec is.")
+@click.option("--target", help="Variant to check; the default is every variant of the spec.")
 @output_option
 def validate(
     path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Check a spec: every fault, each with file, line, path, what was got and what to write. Exit 0 or 2."""
+    """Check a spec and print every error, with file, line, path, value and what to write. Exit 0 or 2."""
     spec: EnvSpec | None = None
     faults: list[str] = []
     try:

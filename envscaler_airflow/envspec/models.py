@@ -45,10 +45,10 @@ _PLACEHOLDER = re.compile(r"\{\{ inputs\.[A-Za-z_][A-Za-z0-9_]* \}\}")
 
 
 class Base(Model):
-    """What the environment is built on: an image, or a distribution.
+    """The base of the environment: an image, or a distribution.
 
-    ``credentials`` of a private registry is a reference. ``provides`` names packages that the image is
-    known to hold, with versions.
+    ``credentials`` for a private registry is a reference. ``provides`` lists packages that the image is
+    known to contain, with versions.
     """
 
     image: ImageName | None = None
@@ -98,12 +98,12 @@ class Runtime(Model):
 class Volume(Model):
     """Data under a path: an object store, a claim, NFS, a folder of the host, or a stage's output.
 
-    Object stores and outputs are copied in before the start. What a stage makes goes out by ``outputs``; of
-    an object store with ``access_mode: ReadWriteMany`` what changed is written back with each checkpoint.
-    A claim with ``size`` that does not exist is made, of ``storage_class``; ``retain`` says whether it goes
-    with the run or stays (``always``, the default). ``region`` (of a claim also ``zone``) says where the
-    data lie and ``size`` how much is read, so that plans count what it costs elsewhere, or pass over where a
-    claim cannot be used.
+    Object stores and outputs are copied in before the start. A stage publishes its results by ``outputs``;
+    for an object store with ``access_mode: ReadWriteMany``, changes are written back with each checkpoint.
+    A claim with ``size`` is created if it does not exist, with ``storage_class``; ``retain`` states whether
+    it is deleted with the run or stays (``always``, the default). ``region`` (for a claim also ``zone``) is
+    the location of the data and ``size`` the amount that is read, so that plans count the cost of reading
+    them elsewhere, or skip places where a claim cannot be used.
     """
 
     name: SafeName
@@ -236,11 +236,12 @@ class EnvVar(Model):
 
 
 class Distributed(Model):
-    """Training over several processes.
+    """Training with several processes.
 
-    ``world_size`` is processes in all and ``node_count`` nodes. ``model_parallel`` is GPUs that hold one
-    copy of the model: sizes are multiples of it. ``elastic``: torchrun takes nodes that come and go within
-    the bounds of scaling while it runs; the training loads its newest checkpoint whenever it is started.
+    ``world_size`` is the total number of processes, ``node_count`` the number of nodes. ``model_parallel`` is
+    the number of GPUs that share one copy of the model; sizes are multiples of it. With ``elastic``, torchrun
+    lets nodes join and leave within the bounds of scaling while it runs; the training loads its newest
+    checkpoint whenever it starts.
     """
 
     launcher: Literal["torchrun", "accelerate", "deepspeed", "none"] = "torchrun"
@@ -269,7 +270,7 @@ def _canonical_version(value: Any) -> Any:
 
 
 class EnvSpec(Model):
-    """One stage: environment, resources, data, command, and how it is run.
+    """One stage: environment, resources, data, command, and how to run it.
 
     The last fields are not written by people: ``parameters`` and ``inputs`` are the values that the spec
     was resolved with, ``input_names`` the inputs that it names, ``target`` its variant, ``base_dirs`` the

@@ -57,7 +57,7 @@ class Gpu(Model):
     """GPUs of one node.
 
     ``memory`` is a minimum of the vendor's nominal figure, ``memory_max`` a maximum. ``type`` names
-    any of several; they become the catalog's names that have the memory asked for.
+    alternatives, which are normalised to the catalog's names with the requested memory.
     """
 
     count: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
@@ -99,7 +99,7 @@ class Gpu(Model):
 
 
 class Requests(Model):
-    """What an offer must have at least, and what is reserved on a shared machine."""
+    """The minimum that an offer must have, which is reserved on a shared machine."""
 
     cpu: Cpu | None = None
     memory: Memory | None = None
@@ -133,7 +133,7 @@ class GpuLimit(Model):
 
 
 class Limits(Model):
-    """What the stage may use at most."""
+    """The maximum that the stage may use."""
 
     cpu: Cpu | None = None
     memory: Memory | None = None
@@ -151,10 +151,10 @@ class Limits(Model):
 
 
 class Resources(Model):
-    """Needs of one node; every field that is absent accepts anything.
+    """The needs of one node; an absent field accepts anything.
 
-    ``any_of`` and ``ordered`` hold alternatives, each complete in itself once loaded: any of them
-    will do, or the first that can be had.
+    ``any_of`` and ``ordered`` are lists of alternatives, each complete in itself once loaded: the planner
+    chooses among all of them, or takes the first that is available.
     """
 
     requests: Requests = Requests()

@@ -121,9 +121,9 @@ class Hold(Model):
 class MetricRule(Model):
     """Change by ``step`` nodes when ``metric`` is above or below a bound for a while.
 
-    ``step`` defaults to 1 above and -1 below. Nodes are put together by ``across``. With ``ahead`` the
-    metric must also be past the bound that much later, by a straight line through the last checks.
-    With ``prometheus`` the metric is what that query answers, under the name ``metric``.
+    ``step`` defaults to 1 above and -1 below. ``across`` aggregates over nodes. With ``ahead``, a linear
+    forecast through the last checks must also be past the bound that much later. With ``prometheus``, the
+    metric is the result of that query, under the name ``metric``.
     """
 
     metric: MetricName
@@ -157,7 +157,7 @@ class MetricRule(Model):
 class Speedup(Model):
     """A stated speed of one offer relative to another, until it is measured.
 
-    ``mean`` is the ratio of speeds, ``stdev`` its standard deviation, ``source`` where it is from.
+    ``mean`` is the ratio of speeds, ``stdev`` its standard deviation, ``source`` where the figure comes from.
     """
 
     offer: Line
@@ -168,7 +168,7 @@ class Speedup(Model):
 
 
 class PhaseGpu(Model):
-    """GPUs that a phase needs: least nominal memory of one."""
+    """GPUs that a phase needs: the minimum nominal memory of one."""
 
     memory: GpuMemory
 
@@ -179,7 +179,7 @@ class PhaseGpu(Model):
 
 
 class PhaseResources(Model):
-    """What one phase of a training needs; what is not said is left as it is."""
+    """The needs of one phase of a training; absent fields do not change anything."""
 
     nodes: Count | None = None
     gpu: PhaseGpu | None = None
@@ -192,7 +192,7 @@ class PhaseResources(Model):
 
 
 class Scaling(Model):
-    """Within which bounds, by which policy and how often a running stage is moved."""
+    """The bounds, the policy and the pace of moving a running stage."""
 
     min_nodes: Count | None = None
     max_nodes: Count | None = None
@@ -250,7 +250,7 @@ class Scaling(Model):
 
 
 class Stall(Model):
-    """No step for ``factor`` times the usual step time, and for at least ``min``, is a stall."""
+    """A stage is stalled after ``factor`` times the usual step time, and at least ``min``, without a step."""
 
     factor: Annotated[float, Field(strict=True, ge=2, le=10_000)] = 10.0
     min: Duration = "5m"
@@ -262,11 +262,11 @@ class Stall(Model):
 
 
 class Failure(Model):
-    """What is done when an attempt fails.
+    """What happens after an attempt fails.
 
-    After out-of-memory the next attempt asks for ``oom_memory_factor`` times the memory, up to
+    After out-of-memory the next attempt requests ``oom_memory_factor`` times the memory, up to
     ``oom_memory_cap``. The run fails after ``max_fruitless_attempts`` in a row without a newer checkpoint.
-    An attempt whose owner was not heard of for ``orphan_after`` ends itself.
+    An attempt ends itself if its owner has not renewed the lease for ``orphan_after``.
     """
 
     oom_memory_factor: Annotated[float, Field(strict=True, ge=1, le=16)] = 1.5
@@ -321,6 +321,6 @@ Pattern = Annotated[str, Field(max_length=500, examples=[r"step (\d+)"]), Before
 
 
 class Metrics(Model):
-    """Regular expressions that read step, loss and epoch from the output of code that reports none."""
+    """Regular expressions that read step, loss and epoch from the output of code without ``Session``."""
 
     log_patterns: dict[Annotated[str, BeforeValidator(_reported)], Pattern] = Field(default={})

@@ -20,25 +20,25 @@ SCHEMA_FILE = "envspec.schema.json"
 _HEAD = """\
 # Fields of an environment spec
 
-Written from the models by `envscaler schema --markdown`; a test holds it current. Short forms, merge
-rules, parameters and references to secrets are explained in [spec.md](spec.md).
+`envscaler schema --markdown` generates this page from the models; a test keeps it current. [spec.md](spec.md)
+explains short forms, merge rules, parameters and references to secrets.
 
-Editors complete and check `envscaler.yaml` by the shipped JSON Schema: `envscaler schema` prints it. With
-the file beside the spec, its first line is `# yaml-language-server: $schema=./envspec.schema.json`.
+Editors complete and check `envscaler.yaml` with the shipped JSON Schema, which `envscaler schema` prints.
+Store it beside the spec, and begin the spec with `# yaml-language-server: $schema=./envspec.schema.json`.
 
-Every value may be a template, such as `"{{ parameters.gpu_count }}"`, and `null` removes what a spec
-below says.
+Every value may be a template, such as `"{{ parameters.gpu_count }}"`. `null` removes the value of an extended
+spec.
 """
 
 _COMPOSITION = f"""\
 ## Composition
 
-What only a document has, and no resolved spec.
+Fields of a document that a resolved spec no longer has.
 
 | field | type | meaning |
 |---|---|---|
-| `extends` | list of references | specs below this one: `./base.yaml`, `registry://team/name@1.2` |
-| `modules` | list of references | modules that this spec uses, over what it extends |
+| `extends` | list of references | specs to merge this one over: `./base.yaml`, `registry://team/name@1.2` |
+| `modules` | list of references | modules to merge over what the spec extends |
 | `parameters` | map of name to parameter | `type` ({", ".join(TYPES)}), `default`, `minimum`, ... |
 | `inputs` | list of names | inputs that the stage takes; `{{{{ inputs.model }}}}` is their URI |
 | `targets` | map of target to overlay | what differs on `local`, `docker`, `kubernetes`, `vm` or another |

@@ -189,7 +189,7 @@ def test_without_a_move_the_machine_goes_late(run):
         return reason_to_lose(run.story)
 
     assert why(200) is None
-    assert why(241) == "a spot loss; no move was asked for so far"
+    assert why(241) == "a spot loss; no move was requested so far"
 
 
 def test_never_takes_a_machine_away_while_an_answer_is_due(run):
@@ -250,7 +250,7 @@ def test_says_so_when_no_move_paid_and_nothing_was_lost(run):
 
     assert conclusions({"train": run.story, "score": run.story}, None) == [
         "no move: on this machine none would have paid within the time of the training",
-        "the training was over before its machine could be taken away",
+        "the training ended before its machine could be removed",
     ]
 
 
@@ -440,7 +440,7 @@ def test_an_api_server_that_is_too_busy_ends_nothing(tmp_path, monkeypatch, caps
     with made._view():
         assert made._follow(Busy(), "manual") == "success"
 
-    assert "no answer, asked again: timed out" in capsys.readouterr().out
+    assert "no answer, retrying: timed out" in capsys.readouterr().out
 
 
 def test_a_question_that_times_out_is_asked_again(monkeypatch):

@@ -204,7 +204,7 @@ def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
     assert owner.voice.lines == [
         "generation 1 begins: r",
         "attempt 1 on local/cpu-1 ($0.3600/h): r",
-        f"no room: {detail}",
+        f"no capacity: {detail}",
         "next try in 10 s",
         "next try in 1 min 20 s",
         "attempt 3 on local/cpu-2 ($0.7200/h)",

@@ -148,8 +148,8 @@ def test_without_money_only_what_is_free_will_do(shell):
 
 def test_a_strategy_of_deadlines_without_one_says_so(shell):
     """It is planned as the cheapest."""
-    assert "no --deadline was told" in shell("plan", "--strategy", "deadline").output
-    assert "no --deadline was told" not in shell("plan", "--strategy", "deadline", "--deadline", "4h").output
+    assert "no --deadline was given" in shell("plan", "--strategy", "deadline").output
+    assert "no --deadline was given" not in shell("plan", "--strategy", "deadline", "--deadline", "4h").output
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])

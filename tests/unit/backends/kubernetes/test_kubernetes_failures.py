@@ -164,7 +164,10 @@ WAITS = {
         ),
         ("scheduling", "0/5 nodes are available"),
     ),
-    "scheduler has not looked": (pod(phase="Pending", node=None), ("scheduling", "waits for the scheduler")),
+    "scheduler has not acted yet": (
+        pod(phase="Pending", node=None),
+        ("scheduling", "waits for the scheduler"),
+    ),
     "gated": (
         pod(phase="Pending", node=None, conditions=[when("PodScheduled", "SchedulingGated", "", "False")]),
         ("gated", "waits for its scheduling gates"),
@@ -238,11 +241,11 @@ OTHERS = {
     "pod is refused for another reason": "test_a_pod_that_the_api_server_refuses_is_told_from_one_that_waits",
     "queue has not admitted it": "test_a_quota_and_a_queue_are_waits_with_a_reason",
     "Job deadline": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
-    "stop that was asked for": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
+    "requested stop": "test_a_deadline_of_the_job_is_one_unless_a_stop_set_it",
     "Job deleted": "test_a_job_that_is_gone_is_lost",
     "node overdue": "test_a_pod_on_a_silent_node_is_lost_after_three_minutes",
     "pod stuck on a node that answers": "test_a_pod_on_a_silent_node_is_lost_after_three_minutes",
-    "volume out of reach": "test_a_volume_out_of_reach_is_no_want_of_capacity",
+    "volume unreachable": "test_a_volume_out_of_reach_is_no_want_of_capacity",
     "other part failed": "test_when_one_part_has_failed_the_others_are_not_needed",
 }
 """Rows that are told from more than one pod, and the test of each."""
