@@ -17,8 +17,9 @@ ARG EXTRA_REQUIREMENTS=""
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
-COPY pyproject.toml constraints.txt README.md LICENSE /src/
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE /src/
 COPY agent /src/agent
+COPY dags /src/dags
 COPY envscaler_airflow /src/envscaler_airflow
 RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile \
       --constraint /src/constraints.txt --target /opt/envscaler "/src[${EXTRAS}]" ${EXTRA_REQUIREMENTS} \

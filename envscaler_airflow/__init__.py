@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from envscaler_agent import __version__ as __version__
+
 if TYPE_CHECKING:
     from envscaler_airflow.hooks.checkpoint import CheckpointHook as CheckpointHook
     from envscaler_airflow.hooks.pricing import CloudPricingHook as CloudPricingHook
@@ -26,7 +28,6 @@ __all__ = [
     "get_provider_info",
     "spec_params",
 ]
-__version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointHook": "envscaler_airflow.hooks.checkpoint",

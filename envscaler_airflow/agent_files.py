@@ -18,6 +18,22 @@ def package_root() -> Path:
     return Path(envscaler_agent.__file__).parents[1]
 
 
+def agent_wheel() -> Path:
+    """The wheel of ``envscaler_agent`` that this package carries for training images.
+
+    Raises:
+        BackendError: It carries none, as an editable install of a clone.
+    """
+    found = sorted((Path(__file__).parent / "wheels").glob("envscaler_agent-*.whl"))
+    if not found:
+        root = package_root()
+        raise BackendError(
+            f"{root}: a clone carries no wheel of the agent; write: uv build --wheel {root}, "
+            f"or: pip wheel --no-deps {root}"
+        )
+    return found[-1]
+
+
 def copy_agent(root: Path) -> Path:
     """Copy the agent once for each content into a folder below *root*, and return that folder.
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from envscaler_agent.session import Session
 
-__all__ = ["Session"]
+__all__ = ["Session", "__version__"]
+__version__ = "0.1.0"
+"""The version of both packages."""
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
 
 from envscaler_agent.spool import Spool
@@ -19,9 +20,28 @@ def main(argv: Optional[List[str]] = None) -> int:
         _parser().error("no command; write: envscaler-agent run -- COMMAND ...")
     spool = Spool(arguments.spool) if arguments.spool else Spool.from_env()
     options = Options(
-        wait_start_s=arguments.wait_start, grace_s=arguments.grace, sampler=not arguments.no_sampler
+        wait_start_s=arguments.wait_start,
+        grace_s=arguments.grace,
+        sampler=not arguments.no_sampler,
+        warning=_two_packages(),
     )
     return Wrapper(command, spool=spool, options=options).run()
+
+
+def _two_packages() -> str:
+    """A warning where two installed distributions hold this package, which upgrades mix; else empty."""
+    found = []
+    for name in ("envscaler-airflow", "envscaler-agent"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    if len(found) < 2:
+        return ""
+    return (
+        f"{found[0]} and {found[1]} are both installed here and both provide envscaler_agent; run: "
+        "pip uninstall envscaler-agent, then install envscaler-airflow again"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

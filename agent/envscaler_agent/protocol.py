@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
 
+from envscaler_agent import __version__
 from envscaler_agent.errors import ProtocolError
 
 SCHEMA = "1.0"
@@ -190,7 +191,10 @@ def check_schema(schema: object, *, where: str) -> None:
     """
     ours = SCHEMA.split(".", 1)[0]
     if not isinstance(schema, str) or schema.split(".", 1)[0] != ours:
-        raise ProtocolError(f"{where}: schema {schema!r}, this side speaks {SCHEMA}")
+        raise ProtocolError(
+            f"{where}: schema {schema!r}, this side speaks {SCHEMA} (envscaler {__version__}); install one "
+            "version of envscaler-airflow, sidecar image and envscaler-agent"
+        )
 
 
 def _refuse_constant(name: str) -> float:

@@ -64,12 +64,14 @@ class Options:
         grace_s: Seconds from a SIGTERM to the wrapper to the SIGKILL of the command.
         tick_s: Seconds between two looks at the spool.
         sampler: False starts no sampler.
+        warning: First line of the log; empty for none.
     """
 
     wait_start_s: Optional[float] = None
     grace_s: float = SIGTERM_GRACE_S
     tick_s: float = TICK_S
     sampler: bool = True
+    warning: str = ""
 
 
 class Wrapper:
@@ -213,6 +215,7 @@ class Wrapper:
     ) -> int:
         kills_before = oom_kills(os.getpid())
         pump = self._make_pump(masker)
+        pump.say(self._options.warning)
         stall = StallWatch(self._start.stall_factor, self._start.stall_min_s)
         self._reporter.set(phase="running", setup_s=round(self._clock() - self._reporter.origin, 3))
         if self._spool is not None and self._options.sampler:

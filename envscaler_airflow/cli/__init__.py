@@ -40,6 +40,8 @@ main.commands = Commands(
         "registry": "registry_commands:registry",
         "init": "registry_commands:init",
         "build": "build_image:build",
+        "images": "images:images",
+        "agent-wheel": "images:agent_wheel_command",
         "dry-run": "validate:dry_run",
         "schema": "validate:schema",
         "plan": "plan:plan_command",

@@ -23,7 +23,7 @@ from envscaler_airflow.store.base import Store
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _ENVIRONMENT = {
-    "agent_image": "ENVSCALER_AGENT_IMAGE",
+    "sidecar_image": "ENVSCALER_SIDECAR_IMAGE",
     "image": "ENVSCALER_IMAGE",
     "image_repository": "ENVSCALER_IMAGE_REPOSITORY",
     "namespace": "ENVSCALER_NAMESPACE",
@@ -39,11 +39,11 @@ def cluster_options(command: _F) -> _F:
     @click.option(
         "--config", type=click.Path(path_type=Path), help="YAML with more settings, such as cluster_prices."
     )
-    @click.option("--agent-image", help="Image with the sidecar and the wrapper.")
+    @click.option("--sidecar-image", help="The sidecar image, of `envscaler images build-sidecar`.")
     @click.option("--image", help="Image of the stage, instead of the spec's base image.")
     @functools.wraps(command)
     def connected(*args: Any, config: Path | None, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in ("namespace", "agent_image", "image")}
+        given = {name: kwargs.pop(name) for name in ("namespace", "sidecar_image", "image")}
         where = {"context": kwargs.pop("context"), "kubeconfig": _text(kwargs.pop("kubeconfig"))}
         backend = KubernetesBackend(**where, **settings_of(config, given))
         return command(*args, backend=backend, **kwargs)

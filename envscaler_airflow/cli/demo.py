@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ PIPED_COLUMNS = 120
 @click.option(
     "--dags",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the example DAG; the default is that of the clone that this command runs from.",
+    help="Folder of the example DAG; the default is the one that comes with this package.",
 )
 @output_option
 @click.pass_context
@@ -90,11 +91,11 @@ def demo(
     Airflow runs on this machine, in a throwaway home; stages run here too, or as pods. At the end the command
     stops everything that it started.
     """
-    folder = dags or Path(envscaler_airflow.__file__).parents[1] / "dags" / "examples"
+    folder = dags or _examples()
     if not (folder / f"{DAG_ID}.py").is_file():
-        raise SpecError(
-            f"{folder}: there is no {DAG_ID}.py; run this in a clone, or give its dags/examples by --dags"
-        )
+        raise SpecError(f"{folder}: there is no {DAG_ID}.py; write --dags with a folder that has it")
+    if backend == "local":
+        _check_numpy()
     conf = {name: _value(text) for name, text in pairs(params, "--set").items()}
     load_spec(folder / "envs" / "train.yaml", parameters=conf)  # refuses what the form of the DAG would
     cluster = OnCluster() if backend == "kubernetes" else None
@@ -119,6 +120,25 @@ def demo(
         else:
             shutil.rmtree(home, ignore_errors=True)
     context.exit(code)
+
+
+def _examples() -> Path:
+    """The example DAGs: a wheel carries the demo's, a clone has them all in dags/examples."""
+    package = Path(envscaler_airflow.__file__).parent
+    carried = package / "examples"
+    return carried if carried.is_dir() else package.parent / "dags" / "examples"
+
+
+def _check_numpy() -> None:
+    """Refuse to start an Airflow whose stages would fail at their first import.
+
+    Raises:
+        SpecError: numpy cannot be imported.
+    """
+    try:
+        import_module("numpy")
+    except ImportError as err:
+        raise SpecError(f"the demo's stages need numpy ({err}); run: pip install numpy") from err
 
 
 def _value(text: str) -> Any:

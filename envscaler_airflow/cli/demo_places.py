@@ -151,7 +151,7 @@ class OnCluster:
 def _settings(store: Store, image: str) -> dict[str, Any]:
     """Of the Kubernetes backend: what the environment and its ENVSCALER_CONFIG say, over the demo's own."""
     config = os.environ.get("ENVSCALER_CONFIG")
-    own: dict[str, Any] = {"cluster_prices": _classes(), "agent_image": image}
+    own: dict[str, Any] = {"cluster_prices": _classes(), "sidecar_image": image}
     if store.url.startswith("file://"):
         folder = store.url.removeprefix("file://")
         own |= {"store_volume": {"hostPath": {"path": folder}}, "store_mount": folder}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
     as_json: bool,
 ) -> None:
     """Run jobs with a deadline on spot traces. Policies: deadline, uniform-progress, greedy, on-demand."""
-    from envscaler_airflow.simulate import reports, traces  # noqa: PLC0415  # numpy only here
+    from envscaler_airflow.simulate import reports, traces  # noqa: PLC0415  # for this command alone
 
     made = _policy(policy, reports.SPOT_POLICIES)
     seen = traces.read_traces(traces_file)
@@ -86,7 +85,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
     }
     more = {"zones": _zones(zones, traces_file, seen.zones), "with_optimum": optimum, **given}
     jobs: list[dict[str, Any]] = []
-    with _needs_numpy(), bar(f"simulating {policy}") as shown:
+    with bar(f"simulating {policy}") as shown:
         for cell in cells:
             jobs += reports.spot_jobs(seen, windows, cell, made, on_job=_counted(shown, len(cells)), **more)
     if plot is not None:
@@ -168,21 +167,6 @@ def elastic(  # noqa: PLR0913  # one argument for each option
 def _counted(shown: Bar, times: int) -> Callable[[int], None]:
     """Moves *shown* on by one job of the number given times *times*."""
     return lambda many: shown.to(shown.done + 1, many * times)
-
-
-@contextlib.contextmanager
-def _needs_numpy() -> Iterator[None]:
-    """Context of code that needs numpy: the deadline policy's tables, and the optimum.
-
-    Raises:
-        SpecError: It is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as err:
-        if err.name != "numpy":
-            raise
-        raise SpecError("this needs numpy: pip install 'envscaler-airflow[simulate]'") from err
 
 
 def _zones(text: str, file: Path, known: Collection[str]) -> list[str]:

@@ -149,7 +149,7 @@ def build_image(
             secrets=kit.files, cache=options.cache,
         )  # fmt: skip
         log = options.logs / f"{context.content[:16]}.log"
-        seconds = _carry_out(builder, order, kit, log, say)
+        seconds = carry_out(builder, order, kit.access, log=log, say=say, mask=kit.mask)
         made = builder.inspect(whole)
     if made is None:
         raise BackendError(f"{whole} was built and is not there; its log is {log}")
@@ -239,14 +239,24 @@ def check_options(spec: EnvSpec, options: BuildOptions) -> None:
     """
     check_base(spec, options.allowed_bases)
     for option, name in (("-t", options.name), ("--cache", options.cache)):
-        if name is not None and not _IMAGE_NAME.fullmatch(name):
-            raise SpecError(
-                f"{option} {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
-            )
+        if name is not None:
+            check_name(option, name)
     name = options.name or "localhost/"
     if options.is_shared and not (_has_registry(name) and _is_remote(name)):
         told = f"-t {options.name} is in no registry" if options.name else "there is no -t"
         raise SpecError(f"--push: {told}; write -t registry.example.com/team/name")
+
+
+def check_name(option: str, name: str) -> None:
+    """Refuse what no builder takes as an image's name.
+
+    Raises:
+        SpecError: *name* is not a valid one; the message names *option*.
+    """
+    if not _IMAGE_NAME.fullmatch(name):
+        raise SpecError(
+            f"{option} {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
+        )
 
 
 def _auth_text(image: str, value: str) -> str:
@@ -316,20 +326,33 @@ def _existing(
     return image if image is not None and image.labels.get(CONTENT) == content else None
 
 
-def _carry_out(builder: Builder, order: Order, kit: _Kit, log: Path, say: Callable[[str], None]) -> float:
+def carry_out(
+    builder: Builder,
+    order: Order,
+    access: Access,
+    *,
+    log: Path,
+    say: Callable[[str], None],
+    mask: Callable[[str], str] = str,
+) -> float:
+    """Build *order*, telling *say* each step; seconds that it took. *mask* hides secrets in a line.
+
+    Raises:
+        SpecError: A step fails; the end of the log is in the message.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     begun, tail = time.monotonic(), [""]
     with log.open("w", encoding="utf-8") as file:
 
         def on_line(line: str) -> None:
-            shown = kit.mask(line)
+            shown = mask(line)
             file.write(f"{time.monotonic() - begun:8.1f}  {shown}\n")
             tail[:] = [*tail, shown][-TAIL:]
             if step := step_of(shown):
                 say(step)
 
         say(f"building {order.name} with {builder.name} (log: {log})")
-        code = builder.build(order, kit.access, on_line)
+        code = builder.build(order, access, on_line)
     if code != 0:
         shown = "\n".join(f"  {line}" for line in tail if line)
         raise SpecError(f"{order.name} cannot be built (exit code {code}); the whole log is {log}:\n{shown}")

@@ -60,12 +60,12 @@ def assemble(
         path.write_text(item.text, encoding="utf-8")
     for cache in folder.rglob("__pycache__"):
         shutil.rmtree(cache)
-    _settle(folder)
+    settle(folder)
     return Context(folder, _hash(folder))
 
 
-def _settle(folder: Path) -> None:
-    """Modes and times that depend on content alone, whoever lays the files out."""
+def settle(folder: Path) -> None:
+    """Set modes and times that depend on content alone; every user may read the files."""
     for here, folders, files in os.walk(folder):
         for name in files:
             path = Path(here, name)

@@ -133,7 +133,7 @@ def spot_optimum(
     that may still be lost, in the greatest unit that divides tick and overhead (whole seconds), so nothing
     is rounded.
     """
-    import numpy as np  # noqa: PLC0415  # an extra
+    import numpy as np  # noqa: PLC0415  # the optimum alone needs it
 
     gap, overhead, work = round(job.gap_s), round(job.overhead_s), round(job.work_s)
     unit = math.gcd(math.gcd(gap, overhead), work) or gap
@@ -166,7 +166,7 @@ def _pays(gap: int, overhead: int) -> list[int]:
 def _before(
     after: dict[str | None, list[_Row]], costs: Mapping[str, float], pays: list[int], gap: int, is_done: _Row
 ) -> dict[str | None, list[_Row]]:
-    import numpy as np  # noqa: PLC0415  # an extra
+    import numpy as np  # noqa: PLC0415  # the optimum alone needs it
 
     def less(row: _Row, pay: int) -> _Row:
         return np.concatenate((np.full(min(pay, len(row)), np.inf), row[: max(0, len(row) - pay)]))

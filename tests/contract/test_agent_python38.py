@@ -3,14 +3,15 @@
 import ast
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fakes.pythons import find_python
 
 import envscaler_agent
+from envscaler_airflow.backends.kubernetes.install import install
 
 PACKAGE = Path(envscaler_agent.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "frameworks" not in path.parts]
@@ -20,33 +21,10 @@ MODULES = [
     if path.name != "__main__.py"
 ]
 LATER_MODULES = {"tomllib", "zoneinfo", "graphlib"}
-_PYENV = "versions/3.8*/bin/python3.8"
 BOOT = "import sys; sys.path.insert(0, {root!r}); "
 
 
-def _is_python38(program):
-    try:
-        done = subprocess.run(
-            [program, "-c", "import sys; print(sys.version_info[:2] == (3, 8))"],
-            capture_output=True,
-            timeout=20,
-            check=False,
-        )
-    except OSError:
-        return False
-    return done.stdout.strip() == b"True"
-
-
-def _find_python38():
-    roots = [Path(os.environ.get("PYENV_ROOT", "")), Path.home() / ".pyenv"]
-    found = [shutil.which("python3.8")]
-    found += [
-        str(path) for root in roots if root.is_absolute() for path in root.glob("versions/3.8*/bin/python3.8")
-    ]
-    return next((program for program in found if program and _is_python38(program)), None)
-
-
-PYTHON38 = _find_python38()
+PYTHON38 = find_python("3.8")
 needs_python38 = pytest.mark.skipif(PYTHON38 is None, reason="no Python 3.8 on PATH or in pyenv")
 
 
@@ -104,6 +82,23 @@ def test_every_module_imports():
     done = run(code, json.dumps(MODULES))
 
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@needs_python38
+def test_the_init_containers_folder_is_all_that_it_needs(tmp_path):
+    """What a pod's training has on its path, without site-packages."""
+    folder = install(tmp_path)
+
+    done = subprocess.run(
+        [PYTHON38, "-S", "-W", "error", "-c", "import envscaler_agent; print(envscaler_agent.__file__)"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.stdout == f"{folder / 'envscaler_agent' / '__init__.py'}\n", done.stderr
 
 
 @needs_python38

@@ -101,7 +101,7 @@ class Case:
 
 
 CASES = {
-    "prepare": Case(Allocation(CPU), {"namespace": "ml", "agent_image": "registry.example.com/sidecar:1"}),
+    "prepare": Case(Allocation(CPU), {"namespace": "ml", "sidecar_image": "registry.example.com/sidecar:1"}),
     "torchrun": Case(
         Allocation(A100, nodes=4),
         {"provider": "eks", "cluster_spread": "zone", "priority_class": "training", "ttl_s": 3600},

@@ -537,3 +537,48 @@ def test_exit_code_0_before_the_last_step(node):
 
     node.start(*words, log_patterns=patterns, success="all-steps").end()
     assert node.status().ended.reason == "failed"
+
+
+# -- two packages ----------------------------------------------------------------------------------
+
+
+def install(folder, name, version):
+    """Leave what pip leaves of a distribution."""
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_two_installed_packages_of_the_agent_are_named_in_the_log(node, tmp_path):
+    """The first line names both with their versions; the command runs all the same."""
+    install(tmp_path / "site", "envscaler-airflow", "0.2.0")
+    install(tmp_path / "site", "envscaler-agent", "0.1.0")
+
+    code, out, _ = node.start("echo", "one", env={"PYTHONPATH": str(tmp_path / "site")}).end()
+
+    first, second = node.log().decode().splitlines()
+    assert first.startswith(
+        "[envscaler] envscaler-airflow 0.2.0 and envscaler-agent 0.1.0 are both installed"
+    )
+    assert "pip uninstall envscaler-agent" in first
+    assert (code, second, out) == (0, "one", f"{first}\none\n")
+
+
+def test_one_installed_package_of_the_agent_is_not_worth_a_line(node):
+    """The environment of these tests has the provider alone."""
+    code, out, _ = node.start("echo", "one").end()
+
+    assert (code, out) == (0, "one\n")
+
+
+def test_a_start_of_another_major_version_names_both(node):
+    """The command is not started, and the status says why."""
+    node.spool.root.mkdir(parents=True)
+    node.spool.start.write_text('{"schema": "2.0", "session": {}}')
+
+    code, out, err = node.run("--", "echo", "one").end()
+
+    ended = node.status().ended
+    assert (code, out, ended.reason) == (EXIT_SETUP_FAILED, "", "setup-failed")
+    assert "start.json: schema '2.0', this side speaks 1.0 (envscaler " in err
+    assert "start.json: schema '2.0', this side speaks 1.0 (envscaler " in ended.detail

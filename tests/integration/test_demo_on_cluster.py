@@ -29,7 +29,7 @@ def place(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig(tmp_path / "config")))
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
     monkeypatch.setenv("ENVSCALER_DEMO_IMAGE", "everything:1")
-    for name in ("ENVSCALER_CONFIG", "ENVSCALER_NAMESPACE", "ENVSCALER_IMAGE", "ENVSCALER_AGENT_IMAGE"):
+    for name in ("ENVSCALER_CONFIG", "ENVSCALER_NAMESPACE", "ENVSCALER_IMAGE", "ENVSCALER_SIDECAR_IMAGE"):
         monkeypatch.delenv(name, raising=False)
     return OnCluster()
 

@@ -35,7 +35,7 @@ def shell(tmp_path, monkeypatch):
     store.mkdir()
     config = tmp_path / "settings.yaml"
     settings = {"store_volume": {"hostPath": {"path": str(store)}}, "store_mount": str(store)}
-    config.write_text(yaml.safe_dump({**settings, "agent_image": "agent:1", "wait_for_node_s": 0}))
+    config.write_text(yaml.safe_dump({**settings, "sidecar_image": "agent:1", "wait_for_node_s": 0}))
     (tmp_path / "hello.yaml").write_text(SPEC)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{store}")

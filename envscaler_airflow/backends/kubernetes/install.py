@@ -1,6 +1,6 @@
 """Copy the agent into the folder that it shares with the training: ``python -m ....install /envscaler``.
 
-Runs in the init container of the agent image, so that any image with python3 (3.8 or newer) works as it
+Runs in the init container of the sidecar image, so that any image with python3 (3.8 or newer) works as it
 is: the wrapper, ``Session`` and the launcher lie below ``FOLDER/agent``.
 """
 

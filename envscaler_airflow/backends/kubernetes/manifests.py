@@ -368,7 +368,7 @@ class _Attempt:
         memory = f"{SIDECAR_MEMORY_BYTES // MIB}Mi"
         return {
             "name": name,
-            "image": self.settings.agent_image,
+            "image": self.settings.sidecar_image,
             "command": ["python3", *command],
             "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108  # its root is read-only
             "resources": {"requests": {"cpu": f"{SIDECAR_CPUS * 1000:.0f}m", "memory": memory}},

@@ -68,12 +68,16 @@ class NodeClass(BaseModel):
         )
 
 
+SIDECAR_IMAGE = "envscaler/sidecar:latest"
+"""Name of the sidecar image where no other is given."""
+
+
 class Settings(BaseModel):
     """Where attempts run and how.
 
     Attributes:
         namespace: Where everything is made.
-        agent_image: Image with the sidecar and the wrapper.
+        sidecar_image: The sidecar image, which `envscaler images build-sidecar` builds.
         image: Image of every stage; None takes the spec's own, see ``build.stage_image``.
         image_repository: Where `envscaler build` puts images of specs that install packages.
         service_account: Identity of the pods, by which the sidecar reaches the store; the training gets
@@ -111,7 +115,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     namespace: str = "default"
-    agent_image: str = "envscaler/agent:latest"
+    sidecar_image: str = SIDECAR_IMAGE
     image: str | None = None
     image_repository: str | None = None
     service_account: str | None = None

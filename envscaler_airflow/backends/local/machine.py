@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from envscaler_airflow.catalog import canonical_gpu, nominal_memory_gb
 
 GIB = float(1 << 30)
@@ -158,6 +156,8 @@ def _cpu_quota() -> float | None:
 
 
 def _memory_bytes() -> int:
+    import psutil  # noqa: PLC0415  # only where stages run as processes
+
     total = int(psutil.virtual_memory().total)
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _text(path)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from envscaler_airflow.backends.local.cgroups import Cage
 
 MARKER = "ENVSCALER_SPOOL"
@@ -67,6 +65,8 @@ def process_start(pid: int) -> int | None:
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
         return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+    import psutil  # noqa: PLC0415  # only where stages run as processes
+
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
@@ -114,6 +114,8 @@ class Survivors:
         return pids
 
     def _by_look(self) -> set[int]:
+        import psutil  # noqa: PLC0415  # as above
+
         marker = f"{MARKER}={self.spool}".encode()
         session = self._session()
         found = set()
@@ -132,6 +134,8 @@ class Survivors:
 
 def descendants(pid: int) -> set[int]:
     """Children of *pid* and theirs; none when it is gone."""
+    import psutil  # noqa: PLC0415  # as above
+
     with suppress(psutil.Error):
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     return set()

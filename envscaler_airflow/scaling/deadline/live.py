@@ -184,17 +184,14 @@ def job_of(
 
 
 def prepare(policy: Policy, facts: StartFacts) -> Prepared:
-    """The table of the deadline, unless the present one serves, there is no deadline, or numpy is missing."""
+    """The table of the deadline, unless the present one serves or there is no deadline."""
     left_s = facts.deadline_left_s
     if left_s is None:
         return Prepared()
     job = job_of(facts.allocation, facts.offers(), deadline_s=left_s, start_s=facts.start_s)
     if job is None or _serves(facts.present(), job):
         return Prepared()
-    try:
-        table = build_table(job, every=max(4, job.ticks // MAX_ROWS))
-    except ModuleNotFoundError as err:
-        return Prepared(reason=f"no table for the deadline: {err}; pip install envscaler-airflow[simulate]")
+    table = build_table(job, every=max(4, job.ticks // MAX_ROWS))
     return table_files(policy.name, table.to_bytes(), job.to_dict())
 
 

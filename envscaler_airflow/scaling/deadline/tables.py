@@ -177,7 +177,7 @@ class _Solver:
     """Goes from the deadline backward, a tick at a time."""
 
     def __init__(self, job: SpotJob, hazard: Hazard, others: Others) -> None:
-        import numpy as np  # noqa: PLC0415  # an extra; checks do without
+        import numpy as np  # noqa: PLC0415  # checks do without
 
         self.np = np
         self.job = job

@@ -50,7 +50,7 @@ class Place:
         image, url = os.environ["ENVSCALER_IMAGE"], os.environ["ENVSCALER_STORE_URL"]
         settings = {
             "namespace": os.environ.get("ENVSCALER_NAMESPACE", "default"),
-            "agent_image": os.environ.get("ENVSCALER_AGENT_IMAGE", image),
+            "sidecar_image": os.environ.get("ENVSCALER_SIDECAR_IMAGE", image),
             "image": image,
             "wait_for_node_s": 0,
         }

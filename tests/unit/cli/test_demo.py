@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import httpx
@@ -266,11 +267,22 @@ def test_shows_progress_as_far_as_it_is_known():
 
 
 def test_refuses_a_folder_without_the_example(tmp_path):
-    """A wheel has no DAGs: the message says where they are."""
+    """The message names what is missing and the option."""
     done = CliRunner().invoke(main, ["demo", "--dags", str(tmp_path)])
 
     assert done.exit_code == 2
-    assert "there is no retrain_text_classifier.py; run this in a clone" in done.output
+    assert "there is no retrain_text_classifier.py; write --dags with a folder that has it" in done.output
+
+
+def test_the_demo_says_at_once_that_its_stages_need_numpy(monkeypatch):
+    """Before an Airflow is started, whose first stage would fail."""
+    monkeypatch.setitem(sys.modules, "numpy", None)
+
+    done = CliRunner().invoke(main, ["demo"])
+
+    assert done.exit_code == 2
+    assert "the demo's stages need numpy" in done.output
+    assert "run: pip install numpy" in done.output
 
 
 def test_a_termination_is_an_interrupt():
@@ -326,7 +338,7 @@ def test_the_demos_cluster_goes_by_the_environment(monkeypatch, tmp_path):
     mount = str(tmp_path / "store")
     assert found == {
         "cluster_prices": [],
-        "agent_image": "train:1",
+        "sidecar_image": "train:1",
         "image": "train:1",
         "namespace": "ml",
         "store_volume": {"hostPath": {"path": mount}},

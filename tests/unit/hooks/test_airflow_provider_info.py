@@ -11,6 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+import envscaler_agent
 import envscaler_airflow
 
 ROOT = Path(__file__).parents[3]
@@ -51,11 +52,16 @@ def test_every_public_name_can_be_had():
         _ = envscaler_airflow.nothing
 
 
-def test_the_version_is_the_packages():
-    """One number, in two places."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+@pytest.mark.parametrize("folder", [".", "agent"])
+def test_both_packages_read_their_version_from_one_place(folder):
+    """The provider and the agent that it carries always fit."""
+    root = ROOT / folder
+    found = tomllib.loads((root / "pyproject.toml").read_text())
 
-    assert envscaler_airflow.__version__ == project["version"]
+    assert found["project"]["dynamic"] == ["version"]
+    path = (root / found["tool"]["hatch"]["version"]["path"]).resolve()
+    assert path == Path(envscaler_agent.__file__).resolve()
+    assert envscaler_airflow.__version__ == envscaler_agent.__version__
 
 
 def test_the_connection_form_hides_nothing_that_is_used():

@@ -51,14 +51,18 @@ def way(backend):
 
 def test_a_connection_gives_client_namespace_and_settings(connect, monkeypatch):
     """The deployment's setting first, then what the connection says."""
-    monkeypatch.setenv("AIRFLOW__ENVSCALER__KUBERNETES", '{"agent_image": "a:1", "queue": "slow"}')
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__KUBERNETES", '{"sidecar_image": "a:1", "queue": "slow"}')
     config = json.dumps(kubeconfig("https://one:6443"))
     connect("team", kube_config=config, namespace="ml", envscaler='{"queue": "fast"}')
 
     backend = open_backend("kubernetes:team")
 
     assert isinstance(backend, KubernetesBackend)
-    assert (backend.namespace, backend.settings.agent_image, backend.settings.queue) == ("ml", "a:1", "fast")
+    assert (backend.namespace, backend.settings.sidecar_image, backend.settings.queue) == (
+        "ml",
+        "a:1",
+        "fast",
+    )
     assert way(backend) == ("https://one:6443", "Bearer token-0")
 
 

@@ -1,7 +1,6 @@
 """``envscaler simulate``: reports that tools can read, and faults that name the option."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -131,17 +130,6 @@ def test_a_spot_job_is_drawn(tmp_path, name):
     assert got.exit_code == 0, got.output
     assert path.read_bytes().startswith(PNG)
     assert path.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("more", [[], ["--policy", "greedy", "--optimum"]])
-def test_what_needs_numpy_says_how_to_get_it(monkeypatch, more):
-    """It comes with an extra, and the policy that is the default needs it."""
-    monkeypatch.setitem(sys.modules, "numpy", None)
-
-    got = run("spot", *TRACES, *more)
-
-    assert got.exit_code == 2
-    assert "needs numpy: pip install 'envscaler-airflow[simulate]'" in got.output
 
 
 def test_an_elastic_job_is_drawn(tmp_path):

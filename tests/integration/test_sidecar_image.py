@@ -1,4 +1,4 @@
-"""The agent image: built by buildah on a base of Debian's packages, and run."""
+"""The sidecar image: built by buildah on a base of Debian's packages, and run."""
 
 import os
 import shutil
@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from envscaler_airflow.backends.kubernetes.settings import SIDECAR_IMAGE
+from envscaler_airflow.cli import main
+from envscaler_airflow.images.sidecar_image import REQUIREMENTS
 
 TOOLS = ("buildah", "mmdebstrap")
 ROOT = Path(__file__).parents[2]
-NEEDED = ("boto3", "fsspec", "nvidia-ml-py", "pathspec", "pydantic", "pyyaml", "tenacity", "zstandard")
 FREE_FROM = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 MOST_BYTES = 400 << 20
 """Chosen: Debian's essential packages with Python are 200 MiB of it."""
@@ -35,7 +39,7 @@ def buildah(*words, **options):
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
     """The image, in a storage of this module alone, isolated by chroot."""
-    folder = tmp_path_factory.mktemp("agent-image")
+    folder = tmp_path_factory.mktemp("sidecar-image")
     config = folder / "storage.conf"
     config.write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
@@ -46,7 +50,6 @@ def image(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         make_base(folder)
         make_wheels(folder / "wheels")
-        words = ["build", "--quiet", "--file", str(ROOT / "docker/agent.Dockerfile"), "--tag", "agent:test"]
         [pip] = (folder / "wheels").glob("pip-*.whl")
         values = {
             "BASE": "localhost/base:1",
@@ -54,9 +57,15 @@ def image(tmp_path_factory):
             "PIP_FIND_LINKS": "/wheels",
             "PIP_NO_INDEX": "1",
         }
-        words += [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
-        buildah(*words, "--volume", f"{folder}/wheels:/wheels:ro", str(ROOT))
-        yield "agent:test"
+        words = [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
+        mounts = folder / "containers.conf"
+        mounts.write_text(f'[containers]\nvolumes = ["{folder}/wheels:/wheels:ro"]\n')
+        with patch.context() as within:
+            within.setenv("CONTAINERS_CONF", str(mounts))
+            done = CliRunner().invoke(main, ["images", "build-sidecar", "--builder", "buildah", *words])
+        assert done.exit_code == 0, done.output
+        assert done.stdout == f"{SIDECAR_IMAGE}\n"
+        yield SIDECAR_IMAGE
         buildah("rm", "--all")
         buildah("rmi", "--all", "--force")
 
@@ -78,7 +87,7 @@ def make_wheels(folder):
     """What the image installs, for its Python, which is this one's."""
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
     subprocess.run(
-        [*words, "--constraint", str(ROOT / "constraints.txt"), "pip", *NEEDED], check=True, timeout=240
+        [*words, "--constraint", str(ROOT / "constraints.txt"), "pip", *REQUIREMENTS], check=True, timeout=240
     )
 
 

@@ -1,6 +1,5 @@
-# The agent image: the sidecar, and the agent's files for the training's container.
-#
-#   buildah build --file docker/agent.Dockerfile --tag envscaler/agent:latest .
+# The sidecar image: the sidecar, and the agent's files for the training's container.
+# `envscaler images build-sidecar` lays out the folder that this file is built in.
 #
 # BASE is what runs: python3 3.11 or newer and certificates, nothing more. It may be made of Debian's
 # packages alone, by mmdebstrap; PIP is then a wheel of pip that the build can read.
@@ -8,21 +7,18 @@ ARG BASE=docker.io/library/python:3.12-slim
 
 FROM ${BASE} AS build
 ARG PIP="-m pip"
-ARG REQUIREMENTS="boto3 fsspec nvidia-ml-py pydantic pyyaml tenacity zstandard"
 # Other stores by fsspec: "gcsfs", "adlfs", "ossfs".
 ARG EXTRA_REQUIREMENTS=""
 # Where packages come from, as pip reads it from its environment.
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
-COPY constraints.txt /tmp/constraints.txt
+COPY requirements.txt /tmp/requirements.txt
 RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile \
-      --constraint /tmp/constraints.txt --target /opt/envscaler ${REQUIREMENTS} ${EXTRA_REQUIREMENTS} \
+      --target /opt/envscaler --requirement /tmp/requirements.txt ${EXTRA_REQUIREMENTS} \
     && rm -rf /opt/envscaler/bin
-COPY envscaler_airflow /opt/envscaler/envscaler_airflow
-COPY agent/envscaler_agent /opt/envscaler/envscaler_agent
-RUN find /opt/envscaler -name __pycache__ -prune -exec rm -rf {} + \
-    && python3 -m compileall -q -j 1 /opt/envscaler
+COPY packages /opt/envscaler
+RUN python3 -m compileall -q -j 1 /opt/envscaler
 
 FROM ${BASE}
 COPY --from=build /opt/envscaler /opt/envscaler

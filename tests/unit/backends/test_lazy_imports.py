@@ -1,0 +1,31 @@
+"""What a user of one backend does not load."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+print(sorted({"psutil", "numpy", "matplotlib"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "envscaler_airflow.cli.submit",
+        "envscaler_airflow.cli.inspect",
+        "envscaler_airflow.images.sidecar_image",
+        "envscaler_airflow.backends.kubernetes.pod_sidecar",
+        "envscaler_airflow.scaling",
+    ],
+)
+def test_who_runs_on_kubernetes_alone_loads_no_psutil_and_no_numpy(module):
+    """Here psutil is for processes of this machine, numpy for the table of the deadline policy."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, module], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
