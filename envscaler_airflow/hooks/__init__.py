@@ -1,1 +1,1 @@
-"""Airflow hooks: connections and settings become objects that the rooms below take."""
+"""Airflow hooks: they turn connections and settings into objects that the other packages take."""

@@ -18,7 +18,7 @@ _UNUSABLE = (AirflowException, AttributeError, ImportError, NotImplementedError,
 
 
 def aws_hook(connection: Connection | None) -> Any:
-    """The provider's ``AwsBaseHook`` on *connection*; None: the identity that boto3 finds in this process.
+    """Return the provider's ``AwsBaseHook`` for *connection*; None uses the identity that boto3 finds here.
 
     Raises:
         SpecError: The provider is not installed, or it cannot use the connection.
@@ -34,7 +34,7 @@ def aws_hook(connection: Connection | None) -> Any:
     if connection is None:
         return hook
     name, keys = connection.conn_id, (connection.login, connection.password)
-    if any(keys) and not all(keys):  # the provider would take another identity instead
+    if any(keys) and not all(keys):  # the provider would use another identity instead
         raise SpecError(f"connection {name!r} has an access key id without its secret, or the reverse")
     try:
         extra = extra_of(connection)
@@ -45,11 +45,11 @@ def aws_hook(connection: Connection | None) -> Any:
 
 
 def aws_session(hook: Any) -> Any:
-    """A boto3 session with the identity of *hook*, which renews the keys of a role by itself.
+    """Return a boto3 session with the identity of *hook*; it renews the keys of a role by itself.
 
     Raises:
-        SpecError: The connection asks for what cannot be.
-        BackendError: AWS refuses the role, or nothing answers.
+        SpecError: The connection requests something impossible.
+        BackendError: AWS refuses the role, or does not answer.
     """
     from botocore import exceptions as refusals  # noqa: PLC0415  (an extra)
 
@@ -57,7 +57,7 @@ def aws_session(hook: Any) -> Any:
     wrong = (refusals.NoRegionError, refusals.ParamValidationError, refusals.ProfileNotFound, *_UNUSABLE)
     try:
         session = hook.get_session()
-        if hook.conn_config.role_arn:  # of a web identity, whose first keys would come with the first request
+        if hook.conn_config.role_arn:  # a web identity, else without keys until a request
             session.get_credentials().get_frozen_credentials()
     except wrong as err:
         raise SpecError(f"{where}: {err}") from err
@@ -68,7 +68,7 @@ def aws_session(hook: Any) -> Any:
 
 
 def store_login(hook: Any) -> StoreLogin:
-    """What of the connection's credentials a machine can use."""
+    """Return those of the connection's credentials that a machine can use."""
     known, who = hook.conn_config, f"connection {hook.aws_conn_id!r}"
     if known.role_arn:
         return StoreLogin(refusal=f"{who} assumes {known.role_arn}, which a machine cannot renew")

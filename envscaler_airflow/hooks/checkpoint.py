@@ -24,11 +24,11 @@ class Checkpoint:
 
     Attributes:
         name: Folder name, ``g1-step-00000400-a3``.
-        uri: What ``restore_from`` takes.
-        generation, attempt: Who saved it.
-        step, epoch, samples: State of the training; None when it did not say.
+        uri: Value for ``restore_from``.
+        generation, attempt: Attempt that saved it.
+        step, epoch, samples: State of the training; None if it did not report them.
         size_bytes: Of all files.
-        cooperative: True when the training saved it itself; False for a snapshot of its files.
+        cooperative: True if the training saved it itself; False for a snapshot of its files.
     """
 
     name: str
@@ -53,7 +53,7 @@ class CheckpointHook(BaseHook):
 
     Args:
         store_conn_id: Connection of type ``envscaler_store``; None: ``[envscaler] store_url``.
-        store_url: Over the connection's.
+        store_url: Overrides the connection's URL.
     """
 
     conn_name_attr = "store_conn_id"
@@ -78,10 +78,10 @@ class CheckpointHook(BaseHook):
         return self._place.open()
 
     def get_conn(self) -> Store:
-        """The run store.
+        """Return the run store.
 
         Raises:
-            SpecError: None is configured, or its URL cannot be used.
+            SpecError: No store is configured, or its URL cannot be used.
         """
         return self._store
 
@@ -98,16 +98,16 @@ class CheckpointHook(BaseHook):
     def key(
         self, dag_id: str, run_id: str, task_id: str, map_index: int = -1, *, team: str | None = None
     ) -> RunKey:
-        """Key of the run of a stage in a DAG run of this deployment."""
+        """Return the key of the run of a stage in a DAG run of this deployment."""
         from envscaler_airflow.store import RunKey  # noqa: PLC0415  (DAG files do without)
 
         deployment = self._place.deployment(self._store)
         return RunKey(deployment, dag_id, run_id, task_id, map_index, team)
 
     def list_checkpoints(self, key: RunKey, *, generation: int | None = None) -> list[Checkpoint]:
-        """Complete checkpoints of *generation* (the newest that has any), newest first.
+        """Return complete checkpoints of *generation* (default: the newest that has any), newest first.
 
-        Torn manifests are left out: such checkpoints are never resumed from.
+        Torn manifests are left out: no run resumes from such checkpoints.
 
         Raises:
             StoreError: The store cannot be read.
@@ -115,7 +115,7 @@ class CheckpointHook(BaseHook):
         return list(self._listed(key, generation))
 
     def latest(self, key: RunKey, *, generation: int | None = None) -> Checkpoint | None:
-        """Newest checkpoint whose every byte agrees with its manifest; None when there is none."""
+        """Return the newest checkpoint whose every byte matches its manifest; None if there is none."""
         for found in self._listed(key, generation):
             try:
                 self.verify(key, found.name)
@@ -126,10 +126,10 @@ class CheckpointHook(BaseHook):
         return None
 
     def verify(self, key: RunKey, name: str) -> Manifest:
-        """Read every byte of a checkpoint against its manifest.
+        """Verify every byte of a checkpoint against its manifest.
 
         Raises:
-            CheckpointError: Missing, torn, truncated, or of another hash.
+            CheckpointError: Missing, torn, truncated, or with another hash.
             StoreError: The store cannot be read.
         """
         from envscaler_airflow.store import checkpoints, manifests  # noqa: PLC0415  (DAG files do without)
@@ -139,10 +139,10 @@ class CheckpointHook(BaseHook):
         return manifests.verify(run, checkpoints.checkpoint_prefix(name), manifest=manifest)
 
     def download(self, key: RunKey, name: str, target: Path) -> Path:
-        """Lay a checkpoint out in the folder *target*, every file verified; returns *target*.
+        """Write a checkpoint to the folder *target*, with every file verified; returns *target*.
 
         Raises:
-            CheckpointError: Missing, torn, truncated, or of another hash.
+            CheckpointError: Missing, torn, truncated, or with another hash.
             StoreError: The store cannot be read.
         """
         from envscaler_airflow.store import checkpoints, manifests  # noqa: PLC0415  (DAG files do without)
@@ -157,8 +157,8 @@ class CheckpointHook(BaseHook):
         """Delete a checkpoint, its manifest first.
 
         Raises:
-            CheckpointError: It is the newest of a run that still goes on, or the newest whose files are all
-                there with their sizes, or no checkpoint name.
+            CheckpointError: It is the newest of a run that is not over, or the newest whose files are all
+                there with their sizes; or the name is not that of a checkpoint.
             StoreError: The store cannot be written.
         """
         from envscaler_airflow.store import EventLog, checkpoints  # noqa: PLC0415  (DAG files do without)

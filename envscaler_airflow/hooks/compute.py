@@ -16,19 +16,19 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.settings import setting
 
 _IN_CLUSTER = ("in_cluster", "extra__kubernetes__in_cluster")
-"""Extra by which a connection asks for the pod's own identity; the second as Airflow 2.2 wrote it."""
+"""Extra by which a connection requests the pod's own identity; the second as Airflow 2.2 wrote it."""
 
 
 def compute_place(compute: str, conn_id: str | None) -> str:
-    """``kubernetes:ID`` for a cluster reached by a connection; the backend's name alone otherwise.
+    """Return ``kubernetes:ID`` for a cluster reached by a connection; otherwise the backend's name alone.
 
-    A ``kubernetes_conn_id`` in ``default_args`` reaches stages of other backends too, and says nothing there.
+    A ``kubernetes_conn_id`` in ``default_args`` is also set on stages of other backends, where it is ignored.
     """
     return f"{compute}:{conn_id}" if conn_id and compute == "kubernetes" else compute
 
 
 def open_backend(compute: str) -> Backend:
-    """The backend *compute* (see :func:`compute_place`), as the settings of this deployment want it.
+    """Return the backend *compute* (see :func:`compute_place`), with the settings of this deployment.
 
     Raises:
         SpecError: There is no backend of that name, or its settings or connection cannot be used.
@@ -45,14 +45,14 @@ def open_backend(compute: str) -> Backend:
 
 
 def kubernetes_config(conn_id: str | None) -> dict[str, Any]:
-    """Arguments of the Kubernetes backend: ``[envscaler] kubernetes`` (JSON), then the connection's own.
+    """Arguments of the Kubernetes backend: ``[envscaler] kubernetes`` (JSON), overridden by the connection's.
 
-    A connection of the cncf.kubernetes provider gives the client; its extra ``envscaler`` (JSON) gives
-    fields of the backend's settings, and its namespace counts. Without one: the kubeconfig, or the pod's
-    own identity where ``in_cluster`` is set.
+    A connection of the cncf.kubernetes provider gives the client. Its extra ``envscaler`` (JSON) gives
+    fields of the backend's settings, and its namespace is used. Without one: the kubeconfig, or the pod's
+    own identity if ``in_cluster`` is set.
 
     Raises:
-        SpecError: The setting is no JSON object, or the provider is not installed.
+        SpecError: The setting is not a JSON object, or the provider is not installed.
     """
     config = _object(setting("kubernetes") or "{}", "[envscaler] kubernetes")
     if conn_id is None:
@@ -72,14 +72,14 @@ def kubernetes_config(conn_id: str | None) -> dict[str, Any]:
 
 
 def _client(hook: Any) -> Any:
-    """The ``ApiClient`` of *hook*, a KubernetesHook, with a configuration of its own.
+    """Return the ``ApiClient`` of *hook*, a KubernetesHook, with a configuration of its own.
 
-    Left alone the hook goes through the package's default, which a process has once: two threads of a
-    triggerer that open two connections would get each other's cluster. Only a pod's own identity, which is
-    the same for all, cannot be given apart (provider 10.25).
+    By default the hook uses the Kubernetes package's default configuration, which a process has once: two
+    threads of a triggerer that open two connections would get each other's cluster. Only a pod's own
+    identity, which is the same for all, cannot be set separately (provider 10.25).
 
     Raises:
-        SpecError: What the connection says makes no way to a cluster.
+        SpecError: The connection does not describe a way to a cluster.
     """
     client, config = import_module("kubernetes.client"), import_module("kubernetes.config")
     in_cluster = any(hook.conn_extras.get(name) for name in _IN_CLUSTER)

@@ -1,4 +1,4 @@
-"""Live prices of clouds for DAG code, by Airflow connections of the clouds' own types."""
+"""Live cloud prices for DAG code, with Airflow connections of the clouds' own types."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _GCP_SCOPE = "https://www.googleapis.com/auth/cloud-billing.readonly"
 _GOOGLE_PLAIN = frozenset({"project", "num_retries"})
-"""Extras of a Google connection that say nothing of credentials."""
+"""Extras of a Google connection that are not credentials."""
 _GOOGLE_PROVIDER = (
     "only the Google provider reads this: pip install apache-airflow-providers-google, or remove it and give "
     "the process google-auth's application default credentials (GOOGLE_APPLICATION_CREDENTIALS)"
@@ -38,18 +38,18 @@ _GOOGLE_MISSING = (
 
 
 class CloudPricingHook(BaseHook):
-    """Reads prices of a cloud and keeps them for plans.
+    """Reads prices of a cloud and stores them for plans.
 
     ::
 
         books = CloudPricingHook("aws").refresh(["us-east-1", "eu-west-1"])
 
     Args:
-        cloud: ``aws``, ``gcp``, ``azure``, or one that another package brings.
-        conn_id: Connection of the cloud's own type, ``aws`` or ``google_cloud_platform``; of other clouds its
-            login, password and extras ``api_key``, ``token``, ``endpoint_url`` and ``verify`` count. None:
+        cloud: ``aws``, ``gcp``, ``azure``, or one from another package.
+        conn_id: Connection of the cloud's own type, ``aws`` or ``google_cloud_platform``. Other clouds
+            use its login, password and extras ``api_key``, ``token``, ``endpoint_url`` and ``verify``. None:
             the usual default.
-        endpoint_url: Of a stand-in for the cloud's API.
+        endpoint_url: Of a substitute for the cloud's API.
         cache: Folder of the prices; None: ``ENVSCALER_CACHE``, else the user's cache folder.
     """
 
@@ -65,10 +65,10 @@ class CloudPricingHook(BaseHook):
         cache: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Ask nothing yet.
+        """Send no request yet.
 
         Raises:
-            SpecError: No prices of that cloud can be read.
+            SpecError: Prices of that cloud cannot be read.
         """
         super().__init__(**kwargs)
         known = price_lists()
@@ -80,10 +80,10 @@ class CloudPricingHook(BaseHook):
         self.cache = cache
 
     def get_conn(self) -> PriceFeed:
-        """The cloud's price feed.
+        """Return the cloud's price feed.
 
         Raises:
-            SpecError: The connection has nothing that the cloud would let in.
+            SpecError: The connection has no credentials that the cloud accepts.
         """
         return self._feed
 
@@ -96,12 +96,12 @@ class CloudPricingHook(BaseHook):
         return prices.open(access(self._connection() if prices.conn_type else None))
 
     def refresh(self, regions: Iterable[str]) -> list[Book]:
-        """Ask for *regions*, keep what is good, and make the catalog anew.
+        """Request prices of *regions*, store the valid ones, and rebuild the catalog.
 
-        A region that fails keeps its last good prices; its book says why and since when.
+        A region that fails keeps its last good prices; its price list says why and since when.
 
         Raises:
-            SpecError: *regions* is one text, each letter of which would be asked for.
+            SpecError: *regions* is a single text, so that each of its letters would be requested.
         """
         if isinstance(regions, str):
             raise SpecError(f"regions {regions!r:.60}: write a list, such as [{regions!r:.60}]")
@@ -114,7 +114,7 @@ class CloudPricingHook(BaseHook):
         return books
 
     def test_connection(self) -> tuple[bool, str]:
-        """Ask for the prices of one region."""
+        """Request the prices of one region."""
         region = price_lists()[self.cloud].regions[0]
         try:
             found = self._feed.fetch(region)
@@ -123,7 +123,7 @@ class CloudPricingHook(BaseHook):
         return True, f"{len(found.quotes)} prices of {self.cloud} {region}"
 
     def _amazon(self, connection: Connection | None) -> Access:
-        """Session of boto3, for clouds with connections of type ``aws``."""
+        """Return a boto3 session, for clouds with connections of type ``aws``."""
         from envscaler_airflow.hooks.aws import aws_hook, aws_session  # noqa: PLC0415  (DAG files do without)
 
         hook = aws_hook(connection)
@@ -134,13 +134,13 @@ class CloudPricingHook(BaseHook):
         )
 
     def _google(self, connection: Connection | None) -> Access:
-        """API key, else token, for clouds with connections of type ``google_cloud_platform``."""
+        """Return the API key, else a token, for clouds with connections of type ``google_cloud_platform``."""
         key = None if connection is None else extra_of(connection).get("api_key")
         token = None if key else _google_token(connection)
         return Access(secret=key, token=token, endpoint_url=self.endpoint_url)
 
     def _plain(self, connection: Connection | None) -> Access:
-        """Fields of a connection of any other type."""
+        """Return the fields of a connection of any other type."""
         extra = {} if connection is None else extra_of(connection)
         return Access(
             login=connection.login if connection else None,
@@ -151,7 +151,7 @@ class CloudPricingHook(BaseHook):
         )
 
     def _connection(self) -> Connection | None:
-        """The connection; None when the default one does not exist: the machine's own identity then."""
+        """Return the connection; None, for the machine's own identity, if the default one does not exist."""
         if self.conn_id is None:
             return None
         try:
@@ -163,7 +163,7 @@ class CloudPricingHook(BaseHook):
 
 
 def _google_token(connection: Connection | None) -> str:
-    """A token of the Google provider's hook; without one, of google-auth's application default credentials.
+    """Return a token of the Google provider's hook, or else of google-auth's application default credentials.
 
     Raises:
         SpecError: Neither is installed, there are no credentials, or only the provider could read them.

@@ -22,9 +22,9 @@ from envscaler_airflow.scaling import Ask
 TIMEOUT_S = 5.0
 """Chosen: an instant query takes milliseconds, and a check of a stage must not wait for long."""
 MOST_BYTES = 4 << 20
-"""Longest answer that is read, bytes. Chosen: room for ten thousand series with their labels."""
+"""Longest answer that is read, bytes. Chosen: enough for ten thousand series with their labels."""
 MOST_SERIES = 10_000
-"""More series than this are an answer to another question. Chosen."""
+"""More series than this are not the answer to a useful query. Chosen."""
 
 _WHAT = "a Prometheus server"
 
@@ -36,7 +36,7 @@ class _Answer:
 
     @property
     def said(self) -> str:
-        """The server's own words."""
+        """Return the server's own message."""
         try:
             return str(json.loads(self.text)["error"])[:200]
         except (KeyError, TypeError, ValueError):
@@ -44,9 +44,9 @@ class _Answer:
 
 
 class Prometheus:
-    """Asks a Prometheus server, or what speaks its HTTP API, for values now.
+    """Requests current values from a Prometheus server, or a server with its HTTP API.
 
-    Blocks: from a trigger it is called in a thread.
+    Blocks: a trigger calls it in a thread.
 
     Source: prometheus.io/docs/prometheus/latest/querying/api, instant queries.
     """
@@ -61,15 +61,15 @@ class Prometheus:
         transport: httpx.BaseTransport | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask nothing yet.
+        """Send no request yet.
 
         Args:
-            url: Of the server; user and password in it are used and never shown.
+            url: Of the server; its user and password are used and never shown.
             auth: User and password.
-            headers: For a server that wants a token.
+            headers: For a server that requires a token.
             verify: False trusts any certificate; text is the path of the certificates to trust.
-            transport: In place of the network.
-            monotonic: For the end of a slow answer.
+            transport: Replaces the network.
+            monotonic: To end a slow answer.
         """
         self._url = url.rstrip("/")
         self._shown = shown(self._url)
@@ -80,17 +80,17 @@ class Prometheus:
         self._monotonic = monotonic
 
     def values(self, query: str) -> tuple[float, ...]:
-        """Value of every series that *query* selects now, in the server's order; NaN and infinity left out.
+        """Values of every series that *query* selects now, in the server's order, without NaN and infinity.
 
         Raises:
-            SpecError: The server does not understand the query, or it answers no numbers.
-            BackendError: The server cannot be asked now.
+            SpecError: The server does not understand the query, or its answer contains no numbers.
+            BackendError: The server does not answer now.
         """
         try:
             answer = self._get(query)
         except httpx.InvalidURL as err:
             raise SpecError(f"{self._shown}: this is no URL of a Prometheus server") from err
-        except UnicodeError:  # its own words would show the token
+        except UnicodeError:  # its own message would show the token
             raise SpecError(f"{self._shown}: host or token has letters that cannot be sent") from None
         except httpx.HTTPError as err:
             why = str(err) or type(err).__name__
@@ -106,7 +106,7 @@ class Prometheus:
         return self._read(answer)
 
     def known(self, query: str) -> tuple[float, ...]:
-        """As :meth:`values`, and never nothing.
+        """Like :meth:`values`, but never empty.
 
         Raises:
             SpecError, BackendError: As there.
@@ -118,7 +118,7 @@ class Prometheus:
         return values
 
     def _get(self, query: str) -> _Answer:
-        """Read up to :data:`MOST_BYTES` for :data:`TIMEOUT_S`, however slowly they come."""
+        """Read up to :data:`MOST_BYTES` for :data:`TIMEOUT_S`, even if they arrive slowly."""
         ends = self._monotonic() + TIMEOUT_S
         parts: list[bytes] = []
         with (
@@ -145,7 +145,7 @@ class Prometheus:
             return ssl.create_default_context(
                 cafile=None if folder else self._verify, capath=self._verify if folder else None
             )
-        except OSError as err:  # ssl's own errors, too
+        except OSError as err:  # includes errors of ssl
             why = err.strerror or err
             raise SpecError(f"{self._shown}: verify: {self._verify} cannot be read ({why})") from err
 
@@ -163,7 +163,7 @@ class Prometheus:
 
 
 def shown(url: str) -> str:
-    """*url* for people: no user, password or query."""
+    """Return *url* as it may be shown: without user, password and query."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -173,9 +173,9 @@ def shown(url: str) -> str:
 
 
 def asks(conn_id: str | None = None) -> Ask:
-    """Answers queries by the server of connection *conn_id*, else of ``[envscaler] prometheus_url``.
+    """Return a function that answers queries with connection *conn_id* or ``[envscaler] prometheus_url``.
 
-    Neither is looked up before the first query; one that is missing fails that query alone.
+    It looks up neither before the first query; a missing one fails only that query.
     """
     server: list[Prometheus] = []
 
@@ -198,7 +198,7 @@ def _of_setting() -> Prometheus:
 
 
 def _of_connection(conn_id: str) -> Prometheus:
-    """The server of a connection, as :func:`~envscaler_airflow.hooks.servers.http_server` reads it."""
+    """Return the server of a connection, as :func:`~envscaler_airflow.hooks.servers.http_server` reads it."""
     from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
     from airflow.sdk.exceptions import AirflowException  # noqa: PLC0415  (as above)
 

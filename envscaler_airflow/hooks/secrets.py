@@ -17,14 +17,14 @@ _FIELDS = {"login": "login", "username": "login", "password": "password", "host"
 
 
 def resolve_secret(reference: str) -> str:
-    """Value of ``secret:NAME/key``, ``connection:ID/field``, ``variable:NAME`` or ``env:NAME``.
+    """Return the value of ``secret:NAME/key``, ``connection:ID/field``, ``variable:NAME`` or ``env:NAME``.
 
-    ``secret:NAME/key`` is what Kubernetes would mount; where there is no cluster it is the Airflow
+    ``secret:NAME/key`` is what Kubernetes would mount. Without a cluster it is the Airflow
     connection NAME with that field or extra, else key ``key`` of the JSON variable NAME. The value is
     registered with Airflow's masker before it is returned.
 
     Raises:
-        SpecError: No such reference, or it names nothing that exists; the value is never in the message.
+        SpecError: The reference is not valid, or its target does not exist; no message contains the value.
     """
     try:
         parsed = parse_reference(reference)
@@ -38,7 +38,7 @@ def resolve_secret(reference: str) -> str:
 
 
 def resolve_unmounted(reference: str) -> str:
-    """The same on Kubernetes, where ``secret:NAME/key`` is the cluster's own: its pod reads it.
+    """Resolve *reference* for Kubernetes, except ``secret:NAME/key``, which the pod reads from the cluster.
 
     Raises:
         SpecError: As :func:`resolve_secret`, for the other kinds.

@@ -1,4 +1,4 @@
-"""An Airflow connection as the address of an HTTP server, in every form that people write one."""
+"""Read an Airflow connection as the address of an HTTP server, in every form in use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TENANT = "X-Scope-OrgID"
 
 @dataclass(frozen=True, slots=True)
 class HttpServer:
-    """Where a server is and how it is asked.
+    """An HTTP server's address and how to send requests to it.
 
     Attributes:
-        url: Scheme, host, port and path; no user and no password.
+        url: Scheme, host, port and path, without user and password.
         auth: User and password for basic authentication.
         headers: Sent with each request.
         verify: False trusts any certificate; text is the path of the certificates to trust.
@@ -35,20 +35,20 @@ class HttpServer:
 
 
 def http_server(connection: Any, what: str) -> HttpServer:
-    """The server that *connection* names.
+    """Return the server that *connection* names.
 
     The scheme is the host's own (``https://prom.example.org``), else the connection's schema, else its
     type (``https`` of an ``https://`` URI), else http. A schema other than http and https is a path, as
-    Airflow reads ``https://host/prometheus``. A port goes behind the host, before its path. A password
+    Airflow reads ``https://host/prometheus``. The port comes after the host, before its path. A password
     without a login is a token. Extras: ``headers``, ``tenant``, ``token``, ``verify``; any other with a
     dash in its name is a header, as for Airflow's HTTP connections.
 
     Args:
-        connection: Of Airflow.
-        what: The server, in messages: ``a Prometheus server``.
+        connection: An Airflow connection.
+        what: The server, as named in messages: ``a Prometheus server``.
 
     Raises:
-        SpecError: It names no host, or one that HTTP cannot reach; the password is in no message.
+        SpecError: It names no host, or one that HTTP cannot reach; no message contains the password.
     """
     name = f"connection {connection.conn_id!r}"
     host, schema = str(connection.host or "").strip(), str(connection.schema or "").strip("/ ")
@@ -68,7 +68,7 @@ def http_server(connection: Any, what: str) -> HttpServer:
 
 
 def server_of_url(url: str, where: str, what: str) -> HttpServer:
-    """The same of a *url* that a setting names.
+    """Return the server of a *url* in a setting.
 
     Raises:
         SpecError: It is not an HTTP address.
@@ -83,9 +83,9 @@ def server_of_url(url: str, where: str, what: str) -> HttpServer:
 
 
 def verify_of(value: object) -> bool | str:
-    """``verify`` of a connection's extra: a switch, also as the text of a URI's query, or a path.
+    """Parse ``verify`` of a connection's extra: a boolean, also as the text of a URI's query, or a path.
 
-    Text such as ``false`` was the path of a file before, which then did not exist.
+    Text such as ``false`` is not a path.
     """
     if value is None or isinstance(value, bool):
         return value is not False
@@ -96,7 +96,7 @@ def verify_of(value: object) -> bool | str:
 
 
 def object_of(value: object) -> object:
-    """A map in an extra, also as the JSON text of a URI's query; anything else as it is."""
+    """Parse a map in an extra, also given as JSON text in a URI's query; return other values unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] == "{":
         try:
             return json.loads(value)
@@ -106,7 +106,7 @@ def object_of(value: object) -> object:
 
 
 def extra_of(connection: Any) -> dict[str, Any]:
-    """The extra of *connection* without its empty fields; texts of a URI's query as what they mean.
+    """Return the extra of *connection* without empty fields, with the texts of a URI's query parsed.
 
     Raises:
         SpecError: It is not a JSON object.
@@ -125,7 +125,7 @@ def extra_of(connection: Any) -> dict[str, Any]:
 def _scheme(conn_type: object, schema: str) -> str:
     kind = str(conn_type or "").lower()
     if kind == "https" or schema.lower() == "https":
-        return "https"  # never plain where one of the two asks for TLS
+        return "https"  # never plain HTTP if one of the two requests TLS
     return "http"
 
 
@@ -134,7 +134,7 @@ def _path(schema: str) -> str:
 
 
 def _bracketed(host: str) -> str:
-    """``::1`` as a URL has it."""
+    """Return the host in URL form: ``[::1]`` for ``::1``."""
     bare = host.strip("[]")
     return f"[{bare}]" if bare.count(":") > 1 and "/" not in bare and "@" not in bare else host
 

@@ -33,7 +33,7 @@ class StorePlace:
     Attributes:
         url: As given by operator, connection or setting.
         options: Connection options without secrets; machines get these too.
-        login: Credentials of the connection for machines that have none of their own.
+        login: Credentials of the connection for machines without their own.
         hook: The Amazon provider's, whose session opens the store in this process; None: its own identity.
     """
 
@@ -43,23 +43,23 @@ class StorePlace:
     hook: Any = field(default=None, repr=False)
 
     def open(self) -> Store:
-        """The store, not yet checked.
+        """Return the store, not yet checked.
 
         Raises:
             SpecError: The URL, an option or the connection cannot be used.
-            StoreError: AWS does not give the connection's role, or does not answer.
+            StoreError: AWS refuses the connection's role, or does not answer.
         """
         try:
             session = {} if self.hook is None else {"session": aws_session(self.hook)}
             return open_store(self.url, {**self.options, **session} or None)
         except BackendError as err:
             raise StoreError(f"store {self.url}: {err}", status=err.status, transient=err.transient) from err
-        except (TypeError, ValueError) as err:  # what SDKs say of an option; names alone, no values
+        except (TypeError, ValueError) as err:  # what SDKs raise for an option; only names, no values
             names = ", ".join(self.options) or "no options"
             raise SpecError(f"store {self.url}: cannot be opened with {names}: {err}") from err
 
     def deployment(self, store: Store) -> str:
-        """``[envscaler] deployment``, or the name kept in a file store.
+        """Return ``[envscaler] deployment``, or the name stored in a file store.
 
         Raises:
             SpecError: The store may be shared and the setting is empty.
@@ -68,15 +68,15 @@ class StorePlace:
 
 
 def setting(name: str) -> str | None:
-    """Value of ``[envscaler] name``, None when it is not set."""
+    """Return the value of ``[envscaler] name``, None if it is not set."""
     return conf.get("envscaler", name, fallback="") or None
 
 
 def store_place(store_url: str | None = None, store_conn_id: str | None = None) -> StorePlace:
-    """The store to use: *store_url*, else the connection's, else ``[envscaler] store_url``.
+    """Return the store to use: *store_url*, else the connection's, else ``[envscaler] store_url``.
 
     Raises:
-        SpecError: None of the three names one, or the connection cannot be used for it.
+        SpecError: None of the three names a store, or the connection cannot be used for it.
     """
     connection = _connection(store_conn_id) if store_conn_id else None
     url = store_url or (connection and _url(connection)) or setting("store_url")
@@ -116,7 +116,7 @@ def _connection(conn_id: str) -> Connection:
 
 
 def _url(connection: Connection) -> Any:
-    """The store URL in the form's first field; of a connection's URI the bucket and its prefix come apart."""
+    """Return the store URL from the form's first field; a URI gives bucket and prefix separately."""
     host, schema = connection.host, connection.schema
     if not host or connection.conn_type != CONN_TYPE:
         return extra_of(connection).get("store_url")

@@ -1,4 +1,4 @@
-"""Airflow's own word on a stage's task, asked from a worker or a triggerer."""
+"""Airflow's own state of a stage's task, requested from a worker or a triggerer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from envscaler_airflow.store.keys import RunKey
 
 OVER = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
-"""States that Airflow leaves only by a clear."""
+"""States that a task leaves only by a clear."""
 
 
 def task_state(dag_id: str, run_id: str, task_id: str, map_index: int | None) -> str | None:
-    """Airflow's state of a task; ``removed`` when it is gone with its DAG run. Blocks."""
+    """Return Airflow's state of a task; ``removed`` if it was deleted with its DAG run. Blocks."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (slow to load)
 
     found = RuntimeTaskInstance.get_task_states(
@@ -23,7 +23,7 @@ def task_state(dag_id: str, run_id: str, task_id: str, map_index: int | None) ->
 
 
 def why_over(key: RunKey) -> str | None:
-    """Why the task of the run *key* will not come back to it; None when it may, or the run is no task's."""
+    """Return why the run's task will not return to it; None if it may, or if the run has no task."""
     from envscaler_airflow.store.keys import SHELL_DAG  # noqa: PLC0415  (triggers do without)
 
     if key.dag_id == SHELL_DAG:

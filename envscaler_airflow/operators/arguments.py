@@ -1,4 +1,4 @@
-"""What a task asks for, from its rendered arguments and its DAG run's params."""
+"""What a task requests, from its rendered arguments and its DAG run's params."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 def word(name: str, value: str, known: Collection[str]) -> str:
-    """*value*, one of *known*. Raises SpecError."""
+    """Return *value* if it is one of *known*. Raises SpecError."""
     if value not in known:
         raise SpecError(f"{name}: {value!r:.40} must be one of {', '.join(known)}")
     return value
 
 
 def usd(name: str, value: float | str | None) -> float | None:
-    """An amount in USD; None where none is given.
+    """Return an amount in USD; None if none is given.
 
     Raises:
         SpecError: Not an amount, negative or not finite.
@@ -63,10 +63,10 @@ def usd(name: str, value: float | str | None) -> float | None:
 
 
 def pause_s(name: str, value: object) -> float:
-    """Seconds between two looks of a trigger, as argument *name* gives them.
+    """Return the seconds between two polls of a trigger, as argument *name* gives them.
 
     Raises:
-        SpecError: Not a number above 0: the trigger would fail, or look without a pause.
+        SpecError: Not a number above 0: the trigger would fail, or poll without a pause.
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
@@ -74,7 +74,7 @@ def pause_s(name: str, value: object) -> float:
 
 
 def spec_path(spec: str, dag_file: str) -> str:
-    """*spec* as it can be opened: relative to the folder of *dag_file*; a registry reference as it is.
+    """Return *spec* as a path to open, relative to *dag_file*'s folder; a registry reference is unchanged.
 
     Raises:
         SpecError: It is not text.
@@ -85,9 +85,9 @@ def spec_path(spec: str, dag_file: str) -> str:
 
 
 def deadline_of(deadline: str | datetime | None) -> tuple[float | None, float | None]:
-    """Seconds of a duration such as ``4h``, else None, and the epoch seconds of a point in time, else None.
+    """Return the seconds of a duration such as ``4h`` and the epoch seconds of a point in time; one is None.
 
-    A point without a zone is in Airflow's ``[core] default_timezone``; :func:`zone_note` says so.
+    A point without a zone is in Airflow's ``[core] default_timezone``; :func:`zone_note` reports it.
 
     Raises:
         SpecError: Neither a duration nor ISO 8601.
@@ -104,7 +104,7 @@ def deadline_of(deadline: str | datetime | None) -> tuple[float | None, float | 
 
 
 def zone_note(deadline: str | datetime | None) -> str:
-    """What a deadline without a zone was taken for; "" for any other."""
+    """Return which time zone a deadline without a zone was taken to be in; "" for any other."""
     point = _point(deadline)
     if point is None or point.tzinfo is not None:
         return ""
@@ -112,7 +112,7 @@ def zone_note(deadline: str | datetime | None) -> str:
 
 
 def _with_zone(point: datetime) -> datetime:
-    """*point* in Airflow's default time zone."""
+    """Return *point* in Airflow's default time zone."""
     return timezone.coerce_datetime(point)
 
 
@@ -126,7 +126,7 @@ def _point(deadline: str | datetime | None) -> datetime | None:
 
 
 def meant(operator: type, unknown: Iterable[str]) -> str:
-    """``; startegy: write strategy``: what to write for each of *unknown*, where that can be guessed."""
+    """Return ``; startegy: write strategy``: what to write for each of *unknown*, if that can be guessed."""
     made = (vars(kind).get("__init__") for kind in operator.__mro__)
     own = {name for init in made if init is not None for name in signature(init).parameters}
     found = ""
@@ -142,7 +142,7 @@ def meant(operator: type, unknown: Iterable[str]) -> str:
 def check_literals(operator: Any) -> None:
     """Refuse literals of an EnvStageOperator that can only be wrong.
 
-    Templates and outputs of other tasks are known at run time only.
+    Templates and outputs of other tasks are known only at run time.
 
     Raises:
         SpecError: Names each fault.
@@ -173,14 +173,14 @@ def _faults(operator: Any) -> Iterator[str]:
 
 
 def is_literal(value: object) -> bool:
-    """True for what a DAG file states outright: neither a template nor an output of another task."""
+    """Return True for a value that a DAG file states directly: no template and no output of another task."""
     if isinstance(value, str):
         return "{{" not in value and "{%" not in value
     return isinstance(value, int | float | datetime | timedelta | Mapping | list)
 
 
 def _check_inputs(inputs: object) -> None:
-    """Values are mostly outputs of other tasks; a literal that is nothing never becomes one."""
+    """Refuse empty literals: most values are outputs of other tasks, but a literal never becomes one."""
     if not isinstance(inputs, Mapping):
         raise SpecError(f"inputs: got {inputs!r:.80}, expected names: write {{'data': other.output['data']}}")
     for name, value in inputs.items():
@@ -195,7 +195,7 @@ def _check_file(operator: Any) -> None:
 
 
 _NOTHING = frozenset({"none", "null", "undefined", "nan"})
-"""Texts that templates make of a value that is not there."""
+"""Texts that templates render for a missing value."""
 
 
 def stage_of(
@@ -205,13 +205,13 @@ def stage_of(
     begun: Callable[[], Mapping[str, Any]] | None,
     backend: Backend | None = None,
 ) -> Stage:
-    """The stage as it is asked for now; without a spec in a resumed slice, which goes by the frozen one.
+    """Return the stage as requested now; without a spec in a resumed execution, which uses the frozen one.
 
-    Parameters come from the spec's defaults, then from DAG params of the same names (what a person
-    filled into the form), then from the operator's own.
+    Parameters come from the spec's defaults, then from DAG params of the same names (what a user
+    entered in the form), then from the operator's own.
 
-    *begun* tells what the generation of a resumed slice was begun with, its ``generation`` event, for an
-    argument that was edited into nonsense meanwhile; None at an entry, which refuses that.
+    *begun* returns what the generation of a resumed execution was begun with, its ``generation`` event. It
+    replaces an argument that an edit has made invalid meanwhile. None at an entry, which refuses those.
 
     Raises:
         SpecError: The spec or an argument is wrong.
@@ -231,7 +231,7 @@ def stage_of(
 def _asked_anew(
     operator: EnvStageOperator, context: Context, backend: Backend | None, place: StorePlace
 ) -> dict[str, Any]:
-    """What counts at an entry alone: spec, parameters, inputs, and where to begin."""
+    """Return what counts only at an entry: spec, parameters, inputs, and where to begin."""
     parameters = dict(_mapping("parameters", operator.parameters))
     inputs = {name: _uri(name, value) for name, value in _mapping("inputs", operator.inputs).items()}
     pause_s("poll_interval", operator.poll_interval)
@@ -263,9 +263,9 @@ def _asked_anew(
 
 
 def _terms(operator: EnvStageOperator, begun: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
-    """Strategy, deadline and money; in a resumed slice an unusable one is as the generation was begun with.
+    """Return strategy, deadline and money; in a resumed execution the generation's own replace invalid ones.
 
-    A stage that trains is not failed for a DAG file that was edited meanwhile.
+    An edit of the DAG file does not fail a stage that trains.
     """
     terms: dict[str, Any] = {}
     for name, read in _TERMS.items():
@@ -311,9 +311,9 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _mask_references(spec: EnvSpec, operator: EnvStageOperator) -> None:
-    """Register the secrets that the spec refers to with Airflow's masker, which redacts what it knows.
+    """Register the secrets that the spec refers to with Airflow's masker, which redacts known values.
 
-    A value that was typed into the form is then found, too. A reference that cannot be resolved is
+    A secret value that a user typed into the form is then found, too. A reference that cannot be resolved is
     reported where its value is needed.
     """
     resolve = _resolver(operator)
@@ -328,7 +328,7 @@ def _resolver(operator: EnvStageOperator) -> Callable[[str], str]:
 
 
 def _refuse_masked(body: Mapping[str, Any]) -> None:
-    """Raise SpecError where a value holds what Airflow's secrets masker would redact."""
+    """Raise SpecError if a value contains text that Airflow's secrets masker would redact."""
     faults = [
         f"{path}: holds a secret; write an env entry with value_from: {REFERENCE_FORMS}"
         for path, text in _texts(body, "")
@@ -339,7 +339,7 @@ def _refuse_masked(body: Mapping[str, Any]) -> None:
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every text in *value* with where it stands: ``env[0].value``."""
+    """Yield every text in *value* with its path: ``env[0].value``."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):
@@ -351,9 +351,9 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def shown_parameters(operator: EnvStageOperator, context: Context) -> Any:
-    """What a run would be made with: the spec's defaults, DAG params over them, the operator's own over both.
+    """Return what a run would be made with: the spec's defaults, then DAG params, then the operator's own.
 
-    What the operator was given where that cannot be known; its own execution says why.
+    If that cannot be determined, the operator's argument unchanged; its execution reports the reason.
     """
     own = operator.parameters
     if own is not None and not isinstance(own, Mapping):
@@ -373,7 +373,7 @@ def shown_parameters(operator: EnvStageOperator, context: Context) -> Any:
 def chosen_parameters(
     known: Mapping[str, Any], params: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """DAG params that the spec knows, with the operator's own over them."""
+    """Return the DAG params that the spec knows, overridden by the operator's own."""
     form = {name: params[name] for name in known if name in params and params[name] is not None}
     return {**form, **own}
 
@@ -388,7 +388,7 @@ def _uri(name: str, value: object) -> str:
 
 
 def _origin(uri: object) -> str | None:
-    """The checkpoint to begin from: it will stand in the run's events."""
+    """Return the checkpoint to begin from, once checked: the run's events will contain it."""
     if not uri:
         return None
     if not isinstance(uri, str):

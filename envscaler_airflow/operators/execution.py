@@ -1,4 +1,4 @@
-"""One slice of a task on a worker: the run's store, key, backend and controller."""
+"""One execution of a task on a worker: the run's store, key, backend and owner."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ Say = Callable[[str], object]
 
 
 class Transcript:
-    """Writes what the task's log lacks, in the order in which it happened.
+    """Writes what is missing in the task's log, in the order in which it happened.
 
-    Airflow drops what a trigger logged when the next one begins; it keeps what executions log. So an
-    execution that defers again writes all that came since the last execution, also what the trigger showed.
-    The last one writes only what the trigger did not show, where the trigger's log stays readable.
+    Airflow drops what a trigger logged when the next trigger begins; it keeps what executions log. So an
+    execution that defers again writes everything since the last execution, even what the trigger showed.
+    The last one writes only what the trigger did not show, if the trigger's log stays readable.
     """
 
     def __init__(self, store: Store, prefix: str, say: Say) -> None:
@@ -77,7 +77,7 @@ class Transcript:
     def write(self, *, goes_on: bool) -> None:
         """Write what is missing. *goes_on*: the task defers again, so the trigger's log is dropped.
 
-        A store that cannot be read now costs nothing but a line: the next execution goes on from there.
+        If the store cannot be read now, only one line is written; the next execution continues from there.
         """
         try:
             self._write(goes_on=goes_on)
@@ -106,7 +106,7 @@ class Transcript:
                 self._say(line)
 
     def _before(self, event: Event, state: RunState, cursors: dict[str, Cursor], log: TaskLog) -> None:
-        """What an attempt printed comes before its end."""
+        """Write what an attempt printed before its end."""
         if event.type != "attempt-ended":
             return
         key = (event.body.get("generation"), event.body.get("attempt"))
@@ -132,7 +132,7 @@ class Transcript:
                 self._say(line)
 
     def _skipped(self, node: int, cursor: Cursor, shown: Cursor) -> Cursor:
-        """*cursor*, or a later one where the trigger showed more than one execution writes."""
+        """Return *cursor*, or a later one if the trigger showed more than one execution writes."""
         first = shown[0] - CHUNKS
         is_same_claim = cursor[0] // CLAIM_CHUNKS == shown[0] // CLAIM_CHUNKS
         if cursor[0] >= first or not is_same_claim:
@@ -152,7 +152,7 @@ class Transcript:
 
 
 def _of(attempts: Iterable[AttemptState], cursors: Mapping[str, Cursor]) -> dict[str, Cursor]:
-    """The part of *cursors* that is of *attempts*: no execution writes an older one again."""
+    """Return the part of *cursors* that is of *attempts*: no execution writes an older one again."""
     keys = [
         log_key((attempt.generation, attempt.number), node)
         for attempt in attempts
@@ -162,10 +162,10 @@ def _of(attempts: Iterable[AttemptState], cursors: Mapping[str, Cursor]) -> dict
 
 
 def _outlives(host: str) -> bool:
-    """True when the UI still shows the log of a trigger on *host* once the task has ended.
+    """Return True if the UI still shows the log of a trigger on *host* once the task has ended.
 
-    Airflow 3.3.2 then reads remote logs and the files beside the API server, and asks no triggerer any more.
-    Those files are this machine's where LocalExecutor runs the task. Elsewhere the end may appear twice.
+    Airflow 3.3.2 then reads remote logs and the files beside the API server, and no longer asks a triggerer.
+    These files are this machine's if LocalExecutor runs the task. On others the end may appear twice.
     """
     if conf.getboolean("logging", "remote_logging", fallback=False):
         return True
@@ -182,7 +182,7 @@ _METASTORE = "airflow.state.metastore.MetastoreBackend"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one slice works with."""
+    """What one execution works with."""
 
     store: Store
     key: RunKey
@@ -196,7 +196,7 @@ class Slice:
         """Open the run of the task in *context*.
 
         Raises:
-            SpecError: No store, no deployment, or no such backend.
+            SpecError: No store, no deployment, or the backend does not exist.
             SupersededError: Airflow no longer knows this try.
         """
         ti = context["ti"]
@@ -213,15 +213,15 @@ class Slice:
 
     @property
     def run_url(self) -> str:
-        """The same, as people write it."""
+        """The same folder, as a URL for users."""
         return self.store.uri(self.prefix)
 
     def begun(self) -> Mapping[str, Any]:
-        """What the generation was begun with. Raises StoreError."""
+        """Return what the generation was begun with. Raises StoreError."""
         return EventLog(self.store, self.prefix).load().begun
 
     def state(self) -> RunState | None:
-        """Fold of the run's events; None when the store does not answer."""
+        """Return the fold of the run's events; None if the store does not answer."""
         try:
             return EventLog(self.store, self.prefix, snapshots=False).load()
         except (StoreError, ProtocolError):
@@ -233,7 +233,7 @@ class Slice:
         if event is None:
             try:
                 controller.check_newest()
-            except StoreError:  # a folder that no run has written to is made by the check; no try owns it
+            except StoreError:  # the check creates a folder that no run has written to; no try owns it
                 check_store(self.store, self.prefix)
                 controller.check_newest()
             else:
@@ -242,17 +242,17 @@ class Slice:
         return controller.resume(Wake.from_dict(event))
 
     def time_out(self, stage: Stage, reason: str) -> None:
-        """Ask the attempt to save and go."""
+        """Ask the attempt to save and stop."""
         self._controller(stage).time_out(reason)
 
     def write_log(self, say: Callable[..., object], *, goes_on: bool) -> None:
-        """Write into the task's log what it lacks of the run; *goes_on*: the task defers again."""
+        """Write what the task's log lacks of the run; *goes_on*: the task defers again."""
         Transcript(self.store, self.prefix, lambda line: say("%s", line)).write(goes_on=goes_on)
 
     def accept_delivery(self) -> str | None:
-        """Record that Airflow took the result; says why it is not recorded, None when it is.
+        """Record that Airflow accepted the result; returns why it is not recorded, None if it is.
 
-        A success callback runs also where Airflow refused the success, so Airflow is asked.
+        Airflow also runs a success callback when it has refused the success, so its task state is checked.
 
         Raises:
             StoreError, ProtocolError: The store does not answer; a clear then delivers the result again.
@@ -261,7 +261,7 @@ class Slice:
         try:
             state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
         except (AirflowRuntimeError, OSError):
-            state = "success"  # no answer: the callback itself says so
+            state = "success"  # no answer: trust the callback
         if state != "success":
             return f"Airflow has the task as {state}"
         is_recorded = accept_delivery(self.store, self.prefix, self.actor)
@@ -272,10 +272,10 @@ class Slice:
 
 
 def life_of(context: Context) -> str | None:
-    """Uuid of the DAG run of the task in *context*, written by its first execution; None where unreadable.
+    """Uuid of the DAG run of the task in *context*, written by its first execution; None if unreadable.
 
-    Airflow keeps it over retries and clears, and deletes it with the DAG run. Nothing is read from a custom
-    backend, which may keep it longer, and where Airflow deletes it at a success.
+    Airflow keeps it over retries and clears, and deletes it with the DAG run. It is not read from a custom
+    backend, which may keep it longer, nor if Airflow deletes it at a success.
 
     Raises:
         SupersededError: Airflow no longer knows this try.
@@ -307,13 +307,13 @@ def postponed(
     event: Mapping[str, Any] | None,
     watched: Mapping[str, Any] | None,
 ) -> tuple[str, Watching] | None:
-    """The run and what to watch until *err* has passed; None where it is Airflow's to retry.
+    """Return the run and what to watch until *err* has passed; None to leave the retry to Airflow.
 
     Args:
         err: What ended the execution.
-        part: The execution; None where it could not open the store.
-        event: What it was for; None for ``execute``.
-        watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None where none did.
+        part: The execution; None if it could not open the store.
+        event: Why it ran; None for ``execute``.
+        watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None without a trigger.
     """
     if not is_passing(err):
         return None
@@ -333,7 +333,7 @@ def postponed(
 
 
 def run_key(context: Context, deployment: str, *, task_id: str | None = None) -> RunKey:
-    """Key of the run of the task in *context*, or of another task of its DAG run."""
+    """Return the key of the run of the task in *context*, or of another task of its DAG run."""
     ti = context["ti"]
     map_index = ti.map_index if ti.map_index is not None else -1
     team = getattr(context["dag_run"], "team_name", None)

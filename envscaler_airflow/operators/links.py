@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def store_page(url: str) -> str:
-    """Where a person can look at a run's folder: the AWS console for ``s3://``, else the URL itself.
+    """Return a page that shows a run's folder: the AWS console for ``s3://``, else the URL itself.
 
     >>> store_page("s3://ml-runs/prod/retrain/r1/train/-1")
     'https://s3.console.aws.amazon.com/s3/buckets/ml-runs?prefix=prod/retrain/r1/train/-1/'
@@ -24,12 +24,12 @@ def store_page(url: str) -> str:
 
 
 class RunStoreLink(BaseOperatorLink):
-    """Leads to the run's folder in the store: events, decisions, logs, checkpoints, outputs."""
+    """Links to the run's folder in the store: events, decisions, logs, checkpoints, outputs."""
 
     name = "Run store"
 
     def get_link(self, operator: BaseOperator, *, ti_key: Any) -> str:
-        """The page of the folder that the slice just ended has used; empty before it knew one."""
+        """Return the page of the folder that the last execution used; empty before it knew one."""
         del ti_key
         url = getattr(operator, "run_url", None)
         return store_page(url) if url else ""

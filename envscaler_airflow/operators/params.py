@@ -11,25 +11,25 @@ from airflow.sdk import Param
 from envscaler_airflow.errors import SpecError
 
 RESTART = "restart"
-"""DAG param that begins afresh when it is ``fresh``; one form field for all stages of a DAG."""
+"""DAG param that restarts from the beginning if it is ``fresh``; one form field for all stages of a DAG."""
 RESTARTS = ("resume", "fresh")
-"""What it may say."""
+"""Its allowed values."""
 
 
 def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
-    """Airflow params for the parameters of the spec at *path*, typed and bounded as the spec says.
+    """Return Airflow params for the parameters of the spec at *path*, typed and bounded as in the spec.
 
     Args:
-        path: Relative to the DAG file that calls this, absolute, or a reference to the registry; that is
-            the one of ``[envscaler] store_url``.
+        path: Relative to the DAG file that calls this, absolute, or a reference to the registry of
+            ``[envscaler] store_url``.
         restart: True adds the field ``restart``: ``resume`` (default) or ``fresh``.
 
     Raises:
-        SpecError: The file is missing or its ``parameters`` are wrong, or one has the name of that field.
+        SpecError: The file is missing, its ``parameters`` are wrong, or one has the name of that field.
     """
     from envscaler_airflow.envspec import spec_params as schemas_of  # noqa: PLC0415  (DAG files pay on use)
 
-    caller = sys._getframe(1).f_globals.get("__file__")  # noqa: SLF001  (the documented way to a caller)
+    caller = sys._getframe(1).f_globals.get("__file__")  # noqa: SLF001  (the documented way to find the caller)
     folder = Path(caller).parent if caller else Path.cwd()
     where = path if "://" in str(path) else folder / path
     params = {name: _param(schema) for name, schema in schemas_of(where, registry=_copy_of).items()}
@@ -49,7 +49,7 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
 
 
 def _copy_of(reference: str) -> Path:
-    """Path of what *reference* names; asked only where a spec has one."""
+    """Return the path of the spec that *reference* names; called only for specs in the registry."""
     from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
     from envscaler_airflow.images.registry import SpecRegistry  # noqa: PLC0415  (DAG files pay on use)
 

@@ -1,4 +1,4 @@
-"""The operator that clears up after owners that are gone for good."""
+"""The operator that cleans up after owners that will not return."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class ReapOperator(BaseOperator):
-    """Ends and removes what no live run owns on a cluster; schedule it, every hour or so.
+    """Ends and removes orphaned Jobs on a cluster; schedule it, for example every hour.
 
-    What ends by itself needs no reaper: a killed task asks its attempt to go, and an attempt whose owner is
-    silent ends by its lease. This takes away what is left when neither worked, and asks Airflow for the state
-    of the tasks of this deployment. A Job is left alone for its first 15 minutes. Pushes what it removed.
+    Most stages end without it: a killed task asks its attempt to stop, and an attempt whose owner is
+    silent ends by its lease. This operator removes what is left if neither worked, and asks Airflow for the
+    state of this deployment's tasks. It leaves a Job alone for its first 15 minutes. Pushes what it removed.
 
     Args:
         kubernetes_conn_id: Connection of the cncf.kubernetes provider; if not given, the kubeconfig.
         store_url: Run store, instead of the connection's or ``[envscaler] store_url``.
         store_conn_id: Connection of type ``envscaler_store``.
         grace_s: Seconds that pods may take to end.
-        dry_run: True only says what would go.
+        dry_run: If True, only report what would be removed.
     """
 
     template_fields: Sequence[str] = ("kubernetes_conn_id", "store_url", "store_conn_id")
@@ -43,7 +43,7 @@ class ReapOperator(BaseOperator):
         dry_run: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Keep the arguments; nothing is asked while the DAG file is parsed."""
+        """Keep the arguments; parsing the DAG file requests nothing."""
         super().__init__(**kwargs)
         self.kubernetes_conn_id = kubernetes_conn_id
         self.store_url = store_url
@@ -52,7 +52,7 @@ class ReapOperator(BaseOperator):
         self.only_say = dry_run
 
     def execute(self, context: Context) -> list[dict[str, str]]:
-        """Names of the Jobs and why they went."""
+        """Return the names of the removed Jobs, and why they were removed."""
         del context
         from envscaler_airflow.backends.kubernetes import (  # noqa: PLC0415  (DAG files do without)
             KubernetesBackend,

@@ -1,4 +1,4 @@
-"""The operator that owns a run: every slice of it calls the controller, and nothing else decides."""
+"""The operator that owns a run: each of its executions calls the owner, and nothing else decides."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_TRIGGER_FAILURES = 3
 
 
 class _OnCluster(BaseOperator):
-    """Takes what only stages on a cluster need, so that the arguments of a stage stay those of all backends.
+    """Takes arguments only for stages on a cluster, so that a stage's own arguments fit every backend.
 
-    A class of its own and no ``kwargs.pop``: Airflow fills in ``default_args`` and checks ``partial`` by
+    A separate class instead of ``kwargs.pop``: Airflow fills in ``default_args`` and checks ``partial`` by
     signatures.
     """
 
@@ -39,14 +39,14 @@ class _OnCluster(BaseOperator):
 
 
 class EnvStageOperator(_OnCluster):
-    """Runs one stage from its spec, on the machine that finishes it at the least expected cost.
+    """Runs one stage from its spec, on the machine with the lowest expected cost, counting your time.
 
     The task is deferred while the stage runs. A retry, a worker that dies and a restarted triggerer
     find the same run again; a clear after success begins a new generation of it.
 
     Args:
         spec: Path of the spec, relative to the DAG file.
-        parameters: Values over the spec's defaults and over DAG params of the same names.
+        parameters: Values that override the spec's defaults and DAG params of the same names.
         inputs: Name to URI of what earlier stages made, usually ``other.output["name"]``.
         compute: Backend: ``local`` or ``kubernetes``.
         kubernetes_conn_id: Connection of the cncf.kubernetes provider, for ``compute="kubernetes"``; if
@@ -55,12 +55,12 @@ class EnvStageOperator(_OnCluster):
         strategy: ``balanced``, ``cost``, ``performance`` or ``deadline``.
         value_of_hour: USD that an hour of waiting costs; if not given, the strategy's.
         deadline: ``4h`` from the first start of the generation, or a point in time (ISO 8601 or datetime).
-        budget_usd: Most that one generation may cost, over all its attempts.
-        restart: ``fresh`` begins a generation at each clear instead of going on.
+        budget_usd: Maximum cost of one generation, over all its attempts.
+        restart: ``fresh`` begins a generation at each clear instead of continuing.
         restore_from: URI of another run's checkpoint from which a fresh generation begins.
         store_url: Run store, instead of the connection's or ``[envscaler] store_url``.
         store_conn_id: Connection of type ``envscaler_store``.
-        poll_interval: Seconds between two looks at the stage while it runs.
+        poll_interval: Seconds between two polls of the stage while it runs.
     """
 
     template_fields: Sequence[str] = (
@@ -108,11 +108,11 @@ class EnvStageOperator(_OnCluster):
         """Keep the arguments; nothing is read or checked here.
 
         Raises:
-            TypeError: An argument of a name that is unknown; says which was meant.
+            TypeError: An argument has an unknown name; the message suggests the likely one.
         """
         try:
             super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
-        except TypeError as err:  # Airflow's names what is unknown, and not what was meant
+        except TypeError as err:  # Airflow's message names the unknown argument, but not the intended one
             from envscaler_airflow.operators.arguments import meant  # noqa: PLC0415  (lazy)
 
             raise TypeError(f"{err}{meant(type(self), kwargs)}") from err
@@ -133,16 +133,16 @@ class EnvStageOperator(_OnCluster):
 
     @property
     def compute_place(self) -> str:
-        """Backend and connection in one, as triggers carry it."""
+        """Return backend and connection in one text, as triggers store it."""
         from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
 
         return compute_place(self.compute, self.kubernetes_conn_id)
 
     def prepare_template(self) -> None:
-        """Refuse literals that can only be wrong, where a DAG file is parsed for the scheduler.
+        """Refuse literals that can only be wrong, when the scheduler parses the DAG file.
 
-        A worker parses the file too, for a stage that may be running: there the execution decides, which
-        keeps what the generation began with.
+        A worker parses the file too, for a stage that may be running. There the execution decides, and keeps
+        the values that the generation began with.
 
         Raises:
             SpecError: Names each argument, what it got and what to write.
@@ -153,7 +153,7 @@ class EnvStageOperator(_OnCluster):
             check_literals(self)
 
     run_url: str | None = None
-    """Folder of the run in the store, once a slice has opened it."""
+    """Folder of the run in the store, once an execution has opened it."""
 
     def render_template_fields(self, context: Context, jinja_env: Environment | None = None) -> None:
         """Render, and let *Rendered Templates* show the parameters that the run is made with."""
@@ -163,18 +163,18 @@ class EnvStageOperator(_OnCluster):
         self.parameters = shown_parameters(self, context)
 
     def execute(self, context: Context) -> Any:
-        """Begin, adopt or deliver the run; defer while it needs nobody."""
+        """Begin, adopt or deliver the run; defer while it does not need its owner."""
         return self._advance(context, None)
 
     def resume(self, context: Context, event: Mapping[str, Any] | None = None) -> Any:
-        """Go on after what the trigger saw, where it looked: a DAG file edited meanwhile moves no run."""
+        """Continue after what the trigger saw, in the same place: an edit of the DAG file moves no run."""
         told = dict(event or {"kind": "status"})
         self._stay(told.pop("place", None) or {})
         watched = told.pop("watched", None)
         return self._advance(context, told, watched)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """Go on after a deferral; a timeout asks the stage to save and go, a failed trigger is replaced."""
+        """Continue after a deferral: ask the stage to stop at a timeout, and replace a failed trigger."""
         if next_method != TRIGGER_FAIL_REPR:
             return super().resume_execution(next_method, next_kwargs, context)
         kwargs = next_kwargs or {}
@@ -187,10 +187,10 @@ class EnvStageOperator(_OnCluster):
         return super().resume_execution(next_method, next_kwargs, context)
 
     def on_kill(self) -> None:
-        """Stop nothing: a SIGTERM does not say who sent it.
+        """Stop nothing: a SIGTERM does not tell who sent it.
 
-        A worker that shuts down must not end a training that the next try adopts; what a user's
-        kill leaves is ended by the lease.
+        A worker that shuts down must not end a training that the next try adopts. After a user's kill, the
+        lease ends the attempt.
         """
 
     def _advance(
@@ -231,7 +231,7 @@ class EnvStageOperator(_OnCluster):
         event: Mapping[str, Any] | None,
         watched: Mapping[str, Any] | None,
     ) -> None:
-        """Defer again where *err* may pass and an attempt may run: that uses up no retry."""
+        """Defer again if *err* may pass and an attempt may run: that uses up no retry."""
         from envscaler_airflow.operators.execution import postponed  # noqa: PLC0415  (DAG files do without)
 
         found = postponed(err, part, event, watched)
@@ -297,7 +297,7 @@ class EnvStageOperator(_OnCluster):
             return POLL_S
 
     def _stay(self, place: Mapping[str, Any]) -> None:
-        """Keep to the machines and the store that the run has, as the trigger before knew them."""
+        """Keep the machines and the store that the run has, as recorded by the trigger before."""
         if not place:  # a trigger of an older version
             return
         kept = (place["compute"], place["store_url"], place["store_conn_id"])
@@ -308,7 +308,7 @@ class EnvStageOperator(_OnCluster):
         self.store_url, self.store_conn_id = kept[1:]
 
     def _time_left(self, context: Context) -> timedelta | None:
-        """``execution_timeout`` counts deferred time too; Airflow's own does not."""
+        """Return the rest of ``execution_timeout``, counting deferred time, which Airflow does not count."""
         if self.execution_timeout is None:
             return None
         used = datetime.now(UTC) - context["ti"].start_date
@@ -329,7 +329,7 @@ class EnvStageOperator(_OnCluster):
         return count
 
     def _deliver(self, context: Context, part: Slice, delivered: Delivered) -> dict[str, Any]:
-        """Hand the result over, and record it as accepted once Airflow has counted the try as a success."""
+        """Deliver the result, and record it as accepted once Airflow has counted the try as a success."""
         self.on_success_callback = [
             lambda _context: self._record_acceptance(part),
             *self.on_success_callback,

@@ -1,1 +1,1 @@
-"""The owner's side of a run: the one place that acts, and the watching and asking beside it."""
+"""The owner's side of a run: the one place that acts, and the code that watches and sends requests."""

@@ -1,8 +1,8 @@
 """The one place that acts: observe, decide, record the intent, act, record.
 
-Only a stage's owner calls it: slices of the operator on a worker, or a shell
-that waits. Every step can be repeated; a slice that dies at any line is
-followed by one that reads the events and goes on.
+Only the owner of a stage calls it: the operator's executions on a worker, or a
+waiting shell. Every step can be repeated: if an execution dies at any line, the
+next one reads the events and continues.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ _Result = RunState | Waiting | Delivered
 
 
 class Controller(Intending):
-    """Acts for one run, on behalf of one try of its stage's task."""
+    """Acts on one run, on behalf of one try of the stage's task."""
 
     def enter(self) -> Waiting | Delivered:
-        """What ``execute`` does: begin, adopt or deliver, then go on as far as possible.
+        """Run what ``execute`` does: begin, adopt or deliver the run, then advance it as far as possible.
 
         Raises:
             RunFailedError, BudgetError, StoppedError: The run is over; never retry.
             SpecError, NoOfferError: The spec must change; never retry.
             SupersededError: Another try owns the run.
-            StoreError, BackendError: No answer; try again when transient.
-            ProtocolError: A newer version has written events that this one does not know.
+            StoreError, BackendError: No answer; retry if transient.
+            ProtocolError: A newer version wrote events that this version does not know.
         """
         if self._stage.spec is None:
             raise RuntimeError("execute needs the spec")
@@ -90,14 +90,14 @@ class Controller(Intending):
         return self._run(state, Wake("entry"))
 
     def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
-        """State in which this try is the owner; what others append meanwhile is looked at anew."""
+        """Return the state in which this try is the owner, after checking events that others appended."""
         state = fold(self._log.read(after=state.number), state)  # packing a workdir takes time
         while not self._is_ours(state):
             state = self._entry(state, frozen)
         return state
 
     def check_newest(self) -> None:
-        """Raise where a newer try owns the run; the caller does so before it writes anything.
+        """Raise if a newer try owns the run; callers check this before they write anything.
 
         Raises:
             SupersededError: A newer try of this DAG run, or a later DAG run of the same name, owns it.
@@ -145,19 +145,19 @@ class Controller(Intending):
         )
 
     def resume(self, wake: Wake) -> Waiting | Delivered:
-        """What every later slice does. Raises as :meth:`enter`."""
+        """Run what every later execution does. Raises as :meth:`enter`."""
         log.debug("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
         state = self._log.load()
         result = self._run(state, wake)
-        if isinstance(result, Waiting) and result.watching.number == state.number:  # nothing came of it
+        if isinstance(result, Waiting) and result.watching.number == state.number:  # the owner took no action
             return replace(result, watching=replace(result.watching, answered=tuple(wake.seen)))
         return result
 
     def time_out(self, reason: str) -> None:
-        """Stop the run, since the task's time is over: the live attempt saves and ends. Returns at once.
+        """Stop the run because the task's time is over: the live attempt saves and ends. Returns at once.
 
-        The request stands in the events first, so that it counts whatever the attempt does meanwhile, and
-        also while none is live.
+        The request is written to the events first. It then counts even if the attempt ends meanwhile, and
+        also when no attempt is live.
         """
         self._check_owner(state := self._log.load())
         if state.status != "active":
@@ -191,12 +191,12 @@ class Controller(Intending):
                 return result
             if action.kind in ("start", "end", "kill"):
                 wake = Wake("status")
-            elif action.kind in ("stop", "change"):  # a time that was over was not that of the going
+            elif action.kind in ("stop", "change"):  # the expired timer belonged to the previous phase
                 wake = replace(wake, kind="status")
             state = result
 
     def _act(self, state: RunState, action: Action) -> _Result:
-        """State after *action*, or what ends this execution."""
+        """Return the state after *action*, or the result that ends this execution."""
         return self._ACTIONS[action.kind](self, state, action)
 
     def _facts(self, state: RunState, wake: Wake) -> Facts:
@@ -222,7 +222,7 @@ class Controller(Intending):
         )
 
     def _reserve_usd(self, state: RunState, observed: Observed | None, wake: Wake) -> float:
-        """What the live attempt still costs if it is drained now; 0 without one."""
+        """Cost that the live attempt still causes if it is drained now, USD; 0 without a live attempt."""
         if self._stage.budget_usd is None or state.live is None or observed is None:
             return 0.0
         check_s = max(wake.check_s, limits.BUDGET_EVERY_S)
@@ -237,7 +237,7 @@ class Controller(Intending):
         return facts.observe(self._store, self._prefix, self._backend, live, **ages)
 
     def _mend(self, live: AttemptState, observed: Observed, wake: Wake) -> bool:
-        """True when lost nodes of a live attempt are being made again; where nobody can, nothing is done."""
+        """Return True if the backend is recreating lost nodes of a live attempt; False if it cannot."""
         is_lost = any(node.state == "lost" or node.reason == "unneeded" for node in observed.nodes)
         if not is_lost or live.handle is None or not isinstance(self._backend, MendsNodes):
             return False
@@ -250,7 +250,7 @@ class Controller(Intending):
             log.info("replaced: %s", ", ".join(mended))
         return bool(mended)
 
-    # -- actions: each returns the state after it, or what ends the slice
+    # -- actions: each returns the state after it, or the result that ends the execution
 
     def _start(self, state: RunState, action: Action) -> _Result:
         try:
@@ -270,7 +270,7 @@ class Controller(Intending):
         spec, begun = self._spec(state), state.attempts_of(state.generation)
         sizes = in_place_change.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
         known = [one for one in (action.memory_bytes, sizes.memory_bytes) if one is not None]
-        memory = max(known, default=None)  # what the last one needed, though it is beyond the spec's limit
+        memory = max(known, default=None)  # what the last attempt needed, even beyond the spec's limit
         every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._clock())
         found = {"memory_bytes": memory, "vcpus": sizes.vcpus, "checkpoint_every_s": every_s}
         if every_s is not None:
@@ -279,7 +279,7 @@ class Controller(Intending):
         return self._append(state, "attempt-intended", body)
 
     def _check_claims(self, allocation: Allocation) -> None:
-        """Refuse several nodes, and nodes that are replaced, on a store where two pods could have one claim.
+        """Refuse several or replaced nodes on a store where two pods could both get the same claim.
 
         Raises:
             SpecError: The store has no exclusive create.
@@ -295,7 +295,7 @@ class Controller(Intending):
             )
 
     def _allocation(self, state: RunState, action: Action) -> Allocation:
-        """The target, unless it has too little memory now; without one, the planner's choice."""
+        """Return the target unless it has too little memory now; without a target, the planner's choice."""
         target, memory, now = action.target, action.memory_bytes, self._clock()
         spent = facts.spent_usd(state, self._backend, now=now)
         if (fault := choose.budget_fault(self._stage, spent)) is not None:
@@ -317,7 +317,7 @@ class Controller(Intending):
         return made.pick()
 
     def _was_had(self, live: AttemptState) -> None:
-        """What was kept against its offers is over."""
+        """Forget stockouts recorded for the offers of *live*: they were available."""
         for part in live.allocation.parts:
             forget(self._store, part.offer)
 
@@ -341,7 +341,7 @@ class Controller(Intending):
         if end.outcome == "not-started":
             refused = choose.refused_by(live, end.never_came)
             body["refused"] = [offer.name for offer in refused]
-            if end.failure == "capacity":  # volumes that it does not reach say nothing of its stock
+            if end.failure == "capacity":  # a volume that no machine reaches says nothing about stock
                 self._remember(refused, end.detail)
         else:
             self._was_had(live)
@@ -357,7 +357,7 @@ class Controller(Intending):
     def _own_outputs(
         self, state: RunState, live: AttemptState, said: Mapping[str, str], *, claim: int
     ) -> dict[str, str]:
-        """Where this run keeps what is there; a URI that the training's side wrote is no address."""
+        """Where this run stores each reported output; URIs from the training's side are not trusted."""
         names = self._spec(state).outputs.keys() & said.keys()
         key = (live.generation, live.number)
         folders = {name: output_prefix(name, attempt=key, claim=claim) for name in sorted(names)}
@@ -395,7 +395,7 @@ class Controller(Intending):
             body["leaving"] = [item.to_dict() for item in leaving]
         is_last = in_place_change.are_last(leaving, live, verdict.target)
         if way == "rescale" and (not is_last or self._would_begin_anew(live)):
-            way = "move"  # only the last nodes can go while the others stay what they are
+            way = "move"  # only the last nodes can be removed without restarting the rest
         if way != "move":
             body |= {"generation": live.generation, "attempt": live.number, "kind": way}
             return self._append(state, "move-deferred" if way == "next-start" else "change-intended", body)

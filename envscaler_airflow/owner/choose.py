@@ -1,4 +1,4 @@
-"""Choose what the next attempt runs on, by the planner."""
+"""Choose what the next attempt runs on, with the planner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from envscaler_airflow.store.stockouts import stockouts
 
 
 def warnings_of(spec: EnvSpec, offers: Sequence[Offer]) -> list[str]:
-    """What stops no start of a stage but may not be what its author means."""
+    """Return warnings: the stage can start, but its author may have intended something else."""
     speedup = speedup_warning(spec, offers)
     return [*spec.warnings, *([] if speedup is None else [speedup])]
 
@@ -54,11 +54,11 @@ def make_plan(
     sold_out: frozenset[str] = frozenset(),
     is_mixed: bool = False,
 ) -> Plan:
-    """Where the next attempt may run, best first.
+    """Plan where the next attempt may run, best first.
 
-    Offers that this run was just refused, and those in *sold_out* (names, as other runs met it), come
-    into play again only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers
-    where the stage's volumes cannot be used are none, nor are GPUs that its packages have no kernels for.
+    Offers that this run was just refused, and those in *sold_out* (names reported by other runs), are used
+    only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers that cannot use
+    the stage's volumes are excluded. So are GPUs for which its packages have no kernels.
     """
     requirements = _with_memory(requirements_of(spec), memory_bytes)
     refused = refused_offers(state) | sold_out
@@ -74,7 +74,7 @@ def make_plan(
 
 
 def _by_software(spec: EnvSpec, offers: Iterable[Offer]) -> tuple[list[Offer], list[Rejected]]:
-    """*offers* that the stage's packages run on, and the others with the reason."""
+    """Split *offers* into those that the stage's packages run on, and the others with the reason."""
     told, usable, useless = _software_fault(spec), [], []
     for offer in offers:
         fault = told(offer)
@@ -86,10 +86,10 @@ def _by_software(spec: EnvSpec, offers: Iterable[Offer]) -> tuple[list[Offer], l
 
 
 def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
-    """Tells of an offer why the stage's packages have no use of its GPUs; None of what is not known.
+    """Return a function that explains why the stage's packages cannot use an offer's GPUs; None if unknown.
 
-    By what is frozen alone: a requirements file may have changed, or be out of reach, since the run began.
-    What runs on this machine is not looked at: its own environment holds other packages.
+    Uses only what is frozen: a requirements file may have changed or become unreachable since the run began.
+    Stages on this machine are not checked: its own environment contains other packages.
     """
     runtime = next(iter(spec.runtimes), None)
     is_known = runtime is None or runtime.requirements is None
@@ -104,7 +104,7 @@ def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
 
 
 def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
-    """Why nobody knows what is left of the budget; None when it is known, or there is none."""
+    """Return why the rest of the budget is unknown; None if it is known, or there is no budget."""
     if stage.budget_usd is None or spent_usd is not None:
         return None
     return (
@@ -114,16 +114,16 @@ def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
 
 
 def goal_of(state: RunState, stage: Stage, *, spent_usd: float | None, now: float) -> Goal:
-    """What the user wants of the rest: money and time that the generation has used are gone.
+    """Return what the user wants from here on, less the money and time that the generation has used.
 
     Args:
         state: Fold of the run's events.
-        stage: What was asked for.
+        stage: What was requested.
         spent_usd: By this generation so far; None when unknown.
         now: Clock of the owner's side, seconds since the epoch.
 
     Raises:
-        BudgetError: There is a budget, and nobody knows what of it is left.
+        BudgetError: There is a budget, and the rest of it is unknown.
     """
     fault = budget_fault(stage, spent_usd)
     if fault is not None:
@@ -146,7 +146,7 @@ def _with_memory(
 
 
 def sold_out_offers(store: Store, offers: Iterable[Offer], *, now: float) -> frozenset[str]:
-    """Names of *offers* that runs on this store were lately told cannot be had.
+    """Return names of *offers* that the backend lately reported as unavailable to runs on this store.
 
     Raises:
         StoreError: The store cannot be read.
@@ -156,13 +156,13 @@ def sold_out_offers(store: Store, offers: Iterable[Offer], *, now: float) -> fro
 
 
 def refused_offers(state: RunState) -> frozenset[str]:
-    """Offers that could not be had since the last attempt that ran."""
+    """Return the offers found unavailable since the last attempt that ran."""
     names: list[str] = []
     for attempt in reversed(state.attempts_of(state.generation)):
         if attempt.outcome != "not-started":
             break
         if attempt.ended.get("failure") == "spec":
-            continue  # says nothing of the offer
+            continue  # no information about the offer
         names += attempt.ended.get("refused") or [part.offer.name for part in attempt.allocation.parts]
     return frozenset(names)
 
@@ -177,7 +177,7 @@ def write_plan(
     memory_bytes: int | None = None,
     is_mixed: bool = False,
 ) -> None:
-    """Keep the plan for people, and what the stage may move to while it runs for the sensor."""
+    """Store the plan, human-readable, and for the sensor the targets that the stage may move to."""
     running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
     found = feasible(
         running, _by_software(spec, offers)[0], data=data_places(spec, schemes()), is_mixed=is_mixed
@@ -188,24 +188,24 @@ def write_plan(
 
 
 def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:
-    """Memory per node that the last attempt had; None before the first."""
+    """Return the memory per node that the last attempt had; None before the first."""
     if last is None:
         return None
     share_bytes, stated = least_memory_bytes(last.allocation), spec.resources.alternatives[0]
     limit = last.memory_bytes or stated.limits.memory_bytes
     if limit is not None:
         return min(limit, share_bytes)
-    is_of_cluster = last.allocation.offer.cloud == "kubernetes"  # elsewhere no other pod is beside it
+    is_of_cluster = last.allocation.offer.cloud == "kubernetes"  # elsewhere no pod shares the machine
     return default_limit_bytes(stated.requests.memory_bytes, share_bytes) if is_of_cluster else share_bytes
 
 
 def least_memory_bytes(allocation: Allocation) -> int:
-    """Memory of its smallest node."""
+    """Return the memory of its smallest node."""
     return int(min(part.offer.memory_gib for part in allocation.parts) * GIB)
 
 
 def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
-    """Most that memory per node may be raised to; None when there is no offer to tell by."""
+    """Return the most that memory per node may be raised to; None without an offer to compare with."""
     largest = max((int(offer.memory_gib * GIB) for offer in offers), default=None)
     cap = spec.failure.oom_memory_cap_bytes
     if cap is None or largest is None:
@@ -214,7 +214,7 @@ def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
 
 
 def refused_by(attempt: AttemptState, never_came: Iterable[int]) -> tuple[Offer, ...]:
-    """Offers of the nodes that never came; all of the attempt's when none is named."""
+    """Return the offers of the nodes that never started; all of the attempt's if none is named."""
     parts = attempt.allocation.parts
     nodes = set(never_came)
     told = [part.offer for part in parts if nodes & set(range(part.first_rank, part.first_rank + part.nodes))]
@@ -222,7 +222,7 @@ def refused_by(attempt: AttemptState, never_came: Iterable[int]) -> tuple[Offer,
 
 
 def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | None:
-    """Why *target* cannot be had now, None when it can."""
+    """Return why *target* is not available now, None if it is."""
     known = {offer.name for offer in offers}
     gone = [part.offer.name for part in target.parts if part.offer.name not in known]
     if gone:

@@ -1,4 +1,4 @@
-"""Record the end of a run whose task is over, in the place of its owner, which does not come back."""
+"""Record the end of a run whose task is over, on behalf of its owner, which will not return."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class _Over(Exception):  # noqa: N818  (a way out, not a fault)
-    """Nothing more is to be recorded."""
+    """Nothing more needs to be recorded."""
 
 
 class _Closer(Controller):
-    """Ends what runs and records it; starts nothing, moves nothing, and hands no result over."""
+    """Ends what runs and records it; starts nothing, moves nothing, and delivers no result."""
 
     def _act(self, state: RunState, action: Action) -> RunState | Waiting | Delivered:
         if action.kind in ("start", "carry-out", "deliver"):
@@ -59,9 +59,9 @@ def close(
 ) -> RunState:
     """Wait until what was asked to stop has ended, and record its end, its cost, and that the run stopped.
 
-    Acts as the try (*ti_id*, *try_number*), whose task is over, and only while no other owns the run: a
-    new try takes it over at any moment. What the attempt used is released. With *waits* False only what has
-    ended by now is recorded.
+    Acts as the try (*ti_id*, *try_number*), whose task is over, and only while no other try owns the run: a
+    new try may take it over at any moment. What the attempt used is released. With *waits* False only what
+    has ended by now is recorded.
 
     Raises:
         StoreError, BackendError: No answer for an hour.
@@ -80,7 +80,7 @@ def close(
 
 
 def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None:
-    """The owner, once a stop of its run is requested; None when nothing is to stop, or another owns it."""
+    """Return the owner if a stop of its run is requested; None without one, or if another owns the run."""
     while True:
         state = events.load()
         owner = state.owner
@@ -98,7 +98,7 @@ def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None
 def close_behind(
     store: Store, prefix: str, backend: Backend, *, ti_id: str, try_number: int | None = None
 ) -> None:
-    """:func:`close` in a thread of its own, which the end of this process ends: ``reap`` comes after it."""
+    """Run :func:`close` in a background thread that ends with this process; ``reap`` does the rest later."""
 
     def follow() -> None:
         try:

@@ -1,4 +1,4 @@
-"""What an owner asks of a running attempt: to go, or to be changed in place; and what it then waits for."""
+"""What an owner asks of a running attempt: to stop, or to change in place; and what it then waits for."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from envscaler_airflow.run import Action, AttemptState, RunState
 from envscaler_airflow.store.checkpoints import read_control
 
 RELEASE_AGAIN_S = 600.0
-"""Between two tries to release an ended attempt while the next one runs, seconds. Chosen: some seconds of a
-worker six times an hour, for machines that may be paid for."""
+"""Between two tries to release an ended attempt while the next one runs, seconds. Chosen: some seconds of
+a worker six times an hour, for machines that may still be billed."""
 OVERDUE_MARGIN_S = 60.0
-"""Waited beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
+"""Wait beyond alignment and grace before the kill, seconds. Chosen: the last uploads of a node."""
 
 
 class Asking(Owner):
@@ -33,7 +33,7 @@ class Asking(Owner):
         live = live_of(state)
         said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
         if said is not None and action.why == "stalled":
-            said = replace(said, progress=Progress())  # no step of it is to come
+            said = replace(said, progress=Progress())  # no further step is expected of it
         return {
             "generation": live.generation,
             "attempt": live.number,
@@ -44,7 +44,7 @@ class Asking(Owner):
         }
 
     def _ask_to_go(self, state: RunState) -> RunState:
-        """Write the control of a stopping attempt; repeated by every slice until it went."""
+        """Write the control of a stopping attempt; every execution repeats it until the attempt has ended."""
         live, spec = live_of(state), self._spec(state)
         name = protocol.control_name(live.generation, live.number)
         before = read_control(self._store, f"{self._prefix}/{name}")
@@ -64,7 +64,7 @@ class Asking(Owner):
         return state
 
     def _leaving(self, live: AttemptState, target: Allocation) -> tuple[Leaving, ...]:
-        """Which nodes go when *target* has fewer, by what each of them says of its steps."""
+        """Return the nodes to remove if *target* has fewer, by what each node reports of its steps."""
         fewer = live.allocation.nodes - target.nodes
         if fewer <= 0:
             return ()
@@ -76,15 +76,15 @@ class Asking(Owner):
         return who_leaves(live.allocation, fewer, removable=self._marked(live), step_s=step_s)
 
     def _would_begin_anew(self, live: AttemptState) -> bool:
-        """True for what restores by a Session: started again on several nodes, that is as the attempt began.
+        """Return True if a Session restores the training: restarting several nodes repeats the attempt.
 
-        A Session tells the seconds of its saves, also before the first.
+        A Session reports the seconds of its saves, even before the first.
         """
         said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
         return said is not None and said.progress.save_s is not None
 
     def _marked(self, live: AttemptState) -> frozenset[int]:
-        """Nodes that somebody marked to go first; none where nobody can, or where there is no answer."""
+        """Nodes marked for removal first; none if the backend cannot mark nodes or does not answer."""
         if live.handle is None or not isinstance(self._backend, MarksNodes):
             return frozenset()
         try:
@@ -93,7 +93,7 @@ class Asking(Owner):
             return frozenset()
 
     def _change(self, state: RunState, action: Action) -> RunState | Waiting:
-        """Go on with a change in place: it is done, undone, awaited, or left to the next attempt."""
+        """Advance a change in place: it is done, undone, awaited, or left to the next attempt."""
         live = live_of(state)
         change = live.change
         if change is None:

@@ -1,4 +1,4 @@
-"""Gather what the owner knows beside the events. Reads only."""
+"""Gather what the owner knows in addition to the events. Reads only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import join
 
 SOON_S = 60.0
-"""Ran so briefly, an attempt may have been billed for no second, by times in whole seconds. Chosen."""
+"""A shorter attempt may be billed zero seconds, since billed times are in full seconds. Chosen."""
 
 
 def observe(
@@ -28,7 +28,7 @@ def observe(
     silent_s: float,
     quiet_s: Mapping[int, float],
 ) -> Observed | None:
-    """The nodes of a started attempt, as backend and store know them; None when it has no handle.
+    """Return the nodes of a started attempt, as backend and store know them; None without a handle.
 
     A node that only the backend misses is not lost while its status changes: see :func:`unless_heard`.
     """
@@ -41,7 +41,7 @@ def observe(
     key = (attempt.generation, attempt.number)
     known = {node.node: node for node in seen.nodes} if seen else {}
     nodes = []
-    # Nodes of a change in place that was given up when the attempt was asked to go are to go too.
+    # If a drain cancelled a change in place, the nodes of that change must end too.
     more = [] if attempt.change is not None else [one for one in known if one >= attempt.allocation.nodes]
     for index in (*range(attempt.allocation.nodes), *sorted(more)):
         node = known.get(index) or NodeStatus(index, "unknown")
@@ -50,7 +50,7 @@ def observe(
 
 
 def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
-    """Billed intervals; None when the backend cannot tell now."""
+    """Return billed intervals; None if the backend cannot report them now."""
     if attempt.handle is None:
         return ()
     try:
@@ -60,7 +60,7 @@ def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ..
 
 
 def may_be_held(attempt: AttemptState) -> bool:
-    """True for an ended attempt whose machines may live on, and whose bill is so not known to be closed."""
+    """Return True for an ended attempt whose machines may still run, so that its bill may still be open."""
     if attempt.is_live or not attempt.unreleased:
         return False
     rows = attempt.ended.get("usage")
@@ -68,17 +68,17 @@ def may_be_held(attempt: AttemptState) -> bool:
 
 
 def is_missing(usage: tuple[UsageInterval, ...] | None, attempt: AttemptState, *, now: float) -> bool:
-    """True where the times of an attempt that ran and is over are gone with it.
+    """Return True if the times of an ended attempt that ran were deleted with its machines.
 
-    Where what was held was deleted, a backend knows only when it was made: no time at all, for what the owner
-    saw started long ago, is unknown and not free.
+    The backend then knows only when they were created. No billed time at all, for an attempt that the owner
+    saw start long ago, means unknown, not free.
     """
     is_none = bool(usage) and all(item.end is not None and item.end <= item.start for item in usage or ())
     return is_none and attempt.started_at is not None and now - attempt.started_at > SOON_S
 
 
 def least_usage(store: Store, prefix: str, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
-    """What each pod held at least: from its claim to its last status, by the store's dates; None for nothing.
+    """Least time that each pod ran: from its claim to its last status, by the store's dates; None for none.
 
     Raises:
         StoreError: The store cannot be read.
@@ -97,7 +97,7 @@ def least_usage(store: Store, prefix: str, attempt: AttemptState) -> tuple[Usage
 
 
 def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:
-    """Cost of *intervals*, each node at its own price; None when a price or the time is unknown.
+    """Cost of *intervals*, each node at its own price; None if a price or the time is unknown.
 
     Args:
         attempt: Whose allocation sets the prices.
@@ -111,10 +111,10 @@ def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, 
 
 
 def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
-    """Cost of the current generation so far, for its budget; None when a price is unknown.
+    """Cost of the current generation so far, for its budget; None if a price is unknown.
 
-    Metered; where the backend did not tell, at most what the owner's own times allow, so that a bill
-    which nobody can read never looks free.
+    Metered. If the backend did not report usage, the upper limit from the owner's own times counts, so that
+    an unreadable bill never looks free.
     """
     total = 0.0
     for attempt in state.attempts_of(state.generation):
@@ -133,7 +133,7 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
 
 
 def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
-    """What the attempt can have cost at most, from the intent to the end; None when its price is unknown."""
+    """Upper limit of the attempt's cost, from the intent to the end; None if its price is unknown."""
     end = now if attempt.ended_at is None or may_be_held(attempt) else attempt.ended_at
     most = max([attempt.allocation.nodes, *(before.allocation.nodes for before in attempt.earlier)])
     held = [UsageInterval(node, attempt.intended_at, max(end, attempt.intended_at)) for node in range(most)]
@@ -141,7 +141,7 @@ def _most_usd(attempt: AttemptState, *, now: float) -> float | None:
 
 
 def move_pauses_s(state: RunState) -> list[float]:
-    """Pauses of the moves of this generation, ask to first step, as far as the events tell, seconds."""
+    """Pauses of this generation's moves, request to first step, as far as the events show, seconds."""
     pauses = []
     for before, after in pairwise(state.attempts_of(state.generation)):
         if before.stop_why != "move" or before.stopping_at is None or after.started_at is None:
@@ -153,6 +153,6 @@ def move_pauses_s(state: RunState) -> list[float]:
 
 
 def start_s(state: RunState) -> float | None:
-    """Mean pause of the moves of this generation, seconds; None before the first."""
+    """Mean pause of this generation's moves, seconds; None before the first."""
     pauses = move_pauses_s(state)
     return sum(pauses) / len(pauses) if pauses else None

@@ -1,4 +1,4 @@
-"""Own a run from a process that waits: a shell, or a test. No Airflow."""
+"""Own a run from a waiting process: a shell, or a test. No Airflow."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
 
 POLL_S = 2.0
-"""How often a waiting process looks, seconds. Chosen: a person who waits notices no delay."""
+"""How often a waiting process polls, seconds. Chosen: a person who waits notices no delay."""
 GIVE_UP_S = 3600.0
-"""Longest time without an answer of store or machines, seconds. Chosen: the default ``orphan_after`` and half
-an hour: by then what ran without an owner has saved and ended."""
+"""Longest time without an answer from store or machines, seconds. Chosen: the default ``orphan_after`` plus
+half an hour: by then an attempt without an owner has saved and ended."""
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class Holder:
     Attributes:
         controller: Acts.
         store, prefix, backend, actor: Of the run, for watching and the lease.
-        on_wait: Told the reason whenever it changes.
-        on_look: Called at every look with the watch, to show logs and progress.
+        on_wait: Called with the reason for the wait whenever it changes.
+        on_look: Called at every poll with the watch, to show logs and progress.
         on_trouble: Called with each error of the store while it waits.
         sleep, monotonic: Time.
     """
@@ -51,9 +51,9 @@ class Holder:
     monotonic: Callable[[], float] = time.monotonic
 
     def hold(self) -> Delivered:
-        """Until the run is delivered. Raises as :meth:`Controller.enter`.
+        """Own the run until it is delivered. Raises as :meth:`Controller.enter`.
 
-        Once an attempt of this holder's was begun no answer ends nothing: it may run.
+        Once this holder has begun an attempt, a missing answer ends nothing: the attempt may be running.
         """
         try:
             result = self.controller.enter()
@@ -65,7 +65,7 @@ class Holder:
         return self._until_delivered(result)
 
     def is_ours(self) -> bool:
-        """True once the run is this holder's: before, it may be another's. Raises StoreError."""
+        """Return True once this holder owns the run; before that another may own it. Raises StoreError."""
         owner = self._state().owner
         return self.actor.is_try_of(owner)
 
@@ -76,19 +76,19 @@ class Holder:
         return EventLog(self.store, self.prefix, snapshots=False).load()
 
     def go_on(self) -> Delivered:
-        """The same, for a run that this holder has entered before."""
+        """Continue a run that this holder has entered before. Otherwise as :meth:`hold`."""
         return self._until_delivered(self._resume(Wake("request"), Watching(0, 0)))
 
     def _until_delivered(self, result: Waiting | Delivered) -> Delivered:
         while isinstance(result, Waiting):
             self.on_wait(result)
             result = self._resume(self._wait(result), result.watching)
-        with contextlib.suppress(StoreError):  # then the same name again delivers the same result
+        with contextlib.suppress(StoreError):  # then the same name delivers the same result again
             accept_delivery(self.store, self.prefix, self.actor)
         return result
 
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
-        """One slice; when store or machines do not answer, say so and do it again: the run stays ours."""
+        """Run one execution; without an answer from store or machines, report it, keep the run and retry."""
         wait_s, renewed = POLL_S, self.monotonic()
         began = renewed
         while True:
@@ -124,7 +124,7 @@ class Holder:
                     trouble = lease.hand_on() or trouble
                 self.on_look(watch)
             except (StoreError, ProtocolError) as err:
-                trouble = err  # unknown is not dead: look again
+                trouble = err  # unknown is not dead: poll again
             if wake is not None:
                 return wake
             if trouble is None:
@@ -137,7 +137,7 @@ class Holder:
 
 
 class _Renewal:
-    """Keeps the lease of a run that is watched; a store that refuses to be written hides nothing else."""
+    """Renews the lease of a watched run; a store that refuses writes hides no other error."""
 
     def __init__(self, holder: Holder, watch: Watch) -> None:
         self._holder, self._watch = holder, watch
@@ -145,20 +145,20 @@ class _Renewal:
         self._told: str | None = None
 
     def renew(self) -> Exception | None:
-        """Renew it when that is due, or when something else is waited for; the error when that failed."""
+        """Renew the lease if it is due, or if the reason to wait changed; return the error, if any."""
         observed = self._watch.observed
         waits = "" if observed is None else observed.waits
         is_due = self._holder.monotonic() - self._renewed >= RENEW_EVERY_S
         if waits == self._told and not is_due:
             return None
-        ages = None if self._told is None else self._watch.ages()  # nothing is known before the first look
+        ages = None if self._told is None else self._watch.ages()  # nothing is known before the first poll
         err = self._write(waits=waits, ages=ages)
         if err is None:
             self._renewed, self._told = self._holder.monotonic(), waits
         return err
 
     def hand_on(self) -> Exception | None:
-        """Write down how long things have lasted, for the next who watches."""
+        """Record how long conditions have lasted, for the next watcher."""
         ages = self._watch.ages()
         return self._write(ages=ages) if ages else None
 

@@ -1,4 +1,4 @@
-"""What a generation runs on, frozen in the store: spec and code."""
+"""Freeze what a generation runs, its spec and code, in the store."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from envscaler_airflow.store.base import Store, folder_of
 from envscaler_airflow.store.keys import RunKey
 
 ARCHIVE_FIELD = "workdir_archive"
-"""Field beside the spec's own that names the archive of its workdir."""
+"""Field added to the spec's own; names the archive of its workdir."""
 MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
-"""Where the processes of several nodes find each other. Only the nodes know; the wrapper puts it in."""
+"""Rendezvous address for the processes of several nodes. Only the nodes know it; the wrapper fills it in."""
 NODE_RANK = "$ENVSCALER_NODE"
-"""Number of a node, in the same way."""
+"""Number of a node, filled in the same way."""
 MAX_KEY_BYTES = 1 << 16
-"""Largest ``run.json`` read, bytes. Chosen: a key is below a kilobyte."""
+"""Largest ``run.json`` read, bytes. Chosen: a key takes less than a kilobyte."""
 MAX_SPEC_BYTES = 1 << 22
-"""Largest frozen spec read, bytes. Chosen: far above what the loader accepts."""
+"""Largest frozen spec read, bytes. Chosen: far more than the loader accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A spec with its code, ready to be written.
+    """A spec with its code, ready to be written to the store.
 
     Attributes:
         spec_hash: Over the resolved spec, parameters, inputs, and the content of the workdir.
         document: Content of the frozen spec's file.
-        archive: Packed workdir on this machine, None without one; the caller deletes it.
-        archive_name: Its name in the store.
+        archive: Packed workdir on this machine, None without a workdir; the caller deletes it.
+        archive_name: Name of the archive in the store.
     """
 
     spec_hash: str
@@ -55,11 +55,11 @@ class Frozen:
 
 
 def freeze(spec: EnvSpec, store: Store) -> Frozen:
-    """Pack the workdir, less a *store* that lies in it, and hash everything that decides what runs.
+    """Pack the workdir, without a *store* inside it, and hash everything that decides what runs.
 
     Raises:
-        SpecError: It runs nothing, its global batch cannot be kept on every number of nodes that it allows,
-            or its workdir cannot be packed: absent, too large, links out of it.
+        SpecError: The spec runs nothing, its global batch cannot be kept on every number of nodes that it
+            allows, or its workdir cannot be packed: missing, too large, or with links that lead out of it.
     """
     if not spec.entrypoint:
         raise SpecError(f"{spec.name}: entrypoint: is empty; write entrypoint: [python, train.py]")
@@ -80,7 +80,7 @@ def spec_name(spec_hash: str) -> str:
 
 
 def write(store: Store, key: RunKey, frozen: Frozen) -> None:
-    """Put code, key and spec in the store, in an order that can be cut off at any point.
+    """Write code, key and spec to the store, in an order that is safe to interrupt at any point.
 
     Nothing runs on it before an event names its hash.
 
@@ -96,10 +96,10 @@ def write(store: Store, key: RunKey, frozen: Frozen) -> None:
 
 
 def key_of(store: Store, prefix: str) -> RunKey:
-    """The key of the run at *prefix*.
+    """Return the key of the run at *prefix*.
 
     Raises:
-        ProtocolError: It has none that can be read.
+        ProtocolError: The run has no readable key.
     """
     name = f"{prefix}/run.json"
     try:
@@ -112,11 +112,11 @@ def key_of(store: Store, prefix: str) -> RunKey:
 
 
 def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
-    """The frozen spec with that hash, as it stands in the store.
+    """Return the frozen spec with that hash, exactly as stored.
 
     Raises:
         StoreError: The store cannot be read.
-        ProtocolError: It is absent, or not a JSON object.
+        ProtocolError: It is missing, or not a JSON object.
     """
     name = f"{prefix}/{spec_name(spec_hash)}"
     text = store.read(name, max_bytes=MAX_SPEC_BYTES)
@@ -131,7 +131,7 @@ def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
 
 
 def read_parameters(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
-    """The values of the spec's parameters that a run was made with; {} where there are none to read.
+    """Return the values of the spec's parameters that a run was made with; {} if none can be read.
 
     Raises:
         StoreError: The store cannot be read.
@@ -144,7 +144,7 @@ def read_parameters(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]
 
 
 def thaw_spec(store: Store, prefix: str, spec_hash: str) -> EnvSpec:
-    """The frozen spec with that hash. Raises as :func:`read_document`."""
+    """Return the frozen spec with that hash. Raises as :func:`read_document`."""
     document = read_document(store, prefix, spec_hash)
     document.pop(ARCHIVE_FIELD, None)
     try:
@@ -158,7 +158,7 @@ MAX_DIFFERENCES = 10
 
 
 def differences(store: Store, prefix: str, spec_hash: str, frozen: Frozen) -> str:
-    """Which fields of *frozen* differ from the spec with that hash: ``entrypoint, resources.requests.cpu``.
+    """Return the fields of *frozen* that differ from that spec: ``entrypoint, resources.requests.cpu``.
 
     Raises:
         StoreError: The store cannot be read.
@@ -179,11 +179,11 @@ def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
 
 
 def named_request(store: Store, key: RunKey, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
-    """As much of a request as tells the attempt from any other: enough to find what was started of it.
+    """Return a minimal request that identifies the attempt: enough to find what was started for it.
 
     Raises:
         StoreError: The store cannot be read.
-        ProtocolError: There is no such spec.
+        ProtocolError: The spec does not exist.
     """
     document = read_document(store, key.prefix, spec_hash)
     document["resources"] = _resized(document.get("resources") or {}, live)
@@ -211,12 +211,12 @@ def attempt_request(
     grace_s: float,
     deadline_s: float | None = None,
 ) -> AttemptRequest:
-    """What the backend is asked to start. Secrets are resolved here and go no further than its call.
+    """Return the request that the backend starts. Secrets are resolved here and passed only to its call.
 
-    A stage of several processes is started below its launcher, for as many nodes as this attempt has.
+    A stage with several processes is started by its launcher, for as many nodes as this attempt has.
 
     Raises:
-        SpecError: A secret cannot be resolved, or so many nodes cannot keep the global batch.
+        SpecError: A secret cannot be resolved, or this number of nodes cannot keep the global batch.
     """
     plain = {item.name: item.value for item in spec.env if item.value is not None}
     nodes = live.allocation.nodes
@@ -234,9 +234,9 @@ def attempt_request(
 
 
 def _resized(resources: Mapping[str, Any], live: AttemptState) -> dict[str, Any]:
-    """*resources* with the memory, and the CPUs, that the attempt has instead of the spec's.
+    """Return *resources* with the attempt's own memory and CPUs in place of the spec's.
 
-    Memory is requested as it is limited: an attempt that has more than the spec states needs it.
+    The memory request equals its limit: an attempt that has more than the spec states needs all of it.
     """
     asked, most = dict(resources.get("requests") or {}), dict(resources.get("limits") or {})
     if live.memory_bytes is not None:
@@ -247,7 +247,7 @@ def _resized(resources: Mapping[str, Any], live: AttemptState) -> dict[str, Any]
 
 
 def _command(spec: EnvSpec, nodes: int) -> tuple[str, ...]:
-    """The entrypoint below its launcher; torchrun's nodes number themselves when they meet."""
+    """Return the entrypoint with its launcher; torchrun assigns node ranks itself at the rendezvous."""
     is_elastic = spec.distributed is not None and spec.distributed.elastic
     if nodes == 1 and not is_elastic:
         return launch_command(spec, 1)

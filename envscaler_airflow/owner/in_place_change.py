@@ -1,4 +1,4 @@
-"""How an accepted move is made: in place, at the next start, or by a next attempt now."""
+"""How an accepted move is made: in place, at the next start, or by a new attempt now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from envscaler_airflow.scaling import all_policies
 
 @dataclass(frozen=True, slots=True)
 class Leaving(Record):
-    """A node that goes, and why it and no other."""
+    """A node to remove, and why it was selected."""
 
     node: int
     reason: str
@@ -31,14 +31,14 @@ def who_leaves(
     removable: Collection[int] = (),
     step_s: Mapping[int, float] | None = None,
 ) -> tuple[Leaving, ...]:
-    """The *count* nodes that go, first to go first; never node 0, which speaks for the training.
+    """Return the *count* nodes to remove, in that order; never node 0, which reports for the training.
 
-    One that is marked removable; else spot before on-demand; else the slowest; else the last.
+    Order: nodes marked removable; then spot before on-demand; then the slowest; then the highest index.
 
     Args:
         allocation: What the attempt has.
-        count: How many go; fewer than there are.
-        removable: Nodes that somebody marked.
+        count: How many to remove; fewer than the attempt has.
+        removable: Nodes that a user or system marked for removal.
         step_s: Seconds of a step by node, as far as they are known.
     """
     if not 0 <= count < allocation.nodes:
@@ -79,12 +79,13 @@ Way = Literal["move", "resize", "rescale", "next-start"]
 
 
 def way_of(spec: EnvSpec, live: AttemptState, target: Allocation, backend: Backend) -> Way:
-    """How the attempt comes to have *target*.
+    """Return how the attempt gets *target*.
 
-    Under a policy that changes in place, other CPU and memory of the same nodes: in place where the backend
-    can, and less of them at the next start, since taking it away gains nothing now. Another number of the
-    same nodes: in place where the launcher is elastic and the backend can. All else is a next attempt, also
-    more CPUs under another policy: a training that sized itself by its CPUs at the start would not use them.
+    More CPU or memory on the same nodes changes in place if the policy changes in place and the backend can.
+    Less of them waits for the next start, since removing it now gains nothing. Another number of the same
+    nodes changes in place if the launcher is elastic and the backend can. Everything else needs a new
+    attempt. That includes more CPUs under another policy: a training that sized itself by its CPUs at the
+    start would not use them.
     """
     here = live.allocation
     if _changes_in_place(spec) and _is_resize(here, target):
@@ -104,7 +105,7 @@ def _is_resize(here: Allocation, target: Allocation) -> bool:
 
 
 def _kind(offer: Offer) -> Offer:
-    """*offer* without its size: ``node:cpu-1`` and ``node:cpu-2`` are slices of one machine."""
+    """Return *offer* without its size: ``node:cpu-1`` and ``node:cpu-2`` are shares of one machine."""
     kind = offer.instance_type.partition(":")[0] if ":" in offer.instance_type else offer.instance_type
     return replace(offer, instance_type=kind, vcpus=1.0, memory_gib=1.0, usd_per_hour=None, price_source="")
 
@@ -125,14 +126,14 @@ def _is_elastic(spec: EnvSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """CPU and memory per node that an attempt gets; None: as the spec says."""
+    """CPU and memory per node of an attempt; None: the spec's values."""
 
     vcpus: float | None = None
     memory_bytes: int | None = None
 
 
 def sizes_of(spec: EnvSpec, allocation: Allocation, *, had_bytes: int | None = None) -> Sizes:
-    """All of the slice, but no more than the spec's limits, or than the memory that was had already."""
+    """Return the whole share, within the spec's limits; memory may stay at *had_bytes* if that is more."""
     limits = spec.resources.alternatives[0].limits
     vcpus = min(part.offer.vcpus for part in allocation.parts)
     memory = least_memory_bytes(allocation)
@@ -144,7 +145,7 @@ def sizes_of(spec: EnvSpec, allocation: Allocation, *, had_bytes: int | None = N
 
 
 def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation) -> Sizes:
-    """Sizes of an attempt whose policy changes in place, once that chose another slice than the first."""
+    """Sizes of an attempt whose policy changes in place, once it chose another share than the first."""
     if not _changes_in_place(spec) or first is None or first.name == allocation.name:
         return Sizes()
     return sizes_of(spec, allocation)
@@ -152,15 +153,15 @@ def sizes_after(spec: EnvSpec, first: Allocation | None, allocation: Allocation)
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """How far a change is.
+    """Progress of a change.
 
-    ``done``. ``going``: look again. ``undone``: it stays as it was, and the reason says why. ``move``: never
-    in place, or not now; the next attempt gets it.
+    ``done``. ``going``: check again. ``undone``: the attempt is unchanged, and the reason says why. ``move``:
+    not possible in place, or not now; the next attempt gets the target.
 
     Attributes:
         state: See above.
         reason: For the event.
-        handle: The attempt's from now on; None: as before.
+        handle: The attempt's new handle; None: unchanged.
         found: Fields of the ``changed`` event.
     """
 
@@ -173,7 +174,7 @@ class ChangeResult:
 def carry_out(
     backend: Backend, live: AttemptState, change: Change, sizes: Sizes, *, is_overdue: bool
 ) -> ChangeResult:
-    """Ask the backend for *change*, which may be a repeat, and tell how far it is.
+    """Ask the backend for *change*, possibly again, and return its progress.
 
     Raises:
         BackendError: No answer; try again.
@@ -230,7 +231,7 @@ def _rescale(
 
 
 def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing: str) -> ChangeResult:
-    """Back to the nodes that the attempt had; where that fails too, the target is for the next attempt."""
+    """Restore the attempt's previous nodes; if that also fails, the target is left to the next attempt."""
     try:
         backend.rescale(handle, live.allocation.nodes)
     except (CapacityError, BackendError) as err:
@@ -241,5 +242,5 @@ def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing:
 
 
 def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:
-    """True when those that leave are the last ones, or none leaves."""
+    """True if the nodes to remove are the last ones, or there are none."""
     return {item.node for item in leaving} == set(range(target.nodes, live.allocation.nodes))

@@ -1,4 +1,4 @@
-"""An intent becomes a start, or is given up: it never stays open."""
+"""Turn an intent into a start, or cancel it: an intent never stays open."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.store.stockouts import remember
 
 MAX_CANDIDATES = 16
-"""Checkpoints that a start may fall back on. Chosen: five times what is kept by default."""
+"""Checkpoints that a start may fall back to. Chosen: five times what is kept by default."""
 _BEFORE_THE_START = ("hold", "run")
 
 
 def hold(store: Store, control: Control, *, generation: int, attempt: int) -> None:
-    """Let every older attempt publish and delete nothing from its next reading on.
+    """Stop every older attempt from publishing or deleting anything, from its next read of the control on.
 
-    Written only when no control is there: a stop that came first stands, and so does an earlier promise.
+    Written only if there is no control yet: an earlier stop or promise takes precedence.
 
     Raises:
         StoreError: The store does not answer.
@@ -49,8 +49,8 @@ def hold(store: Store, control: Control, *, generation: int, attempt: int) -> No
 def list_candidates(store: Store, *, generation: int, attempt: int) -> tuple[str, ...]:
     """Checkpoints that *attempt* may resume from, best first.
 
-    Those of the attempt before, then those that it was itself allowed. What an older attempt saved after a
-    newer one began is in neither, so it is void. An attempt whose list was never made adds none.
+    These are the checkpoints of the attempt before, then those that it was itself allowed. What an older
+    attempt saved after a newer one began is in neither, so it is void. An attempt without a list adds none.
 
     Raises:
         StoreError: The store does not answer.
@@ -69,7 +69,7 @@ def list_candidates(store: Store, *, generation: int, attempt: int) -> tuple[str
 def promise(
     store: Store, control: Control, candidates: tuple[str, ...], *, generation: int, attempt: int
 ) -> None:
-    """Write *candidates* into the control of the attempt, which runs from now on unless it was stopped.
+    """Write *candidates* to the attempt's control; the attempt runs from now on unless it was stopped.
 
     Raises:
         StoreError: The store does not answer.
@@ -86,16 +86,16 @@ _UNCHOSEN: dict[type[EnvScalerError], str] = {
     BudgetError: "budget",
 }
 _NOT_STARTED: dict[type[EnvScalerError], str] = {CapacityError: "capacity", SpecError: "spec"}
-"""Class of the failure; ``backend`` for all others, after which another offer may do."""
+"""Class of the failure; ``backend`` for all other errors, after which another offer may work."""
 
 
 def failed_body(state: RunState, err: SpecError | NoOfferError | BudgetError) -> dict[str, Any]:
-    """Body of the ``failed`` event of a run for which no attempt can be chosen."""
+    """Return the body of the ``failed`` event of a run for which no attempt can be chosen."""
     return {"generation": state.generation, "reason": str(err), "failure": _UNCHOSEN[type(err)]}
 
 
 class Intending(Releasing):
-    """An owner that carries intents out."""
+    """An owner that carries out intents."""
 
     def carry_out(self, state: RunState, action: Action) -> RunState:
         """Start the intended attempt, adopt it, or record why it cannot start."""
@@ -109,7 +109,7 @@ class Intending(Releasing):
             request = self._request(state, live)
             now = self._check_still_owner(state)
             if now.number != state.number:
-                return now  # what came meanwhile is answered before a machine is paid for
+                return now  # answer new events before paying for a machine
             handle = self._backend.submit(request)
         except (SpecError, CapacityError, NoOfferError, BackendError) as err:
             if isinstance(err, StoreError) or (isinstance(err, BackendError) and err.transient):
@@ -121,7 +121,7 @@ class Intending(Releasing):
         return self._started(state, live, handle)
 
     def discard(self, state: RunState, action: Action) -> RunState:
-        """End an attempt that was asked to go before its start; what was started after all goes first."""
+        """End an attempt that was stopped before its start; first stop anything that was started for it."""
         live = live_of(state)
         self._check_still_owner(state)
         found = self._found(state, live)
@@ -134,7 +134,7 @@ class Intending(Releasing):
         return self._append(state, "attempt-started", _key(live) | {"handle": handle.to_dict()})
 
     def _found(self, state: RunState, live: AttemptState) -> Handle | None:
-        """What an earlier execution started of the attempt, without recording it."""
+        """Return what an earlier execution started for the attempt without recording it."""
         name = live.spec_hash or state.spec_hash
         return self._backend.find(freeze.named_request(self._store, self._key, live, spec_hash=name))
 
@@ -153,7 +153,7 @@ class Intending(Releasing):
         return replace(request, restore_from=state.begun.get("restore_from"))
 
     def _prepare(self, state: RunState, live: AttemptState) -> None:
-        """What the sensor's policy looks up, built here: nothing decides for long in a triggerer."""
+        """Build the table that the sensor's policy looks up: a triggerer must not compute for long."""
         spec = self._spec(state)
         policy = None if spec.scaling is None else all_policies().get(spec.scaling.policy)
         if policy is None:
@@ -181,7 +181,7 @@ class Intending(Releasing):
         )
 
     def _promise(self, state: RunState, live: AttemptState) -> None:
-        """Fence first, then list what the attempt may resume from; a later execution lists again."""
+        """Fence older attempts, then list what this one may resume from; a later execution lists again."""
         control = Control(
             action="run",
             restore_from=state.begun.get("restore_from"),
@@ -196,7 +196,7 @@ class Intending(Releasing):
         promise(store, control, found, generation=live.generation, attempt=live.number)
 
     def _not_started(self, state: RunState, live: AttemptState, err: EnvScalerError) -> RunState:
-        if isinstance(err, CapacityError):  # for other runs on this store; says nothing of a full machine
+        if isinstance(err, CapacityError):  # for other runs on this store; says nothing about a full machine
             self._remember(choose.refused_by(live, ()), str(err))
         body: dict[str, Any] = {"outcome": "not-started", "failure": _NOT_STARTED.get(type(err), "backend")}
         body |= {"detail": str(err), "usage": [], "usd": 0.0}

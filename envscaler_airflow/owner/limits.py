@@ -1,4 +1,4 @@
-"""How long an attempt may take to go, and how long its machine may live. Pure but for what clouds bill."""
+"""How long an attempt may take to drain, and how long its machine may live. Pure except for billing rules."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import RunState
 
 GRACE_S = 30.0
-"""Least time from asking an attempt to go to killing it, seconds. Source: Kubernetes'
+"""Least time from the drain request to the kill, seconds. Source: Kubernetes'
 terminationGracePeriodSeconds."""
 MOST_GRACE_S = 3600.0
-"""Most of it, seconds. Chosen: a checkpoint of 100 GB at 60 MB/s, twice."""
+"""Most grace, seconds. Chosen: a checkpoint of 100 GB at 60 MB/s, twice."""
 GRACE_FACTOR = 2.0
-"""Grace by the measured seconds of a checkpoint. Chosen: a save beside uploads of logs takes longer."""
+"""Grace as a multiple of a checkpoint's measured seconds. Chosen: a save during log uploads takes longer."""
 LEAVE_STEPS = 13.0
-"""Grace by the measured seconds of a step. Source: ranks on several nodes ask each other at every tenth
+"""Grace as a multiple of a step's measured seconds. Source: ranks on several nodes agree at every tenth step
 (``agent.session.AGREE_EVERY``), and SIGTERM comes after four fifths of it (``agent.leaving.TERM_SHARE``)."""
 CHECKPOINT_S = 10.0
 """Pause for a checkpoint before one was measured, seconds. Chosen: some gigabytes to a local disk."""
 DRAIN_S = 30.0
 """From the last step of a drained attempt to the end of its machines, seconds. Chosen: a worker slot for the
-owner, the last uploads, and Kubernetes' terminationGracePeriodSeconds for what hangs."""
+owner, the last uploads, and Kubernetes' terminationGracePeriodSeconds for a process that hangs."""
 BUDGET_EVERY_S = 30.0
-"""Between two looks at the money spent, seconds. Chosen: at $100/h a look costs $0.83."""
+"""Between two budget checks, seconds. Chosen: at $100/h the interval costs $0.83."""
 MACHINE_MARGIN_S = 3600.0
-"""Later than twice the stage's deadline a machine ends by itself, seconds. Chosen: queueing, image pulls and
-the upgrade of a triggerer fit, so that the owner's own stop comes first."""
+"""A machine ends itself this long after twice the stage's deadline, seconds. Chosen: queueing, image pulls
+and a triggerer upgrade fit, so that the owner's own stop comes first."""
 MACHINE_S = 30 * 86400.0
-"""Longest life of a machine that nothing else bounds, seconds. Chosen: beyond it somebody forgot it."""
+"""Longest life of a machine without any other limit, seconds. Chosen: beyond it the user forgot it."""
 
 
 def grace_s(state: RunState, said: Status | None = None) -> float:
-    """Seconds from asking to killing: twice what a checkpoint took, and the steps until it can be made.
+    """Seconds from the drain request to the kill: twice a checkpoint's time, plus the steps before it.
 
     Args:
-        state: Fold of the run's events; the last attempt that told of a checkpoint counts.
-        said: What node 0 of the live attempt last said; None when unknown.
+        state: Fold of the run's events; the last attempt that reported a checkpoint counts.
+        said: What node 0 of the live attempt last reported; None when unknown.
     """
     measured = measured_s(state, said)
     step_s = None if said is None else said.progress.step_time_s
@@ -46,7 +46,7 @@ def grace_s(state: RunState, said: Status | None = None) -> float:
 
 
 def measured_s(state: RunState, said: Status | None = None) -> float | None:
-    """Seconds of the last checkpoint that an attempt of this generation reported; None when none did."""
+    """Seconds of the last checkpoint that an attempt of this generation reported; None if none did."""
     measured = None if said is None else said.checkpoint_s
     for attempt in reversed(state.attempts_of(state.generation)):
         if measured is None:
@@ -57,14 +57,14 @@ def measured_s(state: RunState, said: Status | None = None) -> float | None:
 def reserve_usd(
     allocation: Allocation, *, check_s: float, checkpoint_s: float | None, said: Status | None = None
 ) -> float | None:
-    """What an attempt still costs once it is seen to be near its budget; None when its price is unknown.
+    """What an attempt still costs once it is found to be near its budget; None when its price is unknown.
 
-    Price x (check interval + measured checkpoint + drain + billing minimum): the drain has to begin when
-    what is spent and this reach the budget.
+    Price x (check interval + measured checkpoint + drain + billing minimum). The drain must begin when
+    the amount spent plus this reserve reaches the budget.
 
     Args:
-        allocation: What it is on.
-        check_s: Seconds between two looks at the money.
+        allocation: The attempt's allocation.
+        check_s: Seconds between two budget checks.
         checkpoint_s: Of earlier attempts; None when none was measured.
         said: Last status of node 0, whose own checkpoint and steps count; None when unknown.
     """
@@ -80,7 +80,7 @@ def reserve_usd(
 
 
 def checkpoint_s_of(value: object) -> float | None:
-    """Seconds as an event holds them; None when it does not."""
+    """Return the seconds in an event's field; None if it contains none."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -91,18 +91,18 @@ def machine_deadline_s(
     deadline_left_s: float | None,
     deadline_s: float | None,
 ) -> float:
-    """After how many billed seconds a machine ends by itself, also without owner, watcher and sidecar.
+    """Billed seconds after which a machine ends itself, even without owner, watcher and sidecar.
 
-    When the money left is spent, so that only the grace of the last save costs more; when the stage is later
-    than its whole deadline again, and an hour; or after 30 days: what comes first. The owner drains before
-    that (:func:`reserve_usd`), which is the usual end.
+    The earliest of three times counts: when the remaining money is spent, so that only the grace of the last
+    save costs more; when the stage is an hour later than twice its deadline; or after 30 days. Usually the
+    owner drains earlier (:func:`reserve_usd`).
 
     Args:
-        usd_left: What the attempt may cost in all; None without a budget.
+        usd_left: What the attempt may cost in total; None without a budget.
         usd_per_hour: Of all its nodes; None when unknown.
-        deadline_left_s: Seconds to the stage's deadline, below 0 when it has passed; None without one.
-        deadline_s: How long the deadline was at first; one that was over by then, as when a day is made up
-            for, bounds nothing: each machine would end after an hour, whatever it had to do.
+        deadline_left_s: Seconds to the stage's deadline, below 0 when it has passed; None without a deadline.
+        deadline_s: The original length of the deadline. One that had already passed at the start, as in a
+            backfill, limits nothing: each machine would end after an hour, regardless of its work.
     """
     limits = [MACHINE_S]
     if usd_left is not None and usd_per_hour:

@@ -1,4 +1,4 @@
-"""How often spot is lost here, and how often to save against that. Pure."""
+"""How often spot nodes are lost here, and how often to save checkpoints against that. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from envscaler_airflow.scaling.deadline.ages import age_bin
 from envscaler_airflow.scaling.interval import price_aware_interval_s
 
 PRIOR_H = 10.0
-"""Hours that the fitted rate counts for beside the hours seen. Chosen: a day on spot says more than it."""
+"""Weight of the fitted rate, in hours, beside the hours seen. Chosen: a day on spot outweighs it."""
 PRIOR_AGE_H = 3.0
-"""Age of the spot machine whose fitted rate is believed at first, hours. Chosen: a usual job."""
+"""Age of the spot machine whose fitted rate is used at first, hours. Chosen: a usual job."""
 LEAST_EVERY_S = 60.0
 """Shortest interval between checkpoints, seconds. Chosen: uploads of one end before the next begins."""
 
 
 def losses_per_hour(state: RunState, *, now: float) -> float:
-    """Losses of a spot node an hour: what this generation saw, and the fitted rate as so many hours more.
+    """Losses of a spot node per hour: those of this generation, weighted with the fitted rate.
 
     Args:
         state: Fold of the run's events.
@@ -39,14 +39,14 @@ def losses_per_hour(state: RunState, *, now: float) -> float:
 
 
 def interruptions(offers: Iterable[Offer], per_hour: float) -> dict[str, float]:
-    """Losses an hour by name of each spot offer; on-demand machines stay, as far as anybody knows."""
+    """Losses per hour by name of each spot offer; on-demand machines are not known to be interrupted."""
     return {offer.name: per_hour for offer in offers if offer.capacity_type == "spot"}
 
 
 def save_s_of(ended: Mapping[str, object]) -> float | None:
-    """Seconds that training stood still for one checkpoint, as an ended attempt told; None when it did not.
+    """Seconds of training lost to one checkpoint, as an ended attempt reported; None if it did not.
 
-    The time of the last one, upload inside, where only that is known.
+    If only the time of the last checkpoint is known, that time, including its upload.
     """
     total, count, last = (ended.get(name) for name in ("save_s", "checkpoints", "checkpoint_s"))
     if isinstance(total, int | float) and isinstance(count, int) and count > 0:
@@ -57,9 +57,9 @@ def save_s_of(ended: Mapping[str, object]) -> float | None:
 def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *, now: float) -> float | None:
     """Seconds between the checkpoints of the next attempt; None leaves it to the spec.
 
-    Daly's interval for the measured cost of a checkpoint and the rate of losses, which a price above what
-    this offer cost before raises. Only on spot, only where the spec counts seconds, and never longer than
-    it says: that is what the user is ready to lose.
+    Daly's interval for the measured cost of a checkpoint and the rate of losses. A price above what this
+    offer cost before raises that rate. Only on spot, only if the spec counts seconds, and never longer than
+    the spec's interval: that is how much work the user is ready to lose.
     """
     every = spec.checkpoint.every.seconds if spec.checkpoint is not None else None
     spot = [part for part in allocation.parts if part.offer.capacity_type == "spot"]
@@ -74,6 +74,6 @@ def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *
 
 
 def _prices(attempts: Iterable[AttemptState], offer: Offer) -> list[float]:
-    """What the same offer cost when earlier attempts began on it."""
+    """Prices of the same offer when earlier attempts began on it."""
     offers = (part.offer for attempt in attempts for part in attempt.begun_on.parts)
     return [one.usd_per_hour for one in offers if one.name == offer.name and one.usd_per_hour is not None]

@@ -1,4 +1,4 @@
-"""Look at a run as a scaling policy sees it, check by check. Reads only; asks nobody for anything."""
+"""Observe a run as a scaling policy sees it, check by check. Reads only; makes no requests."""
 
 from __future__ import annotations
 
@@ -45,31 +45,32 @@ from envscaler_airflow.store.events import EventLog
 
 START_S = 30.0
 START_STDEV_S = 15.0
-"""Pause of a move before anything was measured, seconds. Chosen: two worker slots, a process, a restore."""
+"""Pause of a move and its standard deviation before any measurement, seconds. Chosen: two worker slots, a
+process, a restore."""
 SLOTS_S = 6.0
-"""The part of a move's pause that a first start does not have: two short worker slots and the way out of the
-old machine, seconds. Chosen: a task slice of Airflow 3.3 begins within 2 to 3 s on two cores."""
+"""Part of a move's pause that a first start does not have, seconds: two short worker slots and the drain of
+the old machine. Chosen: a task's execution in Airflow 3.3 begins within 2 to 3 s on two cores."""
 STALE_S = 90.0
-"""A status unchanged for so long tells nothing of health, seconds. Chosen: six times its interval."""
+"""A status unchanged for this long says nothing about health, seconds. Chosen: six times its interval."""
 STATUS_S = 15.0
-"""How often a node speaks, seconds. Source: ``sidecar.loop.STATUS_S``."""
+"""How often a node reports, seconds. Source: ``sidecar.loop.STATUS_S``."""
 LONG_CHECK_S = 120.0
-"""Most time between two checks for which rules that count checks keep what they need, seconds. Chosen: four
-times the sensor's own default; a longer pause is a restart, and what was before it is another story."""
+"""Longest interval between two checks over which rules that count checks keep their samples, seconds. Chosen:
+four times the sensor's default; a longer pause is a restart, and earlier samples do not apply."""
 MAX_POINTS = 240
-"""Progress points kept for a speed. Chosen: an hour of statuses."""
+"""Progress points kept to measure speed. Chosen: an hour of statuses."""
 
 RunSight = Literal["no-run", "no-attempt", "over", "seen"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one look at the run showed.
+    """Result of one check of the run.
 
     Attributes:
         kind: ``no-run`` yet, ``no-attempt`` live now, ``over``, or ``seen``.
         state: Fold of the events.
-        check: The decision with all that it was made from; None unless ``seen``.
+        check: The decision with all its inputs; None unless ``seen``.
     """
 
     kind: RunSight
@@ -81,7 +82,7 @@ class Sight:
 class _Attempt:
     """What this observer remembers of the live attempt since its last change in place.
 
-    Points are of one pod of node 0, that of *claim*; each pod's seconds count from its own start.
+    Points come from one pod of node 0, the one with *claim*; each pod counts seconds from its own start.
     """
 
     key: tuple[int, int, int]
@@ -96,7 +97,7 @@ class _Attempt:
 
 
 class Observer:
-    """Looks at one run again and again, and carries windows and speeds from look to look."""
+    """Checks one run repeatedly and carries windows and speeds from check to check."""
 
     def __init__(
         self,
@@ -109,16 +110,16 @@ class Observer:
         monotonic: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Go on from the decisions that are recorded in the run.
+        """Continue from the decisions that are recorded in the run.
 
         Args:
             store: Run store.
             prefix: The run's folder.
             backend: For metered cost.
-            candidates: What the stage may move to; empty: those of ``plan.json``.
-            ask: Answers the queries of rules; None: those that the last check recorded stand.
+            candidates: What the stage may move to; if empty, the targets in ``plan.json``.
+            ask: Answers the queries of rules; None: the answers that the last check recorded remain in use.
             monotonic: For ages.
-            clock: The run's; the store's when None.
+            clock: The run's clock; None uses the store's.
         """
         self._store = store
         self._prefix = prefix
@@ -127,7 +128,7 @@ class Observer:
         self._ask = ask
         self._monotonic = monotonic
         self._clock = clock or store.now
-        self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
+        self._log = EventLog(store, prefix, snapshots=False)  # an observer writes nothing
         self._state = RunState()
         checks = [check for check, _ in read_decisions(store, prefix)]
         self._memory: Memory = remember(checks)
@@ -144,7 +145,7 @@ class Observer:
         self._spec: tuple[str, EnvSpec] | None = None
 
     def look(self) -> Sight:
-        """Read what is new, and decide.
+        """Read new events and decide.
 
         Raises:
             StoreError: The store cannot be read; nothing is known.
@@ -170,19 +171,19 @@ class Observer:
         return Sight("seen", state, check)
 
     def spec(self, state: RunState) -> EnvSpec:
-        """The frozen spec of the run."""
+        """Return the frozen spec of the run."""
         if self._spec is None or self._spec[0] != state.spec_hash:
             self._spec = (state.spec_hash, thaw_spec(self._store, self._prefix, state.spec_hash))
             self._plan = self._read_plan()
         return self._spec[1]
 
     def policy(self, state: RunState) -> Policy:
-        """The stage's policy, with the value of an hour that the plan was made with."""
+        """Return the stage's policy, with the value of an hour that the plan used."""
         return policy_of(self.spec(state), value_of_hour=float(self._plan.get("value_of_hour_usd") or 0.0))
 
     @property
     def policies(self) -> Mapping[str, ScalingPolicy]:
-        """All that there are, with the tables of this run."""
+        """Return every installed policy, with the tables of this run."""
         return self._policies
 
     def _read_plan(self) -> Mapping[str, Any]:
@@ -191,7 +192,7 @@ class Observer:
         return body if isinstance(body, dict) else {}
 
     def candidates(self, state: RunState) -> tuple[Allocation, ...]:
-        """What the stage may move to; not what the next attempt gets anyway."""
+        """Return what the stage may move to, except what the next attempt gets anyway."""
         self.spec(state)
         planned = [Allocation.from_dict(item) for item in self._plan.get("targets", ())]
         put_off = state.live.next_allocation if state.live is not None else None
@@ -199,7 +200,7 @@ class Observer:
         return tuple(item for item in self._candidates or planned if item.name not in names)
 
     def observation(self, state: RunState, live: AttemptState) -> Observation:
-        """Facts of this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
+        """Return the facts at this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
         now_s, now = self._monotonic() + self._offset_s, self._clock()
         mine = self._remembered(state, live, now_s)
         head = self._head(state, live, mine, now_s)
@@ -228,7 +229,7 @@ class Observer:
     def _work_and_places(
         self, state: RunState, live: AttemptState, mine: _Attempt, head: Status | None, now_s: float
     ) -> Observation:
-        """How far the training is and how fast, and what is known of where it runs and may run."""
+        """Return the training's progress and speed, and the facts about current and candidate machines."""
         done = work_of(head.progress) if head else None
         candidates = self.candidates(state)
         places = (live.allocation, *candidates)
@@ -253,7 +254,7 @@ class Observer:
         )
 
     def _head(self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float) -> Status | None:
-        """What node 0 says, once all that it tells is remembered."""
+        """Return the status of node 0, after remembering everything that it reports."""
         head = self._statuses(state, live, mine, now_s).get(0)
         self._ask_queries(self.policy(state), now_s)
         if mine.epoch is None and head is not None:
@@ -281,7 +282,7 @@ class Observer:
     def _take_samples(
         self, policy: Policy, mine: _Attempt, statuses: Mapping[int, Status], now_s: float
     ) -> None:
-        """One round of samples once every node has spoken since the last one; only what the policy needs."""
+        """Take a round of samples once every node has reported since the last; only what the policy needs."""
         spoken = {node: status.sequence for node, status in statuses.items()}
         if any(mine.sampled.get(node) == sequence for node, sequence in spoken.items()):
             return
@@ -296,7 +297,7 @@ class Observer:
         self._add_samples(policy, new, now_s)
 
     def _ask_queries(self, policy: Policy, now_s: float) -> None:
-        """A sample of each query; one that has no value now begins anew, as a metric of nodes would."""
+        """Take a sample of each query; a query without a value now starts over, as a node metric would."""
         metrics = self._needs(policy)
         if self._ask is None or all(metric.query is None for metric in metrics):
             return
@@ -313,7 +314,7 @@ class Observer:
         self._samples = recent((*self._samples, *new), now_s=now_s, window_s=window)
 
     def _needs(self, policy: Policy) -> tuple[Metric, ...]:
-        """What each check carries; nothing for a policy that is not installed here."""
+        """Return the metrics that each check carries; none for a policy that is not installed here."""
         known = self._policies.get(policy.name)
         return () if known is None else known.needs(policy)
 
@@ -344,12 +345,12 @@ class Observer:
         done = work.done
         if head.phase != "running" or done is None or at_s is None:
             return
-        if mine.unit and work.unit != mine.unit:  # the training told its steps later than its epochs
+        if mine.unit and work.unit != mine.unit:  # the training reported steps only after epochs
             mine.points.clear()
             mine.earlier = None
         mine.unit = work.unit
         if mine.points and (head.claim != mine.claim or at_s < mine.points[-1][0]):
-            mine.earlier = merged(mine.earlier, measure(mine.points))  # of a pod that was replaced
+            mine.earlier = merged(mine.earlier, measure(mine.points))  # from the pod before its replacement
             mine.points.clear()
         mine.claim = head.claim
         if not mine.points or at_s > mine.points[-1][0]:
@@ -373,7 +374,7 @@ class Observer:
         return known
 
     def _foretell(self, head: Status | None, now_s: float) -> tuple[str | None, float | None]:
-        """What the run before went on with; phases are counted from the first check of this run."""
+        """Forecast the next phase from the previous run; phases count from the first check of this run."""
         phase = head.progress.phase if head is not None else None
         if phase is None:
             return None, None
@@ -383,7 +384,7 @@ class Observer:
         return self._forecast.after(phases, now_s - self._phases[-1][1])
 
     def _measured(self, live: AttemptState, head: Status | None) -> dict[str, Measured]:
-        """The steps of this generation by where they were made, the newest of each."""
+        """Return the steps of this generation by allocation, the newest of each."""
         known = dict(self._memory.measured) if self._memory.generation == live.generation else {}
         step = None if head is None or head.phase != "running" else _step_of(head.progress)
         if step is not None:
@@ -411,7 +412,7 @@ class Observer:
 
 
 def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:
-    """Announced phases so far, each with when it was first seen."""
+    """Return the phases announced so far, each with the time at which it was first seen."""
     found: list[tuple[str, float]] = []
     for check in checks:
         seen = check.observation
@@ -421,10 +422,10 @@ def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:
 
 
 def _step_of(said: Progress) -> Measured | None:
-    """A step as the training measures it; None when it does not tell its batch and time.
+    """Return a step as the training measures it; None if it does not report its batch and time.
 
-    Synchronisation that it does not tell counts as none that is sure: what several GPUs take longer than
-    one does is learned from that.
+    Unreported synchronization counts as zero. What several GPUs take longer than one is learned from the
+    measured steps.
     """
     if not said.batch or not said.step_time_s:
         return None
@@ -433,7 +434,7 @@ def _step_of(said: Progress) -> Measured | None:
 
 
 def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:
-    """Memory bandwidth of each known GPU, GB/s, by which types are compared before they were tried."""
+    """Memory bandwidth of each known GPU, GB/s; used to compare types before they were tried."""
     known, names = gpu_facts(), {place.offer.gpu_name for place in places}
     return {
         name: found.bandwidth_gb_s
@@ -443,22 +444,22 @@ def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:
 
 
 def _interruptions(state: RunState, places: Iterable[Allocation], *, now: float) -> dict[str, float]:
-    """Losses that are to be expected an hour, of every offer of *places*."""
+    """Return the expected losses per hour of every offer of *places*."""
     offers = [part.offer for place in places for part in place.parts]
     return losses.interruptions(offers, losses.losses_per_hour(state, now=now))
 
 
 def _checkpoint_s(state: RunState, head: Status | None) -> float:
-    """As the attempt measured it, else the last one that did, else :data:`CHECKPOINT_S`."""
+    """Return what this attempt measured, or the last one that measured it did, or :data:`CHECKPOINT_S`."""
     told = [attempt.ended.get("checkpoint_s") for attempt in reversed(state.attempts_of(state.generation))]
     said = (head.checkpoint_s if head else None, *told)
     return next((float(value) for value in said if isinstance(value, int | float)), CHECKPOINT_S)
 
 
 def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
-    """What a move will pause the stage, told from how this attempt itself began; None when that is unknown.
+    """Expected pause of a move, derived from how this attempt itself started; None if unknown.
 
-    From the intent to the first step, and :data:`SLOTS_S` besides.
+    The time from the intent to the first step, plus :data:`SLOTS_S`.
     """
     if live.started_at is None or head is None:
         return None
@@ -469,7 +470,7 @@ def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
 
 
 def _moves(state: RunState) -> int:
-    """Moves that were carried out, those in place too."""
+    """Count the moves carried out, including those in place."""
     attempts = state.attempts_of(state.generation)
     left = sum(attempt.stop_why == "move" and not attempt.is_live for attempt in attempts)
     return left + sum(len(attempt.earlier) for attempt in attempts)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Owner:
-    """One try of a stage's task: what it owns, and how it writes down what it does."""
+    """One try of a stage's task: what it owns, and how it records what it does."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class Owner:
         stage: Stage,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* asks.
+        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* requests.
 
-        *clock* is the run's; the store's when None.
+        *clock* is the run's; None uses the store's.
         """
         self._stage = stage
         self._store = store
@@ -48,21 +48,21 @@ class Owner:
         self._tried: set[tuple[int, int]] = set()
         """Ended attempts that this execution tried to release."""
         self._holding: dict[tuple[int, int], str] = {}
-        """Of these, the ones that will soon be released, each with what it waits for."""
+        """Those of them that will soon be released, each with what it waits for."""
         self._thawed: tuple[str, EnvSpec] | None = None
 
     def _spec(self, state: RunState) -> EnvSpec:
-        """The frozen spec of the run."""
+        """Return the frozen spec of the run."""
         return self._thaw(state.spec_hash)
 
     def _thaw(self, spec_hash: str) -> EnvSpec:
-        """The frozen spec with that hash."""
+        """Return the frozen spec with that hash."""
         if self._thawed is None or self._thawed[0] != spec_hash:
             self._thawed = (spec_hash, freeze.thaw_spec(self._store, self._prefix, spec_hash))
         return self._thawed[1]
 
     def _usd_left(self, state: RunState, live: AttemptState) -> float | None:
-        """What the live attempt may cost in all; None without a budget, or when a price is unknown."""
+        """Total that the live attempt may cost; None without a budget, or if a price is unknown."""
         if self._stage.budget_usd is None:
             return None
         others = replace(state, attempts=tuple(item for item in state.attempts if item is not live))
@@ -72,7 +72,7 @@ class Owner:
     # -- events
 
     def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
-        """State after the event, or after whatever another writer put at its number."""
+        """Return the state after the event, or after the event that another writer put at its number."""
         event = self._log.append(state.number, kind, shortened(body), actor=self._actor)
         if event is not None:
             log.debug("run=%s event=%d type=%s", self._prefix, event.number, kind)
@@ -80,7 +80,7 @@ class Owner:
         return fold(self._log.read(after=state.number), state)
 
     def _is_ours(self, state: RunState) -> bool:
-        """True when the last ``owner`` event names this try."""
+        """Return True if the last ``owner`` event names this try."""
         return self._actor.is_try_of(state.owner)
 
     def _check_owner(self, state: RunState) -> None:
@@ -90,7 +90,7 @@ class Owner:
             )
 
     def _check_still_owner(self, state: RunState) -> RunState:
-        """State by now, right before the world is touched: this process may have slept since *state*."""
+        """Return the current state before an external action: this process may have slept since *state*."""
         now = fold(self._log.read(after=state.number), state)
         self._check_owner(now)
         return now
@@ -101,7 +101,7 @@ def _name(actor: Actor | None) -> str:
 
 
 def live_of(state: RunState) -> AttemptState:
-    """The live attempt, where there must be one."""
+    """Return the live attempt; there must be one."""
     if state.live is None:
         raise RuntimeError(f"event {state.number}: no live attempt")
     return state.live

@@ -1,7 +1,7 @@
-"""The policies of a run: the tables that its owner prepares, and a limit on the time of other packages' code.
+"""The policies of a run: the tables that its owner prepares, and a time limit on code of other packages.
 
-``tables/POLICY.json`` names the present table, ``tables/POLICY-<hash>.bin``, and what it was built for. The
-owner builds it on the worker at each start; a check in the triggerer looks it up, and records its name.
+``tables/POLICY.json`` names the current table, ``tables/POLICY-<hash>.bin``, and what it was built for. The
+owner builds the table on the worker at each start; a check in the triggerer looks it up and records its name.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ MAX_POINTER = 1 << 12
 MAX_FORECAST = 1 << 20
 """Largest file of phases, bytes. Chosen: a thousand phases take a tenth."""
 MAX_RUNS = 20
-"""Earlier runs that are looked at, by name from the last. Chosen: a month of workdays."""
+"""Earlier runs that are read, by name from the last. Chosen: a month of workdays."""
 LIMIT_S = 20.0
 """Longest time for one answer of another package's policy, seconds. Chosen: ours take milliseconds."""
 MOST_AT_ONCE = 32
-"""Most calls of one policy that run at a time. Chosen: as many as a triggerer has threads for checks."""
+"""Most concurrent calls of one policy. Chosen: as many as a triggerer has threads for checks."""
 
 
 def policies_of(store: Store, prefix: str) -> Mapping[str, ScalingPolicy]:
-    """All policies: each proposes by the table that an observation names, other packages' within bounds.
+    """Return all policies, each with the tables that observations name; other packages' policies have limits.
 
-    The first observation that names a table has it read: do that in a thread. What a policy of another
-    package does ends no check and no execution: its errors are reasons.
+    The first observation that names a table reads it from the store: call it in a thread. A fault in another
+    package's policy ends no check and no execution: its errors become reasons.
     """
     return {name: _opened(store, prefix, policy) for name, policy in all_policies().items()}
 
 
 def prepare(store: Store, prefix: str, policy: ScalingPolicy, settings: Policy, facts: StartFacts) -> None:
-    """Have *policy* build what it looks up later, and write that to the run's tables. For the owner alone.
+    """Have *policy* build what it looks up later, and write it to the run's tables. Only for the owner.
 
     Raises:
         StoreError: The store cannot be read or written.
-        BackendError: The backend has no answer about its offers.
+        BackendError: The backend does not answer about its offers.
     """
     made = (_bounded(policy) if policy.origin else policy).prepare(
         settings,
@@ -83,7 +83,7 @@ def prepare(store: Store, prefix: str, policy: ScalingPolicy, settings: Policy, 
 
 
 def present_table(store: Store, prefix: str, policy: str) -> tuple[str | None, Mapping[str, Any] | None]:
-    """Name of the present table of *policy*, and what it was built for; None where there is none to read.
+    """Return the name of the current table of *policy*, and what it was built for; None if unreadable.
 
     Raises:
         StoreError: The store cannot be read.
@@ -101,11 +101,11 @@ def present_table(store: Store, prefix: str, policy: str) -> tuple[str | None, M
 
 
 def read_table(store: Store, prefix: str, policy: str, name: str) -> bytes:
-    """The table of *policy* of that name.
+    """Return the table of *policy* with that name.
 
     Raises:
         StoreError: The store cannot be read.
-        ProtocolError: There is none, or its content is not what its name says.
+        ProtocolError: It does not exist, or its content does not match the hash in its name.
     """
     data = store.read(f"{prefix}/{name}", max_bytes=MAX_TABLE) if _is_table(policy, name) else None
     if data is None or f"tables/{table_name(policy, data)}" != name:
@@ -114,7 +114,7 @@ def read_table(store: Store, prefix: str, policy: str, name: str) -> bytes:
 
 
 def read_forecast(store: Store, prefix: str) -> Forecast:
-    """The phases of an earlier run; none when the file is absent or cannot be understood.
+    """Return the phases of an earlier run; no phases if the file is missing or cannot be understood.
 
     Raises:
         StoreError: The store cannot be read.
@@ -132,7 +132,7 @@ def _is_table(policy: str, name: str) -> bool:
 
 
 def _earlier(store: Store, prefix: str) -> Iterator[tuple[str, Iterable[Check]]]:
-    """Checks of the same stage in other runs of the DAG."""
+    """Yield the checks of the same stage in other runs of the DAG."""
     deployment, dag, mine, *rest = prefix.split("/")
     others = [name for name in store.children(f"{deployment}/{dag}") if name != mine]
     for name in sorted(others, reverse=True)[:MAX_RUNS]:
@@ -164,7 +164,7 @@ def _by_table(
 
 
 def _bounded(policy: ScalingPolicy) -> ScalingPolicy:
-    """A policy of another package: its errors are reasons, and each call has :data:`LIMIT_S`."""
+    """Limit a policy of another package: its errors become reasons, and each call has :data:`LIMIT_S`."""
     label, room = f"policy {policy.name!r} ({policy.origin})", threading.BoundedSemaphore(MOST_AT_ONCE)
     return replace(
         policy,
@@ -184,7 +184,7 @@ def _bounded(policy: ScalingPolicy) -> ScalingPolicy:
 def _within(
     room: threading.BoundedSemaphore, call: Callable[P, T], failed: Callable[[str], T]
 ) -> Callable[P, T]:
-    """*call* in a thread that the exit does not wait for, since one that hangs cannot be ended."""
+    """Run *call* in a thread that process exit does not wait for, since a call that hangs cannot be ended."""
 
     def bounded(*args: P.args, **kwargs: P.kwargs) -> T:
         if not room.acquire(blocking=False):
@@ -194,9 +194,9 @@ def _within(
         def answering() -> None:
             try:
                 answer.set_result(call(*args, **kwargs))
-            except StoreError as err:  # of the table or the checks that it reads
+            except StoreError as err:  # raised for the table or the checks that it reads
                 answer.set_exception(err)
-            except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of others)
+            except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of other packages)
                 answer.set_result(failed(f"failed: {err!r:.500}"))
             finally:
                 room.release()
@@ -211,10 +211,10 @@ def _within(
 
 
 def _storable(made: Prepared) -> Prepared:
-    """*made*, as far as it can be stored.
+    """Return *made*, as far as it can be stored.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It cannot be stored.
     """
     for name, data in made.files.items():
         if not is_name(name) or not isinstance(data, bytes) or len(data) > MAX_TABLE:

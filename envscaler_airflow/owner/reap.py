@@ -1,4 +1,4 @@
-"""End and remove what no live run owns: for a shell, and for a task of Airflow that is run now and then."""
+"""End and remove orphaned Jobs: for a shell, and for an Airflow task that runs from time to time."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def reap(
 ) -> Iterator[Orphan]:
     """Remove Jobs of the backend's namespace that no live run of *store* owns; yields each.
 
-    A Job is left alone for its first 15 minutes, when it belongs to another store, and when its run cannot be
-    told. A live attempt whose task is over is asked to save and go, as by a kill; its Job is removed by a
-    later call.
+    A Job is left alone for its first 15 minutes, if it belongs to another store, and if its run cannot be
+    identified. If the task of a live attempt is over, the attempt is asked to save and stop, as by a kill; a
+    later call removes its Job.
 
     Args:
         store: Run store.
         backend: Of the namespace.
-        task_is_over: Why the task of a run will not come back to it; None when it may, or nobody knows.
+        task_is_over: Why the task of a run will not return to it; None if it may, or if that is unknown.
         grace_s: Seconds that pods may take to end.
-        dry_run: True only yields.
+        dry_run: If True, only yield the orphans.
 
     Raises:
         StoreError: The store cannot be read.
-        BackendError: The API server does not answer, or does not tell the time.
+        BackendError: The API server does not answer, or does not report the time.
     """
     answer = backend.cluster.list(names.jobs(backend.namespace), {"limit": 1})
     if answer.server_time is None:
@@ -65,10 +65,10 @@ def reap(
 
 
 def _state(store: Store, prefix: str) -> RunState | None:
-    """Fold of a run's events; None when there is no such run.
+    """Fold of a run's events; None if the run does not exist.
 
     Raises:
-        ProtocolError: It cannot be told: a version that is newer wrote of it, or this is another store.
+        ProtocolError: That cannot be determined: a newer version wrote the events, or this is another store.
     """
     state = EventLog(store, prefix, snapshots=False).load()
     if state.unknown:
@@ -82,7 +82,7 @@ def _state(store: Store, prefix: str) -> RunState | None:
 
 
 def _key(store: Store, prefix: str) -> RunKey | None:
-    """Whose run it is; None when its folder does not say, or names another's."""
+    """Key of the run; None if its folder does not contain it, or contains another run's."""
     try:
         return key_of(store, prefix)
     except ProtocolError:
@@ -106,7 +106,7 @@ def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: floa
 
 
 def _record(store: Store, backend: KubernetesBackend, orphan: Orphan) -> None:
-    """Write down how the attempt ended and what it cost, before its Job is removed."""
+    """Record how the attempt ended and what it cost, before its Job is removed."""
     state = _state(store, orphan.prefix)
     owner = state.owner if state is not None else None
     if owner is None:

@@ -1,4 +1,4 @@
-"""Give back what ended attempts were on, again and again until it is given back; bill what lives on."""
+"""Release the machines of ended attempts, retrying until it succeeds; bill what keeps running."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from envscaler_airflow.run import AttemptState, RunState
 log = logging.getLogger(__name__)
 
 HOLD_S = 600.0
-"""So long a run that is over waits for its machines to be given back, seconds. Chosen: longer than an API
-server takes to restart; a result is not kept from the next stage for what `envscaler reap` can remove."""
+"""How long a finished run waits for its machines to be released, seconds. Chosen: longer than an API
+server takes to restart; the next stage need not wait longer for what `envscaler reap` can remove."""
 HOLD_EVERY_S = 30.0
-"""Between two tries meanwhile, seconds. Chosen: two statuses of a node."""
+"""Interval between two tries to release, seconds. Chosen: two statuses of a node."""
 
 
 class Releasing(Asking):
-    """An owner that releases ended attempts, each once in an execution."""
+    """An owner that releases ended attempts, each once per execution."""
 
     def _released(self, state: RunState) -> RunState:
-        """State after another try for every ended attempt that may still hold something."""
+        """Return the state after trying to release every ended attempt that may still use machines."""
         if state.unknown:
             return state
         for attempt in state.attempts:
@@ -58,9 +58,9 @@ class Releasing(Asking):
         return state if attempt.unreleased else self._append(state, "release-failed", key | {"detail": why})
 
     def _why_held(self, attempt: AttemptState, handle: Handle) -> str:
-        """Why the machines of an ended attempt are not given back yet; "" when nothing of it runs.
+        """Return why the machines of an ended attempt are not released yet; "" if nothing of it runs.
 
-        What was called lost and lives on ends now: whatever it writes is void.
+        An attempt recorded as lost that still runs is ended now: everything that it writes is void.
         """
         nodes = self._backend.observe(handle).nodes
         lives = [str(one.node) for one in nodes if one.state in ("pending", "starting", "running")]
@@ -73,7 +73,7 @@ class Releasing(Asking):
         return "whether it still runs is unknown" if is_unseen else ""
 
     def _bill(self, attempt: AttemptState) -> dict[str, Any]:
-        """The backend's last bill of the attempt, where the bill at its end was not complete."""
+        """Return the backend's last bill of the attempt, if the bill at its end was incomplete."""
         if not facts.may_be_held(attempt):
             return {}
         usage, now = facts.usage_of(self._backend, attempt), self._clock()
@@ -82,7 +82,7 @@ class Releasing(Asking):
         return found if usd is None else found | {"usd": usd}
 
     def _until_released(self, state: RunState) -> Waiting | None:
-        """A short wait while machines of an ended run are still to be released; None for none."""
+        """Return a short wait while machines of an ended run must still be released; None otherwise."""
         now = self._clock()
         for attempt in state.attempts:
             why = self._holding.get((attempt.generation, attempt.number))

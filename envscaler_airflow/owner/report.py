@@ -1,4 +1,4 @@
-"""What a run cost and how it went, from its events: JSON for XCom, words for people."""
+"""What a run cost and how it went, from its events: JSON for XCom, and human-readable text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from envscaler_airflow.store.base import Store
 
 
 def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]:
-    """What node 0 last said of times and counts: fields of the ``attempt-ended`` event.
+    """Return the times and counts that node 0 last reported: fields of the ``attempt-ended`` event.
 
     Raises:
         StoreError: The store cannot be read.
@@ -47,10 +47,10 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
 
 
 def _before(store: Store, prefix: str, attempt: AttemptState, last: Status) -> dict[str, Any]:
-    """What the pods did that node 0 had before its *last* one, within the same attempt.
+    """Return what earlier pods of node 0 did within the same attempt, before the *last* one.
 
     ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated. ``start_step``:
-    where the first of them began.
+    step at which the first of these pods began.
     """
     key = (attempt.generation, attempt.number)
     said = [read_claimed(store, prefix, attempt=key, claim=claim) for claim in range(1, last.claim)]
@@ -67,9 +67,9 @@ def _before(store: Store, prefix: str, attempt: AttemptState, last: Status) -> d
 
 
 def run_bill(state: RunState, *, now: float) -> Bill:
-    """The bill of the current generation.
+    """Return the bill of the current generation.
 
-    Before the work is done, what it cost is not compared with the whole of it on one allocation.
+    While work remains, its cost is not compared with that of all the work on one allocation.
     """
     attempts = state.attempts_of(state.generation)
     uses = [
@@ -85,13 +85,13 @@ def run_bill(state: RunState, *, now: float) -> Bill:
 
 
 def _made_steps(state: RunState, uses: Sequence[Use]) -> bool:
-    """True for a run that is done and whose steps are known: it may have announced more."""
+    """Return True for a finished run whose steps are known: it may have announced more."""
     last = uses[-1] if uses else None
     return state.status == "succeeded" and last is not None and None not in (last.first_step, last.last_step)
 
 
 def run_report(state: RunState, *, now: float) -> dict[str, Any]:
-    """The cost report as JSON: what goes into XCom, ``result.json`` and ``envscaler report``."""
+    """Return the cost report as JSON, for XCom, ``result.json`` and ``envscaler report``."""
     attempts = state.attempts_of(state.generation)
     return {
         "status": state.status,
@@ -126,7 +126,7 @@ def _described(attempt: AttemptState) -> dict[str, Any]:
 
 
 def failure_message(state: RunState) -> str:
-    """Why the run failed, with the exit code, what that means, and the last lines of its output."""
+    """Why the run failed, with the exit code, its meaning, and the last lines of its output."""
     last = state.current
     lines: Sequence[str] = last.ended.get("last_lines", ()) if last else ()
     head, row = f"the stage failed: {state.reason}", outcome_of(state.failure)
@@ -139,7 +139,7 @@ def failure_message(state: RunState) -> str:
 
 
 def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
-    """One, or one more for each change in place: nothing is lost by it, and it starts nothing."""
+    """Return one use, plus one for each change in place, which loses no steps and starts nothing."""
     ended, held, spans = attempt.ended, _held(attempt), spans_of(attempt)
     provisioning = _provisioning_s(attempt)
     steps = [_integer(ended, "start_step"), *(span.step for span in spans[1:])]
@@ -180,7 +180,7 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
 
 
 def _part(seconds: float | None, part: Sequence[Held], held: Sequence[Held]) -> float | None:
-    """The share of *seconds* that falls on *part* of what was held; None where either is unknown."""
+    """Return the share of *seconds* that falls within *part* of the billed time; None if unknown."""
     lasted = [[one.end - one.start for one in some if one.end is not None] for some in (part, held)]
     if seconds is None or len(lasted[0]) < len(part) or len(lasted[1]) < len(held):
         return None
@@ -188,7 +188,7 @@ def _part(seconds: float | None, part: Sequence[Held], held: Sequence[Held]) -> 
 
 
 def why_ended(attempt: AttemptState) -> str:
-    """``moved``, ``lost``, ``succeeded``, ...; ``""`` while it lives."""
+    """``moved``, ``lost``, ``succeeded``, ...; ``""`` while it is live."""
     if attempt.outcome == "left" and attempt.stop_why == "move":
         return "moved"
     return attempt.outcome
@@ -202,7 +202,7 @@ def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
         return None
     at, ended_at = attempt.ended.get("usage_at"), attempt.ended_at
     off_s = 0.0 if at is None or ended_at is None else ended_at - at
-    # What was open then is billed to the run's now, or to the release: by the run's clock.
+    # Intervals that were open then are billed up to the run's current time, or to the release.
     return tuple(
         Held(int(node), max(0.0, start + off_s), attempt.released_at)
         if end is None
@@ -212,9 +212,9 @@ def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
 
 
 def _next_start(attempts: Sequence[AttemptState], index: int) -> int | None:
-    """Step that the next attempt which came resumed from: what was kept of this one.
+    """Step that the next attempt to start resumed from: what was kept of this one.
 
-    One that was refused, as the target of a move without room, resumed from nothing.
+    An attempt that got no machine, as after a move to an offer without capacity, resumed from nothing.
     """
     came = (one for one in attempts[index + 1 :] if one.outcome != "not-started")
     after = next(came, None)
@@ -222,7 +222,7 @@ def _next_start(attempts: Sequence[AttemptState], index: int) -> int | None:
 
 
 def _provisioning_s(attempt: AttemptState) -> float | None:
-    """Held before the first step; an attempt that made none was provisioning to its end."""
+    """Billed time before the first step, seconds; an attempt without a step provisioned until its end."""
     setup, first = _number(attempt.ended, "setup_s"), _number(attempt.ended, "first_step_s")
     return None if setup is None or first is None else setup + first
 
@@ -235,7 +235,7 @@ def _idle_s(attempt: AttemptState, held: tuple[Held, ...] | None, provisioning: 
         return None
     saving = _number(attempt.ended, "save_s")
     if saving is None and attempt.checkpoint_step is not None:
-        return None  # it saved, and nobody said for how long
+        return None  # it saved, and no process reported for how long
     trained = elapsed - first - (saving or 0.0) + (_number(attempt.ended, "earlier_s") or 0.0)
     whole = sum(ends) - sum(one.start for one in mine)
     return max(0.0, whole - provisioning - max(0.0, trained))
@@ -262,14 +262,14 @@ def _pause(before: AttemptState, after: AttemptState) -> Pause:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds, >= 0; ``noticed`` is the trigger's look and a worker slot, ``waited`` the back-off."""
+    """Seconds, >= 0; ``noticed`` is the trigger's poll and a worker slot, ``waited`` the back-off."""
     return None if start is None or end is None else max(0.0, end - start)
 
 
 def _pause_s(
     before: AttemptState, after: AttemptState, left: tuple[Held, ...] | None, came_at: float | None
 ) -> float | None:
-    """From the last step that was seen to the first one after."""
+    """Seconds from the last step seen before the pause to the first one after it."""
     provisioning = _provisioning_s(after)
     setup, elapsed = _number(before.ended, "setup_s"), _number(before.ended, "elapsed_s")
     if not left or came_at is None or provisioning is None or setup is None or elapsed is None:

@@ -1,4 +1,4 @@
-"""Ask the owner of a run for something: what sensors, shells and kill paths do.
+"""Send a request to the owner of a run: what sensors, shells and kill paths do.
 
 Nothing here starts or replaces an attempt.
 """
@@ -45,11 +45,11 @@ def request_move(
     Args:
         store: Run store.
         prefix: The run's folder.
-        target: Where to.
+        target: The allocation to move to.
         from_attempt: ``(generation, attempt)`` that the numbers were taken from; the request is
             stale for any other.
-        because: ``reason``, ``numbers`` and ``check`` of the decision, JSON; of very long ones what the
-            owner needs, the rest stands in ``decisions/``.
+        because: ``reason``, ``numbers`` and ``check`` of the decision, JSON. If they are very long, only what
+            the owner needs; the rest is in ``decisions/``.
     """
     short = _shortened(because, target)
     body = {**short, "target": target.to_dict(), "from_attempt": list(from_attempt)}
@@ -57,7 +57,7 @@ def request_move(
 
 
 def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, Any]:
-    """*because* without the other places and the samples, where an event could not hold them."""
+    """Return *because*, without the other candidates and the samples if it is too large for an event."""
     if len(json.dumps(because)) <= MAX_EVENT_BYTES // 2:
         return because
     short = dict(because)
@@ -81,10 +81,10 @@ def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, A
 def kill_quietly(
     store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str, try_number: int | None = None
 ) -> bool:
-    """What a user's kill of a deferred task does: ask the attempt to save and go, wait for nothing.
+    """Handle a user's kill of a deferred task: ask the attempt to save and stop, wait for nothing.
 
-    Between two attempts the request alone is written: no further one starts.
-    Acts only while the run's last owner is the try (*ti_id*, *try_number*), where the number is known: on a
+    Between two attempts only the request is written, and no further attempt starts.
+    Acts only while the run's last owner is the try (*ti_id*, *try_number*), if the number is known: on a
     clear, the kill of the old try comes after the new one has begun. Returns whether it acted.
 
     Raises:
@@ -99,7 +99,7 @@ def kill_quietly(
             return False
         event = log.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
-            break  # else the number was taken, perhaps by a new owner: look again
+            break  # otherwise the number was taken, perhaps by a new owner: read again
     if live is None:
         return True
     grace_s = _grace_s(store, prefix, state, live)
@@ -119,13 +119,13 @@ def kill_quietly(
 
 
 def owns(owner: Actor | None, ti_id: str, try_number: int | None) -> bool:
-    """True when *owner* is that try; by its task instance alone where *try_number* is not known."""
+    """Return True if *owner* is that try; compares only the task instance if *try_number* is unknown."""
     is_try = owner is not None and try_number in (None, owner.try_number)
     return is_try and owner is not None and owner.ti_id == ti_id
 
 
 def accept_delivery(store: Store, prefix: str, actor: Actor) -> bool:
-    """Record that Airflow took the result that was delivered to *actor*; returns whether it is recorded.
+    """Record that Airflow accepted the result delivered to *actor*; returns whether it is recorded.
 
     Only while the last ``owner`` event names *actor*: a newer try delivers again.
 
@@ -142,7 +142,7 @@ def accept_delivery(store: Store, prefix: str, actor: Actor) -> bool:
 
 
 def _grace_s(store: Store, prefix: str, state: RunState, live: AttemptState) -> float:
-    """As long as the last checkpoint took twice; the least when the store does not tell."""
+    """Twice the time of the last checkpoint; the minimum if the store does not report it."""
     try:
         said = read_status(store, prefix, attempt=(live.generation, live.number), node=0)
     except StoreError:

@@ -13,26 +13,26 @@ MOST_S = 600.0
 """Shortest and longest pause before the next execution, seconds. Chosen: an API server that restarts is back
 in seconds; a region that is down is not asked more than six times an hour."""
 PATIENCE_S = 1800.0
-"""Beyond ``orphan_after``, by when a sidecar without an owner has saved and ended, before Airflow's own retry
-takes over, seconds. Chosen: the last saves of a large model fit."""
+"""Time beyond ``orphan_after`` before Airflow's own retry takes over, seconds. By ``orphan_after`` a sidecar
+without an owner has saved and ended. Chosen: the last saves of a large model fit."""
 
 
 def is_passing(err: EnvScalerError) -> bool:
-    """True for what may pass by itself: no answer of the backend, or whatever the store says.
+    """Return True for faults that may pass by themselves: no answer of the backend, or any store error.
 
-    A store that refuses, as with expired credentials, stops no training; the log of each execution says so.
+    A store that refuses access, as with expired credentials, stops no training; each execution logs it.
     """
     return isinstance(err, StoreError) or (isinstance(err, BackendError) and err.transient)
 
 
 def postponed(watching: Watching, wake: Wake, *, watched_s: float, least_s: float) -> Watching | None:
-    """What to watch until the next execution; None when Airflow's retry is to take over.
+    """Return what to watch until the next execution; None to leave the retry to Airflow.
 
     Args:
         watching: What was watched when *wake* came.
-        wake: What the execution without an answer was for.
+        wake: Why the execution without an answer ran.
         watched_s: How long the watcher watched, seconds of its own clock.
-        least_s: Shortest pause that Airflow stands between two executions, seconds.
+        least_s: Shortest pause between two executions that Airflow tolerates, seconds.
     """
     faulty_s = watching.faulty_s + watched_s if watching.faults else 0.0
     if faulty_s >= watching.orphan_after_s + PATIENCE_S:
@@ -50,7 +50,7 @@ def postponed(watching: Watching, wake: Wake, *, watched_s: float, least_s: floa
 
 
 def watched_now(state: RunState, actor: Actor) -> Watching | None:
-    """What a try that began an attempt has to watch; None when it owns nothing that may run."""
+    """Return what a try that began an attempt must watch; None if it owns nothing that may run."""
     live = state.live
     if live is None or not actor.is_try_of(state.owner):
         return None

@@ -1,4 +1,4 @@
-"""Observe a run and say when its owner is needed. Reads only; never decides, never acts."""
+"""Observe a run and report when its owner is needed. Reads only; never decides, never acts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from envscaler_airflow.store.names import join
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
 AGAIN_S = 60.0
-"""Before a wake is repeated for what the owner could do nothing about, seconds. Chosen: a slice takes some
-seconds of a worker, and a kubelet has long answered."""
+"""Seconds before a wake-up is repeated for a reason on which the owner took no action. Chosen: an execution
+takes some seconds of a worker, and a kubelet has long answered by then."""
 
 
 def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: int) -> Status | None:
-    """What a node last said, as far as it is believable; None when it has not, or not by the protocol.
+    """Return a node's last report, as far as it is believable; None without one that follows the protocol.
 
-    Only the pod that claimed the node last speaks for it.
+    Only the pod that claimed the node last reports for it.
 
     Raises:
         StoreError: The store cannot be read.
@@ -52,7 +52,7 @@ def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: in
 def read_claimed(
     store: Store, prefix: str, *, attempt: tuple[int, int], claim: int, node: int = 0
 ) -> Status | None:
-    """Last status of the pod of that claim, also after a later claim. Raises as :func:`read_status`."""
+    """Last status of the pod with that claim, even after a later claim. Raises as :func:`read_status`."""
     name = join(prefix, protocol.status_name(*attempt, node, claim))
     try:
         text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
@@ -62,10 +62,10 @@ def read_claimed(
 
 
 def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> AttemptStatus:
-    """*observed*, where a node that is silent to the backend alone is unknown, and not lost. Pure.
+    """Return *observed* with a node that only the backend misses marked unknown, not lost. Pure.
 
-    A kubelet may be dead, or cut off, while the containers of its pods train on: their status in the store
-    changes, and a replacement would make two of them train.
+    A kubelet may be dead or cut off while the containers of its pods keep training: their status in the store
+    still changes, and a replacement would leave two pods training.
     """
 
     def heard(node: NodeStatus) -> NodeStatus:
@@ -77,7 +77,7 @@ def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> Attem
 
 
 class Watch:
-    """Watches one attempt, or sits out a wait, for StageTrigger and for a shell that waits."""
+    """Watches one attempt, or waits for a timer, for StageTrigger and for a waiting shell."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Watch:
     ) -> None:
         """Begin at *watching*; ages count from now, by *monotonic*.
 
-        *clock* is the run's, to which a bill runs whose provider does not report its own time; the store's
-        when None. *poll_s* is the time between two looks.
+        *clock* is the run's; None uses the store's. A bill runs up to its time if the provider does not
+        report its own. *poll_s* is the time between two polls.
         """
         self._store = store
         self._prefix = prefix
@@ -102,7 +102,7 @@ class Watch:
         self._monotonic = monotonic
         self._clock = clock or store.now
         self._check_s = max(BUDGET_EVERY_S, poll_s)
-        self._log = EventLog(store, prefix, snapshots=False)  # who only looks writes nothing
+        self._log = EventLog(store, prefix, snapshots=False)  # an observer writes nothing
         self._began = monotonic()
         self._number = watching.number
         self._spans = tuple(Span.from_dict(item) for item in watching.spans)
@@ -115,27 +115,27 @@ class Watch:
         self._ages: Mapping[str, float] | None = None
         self._billed = self._began
         self.statuses: dict[int, Status] = {}
-        """What each node last said, for whoever shows it."""
+        """The last status of each node, for display."""
         self.observed: AttemptStatus | None = None
-        """What the backend last said of the attempt, for the same; None before the first answer."""
+        """The backend's last report of the attempt, for display; None before the first answer."""
 
     def poll(self) -> Wake | None:
-        """What the owner is needed for, None when for nothing. Blocks on I/O: call it in a thread.
+        """Return why the owner is needed, or None. Blocks on I/O: call it in a thread.
 
-        What it was needed for before, and could do nothing about, is told again after :data:`AGAIN_S`.
+        A reason on which the owner took no action before is repeated after :data:`AGAIN_S`.
 
         Raises:
-            StoreError: The store cannot be read; nothing is known, try again.
+            StoreError: The store cannot be read; nothing is known. Try again.
         """
         now = self._monotonic()
         self._leave_out_blindness(now)
-        self._is_blind = True  # until all of it was read
+        self._is_blind = True  # until everything was read
         wake = self._needed()
         self._read_at, self._gap_s, self._is_blind = now, 0.0, False
         return wake
 
     def _leave_out_blindness(self, now: float) -> None:
-        """Time over which the store could not be read is no age: whoever else needs it was cut off too."""
+        """Exclude periods when the store was unreadable: the node may have been unable to report too."""
         if self._is_blind:
             more = now - self._read_at - self._gap_s
             self._heard += more
@@ -161,7 +161,7 @@ class Watch:
         return self._of_attempt(Handle.from_dict(self._watching.handle), elapsed, is_paused=is_paused)
 
     def _of_attempt(self, handle: Handle, elapsed: float, *, is_paused: bool) -> Wake | None:
-        """The attempt is looked at in a pause too, so that its ages go on from what was seen."""
+        """Observe the attempt even during a pause, so that its ages continue from what was seen."""
         wakes = self._attempt(handle)
         if is_paused:
             return None
@@ -173,7 +173,7 @@ class Watch:
         return None if first is None else replace(first, seen=seen, silent_s=silent, quiet_s=self._quiet())
 
     def ages(self) -> dict[str, float]:
-        """How long what is watched has lasted, over all watchers: what the next one is to go on from."""
+        """Return how long each watched state has lasted, over all watchers; the next continues from it."""
         found = {}
         if self._watching.age:
             found[self._watching.age] = self._lasted_s()
@@ -182,7 +182,7 @@ class Watch:
         return found | {self._quietness(node): seconds for node, seconds in self._quiet().items()}
 
     def _quiet(self) -> dict[int, float]:
-        """Seconds since the status of each node changed, over all watchers; only those that are many."""
+        """Return seconds since the status of each node changed, over all watchers; only long durations."""
         now, found = self._monotonic(), {}
         for node in range(self._watching.nodes if self._watching.attempt else 0):
             if node in self._reported:
@@ -227,7 +227,7 @@ class Watch:
         return key != (self._watching.generation, self._watching.attempt)
 
     def _attempt(self, handle: Handle) -> list[Wake]:
-        """All that the owner may be needed for now, the most urgent first."""
+        """Return every reason for which the owner may be needed now, the most urgent first."""
         self._read_statuses()
         details = []
         try:
@@ -246,7 +246,7 @@ class Watch:
         return [*self._overdue(), *wakes]
 
     def _details(self, handle: Handle, observed: AttemptStatus) -> list[str]:
-        """What the backend tells that the owner may be needed for."""
+        """Return the reasons in the backend's report for which the owner may be needed."""
         nodes = observed.nodes
         told = {
             "the attempt ended": observed.is_over,
@@ -264,7 +264,7 @@ class Watch:
         self._heard, self._is_heard = self._monotonic(), True
 
     def _has_changed(self, handle: Handle, observed: AttemptStatus) -> bool:
-        """True when a change that is awaited is done, or cannot be."""
+        """Return True if the awaited change is done or cannot be done."""
         if self._watching.changing == "resize" and isinstance(self._backend, ResizesInPlace):
             return self._backend.resized(handle) != "going"
         is_rescale = self._watching.changing == "rescale"
@@ -278,7 +278,7 @@ class Watch:
                 continue
             now = (status.claim, status.sequence)
             if self._sequences.get(node, None if self._has_read else now) != now:
-                self._hear()  # what is there at the first look may be of long ago
+                self._hear()  # a status present at the first poll may be old
                 self._reported[node] = self._monotonic()
             self._sequences[node] = now
             self.statuses[node] = status
@@ -300,7 +300,7 @@ class Watch:
         return [Wake("overdue", detail="overdue")] if after is not None and self._lasted_s() >= after else []
 
     def _over_budget(self, handle: Handle) -> list[Wake]:
-        """The money is looked at here too: between two slices of the owner an attempt may run for days."""
+        """Check the budget here too: an attempt may run for days between two executions of the owner."""
         left, now = self._watching.usd_left, self._monotonic()
         if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
             return []

@@ -1,4 +1,4 @@
-"""What the training's side said, made fit for the owner: bounded, unknown where it cannot be true. Pure."""
+"""Bound what the training's side reports, for the owner; values that cannot be true become unknown. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MOST = 2**53
 TEXT_BYTES = 4096
 """Longest text kept in an event, bytes of JSON. Chosen: a detail is one line."""
 ITEMS = 16
-"""Most texts of a list kept in an event. Chosen: as many as there are candidates for a restore."""
+"""Most texts kept of a list in an event. Chosen: as many as there are candidates for a restore."""
 LINES_BYTES = 1 << 17
-"""Last lines kept in an event, bytes of JSON. Chosen: half of the largest event."""
+"""Most last lines kept in an event, bytes of JSON. Chosen: half of the largest event."""
 
 _SIGNED = frozenset({"loss", "accuracy"})
 _Said = TypeVar("_Said", Status, Progress)
 
 
 def believable(status: Status) -> Status:
-    """*status* with every number unknown that no training can mean: negative, or beyond :data:`MOST`."""
+    """Return *status* with impossible numbers set to unknown: negative, or beyond :data:`MOST`."""
     known = _without_nonsense(status)
     usage = {name: value for name, value in status.usage.items() if _is_sane(value)}
     transfer = status.transfer if _is_possible(status.transfer) else None
@@ -49,7 +49,7 @@ def _is_sane(value: float) -> bool:
 
 
 def shortened(body: Mapping[str, Any]) -> dict[str, Any]:
-    """*body* of an event with texts, lists of texts and last lines cut, so that it can always be written."""
+    """Return an event's *body* with texts, lists of texts and last lines cut, so that it always fits."""
     return {name: _short(name, value) for name, value in body.items()}
 
 
@@ -64,7 +64,7 @@ def _short(name: str, value: Any) -> Any:
 
 
 def _newest(lines: list[str] | tuple[str, ...]) -> list[str]:
-    """The last of *lines* that fit; when not even one does, the beginning of that."""
+    """Return the last of *lines* that fit; if not even one does, its beginning."""
     kept: list[str] = []
     room = LINES_BYTES
     for line in reversed(lines):
@@ -84,5 +84,5 @@ def _cut(text: str, most: int) -> str:
 
 
 def _size(text: str) -> int:
-    """Bytes of *text* as JSON: up to twelve for one character."""
+    """Return the bytes of *text* as JSON: up to twelve for one character."""
     return len(json.dumps(text))

@@ -1,4 +1,4 @@
-"""What a stage's task asks for, and what the controller answers."""
+"""What a stage's task requests, and what the owner answers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ WakeKind = Literal["entry", "status", "request", "backoff", "overdue", "silent",
 
 
 class SupersededError(EnvScalerError):
-    """Another try owns the run now: this one stops acting and touches nothing."""
+    """Another try owns the run now; this try stops acting and changes nothing."""
 
 
 class StoppedError(EnvScalerError):
-    """The run was stopped on somebody's request. Never retried; a clear takes it up again."""
+    """The run was stopped on request. Never retried; a clear resumes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the task asks for now. Counts at the start of a generation and at a clear.
+    """What the task requests now. Takes effect at the start of a generation and at a clear.
 
     Attributes:
-        spec: Resolved spec; None in a resumed slice, which goes by the frozen one.
+        spec: Resolved spec; None in a resumed execution, which uses the frozen spec.
         spec_source: Path as the user wrote it.
         parameters, inputs: As rendered by Airflow or given on the command line.
         strategy: ``cost``, ``balanced``, ``performance`` or ``deadline``.
-        value_of_hour: USD; None to take the strategy's.
-        deadline_s: Seconds from the first start of the generation; None for none.
-        deadline_at: The same as a point in time, seconds since the epoch, in its place; see :meth:`since`.
-        budget_usd: Most that a generation may cost; None for no bound.
+        value_of_hour: USD; None uses the strategy's value.
+        deadline_s: Seconds from the first start of the generation; None for no deadline.
+        deadline_at: Alternative to *deadline_s*: a point in time, seconds since the epoch; see :meth:`since`.
+        budget_usd: Maximum cost of a generation; None for no limit.
         restart: ``fresh`` begins a generation once per clear.
-        restore_from: URI of another run's checkpoint that a fresh generation begins from.
-        resolve_secret: Turns a reference (``secret:NAME/key``) into its value; called at a start only.
-        store_options: Connection options of the store that the sidecar needs; no secrets.
-        store_login: How it opens the store on a machine without an identity of its own.
+        restore_from: URI of another run's checkpoint from which a fresh generation begins.
+        resolve_secret: Turns a reference (``secret:NAME/key``) into its value; called only at a start.
+        store_options: Connection options that the sidecar needs to open the store; no secrets.
+        store_login: How the sidecar opens the store on a machine without its own identity.
         python: Interpreter of the stage's own environment on this machine; None for that of this process.
     """
 
@@ -60,10 +60,10 @@ class Stage:
     python: str | None = None
 
     def check_deadline(self, now: float) -> None:
-        """Refuse to begin a generation, at *now*, that could only be late.
+        """Refuse to begin a generation at *now* that would already be late.
 
         Raises:
-            SpecError: The deadline is a point in time that is over.
+            SpecError: The deadline is a point in time that has passed.
         """
         if self.deadline_at is not None and self.deadline_at <= now:
             at, today = (datetime.fromtimestamp(seconds, UTC) for seconds in (self.deadline_at, now))
@@ -73,21 +73,21 @@ class Stage:
             )
 
     def since(self, begun_at: float) -> Stage:
-        """The same, its deadline counted from *begun_at*, the start of the generation."""
+        """Return the same stage with its deadline counted from *begun_at*, the start of the generation."""
         return self if self.deadline_at is None else replace(self, deadline_s=self.deadline_at - begun_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Why a slice of the owner runs: what a watcher saw. A hint; the slice looks for itself.
+    """Why an execution of the owner runs: what a watcher saw. A hint only; the execution checks for itself.
 
     Attributes:
         kind: ``entry`` for ``execute`` itself.
         silent_s: Seconds without a sign of the attempt, by the watcher's own clock.
         detail: For the log.
-        seen: Details of all that the owner might be needed for then; where it does nothing about them, the
-            next watcher does not wake it for the same at once.
-        check_s: Seconds between two of the watcher's looks at the money; 0 when it did not look.
+        seen: Every reason present at this wake-up. If the owner takes no action, the next watcher does not
+            immediately wake it for the same reasons.
+        check_s: Seconds between two of the watcher's budget checks; 0 if it made none.
         quiet_s: Seconds for which the status of each node has not changed, by the watchers' own clocks; nodes
             that reported lately are left out.
     """
@@ -122,28 +122,28 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """What to watch until something is to be done. JSON: it is a trigger's argument.
+    """What to watch until the owner must act. JSON: it is a trigger's argument.
 
     Attributes:
         number: Last event that the owner folded.
-        generation, attempt: The live attempt; attempt 0 when only a wait is to be sat out.
+        generation, attempt: The live attempt; attempt 0 for a plain wait.
         nodes: Of the attempt.
-        handle: The backend's; None when only a wait is to be sat out.
+        handle: The backend's; None for a plain wait.
         backoff_s: Seconds to wait from now; None for no wait.
-        stopping: True when the attempt was asked to go.
-        age: Name in the lease under which watchers count how long it was asked to go, or is being changed.
-        overdue_after_s: So many of these seconds, and it is overdue; None when it was not asked.
-        usd_left: What the attempt may cost in all before the budget is spent; None: nothing to watch.
-        checkpoint_s: Seconds of a checkpoint, as earlier attempts measured it; None when none did.
-        changing: ``resize`` or ``rescale`` while it is changed in place; then *handle* and *nodes* are those
-            that it will have.
-        spans: What it is on since when, with the prices; empty when only a wait is to be sat out.
-        started_at: When the attempt was started, by the run's clock; None when unknown.
-        answered: What the owner was just woken for and could do nothing about: see :class:`Wake`.
-        release_after_s: Seconds from now until the owner is woken to release an earlier attempt; None: none.
+        stopping: True while the attempt is draining.
+        age: Name in the lease under which watchers count how long a drain or a change in place has lasted.
+        overdue_after_s: The drain or change is overdue after this many seconds; None without one.
+        usd_left: Total that the attempt may cost before the budget is spent; None: nothing to watch.
+        checkpoint_s: Seconds of a checkpoint, as earlier attempts measured it; None if none did.
+        changing: ``resize`` or ``rescale`` during a change in place; *handle* and *nodes* then describe the
+            attempt after the change.
+        spans: Its allocations, since when, and their prices; empty for a plain wait.
+        started_at: When the attempt was started, by the run's clock; None if unknown.
+        answered: Reasons for which the owner was just woken and took no action: see :class:`Wake`.
+        release_after_s: Seconds from now until the owner is woken to release an earlier attempt; None: never.
         orphan_after_s: Seconds without an owner after which the sidecar saves and ends the attempt.
-        faults: Executions in a row that had no answer of the store or the backend.
-        faulty_s: Seconds that they have lasted, as the watchers between them counted.
+        faults: Consecutive executions without an answer from the store or the backend.
+        faulty_s: Total duration of these faults, seconds, as counted by successive watchers.
         pause_s: Seconds from now before the owner is woken for anything but a newer owner.
         try_number: Of the owner, as a task instance id can repeat over a retry; None in older triggers.
     """
@@ -191,7 +191,7 @@ class Watching:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nothing to do now: watch, and come back with what was seen."""
+    """Nothing to do now: watch, then return with what the watcher saw."""
 
     watching: Watching
     reason: str

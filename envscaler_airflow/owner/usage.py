@@ -1,6 +1,6 @@
-"""What an attempt held and when, where it was changed in place: the prices of its bill.
+"""What an attempt used and when, including its changes in place: the prices of its bill.
 
-Pure but for what clouds bill.
+Pure except for the clouds' billing rules.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from envscaler_airflow.run import AttemptState
 from envscaler_airflow.run.cost import Held, Use, spent_usd
 
 _APART_S = 600.0
-"""How much earlier than the owner saw it a node may have come, seconds. Chosen: as long as a change in place
-is awaited."""
+"""How much earlier than the owner saw it a node may have started, seconds. Chosen: the longest wait for a
+change in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span(Record):
-    """From so many seconds after its start an attempt had this allocation.
+    """The allocation of an attempt from a number of seconds after its start.
 
-    A difference of the owner's times, so that it can be laid over the provider's, whose clock is another.
-    ``step``: the last one seen by then; None when unknown.
+    The offset is a difference of the owner's times, so it can be applied to the provider's times, which come
+    from another clock. ``step``: the last one seen by then; None when unknown.
     """
 
     from_s: float
@@ -36,7 +36,7 @@ class Span(Record):
 
 
 def spans_of(attempt: AttemptState) -> tuple[Span, ...]:
-    """One, or one more for each change in place of what a node costs; their number changes no price."""
+    """Return one span, plus one for each change in place of a node's price; a rescale changes no price."""
     started = attempt.started_at if attempt.started_at is not None else attempt.intended_at
     held = [*(before.allocation for before in attempt.earlier), attempt.allocation]
     found = [Span(0.0, held[0])]
@@ -49,10 +49,10 @@ def spans_of(attempt: AttemptState) -> tuple[Span, ...]:
 
 
 def made_at(handle: Mapping[str, Any] | None) -> float | None:
-    """When an attempt was made, by the clock that its usage is told by; None where its handle does not say.
+    """When an attempt was created, by the clock of its usage; None if its handle does not report it.
 
-    A node may come hours later: out of a queue, or on a machine that is added. By this the two clocks are
-    laid over each other, and the wait is not billed.
+    A node may start hours later: from a queue, or on a machine that is added. This time aligns the two
+    clocks, and the wait is not billed.
     """
     text = ((handle or {}).get("details") or {}).get("created")
     try:
@@ -63,7 +63,7 @@ def made_at(handle: Mapping[str, Any] | None) -> float | None:
 
 
 def begun_at(intervals: Iterable[UsageInterval | Held], handle: Mapping[str, Any] | None) -> float:
-    """The provider's time that is the owner's time of the start: when it was made, else its first node's."""
+    """Provider's time that matches the owner's time of the start: its creation, or its first node's start."""
     first, made = min(item.start for item in intervals), made_at(handle)
     return first if made is None else min(made, first)
 
@@ -75,14 +75,14 @@ def until_now(
     handle: Mapping[str, Any] | None,
     now: float,
 ) -> tuple[UsageInterval, ...]:
-    """*intervals*, those still open ended at the provider's own now: the same clock as their start.
+    """Return *intervals* with the open ones ended at the provider's own now: the same clock as their start.
 
-    Where the provider does not report its time, as long after the attempt was made as the store's clock
-    counted since the start was recorded: two clocks are never subtracted.
+    If the provider does not report its time, they end as long after the attempt's creation as the store's
+    clock has counted since the start was recorded: times of two clocks are never subtracted.
 
     Args:
         intervals: By the provider's clock.
-        started_at: When the start was recorded, by the store's clock; None when it was not.
+        started_at: When the start was recorded, by the store's clock; None if it was not.
         handle: Of the attempt.
         now: The store's time.
     """
@@ -98,10 +98,10 @@ def until_now(
 
 
 def with_removed(intervals: Iterable[UsageInterval], attempt: AttemptState) -> tuple[UsageInterval, ...]:
-    """*intervals*, and those of nodes that went when the attempt became smaller in place.
+    """Return *intervals* plus those of nodes that were removed when the attempt shrank in place.
 
-    A provider shows what is there: of a pod that is gone nobody wrote down more than the owner, who knows
-    when the node was there and when it was not. One that is still shown is not added.
+    A provider reports only what exists: only the owner has recorded when a deleted pod's node was present.
+    A node that the provider still reports is not added.
     """
     known = tuple(intervals)
     if not attempt.earlier or not known:
@@ -123,7 +123,7 @@ def with_removed(intervals: Iterable[UsageInterval], attempt: AttemptState) -> t
 
 
 def _began_within(item: UsageInterval, past: UsageInterval) -> bool:
-    """True for an interval of the same node that begins before *past* ends: it is that one."""
+    """Return True for an interval of the same node that begins before *past* ends: it is the same one."""
     assert past.end is not None
     return item.node == past.node and past.start - _APART_S <= item.start < past.end
 
@@ -131,7 +131,7 @@ def _began_within(item: UsageInterval, past: UsageInterval) -> bool:
 def by_span(
     held: Iterable[Held], spans: Sequence[Span], *, began: float | None = None
 ) -> list[tuple[Allocation, tuple[Held, ...]]]:
-    """What was held under each of *spans*, which count from *began*, else from the first that was held."""
+    """Split billed time by *spans*, which count from *began*, or else from the first billed interval."""
     all_held = tuple(held)
     if began is None:
         began = min((item.start for item in all_held), default=0.0)
@@ -144,7 +144,7 @@ def by_span(
 
 
 def _within(held: Held, start: float, end: float | None) -> Held | None:
-    """The part of *held* from *start* to *end*; None when there is none."""
+    """Return the part of an interval from *start* to *end*; None if it is empty."""
     first = max(held.start, start)
     last = held.end if end is None else end if held.end is None else min(held.end, end)
     return None if last is not None and last <= first else Held(held.node, first, last)
@@ -153,7 +153,7 @@ def _within(held: Held, start: float, end: float | None) -> Held | None:
 def cost_usd(
     spans: Sequence[Span], intervals: Iterable[UsageInterval], *, began: float | None = None
 ) -> float | None:
-    """Closed *intervals*, each node at the price of its offer; None when a price is unknown."""
+    """Cost of closed *intervals*, each node at the price of its offer; None if a price is unknown."""
     held = [Held(item.node, item.start, item.end) for item in intervals]
     uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans, began=began)]
     now = max((one.end for one in held if one.end is not None), default=0.0)
@@ -168,6 +168,6 @@ def billed_usd(
     handle: Mapping[str, Any] | None,
     now: float,
 ) -> float | None:
-    """Cost so far of what was held in *intervals*, see :func:`until_now`; None when a price is unknown."""
+    """Cost of *intervals* so far, see :func:`until_now`; None if a price is unknown."""
     closed = until_now(intervals, started_at=started_at, handle=handle, now=now)
     return cost_usd(spans, closed, began=begun_at(closed, handle) if closed else None)

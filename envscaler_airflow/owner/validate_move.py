@@ -1,4 +1,4 @@
-"""Judge a requested move on fresh facts, before the owner accepts it."""
+"""Check a requested move against current facts, before the owner accepts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from envscaler_airflow.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer: *target* is None for no."""
+    """The answer: *target* is None for a refusal."""
 
     target: Allocation | None
     reason: str
@@ -39,8 +39,8 @@ def judge(
 ) -> Verdict:
     """Accept or refuse the move that *request* asks for.
 
-    Fresh are: the attempt and its health, work done, offers and prices, money and time left.
-    The speed of the present machine is the sensor's, which watched it for longer than a slice can.
+    Read again: the attempt and its health, work done, offers and prices, money and time left.
+    The speed of the current machine is the sensor's, which watched it for longer than an execution can.
 
     Raises:
         StoreError: The store cannot be read.
@@ -70,7 +70,7 @@ def judge(
 
 
 def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Mapping[str, int]:
-    """Nodes available beside those that the stage has; empty where the backend does not report it.
+    """Nodes available besides those that the stage has; empty if the backend does not report them.
 
     What the stage itself uses counts as free: it stops before it starts elsewhere.
     """
@@ -99,12 +99,12 @@ def _validate(
     others = tuple(item for item in state.pending if item.number != request.number)
     now = replace(
         now,
-        # One reading cannot tell an age, so a node that spoke is taken at its word.
+        # A single read has no age; treat a node that has reported as healthy.
         health="ok" if now.health == "unknown" and now.units_done is not None else now.health,
         speeds={**(asked.speeds if asked else {}), **now.speeds},
         pending=None if not others and live.phase != "stopping" else now.pending,
         free_nodes=free,
-        refused={},  # whoever asks has waited
+        refused={},  # the requester has already waited
     )
     is_forced = bool(request.body.get("forced"))
     policy, policies = observer.policy(state), observer.policies
@@ -120,7 +120,7 @@ def _validate(
 
 
 def _asked_with(request: Request) -> Observation | None:
-    """What the sensor saw when it asked; None when it is not told or of another version."""
+    """Return what the sensor saw at its request; None if it is missing or from another version."""
     body = request.body.get("check")
     try:
         return Check.from_dict(body).observation if isinstance(body, Mapping) else None

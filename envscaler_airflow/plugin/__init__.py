@@ -1,4 +1,4 @@
-"""What Airflow loads by the ``airflow.plugins`` entry point."""
+"""What Airflow loads through the ``airflow.plugins`` entry point."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from airflow.plugins_manager import AirflowPlugin
 from envscaler_airflow.operators.links import RunStoreLink
 
 PREFIX = "/envscaler"
-"""Where the page lies below the API server."""
+"""Path prefix of the page on the API server."""
 
 
 class PageApp:
-    """The page as an ASGI application, made at its first request.
+    """The page as an ASGI application, created at its first request.
 
-    Airflow loads plugins in every one of its processes; only the API server serves.
+    Airflow loads plugins in all its processes; only the API server serves the page.
     """
 
     _app: Any = None
@@ -38,7 +38,7 @@ class EnvScalerPlugin(AirflowPlugin):
     external_views = [  # noqa: RUF012  (same)
         {
             "name": "Training",
-            # Relative: below whatever [api] base_url says. Airflow fills in the braces, each encoded.
+            # Relative to [api] base_url. Airflow fills in the braces, each encoded.
             "href": f"{PREFIX[1:]}/dags/{{DAG_ID}}/training"
             "?run_id={RUN_ID}&task_id={TASK_ID}&map_index={MAP_INDEX}",
             "destination": "task_instance",

@@ -1,4 +1,4 @@
-"""Serves the page: who may see it is Airflow's to say, what it shows is in the run store."""
+"""Serves the page: Airflow decides who may see it, the run store provides its content."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _SCHEMES = frozenset({"", "file", "s3", "gs", "gcs", "abfs", "abfss", "az", "oss"})
-"""Of stores that a DAG may name. Chosen: folders and buckets; else it would send the API server anywhere."""
+"""Store URLs that a DAG may name. Chosen: folders and buckets; others could send the API server anywhere."""
 
 Name = Annotated[str, Query(min_length=1, max_length=1000)]
 
 
 def make_app() -> FastAPI:
-    """The application below ``/envscaler``."""
+    """Return the application below ``/envscaler``."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     may_read = Depends(requires_access_dag("GET", DagAccessEntity.TASK_INSTANCE))
     app.get("/dags/{dag_id}/training", response_class=HTMLResponse, dependencies=[may_read])(training)
@@ -47,11 +47,11 @@ def make_app() -> FastAPI:
 def training(
     dag_id: str, run_id: Name, task_id: Name, map_index: Annotated[str, Query(max_length=20)] = "-1"
 ) -> HTMLResponse:
-    """The page of one task instance; an HTTP status besides, for whoever is no browser."""
+    """Return the page of one task instance, with an HTTP status for clients other than browsers."""
     index = _index(map_index)
     try:
         page, status = _page(dag_id, run_id, task_id, index)
-    except Exception as err:  # noqa: BLE001 - outermost edge: whatever a record holds, the reader is told
+    except Exception as err:  # noqa: BLE001 - outermost edge: a bad record still gets a page
         _log.exception("page of dag_id=%s run_id=%s task_id=%s map_index=%s", dag_id, run_id, task_id, index)
         name = type(err).__name__
         page = message_page("This page cannot be made", f"{name}; the API server's log has the details.")
@@ -75,14 +75,14 @@ def _page(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[str, 
 
 
 def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[RunFacts, float] | str:
-    """The run of a task instance and its store's time, or where none was found, in words."""
+    """Return the run of a task instance and its store's time, or a text that says where none was found."""
     place = _place(dag_id, run_id, task_id, map_index)
     store = place.open()
     where = f"Neither events nor checkpoints of it lie in {store.url}. Only stages (EnvStageOperator) train."
     deployment = _deployment(store)
     if deployment is None:
         return where
-    # A DAG may have a team that its runs do not carry: they had none before, or teams are switched off.
+    # A DAG may have a team that its runs lack: they had none before, or teams are switched off.
     for team in dict.fromkeys((DagModel.get_team_name(dag_id), None)):
         key = RunKey(deployment, dag_id, run_id, task_id, map_index, team)
         facts = read_facts(store, key.prefix)
@@ -92,10 +92,10 @@ def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[RunFa
 
 
 def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace:
-    """The store that the task itself uses: its own arguments, as they were rendered, come first.
+    """Return the store that the task itself uses: its own arguments, as rendered, come first.
 
     Raises:
-        SpecError: None is set, its URL is of a kind that no store has, or there is no such connection.
+        SpecError: No store is set, its URL is not of a supported kind, or the connection does not exist.
     """
     fields = RenderedTaskInstanceFields
     wanted = (fields.dag_id == dag_id, fields.run_id == run_id, fields.task_id == task_id)
@@ -113,7 +113,7 @@ def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace
 
 
 def _deployment(store: Store) -> str | None:
-    """As :func:`deployment_of`, but nothing is written: None where a folder has no name yet.
+    """Like :func:`deployment_of`, but write nothing: None if a folder has no name yet.
 
     Raises:
         SpecError: The store may be shared and the setting is empty.
@@ -126,7 +126,7 @@ def _deployment(store: Store) -> str | None:
 
 
 def _index(text: str) -> int:
-    """Airflow's UI leaves ``{MAP_INDEX}`` in the address for a task that is not mapped."""
+    """Parse a map index; Airflow's UI leaves ``{MAP_INDEX}`` in the address for an unmapped task."""
     return int(text) if text.isdecimal() else -1
 
 

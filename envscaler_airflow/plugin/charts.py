@@ -1,4 +1,4 @@
-"""Where the marks of a chart stand: numbers in, coordinates out. Pure; the template draws."""
+"""Place the marks of a chart: numbers in, coordinates out. Pure; the template draws."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from envscaler_airflow.plugin.facts import Rate
 from envscaler_airflow.run import AttemptState, outcome_of
 
 WIDTH = 960.0
-"""Of all charts, in units of their viewBox; they shrink with the page. Chosen."""
+"""Width of all charts, in units of their viewBox; they shrink with the page. Chosen."""
 LEFT = 150.0
-"""Room for labels at the left. Chosen: twenty letters."""
+"""Space for labels at the left. Chosen: twenty letters."""
 LANE = 26.0
-"""Height of an allocation's lane. Chosen likewise."""
+"""Height of an allocation's lane. Chosen."""
 MOST_LANES = 12
 """Allocations with a lane of their own; the rest share the last one. Chosen: a screen."""
 TOP, HEIGHT = 8.0, 140.0
@@ -39,12 +39,12 @@ class Axis:
     end: float
 
     def x(self, at: float) -> float:
-        """Where a moment stands; outside it stands at the edge."""
+        """Return the position of a moment; one outside the axis is placed at its edge."""
         part = (at - self.start) / (self.end - self.start)
         return round(LEFT + min(1.0, max(0.0, part)) * (WIDTH - LEFT), 1)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and labels: time since the start, in round numbers."""
+        """Return positions and labels: time since the start, in round numbers."""
         whole = self.end - self.start
         days = math.ceil(whole / _TICKS / _PERIODS[-1]) * _PERIODS[-1]
         every = next((period for period in _PERIODS if whole / period <= _TICKS), days)
@@ -56,10 +56,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An attempt in its lane, up to its end or to a change in place.
+    """An attempt in its lane, until its end or a change in place.
 
     Attributes:
-        waits_x, x, end_x: From the decision to begin it over its start to its end.
+        waits_x, x, end_x: Positions of the decision to begin it, its start and its end.
         lane: From 0.
         kind: ``good``, ``moved``, ``bad`` or ``live``.
         text: What it was and how it ended.
@@ -83,7 +83,7 @@ class Lanes:
 
     @property
     def height(self) -> float:
-        """Of all lanes."""
+        """Return the height of all lanes."""
         return LANE * len(self.names)
 
 
@@ -101,7 +101,7 @@ class Curve:
 
 
 def time_axis(attempts: Sequence[AttemptState], *, now: float) -> Axis | None:
-    """From the first intent to the last end, or to *now* while one lives; None without an attempt."""
+    """Axis from the first intent to the last end, or to *now* while one lives; None without attempts."""
     if not attempts:
         return None
     start = min(item.intended_at for item in attempts)
@@ -110,7 +110,7 @@ def time_axis(attempts: Sequence[AttemptState], *, now: float) -> Axis | None:
 
 
 def lanes(attempts: Sequence[AttemptState], axis: Axis, *, now: float) -> Lanes:
-    """One lane for each allocation, in the order in which they were first held."""
+    """Return one lane for each allocation, in the order of their first use."""
     names = list(dict.fromkeys(held.name for item in attempts for held in held_by(item)))
     if len(names) > MOST_LANES:
         names = [*names[: MOST_LANES - 1], "others"]
@@ -118,12 +118,12 @@ def lanes(attempts: Sequence[AttemptState], axis: Axis, *, now: float) -> Lanes:
 
 
 def held_by(attempt: AttemptState) -> tuple[Allocation, ...]:
-    """What an attempt held, one or one more for each change in place."""
+    """Return what an attempt used: one allocation, plus one for each change in place."""
     return (*(before.allocation for before in attempt.earlier), attempt.allocation)
 
 
 def _bars(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> Iterator[Bar]:
-    """One, or one more for each change in place."""
+    """Yield one bar, plus one for each change in place."""
     end = now if attempt.ended_at is None else attempt.ended_at
     begun = end if attempt.started_at is None else attempt.started_at
     starts = [begun, *(before.until for before in attempt.earlier)]
@@ -145,13 +145,13 @@ def _bars(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> It
 
 
 def kind_of(ended: str) -> str:
-    """Class of an end, by which it is coloured; ``live`` for none."""
+    """Return the class of an end, which sets its color; ``live`` for none."""
     recovery = outcome_of("left" if ended == "moved" else ended).recovery
     return {"none": "good", "as-requested": "moved"}.get(recovery, "bad") if ended else "live"
 
 
 def curve(rates: Iterable[Rate], axis: Axis) -> Curve | None:
-    """A line for each attempt; None when nothing was measured."""
+    """Return a line for each attempt; None if nothing was measured."""
     known = list(rates)
     most = max((rate.per_s for rate in known), default=0.0)
     if most <= 0:
@@ -160,7 +160,7 @@ def curve(rates: Iterable[Rate], axis: Axis) -> Curve | None:
     lines = []
     for _, group in groupby(known, key=lambda rate: rate.attempt):
         points = [(axis.x(rate.at), round(TOP + HEIGHT * (1 - rate.per_s / top), 1)) for rate in group]
-        if len(points) == 1:  # a line of one point would not be seen
+        if len(points) == 1:  # a line of one point would not be visible
             points.append((points[0][0] + 3, points[0][1]))
         lines.append(" ".join(f"{x:g},{y:g}" for x, y in points))
     ticks = tuple((TOP + HEIGHT * (1 - part), f"{top * part:.4g}") for part in (0.0, 0.5, 1.0))
@@ -168,13 +168,13 @@ def curve(rates: Iterable[Rate], axis: Axis) -> Curve | None:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ..."""
+    """Round up to the next of 1, 2, 5, 10, 20, ..."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in _STEPS if step * power >= value)
 
 
 def clock(seconds: float) -> str:
-    """A duration as people say it.
+    """Format a duration for display.
 
     >>> clock(45), clock(90), clock(3 * 3600 + 240), clock(90000)
     ('45 s', '1 min 30 s', '3 h 4 min', '1 d 1 h')

@@ -19,21 +19,21 @@ from envscaler_airflow.store import EventLog, Store
 from envscaler_airflow.store.decisions import read_decisions
 
 MOST_NODES = 16
-"""Nodes whose status is shown. Chosen: the rest are told by their number."""
+"""Nodes whose status is shown. Chosen: of the others only the number is shown."""
 MOST_EVENTS = 200
-"""Newest events among which requests and answers are looked for. Chosen: a run has tens."""
+"""Newest events searched for requests and answers. Chosen: a run has tens."""
 MOST_DECISION_CHUNKS = 12
 """Newest chunks of decisions read. Chosen: two hours of an observer that writes every ten minutes."""
 MOST_CHECKS = 40
 """Newest checks shown. Chosen: two screens."""
 MOST_CHUNKS = 24
-"""Chunks of metrics read, evenly over the run. Chosen: as many reads as take a second from a bucket."""
+"""Chunks of metrics read, evenly over the run. Chosen: reading as many takes a second from a bucket."""
 CHUNK_BYTES = 1 << 20
 """Largest chunk of metrics read, bytes. Source: the agent closes one at that size."""
 MOST_PER_S = 1e15
-"""Rates above it, or above 0 and below its inverse, are left out. Chosen: no training has such."""
+"""Rates above it, or above 0 and below its inverse, are left out. Chosen: no training has such a speed."""
 POINTS_PER_CHUNK = 8
-"""Rates told of one chunk. Chosen: 24 chunks then make a line of 200 points."""
+"""Rates computed from one chunk. Chosen: 24 chunks then make a line of 200 points."""
 
 ANSWERS = {
     "move-requested": "asked for a move",
@@ -44,7 +44,7 @@ ANSWERS = {
     "change-undone": "change in place undone",
     "stop-requested": "asked to stop",
 }
-"""What was asked of a run and answered: events by type, with the words for it."""
+"""Requests to a run and their answers: events by type, with the text for each."""
 _CHUNK = re.compile(r"g(\d{1,9})-a(\d{1,9})-n0-c(\d{1,9})-(\d{1,12})\.jsonl\Z")
 
 
@@ -70,12 +70,12 @@ class RunFacts:
     Attributes:
         url: Its folder.
         state: Fold of its events.
-        statuses: What the nodes of the current attempt last said; None: nothing that can be believed.
+        statuses: What the nodes of the current attempt last reported; None: nothing believable.
         answers: Requests and what the owner answered, oldest first.
         checks: Recorded scaling checks of this generation and how often each was repeated, newest first.
         unit: What *rates* count: ``samples`` or ``steps``.
         rates: Speeds of the attempts of this generation, in order of time.
-        parameters: Of the spec that it runs on, with the values that it was made with.
+        parameters: Of the spec that it runs on, with the values that the run was made with.
     """
 
     url: str
@@ -89,7 +89,7 @@ class RunFacts:
 
 
 def read_facts(store: Store, prefix: str) -> RunFacts | None:
-    """The run below *prefix*; None where none has begun.
+    """Return the run below *prefix*; None if none has begun.
 
     Raises:
         StoreError: The store cannot be read.
@@ -131,7 +131,7 @@ def _checks(store: Store, prefix: str, generation: int) -> tuple[tuple[Check, in
 
 
 def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate, ...]]:
-    """Speeds of node 0 over time, in samples where every line has them, else in steps."""
+    """Return speeds of node 0 over time, in samples if every line has them, else in steps."""
     attempts = {item.number: item for item in state.attempts_of(state.generation)}
     told: list[tuple[int, float, list[Line]]] = []
     began: dict[tuple[int, int], float] = {}
@@ -153,10 +153,10 @@ def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate,
 
 
 def _began(store: Store, prefix: str, attempt: AttemptState, claim: int, *, after: float | None) -> float:
-    """When the pod of *claim* to node 0 began, seconds since the epoch: a later pod when it claimed the node.
+    """When the pod of *claim* began on node 0, seconds since the epoch; a later pod begins at its claim.
 
-    A copied store gives its files new times: where that would be after the attempt, or where the store tells
-    no times, right *after* what the pod before it told.
+    A copied store gives its files new times. If such a time would be after the attempt, or if the store
+    reports no times, the pod began right *after* the last report of the pod before it.
     """
     first = attempt.started_at or attempt.intended_at
     if claim <= 1:
@@ -172,7 +172,7 @@ def _began(store: Store, prefix: str, attempt: AttemptState, claim: int, *, afte
 
 
 def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, int, str]]:
-    """Attempt, claim and name of the chunks to read: all when they are few, else evenly spread."""
+    """Return attempt, claim and name of the chunks to read: all if they are few, else evenly spread."""
     found = []
     for name in store.children(f"{prefix}/metrics"):
         match = _CHUNK.match(name)
@@ -190,7 +190,7 @@ Line = tuple[float, float | None, float | None]
 
 
 def _lines(store: Store, name: str) -> list[Line]:
-    """Lines of a chunk that tell a step; what is torn, or of a form that nobody writes, is left out."""
+    """Return the lines of a chunk that report a step, without torn or malformed ones."""
     try:
         text = store.read(name, max_bytes=CHUNK_BYTES) or b""
     except ProtocolError:
@@ -216,7 +216,7 @@ def _all_have_samples(chunks: Iterable[Sequence[Line]]) -> bool:
 
 
 def speeds(counts: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    """Time and speed of at most :data:`POINTS_PER_CHUNK` parts of a chunk; a count that falls tells none.
+    """Time and speed of at most :data:`POINTS_PER_CHUNK` parts of a chunk; a count that falls gives no speed.
 
     >>> speeds([(0.0, 0.0), (10.0, 50.0), (20.0, 150.0)])
     [(5.0, 5.0), (15.0, 10.0)]
@@ -234,7 +234,7 @@ def speeds(counts: Sequence[tuple[float, float | None]]) -> list[tuple[float, fl
 
 
 def _number(value: object) -> float | None:
-    """A finite number >= 0 that a float can hold, None for anything else."""
+    """Return a number as a finite float >= 0, None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

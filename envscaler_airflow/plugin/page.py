@@ -1,4 +1,4 @@
-"""A run as one HTML page: no script, nothing from outside, everything of the run escaped."""
+"""A run as one HTML page: no script, no external resources, everything from the run escaped."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.scaling import Check
 
 MOST_ATTEMPTS = 100
-"""Newest attempts in the table. Chosen: a run that had more is told by their number."""
+"""Newest attempts in the table. Chosen: if a run had more, only their number is shown."""
 MOST_TEXT = 600
 """Longest text shown, letters. Chosen: a few lines."""
 REFRESH_S = 15
-"""How often a page of a run that lives asks again. Source: as often as a node's status is written."""
+"""How often the page of a live run reloads. Source: as often as a node's status is written."""
 
 
 def _resource(name: str) -> str:
@@ -45,7 +45,7 @@ POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; "
     "frame-ancestors 'self'; base-uri 'none'; form-action 'none'"
 )
-"""Content-Security-Policy of the page: should something of a run get past the escaping, it cannot act."""
+"""Content-Security-Policy of the page: if text of a run gets past the escaping, it still cannot act."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class Row:
 
 
 def message_page(title: str, text: str, *, again: bool = False) -> str:
-    """A page that says one thing; *again*: it asks anew after a while."""
+    """Return a page with one message; *again*: it reloads after a while."""
     return _template("message.html.j2").render(
         style=_STYLE, title=title, text=text, refresh_s=REFRESH_S if again else None
     )
 
 
 def run_page(facts: RunFacts, *, now: float) -> str:
-    """The page of a run at *now*, owner's clock."""
+    """Return the page of a run at *now*, owner's clock."""
     state = facts.state
     attempts = state.attempts_of(state.generation)
     bill = run_bill(state, now=now)
@@ -176,7 +176,7 @@ def _node(status: Status) -> tuple[str, str]:
 def _answer(event: Event) -> tuple[str, str, str]:
     words, target = ANSWERS[event.type], event.body.get("target")
     if isinstance(target, Mapping):
-        with suppress(KeyError, TypeError, ValueError):  # a request is anybody's
+        with suppress(KeyError, TypeError, ValueError):  # anyone can write a request
             words += f" to {Allocation.from_dict(target).name}"
     return moment(event.at), words, event.body.get("reason", "")
 
@@ -193,7 +193,7 @@ def _check(check: Check, times: int) -> tuple[str, str, str, str, str]:
 
 
 def _cost(bill: Bill) -> dict[str, Any]:
-    """What the money went to: parts that are known, each with its share of their sum."""
+    """Return what the money was spent on: parts that are known, each with its share of their sum."""
     saved = bill.saved_usd
     names = [item.name for item in fields(Split)]
     known = [(name, value) for name in names if (value := getattr(bill.usd_split, name)) is not None]
@@ -219,7 +219,7 @@ def _cost(bill: Bill) -> dict[str, Any]:
 
 
 def shown(value: object) -> object:
-    """*value* as it may be shown: not endless, and without what no reader sees. All of a page passes here."""
+    """Return *value* as it may be shown: bounded, no invisible characters. The page shows nothing else."""
     if isinstance(value, Markup | int | float):
         return value
     text = str(value)
@@ -228,7 +228,7 @@ def shown(value: object) -> object:
 
 
 def money(usd: float | None) -> str:
-    """USD as small as it is.
+    """Format USD with as many digits as a small amount needs.
 
     >>> money(12.5), money(0.00123), money(0.0), money(None)
     ('$12.50', '$0.00123', '$0.00', 'unknown')
@@ -237,7 +237,7 @@ def money(usd: float | None) -> str:
 
 
 def moment(at: float) -> str:
-    """A time for people, UTC."""
+    """Format a time for display, UTC."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""The state machine of a run: events, their fold, and what comes next. Pure."""
+"""The state machine of a run: events, their fold, and the next action. Pure."""
 
 from envscaler_airflow.run.ends import End, NodeState, NodeStatus, Observed, end_of
 from envscaler_airflow.run.events import EVENT_TYPES, MAX_EVENT_BYTES, Actor, Event

@@ -1,6 +1,6 @@
 """What a run cost, where the money went, and what a static plan would have cost.
 
-Pure: billed intervals, prices and steps in, a :class:`Bill` out. What is not known stays
+Pure: billed intervals, prices and steps in, a :class:`Bill` out. Anything unknown stays
 None and is named in the notes; it is never counted as free.
 """
 
@@ -21,7 +21,7 @@ from envscaler_airflow.planning.record import Record, check_finite
 class Held(Record):
     """Billed time of one node, seconds since the epoch by the provider's own clock.
 
-    ``end`` is None while it is held.
+    ``end`` is None while the node is still billed.
     """
 
     node: int
@@ -29,26 +29,26 @@ class Held(Record):
     end: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse NaN; an end before its start counts as nothing."""
+        """Refuse NaN; an end before its start counts as no time."""
         check_finite(start=self.start, end=self.end)
 
 
 @dataclass(frozen=True, slots=True)
 class Use(Record):
-    """One attempt, as far as its bill goes.
+    """One attempt, as input to its bill.
 
     Attributes:
-        generation, attempt: Which.
+        generation, attempt: Which attempt.
         allocation: What it was on, with its price.
-        held: Intervals of its nodes; None: the provider did not tell; empty: never held.
+        held: Billed intervals of its nodes; None: the provider did not report them; empty: never billed.
         why_ended: ``moved``, ``lost``, ``succeeded``, ...; ``""`` while it runs.
-        provisioning_s: Seconds from held to the first step: start, setup, restore. None: unknown.
-        idle_s: Seconds held with no training after that: stalls, saves, the way out. None: unknown.
-        first_step, last_step: Step that it began at, and the last one that it did.
-        kept_step: Step that the next attempt resumed from, or the result holds; None: not known yet.
-        repeated_steps: Steps that were made twice within the attempt, after a pod of it was replaced.
-        is_least: True where *held* is only what its nodes' statuses prove, since the provider has no times
-            of it any more.
+        provisioning_s: Billed seconds before the first step: start, setup, restore. None: unknown.
+        idle_s: Billed seconds without training after that: stalls, saves, drain. None: unknown.
+        first_step, last_step: Step at which it began, and the last one that it made.
+        kept_step: Step that the next attempt resumed from, or that the result contains; None: not known yet.
+        repeated_steps: Steps made twice within the attempt, after one of its pods was replaced.
+        is_least: True if ``held`` contains only what the statuses of the nodes prove, since the provider no
+            longer has its times.
     """
 
     generation: int
@@ -76,20 +76,20 @@ class Use(Record):
 
     @property
     def name(self) -> str:
-        """``g1-a3``."""
+        """Return ``g1-a3``."""
         return f"g{self.generation}-a{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pause(Record):
-    """Training stood still between two attempts.
+    """A pause of the training between two attempts.
 
     Attributes:
         before, after: Attempts around it.
         why: ``move``, ``loss``, ...
         total_s: From the last step to the next one; None: unknown.
         parts: Seconds by part, e.g. ``checkpoint``, ``noticed``, ``waited``, ``start``,
-            ``setup``, ``first_step``; absent is unknown.
+            ``setup``, ``first_step``; a missing part is unknown.
     """
 
     before: int
@@ -105,13 +105,13 @@ class Pause(Record):
 
 @dataclass(frozen=True, slots=True)
 class Split(Record):
-    """One amount by what it was spent on. None: cannot be told.
+    """One amount, split by what it was spent on. None: cannot be determined.
 
     Attributes:
         compute: Training that counts.
-        lost: Training that was done again, since no checkpoint held it.
+        lost: Training that was repeated, since no checkpoint contained it.
         provisioning: Before the first step.
-        idle: Held without training otherwise.
+        idle: Any other billed time without training.
     """
 
     compute: float | None = None
@@ -127,13 +127,13 @@ class Line(Record):
     Attributes:
         use: Its facts.
         node_hours: Billed, all nodes together; None: unknown.
-        wall_s: From the first node held to the last one given back; None: unknown or never held.
-        usd_per_node_hour: Price, the mean of its parts where it is of two offers; None: unknown.
+        wall_s: From the start of the first node to the release of the last; None: unknown or never started.
+        usd_per_node_hour: Price; the mean of its parts if it is of two offers; None: unknown.
         usd: Billed hours of each node at the price of its offer; None: one of them is unknown.
-        least_usd: Where that is unknown, what it cost at least; None: not known either.
+        least_usd: If *usd* is unknown, the least that it cost; None: unknown too.
         steps: Steps done; None: unknown.
-        lost_steps: Of these, done again; None: unknown.
-        hours: Node-hours by what they went to.
+        lost_steps: Steps of these that were repeated; None: unknown.
+        hours: Node-hours by what they were spent on.
         usd_split: The same in USD.
     """
 
@@ -151,14 +151,14 @@ class Line(Record):
 
 @dataclass(frozen=True, slots=True)
 class StaticPlan(Record):
-    """The first allocation, held on-demand for the whole work, without a move or a loss.
+    """The first allocation, on-demand for all the work, without a move or a loss.
 
     Attributes:
-        allocation: Which.
+        allocation: The allocation.
         hours: Provisioning of the first attempt, then all steps at its speed and with its idle time; None:
             unknown.
         usd: ``hours`` at the on-demand price; None: unknown.
-        assumption: How it was told, for people.
+        assumption: How the plan was derived, human-readable.
     """
 
     allocation: Allocation
@@ -172,16 +172,16 @@ class Bill(Record):
     """What a run cost.
 
     Attributes:
-        lines: One for each attempt.
+        lines: One per attempt.
         pauses: Between attempts.
-        usd: All attempts; None when any of them is unknown.
-        known_usd: Those that are known, and of others what they cost at least.
-        node_hours: All attempts; None when unknown for any.
-        wall_s: First node held to last node given back; None without an attempt.
-        steps, lost_steps: All attempts; None when unknown for any.
-        hours, usd_split: All attempts by what it went to; a part is None when unknown for any.
+        usd: All attempts; None if the cost of any is unknown.
+        known_usd: Attempts of known cost, plus the least cost of the others.
+        node_hours: All attempts; None if unknown for any.
+        wall_s: From the start of the first node to the release of the last; None without an attempt.
+        steps, lost_steps: All attempts; None if unknown for any.
+        hours, usd_split: All attempts by what they were spent on; a part is None if unknown for any.
         static: The comparison; None without an attempt.
-        saved_usd: Static minus actual, below 0 when it cost more; None when either is unknown.
+        saved_usd: Static minus actual cost, below 0 if the run cost more; None if either is unknown.
         notes: What is unknown, and why.
     """
 
@@ -209,15 +209,15 @@ def bill(
     total_steps: int | None = None,
     on_demand_usd_per_node_hour: float | None = None,
 ) -> Bill:
-    """Add up a run.
+    """Add up the bill of a run.
 
     Args:
         uses: Attempts, any order.
-        now: Provider's time to which nodes still held are billed, seconds since the epoch.
+        now: Provider's time up to which running nodes are billed, seconds since the epoch.
         tariffs: Round time up to the units of each cloud.
         pauses: Between attempts.
-        total_steps: Of the whole work; None: those done and kept so far.
-        on_demand_usd_per_node_hour: For the static plan, when the first allocation was spot.
+        total_steps: Of all the work; None: the steps done and kept so far.
+        on_demand_usd_per_node_hour: For the static plan, if the first allocation was spot.
     """
     ordered = sorted(uses, key=lambda use: (use.generation, use.attempt))
     lines = tuple(_line(use, now, tariffs) for use in ordered)
@@ -244,7 +244,7 @@ def bill(
 
 
 def spent_usd(uses: Iterable[Use], *, now: float, tariffs: Tariffs) -> float | None:
-    """What the attempts cost up to *now*, for the budget; None when any of it is unknown."""
+    """Return the cost of the attempts up to *now*, for the budget; None if any of it is unknown."""
     return _sum([_line(use, now, tariffs).usd for use in uses])
 
 
@@ -274,7 +274,7 @@ def _line(use: Use, now: float, tariffs: Tariffs) -> Line:
 
 
 def _steps(use: Use) -> tuple[int | None, int | None]:
-    """Steps done, and of these lost. What a running attempt has done counts until something is lost."""
+    """Return steps done, and how many of them were lost. Steps of a running attempt count until a loss."""
     if use.held == ():
         return 0, 0
     steps = _difference(use.last_step, use.first_step)
@@ -286,7 +286,7 @@ def _steps(use: Use) -> tuple[int | None, int | None]:
 
 
 def _billed(use: Use, now: float, tariffs: Tariffs) -> tuple[float | None, float | None]:
-    """Node-hours that are paid for, and USD: of each node by the offer that it is on."""
+    """Return billed node-hours and USD, each node by its own offer."""
     if use.held is None:
         return None, None
     offers = [_offer_of(use.allocation, held.node) for held in use.held]
@@ -300,14 +300,14 @@ def _billed(use: Use, now: float, tariffs: Tariffs) -> tuple[float | None, float
 
 
 def _offer_of(allocation: Allocation, node: int) -> Offer | None:
-    """What *node* is billed as; None for one that a mixed allocation does not tell."""
+    """Return the offer that *node* is billed as; None if a mixed allocation does not report it."""
     if allocation.is_mixed and not 0 <= node < allocation.nodes:
         return None
     return allocation.offer_of(node) if allocation.is_mixed else allocation.offer
 
 
 def _billed_s(offer: Offer | None, held: Held, now: float, tariffs: Tariffs) -> float:
-    """Seconds that are paid for: held, up to the unit and at least the minimum of the cloud."""
+    """Return the billed seconds: rounded up to the cloud's unit, and at least its minimum."""
     seconds = _seconds(held, now)
     billing = None if offer is None else tariffs.get(offer.cloud, UNKNOWN_TARIFF).billing
     return seconds if billing is None or seconds == 0 else billing.billed_s(seconds)
@@ -321,9 +321,9 @@ def _mean_price(allocation: Allocation) -> float | None:
 def _split_hours(
     use: Use, node_hours: float | None, steps: int | None, lost_steps: int | None, *, held_s: float
 ) -> Split:
-    """Provisioning and idle as stated, within what is billed; the rest by steps kept and lost.
+    """Split billed hours: provisioning and idle as stated, the rest by steps kept and lost.
 
-    What is billed beyond the time held, up to the cloud's unit, is idle.
+    Billed time beyond the node's own time, up to the cloud's unit, is idle.
     """
     nodes = use.allocation.nodes
     if node_hours == 0:
@@ -371,7 +371,7 @@ def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | N
 
 
 def _static_idle_h(lines: Sequence[Line], first: Line, steps: int) -> float:
-    """Hours of saves, stalls and the way out: as *first* had by its steps, and no more than the run had."""
+    """Hours of saves, stalls and drain: scaled by steps from *first*, but no more than the run had."""
     assert first.steps
     scaled = (first.hours.idle or 0.0) / first.use.allocation.nodes / first.steps * steps
     idle = [
@@ -382,7 +382,7 @@ def _static_idle_h(lines: Sequence[Line], first: Line, steps: int) -> float:
 
 
 def _as_it_ran(steady: Allocation, line: Line, on_demand: float | None) -> StaticPlan:
-    """A run that never moved and lost nothing is its own static plan, all its time included."""
+    """Return a run that never moved and lost nothing as its own static plan, including all its time."""
     hours = None if line.node_hours is None else line.node_hours / steady.nodes
     price = _static_price(steady, on_demand)
     usd = None if price is None or hours is None else hours * price * steady.nodes
@@ -390,7 +390,7 @@ def _as_it_ran(steady: Allocation, line: Line, on_demand: float | None) -> Stati
 
 
 def _static_price(allocation: Allocation, on_demand: float | None) -> float | None:
-    """On-demand USD an hour of one node; None when unknown."""
+    """Return the on-demand USD per hour of one node; None when unknown."""
     is_known = allocation.offer.capacity_type == "on-demand" and _is_of_one_type(allocation)
     return allocation.offer.usd_per_hour if on_demand is None and is_known else on_demand
 
@@ -455,7 +455,7 @@ def _difference(last: int | None, first: int | None) -> int | None:
 
 def _sum(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    # fsum: the order of attempts does not show in the last digit.
+    # fsum: the order of attempts does not affect the last digit.
     return fsum(known) if len(known) == len(values) else None
 
 

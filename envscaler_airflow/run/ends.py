@@ -1,4 +1,4 @@
-"""Tell how an attempt ended, from what the backend and the nodes say. Pure."""
+"""Determine how an attempt ended, from what the backend and the nodes report. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from envscaler_agent.protocol import Ended, Status
 from envscaler_airflow.run.outcomes import OUTCOMES, outcome_of
 
 NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"]
-"""``lost``: known to be gone without an end of its own. ``unknown``: cannot be told from here; never dead."""
+"""``lost``: known to be gone without an end of its own. ``unknown``: cannot be observed; never dead."""
 
 LOST_AFTER_S = 600.0
-"""A node that neither the backend nor its status shows for so long is declared lost, seconds.
+"""A node that neither the backend nor its status shows for this long is declared lost, seconds.
 
 Chosen: longer than any restart of a control plane; a false alarm costs one restart. Measured by the
 observer's own monotonic clock, never as a difference of two machines' clocks.
@@ -27,10 +27,10 @@ class NodeStatus:
     Attributes:
         node: Index, 0 to nodes - 1.
         state: See :data:`NodeState`.
-        exit_code, signal: How it ended, when it did and the backend saw it.
-        reason: Of an ended node how it ended, else why it does not run: a name of
+        exit_code, signal: How it ended, if it did and the backend saw it.
+        reason: How an ended node ended; for others, why it does not run: a name of
             :data:`~envscaler_airflow.run.outcomes.OUTCOMES`; ``""`` for none.
-        detail: One line for people.
+        detail: One human-readable line.
         status: What the node last reported; the owner reads it from the store, a backend leaves it None.
     """
 
@@ -49,8 +49,8 @@ class Observed:
 
     Attributes:
         nodes: In order.
-        silent_s: Seconds for which the observer saw no change of any status while the backend could
-            not be asked; 0 when something is known.
+        silent_s: Seconds for which the observer saw no status change while the backend did not answer; 0
+            if something is known.
     """
 
     nodes: tuple[NodeStatus, ...]
@@ -58,16 +58,16 @@ class Observed:
 
     @property
     def head(self) -> Status | None:
-        """Status of node 0, which speaks for the training."""
+        """Return the status of node 0, which reports for the training."""
         return self.nodes[0].status if self.nodes else None
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an attempt ended: what the ``attempt-ended`` event carries.
+    """How an attempt ended: the content of the ``attempt-ended`` event.
 
-    ``never_came``: nodes that no machine was available for. ``failure``: of an attempt that was not started,
-    ``capacity``, or ``placement`` when machines were available and reached no volume of the stage.
+    ``never_came``: nodes for which no machine was available. ``failure``, for an attempt that was not
+    started: ``capacity``, or ``placement`` if machines were available but reached no volume of the stage.
     ``claim``: of the pod of node 0 that stored the outputs.
     """
 
@@ -93,14 +93,14 @@ class End:
 
 
 def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
-    """How the attempt ended; None while anything of it may still run.
+    """Return how the attempt ended; None while any part of it may still run.
 
-    A node counts as over when the backend saw it end or go, or when it said itself that it ended
-    and the backend cannot be asked, or when neither has been heard for :data:`LOST_AFTER_S`.
+    A node counts as over in three cases: the backend saw it end or disappear; it reported its own end
+    and the backend cannot be asked; or neither has reported for :data:`LOST_AFTER_S`.
 
     Args:
         observed: The nodes.
-        stalled: True when the owner stopped it because it made no steps.
+        stalled: True if the owner stopped it because it made no steps.
     """
     reasons = [_node_end(node, observed.silent_s) for node in observed.nodes]
     if not reasons or any(reason is None for reason in reasons):
@@ -127,9 +127,9 @@ def _node_end(node: NodeStatus, silent_s: float) -> tuple[str, str] | None:
 
 
 def _told_end(node: NodeStatus, said: Ended | None) -> tuple[str, str]:
-    """What the node said of its end stands, unless only the backend can know: limits, deadlines.
+    """Trust the node's own report of its end, unless only the backend can know it: limits, deadlines.
 
-    An exit code of 0 alone is no success: outputs that could not be stored are told by the node.
+    An exit code of 0 alone does not mean success: the node reports outputs that could not be stored.
     """
     row = outcome_of(node.reason)
     if _never_came(node):

@@ -1,6 +1,6 @@
-"""The body of each event of the owner, typed and bounded: a field of another type never reaches the fold.
+"""The body of each owner event, typed and bounded: a field of another type never reaches the fold.
 
-Requests are anyone's and are not here: the owner judges them, and refuses what it cannot read.
+Anyone can write requests, so they are not here: the owner checks them, and refuses what it cannot read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from envscaler_airflow.errors import ProtocolError
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""Beyond it JSON readers skip whole numbers."""
+"""Larger whole numbers are skipped by JSON readers."""
 Ordinal = Annotated[int, Field(ge=1, lt=2**53)]
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 Amount = Annotated[float, Field(ge=0, le=1e15)]
@@ -21,11 +21,11 @@ Amount = Annotated[float, Field(ge=0, le=1e15)]
 Number = Annotated[float, Field(ge=-1e15, le=1e15)]
 Name = Annotated[str, Field(min_length=1)]
 Held = Annotated[tuple[Count, Amount, Amount | None], Field(strict=False)]
-"""Node, start and end of one interval of a bill; JSON has lists."""
+"""Node, start and end of one billed interval; JSON has lists."""
 
 
 class Body(BaseModel):
-    """An object whose known fields have their types; others are kept, for a newer minor version's sake."""
+    """An object whose known fields have their types; other fields are kept, for newer minor versions."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 

@@ -14,7 +14,7 @@ MAX_EVENT_BYTES = 1 << 18
 """Largest event written or read, bytes. Chosen: 100 last lines of 2 KiB and a plan fit."""
 
 MOST = 2**53
-"""Numbers and times below are believed. Source: beyond it JSON readers skip whole numbers."""
+"""Numbers and times below this are believed. Source: beyond it JSON readers skip whole numbers."""
 
 EVENT_TYPES = frozenset(
     {
@@ -25,8 +25,8 @@ EVENT_TYPES = frozenset(
         "attempt-started",  # generation, attempt, handle
         "attempt-stopping",  # generation, attempt, why, grace_s, align, request, target
         "attempt-ended",  # generation, attempt, outcome, failure, detail, step, checkpoint, usage, usd, ...
-        "release-failed",  # generation, attempt, detail: its machines may live on, and are billed again
-        "attempt-released",  # generation, attempt, usage, usd: after that they are given back
+        "release-failed",  # generation, attempt, detail: its machines may still run, and are billed again
+        "attempt-released",  # generation, attempt, usage, usd: from then on its machines are released
         "move-requested",  # target, reason, numbers, from_attempt
         "move-accepted",  # request, reason, numbers, leaving, and all of attempt-stopping (why is "move")
         "move-refused",  # request, reason
@@ -38,7 +38,7 @@ EVENT_TYPES = frozenset(
         "succeeded",  # generation, outputs
         "failed",  # generation, reason, failure
         "stopped",  # generation, reason
-        "delivered",  # generation; to whom: the actor
+        "delivered",  # generation; the actor is the recipient
         "accepted",  # generation; Airflow took the delivery to the actor: its task is a success
     }
 )
@@ -49,11 +49,11 @@ class Actor:
     """Who wrote an event: one try of the stage's task, or a shell.
 
     Attributes:
-        ti_id: Airflow's task instance id, a UUIDv7: of two, the later one is the greater text. A clear gives
-            a new one, a retry usually too; a uuid of its own outside Airflow.
+        ti_id: Airflow's task instance id, a UUIDv7: the greater text is the later one. A clear creates a
+            new one, usually a retry too; a shell outside Airflow uses its own uuid.
         try_number: Airflow's try number, from 1. A try is ``(ti_id, try_number)``.
         max_tries: Airflow's ``max_tries``; a clear of the task sets it, a retry does not.
-        life: uuid of the DAG run that the try belongs to; None where it cannot be read. A DAG run that was
+        life: uuid of the DAG run that the try belongs to; None if it cannot be read. A DAG run that was
             deleted and recreated under the same name has another one.
     """
 
@@ -63,18 +63,18 @@ class Actor:
     life: str | None = None
 
     def is_try_of(self, other: Actor | None) -> bool:
-        """True when both are the same try."""
+        """Return True if both are the same try."""
         mine = (self.ti_id, self.try_number)
         return other is not None and mine == (other.ti_id, other.try_number)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, without what is unknown."""
+        """JSON form, without unknown fields."""
         body = {"ti_id": self.ti_id, "try_number": self.try_number, "max_tries": self.max_tries}
         return body if self.life is None else {**body, "life": self.life}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any], *, where: str = "actor") -> Actor:
-        """Read what :meth:`to_dict` wrote; *where* stands in front of a fault.
+        """Read what :meth:`to_dict` wrote; *where* prefixes the error message.
 
         Raises:
             ProtocolError: A field is missing or of the wrong type.
@@ -98,13 +98,13 @@ class Event:
     """One numbered fact.
 
     Attributes:
-        number: From 1, without gaps; the file's name and the only order there is.
+        number: From 1, without gaps; the file's name, and the only order of events.
         type: One of :data:`EVENT_TYPES`; others are kept and change nothing.
         body: JSON.
-        writer: uuid of the writing process, by which it knows its own events again.
+        writer: uuid of the writing process, by which it recognizes its own events.
         at: When, by the store's clock, seconds since the epoch: its date as the writer knew it, and never
-            later than what the store gave the file. A copied store gives its files new times. Never an order.
-        actor: On whose behalf; None for requests by people and sensors.
+            later than the file's date in the store. A copied store gives its files new times. Never an order.
+        actor: On whose behalf; None for requests by users and sensors.
     """
 
     number: int
@@ -143,10 +143,10 @@ class Event:
 
     @classmethod
     def from_json(cls, text: bytes, *, where: str) -> Event:
-        """Read an event of this major version; unknown fields and types are kept harmlessly.
+        """Read an event of this major version; unknown fields and types are kept and change nothing.
 
         Raises:
-            ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
+            ProtocolError: Too large, not JSON, another major version, or a field of the wrong type.
         """
         return cls._from_whole(read_object(text, where=where, max_bytes=MAX_EVENT_BYTES), where)
 
@@ -167,7 +167,7 @@ class Event:
 
 
 def _check_body(event_type: str, body: Mapping[str, Any], *, where: str) -> None:
-    """Raise ProtocolError where a field of *body* is of another type; pydantic loads with the first event."""
+    """Raise ProtocolError if a field of *body* has another type; pydantic loads with the first event."""
     from envscaler_airflow.run.event_bodies import check_body  # noqa: PLC0415  (see above)
 
     check_body(event_type, body, where=where)

@@ -20,17 +20,17 @@ from envscaler_airflow.run.events import Event
 from envscaler_airflow.run.state import AttemptState, RunState
 
 MOST_NAME = 100
-"""Longest name of what a node moves, letters. Chosen: with its percentage it is one line."""
+"""Longest name shown for a node's transfer, letters. Chosen: with its percentage it is one line."""
 
 
 def describe(event: Event, state: RunState) -> str | None:
-    """One line for *event*; None for events that only machines need.
+    """Return one line for *event*; None for events that only machines need.
 
-    An event whose fields are of odd types is described by its number and type.
+    An event with fields of unexpected types is described by its number and type.
 
     Args:
         event: What happened.
-        state: Before the event or any time after it: only its attempts are looked at.
+        state: Before the event or at any time after it: only its attempts are used.
     """
     words = _WORDS.get(event.type)
     if words is None:
@@ -42,7 +42,7 @@ def describe(event: Event, state: RunState) -> str | None:
 
 
 def resumed(state: RunState, start_step: int, *, earlier: int | None = None) -> str | None:
-    """One line on where the current attempt of *state* resumes; None for an attempt that starts at step 0.
+    """Say where the current attempt of *state* resumes; None for an attempt that starts at step 0.
 
     Args:
         state: Its current attempt reports *start_step*.
@@ -60,7 +60,7 @@ def resumed(state: RunState, start_step: int, *, earlier: int | None = None) -> 
 
 
 def transfer_text(status: Status) -> str:
-    """``uploading checkpoint 440: 37 % of 1.2 GiB``; empty while the node moves nothing."""
+    """Return ``uploading checkpoint 440: 37 % of 1.2 GiB``; empty while the node transfers nothing."""
     moving = status.transfer
     if moving is None or moving.total_bytes <= 0:
         return ""
@@ -70,12 +70,12 @@ def transfer_text(status: Status) -> str:
 
 
 def printable(text: str) -> str:
-    """*text* on one line, without what would steer a terminal: parts of it come from a training's side."""
+    """Return *text* on one line without terminal control characters: parts come from the training's side."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def totals(bill: Mapping[str, Any]) -> list[str]:
-    """The sums of *bill*, ``Bill.to_dict()``: what the run cost, and what a static plan would have cost."""
+    """Sum up *bill*, ``Bill.to_dict()``: what the run cost, and what a static plan would have cost."""
     split = bill.get("usd_split") or {}
     names = {"compute": "compute", "provisioning": "provisioning", "lost": "lost work", "idle": "idle"}
     parts = [
@@ -97,9 +97,9 @@ def totals(bill: Mapping[str, Any]) -> list[str]:
 
 
 def allocation_name(allocation: Mapping[str, Any]) -> str:
-    """``2 x aws/us-east-1/p5.48xlarge`` of ``Allocation.to_dict()``."""
+    """Return the name for ``Allocation.to_dict()``: ``2 x aws/us-east-1/p5.48xlarge``."""
     if allocation.get("rest"):
-        return Allocation.from_dict(allocation).name  # which part is which is in the market alone
+        return Allocation.from_dict(allocation).name  # its parts differ only by capacity type
     offer, nodes = allocation["offer"], allocation.get("nodes", 1)
     parts = [offer["cloud"], offer.get("region"), offer.get("zone"), offer["instance_type"]]
     name = "/".join(part for part in parts if part)
@@ -107,7 +107,7 @@ def allocation_name(allocation: Mapping[str, Any]) -> str:
 
 
 def _against_static(bill: Mapping[str, Any]) -> str:
-    """``; this run cost $0.0008 more and took 20 s less``, or ``, the same as this run``."""
+    """Return ``; this run cost $0.0008 more and took 20 s less``, or ``, the same as this run``."""
     saved, wall_s, hours = bill.get("saved_usd"), bill.get("wall_s"), bill["static"].get("hours")
     if saved is None:
         return ""
@@ -136,7 +136,7 @@ def _again(state: RunState, start_step: int) -> str:
 
 
 def whereabouts(attempt: AttemptState) -> str:
-    """``attempt 2 on aws/p5.48xlarge/spot ($37.2000/h)``."""
+    """Return ``attempt 2 on aws/p5.48xlarge/spot ($37.2000/h)``."""
     usd = attempt.allocation.usd_per_hour
     price = "price unknown" if usd is None else f"${usd:.4f}/h"
     return f"attempt {attempt.number} on {attempt.allocation.name} ({price})"
@@ -150,13 +150,13 @@ def _target(body: Mapping[str, Any]) -> str:
 
 
 def _to_target(body: Mapping[str, Any]) -> str:
-    """``local/cpu-2: saves $0.48 of $1.36``: policies begin their reason with the target, once is enough."""
+    """``local/cpu-2: saves $0.48 of $1.36``: a policy's reason starts with the target; say it only once."""
     target = _target(body)
     return f"{target}: {str(body.get('reason', '')).removeprefix(f'{target} ')}"
 
 
 def _with_reason(words: str) -> Callable[[Mapping[str, Any], RunState], str]:
-    """Describes an event by *words* and the reason in its body."""
+    """Return a function that describes an event by *words* and the reason in its body."""
     return lambda body, _state: f"{words}: {body.get('reason', '')}"
 
 

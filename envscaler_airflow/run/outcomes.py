@@ -50,16 +50,16 @@ class Outcome:
     """One way to end, or not to start.
 
     Attributes:
-        name: As it stands in events, statuses and bills.
-        severity: Where nodes ended differently, the highest explains the others: the cause before its echoes.
-            In tens, so that a row fits between two. 0 for what no node reports as its end.
+        name: As it appears in events, statuses and bills.
+        severity: If nodes ended differently, the highest explains the others: the cause before its effects.
+            In tens, so that a row fits between two. 0 if no node reports it as its end.
         caused_by: ``user``: code, spec, data or limits of the stage. ``platform``: cloud, cluster or machine.
             ``owner``: the owner requested it, or the run had no owner.
         recovery: What the owner does, see :data:`RECOVERIES`.
         text: What happened, for users, and what they can do about it; part of a sentence.
         kind: ``end`` of an attempt. ``node``: a backend's reason for a node that does not run; the owner may
-            stop the attempt for it. ``stop``: made by the owner alone.
-        node_decides: True where a backend tells it by an exit code alone: what the node reports stands.
+            stop the attempt for it. ``stop``: set by the owner alone.
+        node_decides: True if a backend knows it only by an exit code: the node's own report takes precedence.
     """
 
     name: str
@@ -72,22 +72,22 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """True when only a clear of the task starts another attempt."""
+        """Return True if only a clear of the task starts another attempt."""
         return self.recovery in ("fail", "stop")
 
     @property
     def never_starts(self) -> bool:
-        """True for the reason of a node that is not worth a wait."""
+        """Return True for the reason of a node for which waiting will not help."""
         return self.kind == "node" and self.recovery in ("fail", "next-offer")
 
     @property
     def is_disruption(self) -> bool:
-        """True for a loss that the stage is not to blame for."""
+        """Return True for a loss that the stage did not cause."""
         return self.caused_by == "platform" and self.recovery == "resume"
 
     @property
     def is_orderly(self) -> bool:
-        """True for a node that is done, was requested to end, or had no owner: other nodes may go on."""
+        """Return True for a node that finished, was stopped, or had no owner: other nodes may continue."""
         return self.caused_by == "owner" or self.recovery == "none"
 
 
@@ -142,12 +142,12 @@ _UNKNOWN = Outcome("", 0, "unknown", "resume", "")
 
 
 def outcome_of(name: str) -> Outcome:
-    """The row *name*; for a name of a newer version or of another backend, one that decides nothing."""
+    """Return the row *name*; for a name of a newer version or another backend, a row that decides nothing."""
     return OUTCOMES.get(name, _UNKNOWN)
 
 
 def docs_tables() -> str:
-    """The table in the form of ``docs/reference/outcomes.md``, whose end it is."""
+    """Return the table as it appears at the end of ``docs/reference/outcomes.md``."""
     lines = []
     for kind, title in KINDS.items():
         lines += [f"## {title}\n", "| name | meaning | caused by | what happens |", "|---|---|---|---|"]

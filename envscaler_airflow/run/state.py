@@ -19,13 +19,13 @@ ChangeKind = Literal["resize", "rescale"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a running attempt in place, asked of the backend and not known to be done.
+    """A change in place of a running attempt, requested from the backend and not known to be done.
 
     Attributes:
         kind: See :data:`ChangeKind`.
         target: What the attempt has afterwards.
-        reason: Why it is made.
-        number: Of its event.
+        reason: Why the change is made.
+        number: Number of its event.
     """
 
     kind: ChangeKind
@@ -39,7 +39,7 @@ class Before:
     """What an attempt was on before it was changed in place.
 
     Attributes:
-        allocation: Then.
+        allocation: The allocation at that time.
         until: Owner's clock when the change was known to be done, seconds since the epoch.
         step: Last step seen by then; None when unknown.
     """
@@ -51,31 +51,31 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class AttemptState:
-    """One life on one allocation, which may be changed in place.
+    """One life of the training on one allocation, which may be changed in place.
 
     Attributes:
-        generation, number: Which one.
-        allocation: What it holds now.
+        generation, number: Which attempt.
+        allocation: What it uses now.
         reason: Why it was begun.
-        phase: ``stopping`` once the owner asked it to go.
+        phase: ``stopping`` once the owner asked it to stop.
         spec_hash: Of the spec that it runs.
-        memory_bytes: Memory per node where it is other than the spec says: raised after an out-of-memory, or
-            changed in place; None as in the spec.
-        vcpus: CPUs per node where they were changed in place; None as in the spec.
-        checkpoint_every_s: Seconds between its checkpoints, where that is other than the spec says.
+        memory_bytes: Memory per node if it differs from the spec: raised after an out-of-memory kill, or
+            changed in place; None for the spec's.
+        vcpus: CPUs per node if they were changed in place; None for the spec's.
+        checkpoint_every_s: Seconds between its checkpoints, if that differs from the spec.
         handle: The backend's, once started.
         stop_why: Why the owner stopped it, a name of the same table; ``""`` while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
         stop: Body of the stopping event; empty before.
-        target: Where a move goes.
-        change: Under way in place; None when there is none.
-        earlier: What it held before each change in place, oldest first.
-        next_allocation: What the next attempt is to have, where a move was put off until then.
+        target: Target of a move.
+        change: The current change in place; None without one.
+        earlier: What it used before each change in place, oldest first.
+        next_allocation: What the next attempt must use, if a move was deferred until then.
         ended: Body of the ``attempt-ended`` event; empty before.
-        unreleased: Why what it was on is not known to be given back; "" where it is, or was not tried.
-        released_at: When it was given back after all; None where that took no second try.
+        unreleased: Why its machines are not known to be released; "" if they are, or before the first try.
+        released_at: When a later try released them; None if that took no second try.
         ended_number: Number of its ``attempt-ended`` event; 0 before.
-        intended_at, started_at, stopping_at, ended_at: Owner's clock, for people and reports.
+        intended_at, started_at, stopping_at, ended_at: Owner's clock, for display and reports.
     """
 
     generation: int
@@ -106,35 +106,35 @@ class AttemptState:
 
     @property
     def begun_on(self) -> Allocation:
-        """What it held before any change in place."""
+        """Return what it used before any change in place."""
         return self.earlier[0].allocation if self.earlier else self.allocation
 
     @property
     def is_live(self) -> bool:
-        """True from the intent to the end: something of it may be running."""
+        """Return True from the intent to the end: part of it may be running."""
         return self.phase != "ended"
 
     @property
     def outcome(self) -> str:
-        """A name of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`; ``""`` before the end."""
+        """Return a name of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`; ``""`` before the end."""
         return str(self.ended.get("outcome", ""))
 
     @property
     def step(self) -> int | None:
-        """Last step it was seen at; None when unknown."""
+        """Return the last step at which it was seen; None when unknown."""
         step = self.ended.get("step")
         return step if isinstance(step, int) else None
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Step of the newest checkpoint that it completed; None when it made none."""
+        """Return the step of the newest checkpoint that it completed; None without one."""
         step = self.ended.get("checkpoint_step")
         return step if isinstance(step, int) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asked of the owner and the owner has not answered yet."""
+    """A request to the owner that the owner has not answered yet."""
 
     number: int
     type: str
@@ -143,12 +143,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Moves of the live attempt to one target that were refused in a row, but those that people asked for.
+    """Consecutive refusals of one target for the running attempt; moves that users requested are not counted.
 
     Attributes:
         target: Name of the allocation.
-        times: How many.
-        at: Owner's clock at the last, seconds since the epoch.
+        times: Number of refusals.
+        at: Owner's clock at the last one, seconds since the epoch.
     """
 
     target: str
@@ -157,12 +157,12 @@ class Refusal:
 
 
 MOST_REFUSALS = 200
-"""Targets of which refusals are kept, the last ones. Chosen: more than a plan has."""
+"""Most targets whose refusals are kept, newest first. Chosen: more than a plan has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that the events say.
+    """Everything that the events record.
 
     Attributes:
         number: Last event folded; the next one is ``number + 1``.
@@ -176,13 +176,13 @@ class RunState:
         spec_hash: Of the current spec.
         attempts: All attempts of all generations, in order.
         pending: Requests without an answer, in order.
-        refused: What the live attempt was refused since it began, or was changed in place.
+        refused: Moves refused to the live attempt since it began, or was changed in place.
         outputs: Of the current generation, once it succeeded.
-        delivered: Actors that the result was delivered to, of the current generation.
-        accepted: True once Airflow took a delivery of the current generation.
+        delivered: Actors to which the result of the current generation was delivered.
+        accepted: True once Airflow accepted a delivery of the current generation.
         reason: Why the run failed or was stopped.
         failure: Class of the failure.
-        unknown: Numbers of events of types that this version does not know, since the generation began or
+        unknown: Numbers of events whose type this version does not know, since the generation began or
             while an attempt of an earlier one lives.
     """
 
@@ -207,23 +207,23 @@ class RunState:
 
     @property
     def current(self) -> AttemptState | None:
-        """Newest attempt of the current generation, None before the first."""
+        """Return the newest attempt of the current generation, None before the first."""
         if self.attempts and self.attempts[-1].generation == self.generation:
             return self.attempts[-1]
         return None
 
     @property
     def live(self) -> AttemptState | None:
-        """The attempt of any generation that may still run, None when none may."""
+        """Return the attempt of any generation that may still run, None if there is none."""
         return self.attempts[-1] if self.attempts and self.attempts[-1].is_live else None
 
     def attempts_of(self, generation: int) -> tuple[AttemptState, ...]:
-        """Attempts of one generation, in order."""
+        """Return the attempts of one generation, in order."""
         return tuple(item for item in self.attempts if item.generation == generation)
 
 
 def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
-    """State after *events*, from *state* on. Linear in the number of events.
+    """Return the state after applying *events* to *state*. Linear in the number of events.
 
     Raises:
         ProtocolError: A number is missing or repeated, or a known event lacks a field.
@@ -264,12 +264,12 @@ def _generation(state: RunState, event: Event) -> RunState:
 
 
 def is_cleared(state: RunState, actor: Actor | None) -> bool:
-    """True when the task was cleared between the present owner and *actor*: that changes ``max_tries``."""
+    """Return True if the task was cleared between the owner and *actor*: that changes ``max_tries``."""
     return state.owner is None or actor is None or state.owner.max_tries != actor.max_tries
 
 
 def _owner(state: RunState, event: Event) -> RunState:
-    """Another try takes over. A clear takes up again what had failed or was stopped; a retry does not."""
+    """Make another try the owner. A clear resumes a run that had failed or was stopped; a retry does not."""
     now = replace(state, owner=event.actor, spec_hash=str(event.body.get("spec_hash") or state.spec_hash))
     if not is_cleared(state, event.actor):
         return now
@@ -279,7 +279,7 @@ def _owner(state: RunState, event: Event) -> RunState:
 
 
 def _without_old_stops(pending: tuple[Request, ...], cleared_number: int) -> tuple[Request, ...]:
-    """A stop that was requested before a clear stops the attempt of then, not the run."""
+    """Drop stops requested before a clear: they stop the attempt of that time, not the run."""
     return tuple(r for r in pending if r.type != "stop-requested" or r.number > cleared_number)
 
 
@@ -301,7 +301,7 @@ def _intended(state: RunState, event: Event) -> RunState:
 
 
 def _change(state: RunState, event: Event, **changes: Any) -> RunState:
-    """Change the attempt that the event names; a late word about an older one changes nothing."""
+    """Change the attempt that the event names; a late event about an older one changes nothing."""
     last = state.attempts[-1] if state.attempts else None
     key = (int(event.body["generation"]), int(event.body["attempt"]))
     if last is None or (last.generation, last.number) != key or not last.is_live:
@@ -332,7 +332,7 @@ def _stopping(state: RunState, event: Event) -> RunState:
 
 
 def _accepted(state: RunState, event: Event) -> RunState:
-    """A move that is accepted is the asking of the attempt to go, in one event."""
+    """Apply an accepted move, which also asks the attempt to stop, in one event."""
     return _answered(_stopping(state, event), event)
 
 
@@ -383,7 +383,7 @@ def _unreleased(state: RunState, event: Event) -> RunState:
 
 
 def _released(state: RunState, event: Event) -> RunState:
-    """The backend's last bill counts, where it is more complete than the one at the end."""
+    """Use the backend's last bill if it is more complete than the one at the end."""
     body = event.body
     ended = next((one.ended for one in state.attempts if _is_named(one, body)), {})
     reported = {name: body[name] for name in ("usage", "usd") if body.get(name) is not None}
@@ -415,7 +415,7 @@ def _refused(state: RunState, event: Event) -> RunState:
 
 
 def _target_name(asked: Request) -> str | None:
-    """Where it was to go; None when nobody can read that, which is no fault of the log."""
+    """Return the target of a requested move; None if it is unreadable, which does not invalidate the log."""
     try:
         return Allocation.from_dict(asked.body["target"]).name
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError):

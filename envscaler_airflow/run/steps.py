@@ -1,6 +1,6 @@
 """What the owner does next. Pure: state and facts in, one action out.
 
-The controller carries the action out, records it as events, and asks again.
+The owner carries the action out, records it as events, and asks again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from envscaler_airflow.run.outcomes import Recovery, outcome_of
 from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
 
 MAX_FRUITLESS_ATTEMPTS = 5
-"""Attempts in a row without a newer checkpoint after which a run fails. Chosen: with the back-off below,
+"""Consecutive attempts without a newer checkpoint after which a run fails. Chosen: with the back-off below,
 a disruption of a few minutes passes."""
 BACKOFF_FIRST_S = 10.0
 BACKOFF_LAST_S = 600.0
 """First and longest wait between starts after an involuntary end, seconds. Chosen: a passing fault costs
-seconds, a lasting one six starts an hour."""
+seconds, a lasting one causes six starts an hour."""
 OOM_MEMORY_FACTOR = 1.5
-"""Memory of the next attempt after an out-of-memory, times the last. Chosen: three rises triple it."""
+"""Memory of the next attempt after an out-of-memory kill, times the last. Chosen: three rises triple it."""
 
 WORTH_A_START = 0.1
-"""Share of a budget that is left for which another attempt starts after a machine's own deadline. Chosen: for
-less a start and its last checkpoint would take most of it."""
+"""Share of a budget that must be left to start another attempt after a machine's own deadline. Chosen: with
+less, a start and its last checkpoint would use most of it."""
 
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
 
@@ -40,7 +40,7 @@ class Entry:
     Attributes:
         kind: ``begin`` a new generation, ``adopt`` the run, ``deliver`` its result.
         reason: For the log and the event.
-        respec: True when the run goes on with the new spec.
+        respec: True if the run continues with the new spec.
     """
 
     kind: EntryKind
@@ -49,12 +49,12 @@ class Entry:
 
 
 def enter(state: RunState, actor: Actor, *, spec_hash: str = "", fresh: bool = False) -> Entry:
-    """The table "at execute": what a new try of the stage's task does with what it finds.
+    """Apply the table "at execute": what a new try of the stage's task does with the run that it finds.
 
     Args:
         state: Fold of the run's events.
         actor: This try.
-        spec_hash: Of the spec that the DAG file holds now.
+        spec_hash: Of the spec that the DAG file contains now.
         fresh: ``restart="fresh"``: begin a generation once per clear, not once per retry.
     """
     if state.generation == 0:
@@ -92,10 +92,10 @@ def _past(status: str) -> str:
 
 
 def _kin(owner: Actor | None, actor: Actor) -> Literal["same life", "another life", "older"]:
-    """How *actor* relates to the owner: a try of the same DAG run that may follow it, of another, or older.
+    """Relate *actor* to the owner: a later try of the same DAG run, a try of another, or an older try.
 
-    Within a life the higher try number is newer, between lives the later task instance id, a UUIDv7. Where a
-    life cannot be read, a later id with a try number that is not above the owner's is another life.
+    Within a life the higher try number is newer; between lives the later task instance id, a UUIDv7. If a
+    life cannot be read, a later id with a try number not above the owner's is another life.
     """
     if owner is None or actor.is_try_of(owner):
         return "same life"
@@ -112,17 +112,17 @@ def _kin(owner: Actor | None, actor: Actor) -> Literal["same life", "another lif
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the owner knows beside the events.
+    """What the owner knows in addition to the events.
 
     Attributes:
-        observed: The live attempt; None when none is live or nothing could be learned.
-        spent_usd: Metered cost of this generation; None when a price is unknown.
-        budget_usd: Most that this generation may cost; None for no bound.
+        observed: The live attempt; None if none is live or nothing could be observed.
+        spent_usd: Metered cost of this generation; None if a price is unknown.
+        budget_usd: Maximum cost of this generation; None for no limit.
         reserve_usd: What the live attempt still costs if it is drained now.
-        backoff_is_over: True when this call comes after the wait that the last one asked for.
-        is_overdue: True when an attempt that was asked to go did not within its time.
+        backoff_is_over: True if this call comes after the wait that the last one requested.
+        is_overdue: True if a draining attempt did not end within its time.
         memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.
-        memory_cap_bytes: Most that memory may be raised to after an out-of-memory; None for the offer's.
+        memory_cap_bytes: Most that memory may be raised to after an out-of-memory kill; None for the offer's.
         oom_memory_factor: See :data:`OOM_MEMORY_FACTOR`.
         max_fruitless_attempts: See :data:`MAX_FRUITLESS_ATTEMPTS`.
     """
@@ -143,12 +143,12 @@ class Facts:
 class Action:
     """One thing to do.
 
-    ``start``: intend and start the next attempt, on *target* when given. ``carry-out``: submit the
-    intended one. ``discard``: end one that was asked to go before its start. ``end``: record *end*.
-    ``stop``: ask the live attempt to go, for *why*. ``kill``: its time is over. ``judge``: answer a move
-    request. ``refuse``: answer it with no. ``change``: go on with a change in place. ``wait``: nothing now.
-    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: hand the result over. ``mismatch``: this
-    version may not go on.
+    ``start``: intend and start the next attempt, on *target* if given. ``carry-out``: submit the
+    intended one. ``discard``: end one that was stopped before its start. ``end``: record *end*.
+    ``stop``: ask the live attempt to stop, for *why*. ``kill``: its time is over. ``judge``: answer a move
+    request. ``refuse``: refuse it. ``change``: advance a change in place. ``wait``: nothing now.
+    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: deliver the result. ``mismatch``: this
+    version must not act.
     """
 
     kind: Literal[
@@ -180,10 +180,10 @@ class Action:
 
 
 def next_action(state: RunState, facts: Facts) -> Action:
-    """The next thing to do; the caller records it and asks again until it is a wait or an end.
+    """Return the next thing to do; the caller records it and asks again until it is a wait or an end.
 
-    Where a newer version wrote events that this one does not know, it watches what runs, hands over what
-    succeeded, and neither starts nor stops anything.
+    If a newer version wrote events that this version does not know, the owner watches what runs, delivers
+    what succeeded, and neither starts nor stops anything.
     """
     action = _known_action(state, facts)
     return _cautious(state, action) if state.unknown else action
@@ -246,7 +246,7 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
 
 
 def _sight(facts: Facts) -> str:
-    """How far the attempt is, in a word: it may wait for a machine for long."""
+    """Return the attempt's phase in a word: it may wait for a machine for a long time."""
     nodes = facts.observed.nodes if facts.observed else ()
     coming = [one for one in nodes if one.state in ("pending", "starting")]
     detail = next((one.detail for one in coming if one.detail), "")
@@ -254,13 +254,13 @@ def _sight(facts: Facts) -> str:
 
 
 def _lost_node(facts: Facts) -> int | None:
-    """A node that is gone for good while others still run; None when all are there."""
+    """Return a node that is lost for good while others still run; None if all are present."""
     nodes = facts.observed.nodes if facts.observed else ()
     return next((one.node for one in nodes if one.state == "lost"), None)
 
 
 def _pending(facts: Facts, recovery: Recovery) -> NodeStatus | None:
-    """The first node that does not run yet, for a reason that calls for *recovery*."""
+    """Return the first node that does not run yet, for a reason that calls for *recovery*."""
     nodes = facts.observed.nodes if facts.observed else ()
     waiting = (one for one in nodes if one.state in ("pending", "starting"))
     rows = ((one, outcome_of(one.reason)) for one in waiting)
@@ -272,14 +272,14 @@ def _why_missing(node: NodeStatus) -> str:
 
 
 def _is_at_work(facts: Facts) -> bool:
-    """True when a node has something to save, or is at it: the others of one that was made again."""
+    """Return True if a node has something to save, or is saving; the nodes beside a recreated one count."""
     nodes = facts.observed.nodes if facts.observed else ()
     at_work = (one.status for one in nodes if one.state in ("running", "unknown"))
     return any(said is not None and said.phase not in ("setup", "restoring", "ended") for said in at_work)
 
 
 def _has_trained(facts: Facts) -> bool:
-    """True when a node is at work that has made steps or checkpoints, and does not wait for its first."""
+    """Return True if a node at work has made steps or checkpoints, and does not wait for its first."""
     head = facts.observed.head if facts.observed else None
     if head is None or not _is_at_work(facts):
         return False
@@ -287,7 +287,7 @@ def _has_trained(facts: Facts) -> bool:
 
 
 def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
-    """The stop of an attempt that must not go on, nor be started; None when it may."""
+    """Return the stop of an attempt that must not continue, nor start; None if it may."""
     stop = _first(state.pending, "stop-requested")
     if stop is not None:
         return Action("stop", why=_why(stop), request=stop, reason=_reason(stop))
@@ -316,7 +316,7 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
 
 
 def _why(stop: Request) -> str:
-    """``timeout`` where the task's time is over, else ``stop``."""
+    """Return ``timeout`` if the task's time is over, else ``stop``."""
     return "timeout" if stop.body.get("why") == "timeout" else "stop"
 
 
@@ -336,7 +336,7 @@ def _budget_words(facts: Facts) -> str:
 
 
 def _usd(amount: float | None) -> str:
-    """``$1.67``, ``$0.0042``; an unknown amount counts as none."""
+    """Return ``$1.67``, ``$0.0042``; an unknown amount is shown as zero."""
     return usd_text(amount or 0.0)
 
 
@@ -361,9 +361,9 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
 
 
 def _after_stop(state: RunState, last: AttemptState) -> Action | None:
-    """What follows an end that the owner requested; None when it requested none.
+    """Return what follows an end that the owner requested; None if it requested none.
 
-    A stop is final: only a clear of the task after it lets the run go on.
+    A stop is final: only a clear of the task after it lets the run continue.
     """
     if outcome_of(last.stop_why).is_final:
         request = last.stop.get("request")
@@ -381,13 +381,13 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
 
 
 def _final(why: str, reason: str) -> Action:
-    """The end of the run that a stop for *why* brings."""
+    """Return the end of the run that a stop for *why* causes."""
     is_halt = outcome_of(why).recovery == "stop"
     return Action("halt", reason=reason) if is_halt else Action("fail", reason=reason, failure=why)
 
 
 def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
-    """Memory that the last attempt needed, where the target has it: a smaller one was chosen on purpose."""
+    """Return the memory that the last attempt needed, if the target has it; smaller ones are deliberate."""
     memory = last.memory_bytes
     if memory is None or target is None:
         return memory
@@ -417,9 +417,10 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
 
 
 def _has_money_left(state: RunState, facts: Facts) -> bool:
-    """True when the machine's own deadline, which counts from its start, came before the money was spent.
+    """Return True if the machine's own deadline, counted from its start, came before the money was spent.
 
-    It waited unbilled, or had fewer nodes for a while. A deadline of the stage may be what ended it, too.
+    That happens if the attempt waited unbilled, or had fewer nodes for a while. False for a stage with a
+    deadline, which may also have ended it.
     """
     if facts.budget_usd is None or facts.spent_usd is None or state.begun.get("deadline_s") is not None:
         return False
@@ -427,14 +428,14 @@ def _has_money_left(state: RunState, facts: Facts) -> bool:
 
 
 def _next_allocation(last: AttemptState) -> Allocation | None:
-    """Where it was; None (plan anew) when that could not be had."""
+    """Return where the attempt was; None (plan again) if that was not available."""
     if outcome_of(last.outcome).recovery == "next-offer":
         return None
     return last.target or last.next_allocation or last.allocation
 
 
 def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
-    """Seconds to wait before the next start: doubles with each end in a row that brought nothing."""
+    """Return seconds to wait before the next start; doubles with each consecutive fruitless end."""
     refused = 0
     for attempt in reversed(attempts):
         if not _is_out_of_stock(attempt):
@@ -445,10 +446,10 @@ def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
 
 
 def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
-    """How many of the last attempts in a row ended unasked without a newer checkpoint.
+    """Count the last consecutive attempts that ended without a request and without a newer checkpoint.
 
-    Ends that the owner asked for count as progress; attempts that could not be had for want of capacity do
-    not count, those that the backend refused for good do.
+    Ends that the owner requested count as progress. Attempts without capacity do not count; attempts that the
+    backend refused for good do.
     """
     count, newest = 0, -1
     for attempt in attempts:
@@ -486,7 +487,7 @@ def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None
 
 
 def _is_seen_to_train(attempt: AttemptState) -> bool:
-    """True when it made a step or a checkpoint: code that tells no steps still makes checkpoints."""
+    """Return True if it made a step or a checkpoint: code that reports no steps still makes checkpoints."""
     if attempt.step is None:
         return attempt.checkpoint_step is not None
     return attempt.step > (attempt.ended.get("start_step") or 0)

@@ -1,1 +1,1 @@
-"""Airflow sensors: they look, and ask the owner."""
+"""Airflow sensors: they observe, and send requests to the owner."""

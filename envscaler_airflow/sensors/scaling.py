@@ -1,4 +1,4 @@
-"""The sensor that has a running stage moved when that pays."""
+"""The sensor that moves a running stage to another machine when that saves money or time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class ScalingSensor(BaseSensorOperator):
     """Checks a stage while it trains, and asks its owner to move it; starts and stops nothing itself.
 
     It is deferred all the while and needs a worker slot for a moment at each request. It succeeds
-    when the stage has ended, however it ended, with a summary in XCom; it is skipped when the stage
-    never ran. Checks that fail are retried, then it is skipped (``soft_fail``); a wrong argument fails it at
-    once. Under ``dag.test()``, which runs one task at a time, it looks once and succeeds.
+    when the stage has ended, in any way, with a summary in XCom; it is skipped if the stage
+    never ran. Failed checks are retried, then it is skipped (``soft_fail``); a wrong argument fails it at
+    once. Under ``dag.test()``, which runs one task at a time, it checks once and succeeds.
 
     Args:
         stage: Task id of the stage (looked up in the sensor's own TaskGroup first), or its operator.
         check_interval: Seconds between two checks.
-        compute: Backend of the stage, when it cannot be read off its operator; ``kubernetes:ID`` for
+        compute: Backend of the stage, if its operator does not show it; ``kubernetes:ID`` for
             that of a connection.
         timeout: Seconds from the first start of this task; by default an hour more than the stage's
             deadline, else no limit.
-        store_url, store_conn_id: As the stage has them, when they cannot be read off its operator.
-        prometheus_conn_id: Connection of the Prometheus server that rules with a query ask; by default
+        store_url, store_conn_id: As the stage has them, if its operator does not show them.
+        prometheus_conn_id: Connection of the Prometheus server that answers the queries of rules; by default
             ``[envscaler] prometheus_url``.
     """
 
@@ -60,7 +60,7 @@ class ScalingSensor(BaseSensorOperator):
         retry_delay: timedelta | float = timedelta(minutes=1),
         **kwargs: Any,
     ) -> None:
-        """Keep the arguments; nothing is looked at while the DAG file is parsed.
+        """Keep the arguments; parsing the DAG file reads nothing else.
 
         Raises:
             SpecError: *stage* is neither a task id nor an operator, or *timeout* is not a time.
@@ -84,13 +84,13 @@ class ScalingSensor(BaseSensorOperator):
             ) from err
 
     def prepare_template(self) -> None:
-        """Refuse literals that can only be wrong, where a DAG file is parsed for the scheduler.
+        """Refuse literals that can only be wrong, when the scheduler parses the DAG file.
 
         Raises:
             SpecError: *stage* names no stage of the DAG, or one that never runs beside this sensor, or the
-                pause between checks is not one.
+                pause between checks is not valid.
         """
-        if get_parsing_context().task_id is not None:  # a worker: what runs is not ended for an edited file
+        if get_parsing_context().task_id is not None:  # a worker: an edit ends no running sensor
             return
         from envscaler_airflow.operators.arguments import is_literal, pause_s  # noqa: PLC0415  (lazy)
 
@@ -105,11 +105,11 @@ class ScalingSensor(BaseSensorOperator):
         return self._guarded(context, None)
 
     def resume(self, context: Context, event: Mapping[str, Any]) -> Any:
-        """Ask for the move, or finish."""
+        """Request the move, or finish."""
         return self._guarded(context, event)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """Airflow's, save that errors of our own are retried before ``soft_fail`` skips the task."""
+        """Resume as Airflow does, but retry our own errors before ``soft_fail`` skips the task."""
         soft_fail = self.soft_fail
         self.soft_fail = soft_fail and _is_last_try(context)
         try:
@@ -124,7 +124,7 @@ class ScalingSensor(BaseSensorOperator):
     def _guarded(self, context: Context, event: Mapping[str, Any] | None) -> Any:
         try:
             return self._go_on(context, event)
-        except (SpecError, NoOfferError) as err:  # soft_fail is for checks that fail, not for wrong arguments
+        except (SpecError, NoOfferError) as err:  # soft_fail is for failed checks, not for wrong arguments
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
             if self.soft_fail and _is_last_try(context):
@@ -147,7 +147,7 @@ class ScalingSensor(BaseSensorOperator):
         return self._defer(context, event.get("until") if event else None)
 
     def _look_once(self, context: Context) -> dict[str, Any]:
-        """What ``dag.test()`` gets: it runs one task at a time, so a stage never trains beside its sensor."""
+        """Check once for ``dag.test()``, which runs one task at a time, never a stage beside its sensor."""
         from envscaler_airflow.operators.execution import run_key  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
         from envscaler_airflow.triggers.scaling_checks import summary  # noqa: PLC0415  (as above)
@@ -162,7 +162,7 @@ class ScalingSensor(BaseSensorOperator):
         return {"stage": self.stage, "runs": {name: summary(state) for name, state in states.items()}}
 
     def _task(self) -> Any:
-        """The stage's operator: of the sensor's own TaskGroup first, unless it was given itself."""
+        """Return the stage's operator, found in the sensor's own TaskGroup first, unless *stage* is one."""
         dag, group = self.dag, self.task_group
         # The SDK has no types for child_id.
         own = group.child_id(self.stage) if group is not None else self.stage  # type: ignore[no-untyped-call]
@@ -185,16 +185,16 @@ class ScalingSensor(BaseSensorOperator):
                 )
 
     def _map_index(self, context: Context, task: Any) -> int | None:
-        """-1 for a stage that is not mapped; this task's own index when it is mapped alike; None for all."""
+        """Return -1 for an unmapped stage, this task's own index if both are mapped alike, None for all."""
         if not task.is_mapped and next(iter(task.iter_mapped_task_groups()), None) is None:
             return -1
         index = context["ti"].map_index
         return index if index is not None and index >= 0 else None
 
     def _of_stage(self, name: str, context: Context) -> Any:
-        """Argument *name* as the stage itself gets it, mapped or templated; None when it has none."""
+        """Return argument *name* as the stage itself gets it, mapped or templated; None if it has none."""
         task = self._task()
-        if task.is_mapped:  # Airflow makes each index of these three
+        if task.is_mapped:  # Airflow builds each index from these three
             group = task.task_group.default_args if task.task_group else {}
             places = (task.partial_kwargs, group, self.dag.default_args)
             given = next((place[name] for place in places if name in place), None)
@@ -203,7 +203,7 @@ class ScalingSensor(BaseSensorOperator):
         return self.render_template(given, context) if given else None
 
     def _store(self, context: Context) -> tuple[str | None, str | None]:
-        """``store_url`` and ``store_conn_id``: this sensor's own, else the stage's."""
+        """Return ``store_url`` and ``store_conn_id``: this sensor's own, else the stage's."""
         url = self.store_url or self._of_stage("store_url", context)
         return url, self.store_conn_id or self._of_stage("store_conn_id", context)
 
@@ -213,7 +213,7 @@ class ScalingSensor(BaseSensorOperator):
         return store_place(*self._store(context))
 
     def _compute(self, context: Context) -> str:
-        """Backend and connection of the stage, in one."""
+        """Return backend and connection of the stage, in one text."""
         from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
 
         compute = self.compute or self._of_stage("compute", context) or "local"
@@ -275,7 +275,7 @@ class ScalingSensor(BaseSensorOperator):
 
 
 def _is_stage(task: Any) -> bool:
-    """True for an EnvStageOperator or a subclass, mapped or not."""
+    """Return True for an EnvStageOperator or a subclass, mapped or not."""
     from envscaler_airflow.operators.stage import EnvStageOperator  # noqa: PLC0415  (lazy, as the package is)
 
     kind = task.operator_class if task.is_mapped else type(task)
@@ -283,7 +283,7 @@ def _is_stage(task: Any) -> bool:
 
 
 def _is_dag_test() -> bool:
-    """True inside ``dag.test()``, whose supervisor is in this very process."""
+    """Return True inside ``dag.test()``, whose supervisor is in this very process."""
     from airflow.sdk.execution_time import task_runner  # noqa: PLC0415  (workers have it loaded)
 
     comms = getattr(task_runner, "SUPERVISOR_COMMS", None)

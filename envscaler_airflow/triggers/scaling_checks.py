@@ -1,4 +1,4 @@
-"""What ScalingTrigger does in threads: look at the stage's runs and record each check."""
+"""What ScalingTrigger does in threads: check the stage's runs and record each check."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.triggers.sensor_lease import SensorLease
 
 DEADLINE_MARGIN_S = 3600.0
-"""How long after a stage's deadline its sensor gives up, seconds. Chosen: the stage's own
+"""How long after a stage's deadline its sensor times out, seconds. Chosen: the stage's own
 last retries end before."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """One run that is looked at."""
+    """One observed run."""
 
     observer: Observer
     log: DecisionLog
@@ -37,17 +37,17 @@ class _Run:
 
 @dataclass(slots=True)
 class Checks:
-    """Looks at all runs of one stage in one DAG run.
+    """Checks all runs of one stage in one DAG run.
 
     Attributes:
-        store, backend: Where they are and what they run on.
+        store, backend: Where the runs are recorded, and what they run on.
         folder: Folder of the stage's runs, ``deployment/dag/run/task``.
-        map_index: Only that one; None for all that there are.
+        map_index: Only this index; None for all existing ones.
         writer: Name of this observer in ``decisions/``.
         ask: Answers the queries of rules.
         until: When the sensor ends, by the run's clock; None: an hour after the stage's deadline, if any.
         monotonic: For ages.
-        clock: The run's; the store's when None.
+        clock: The run's; None uses the store's.
     """
 
     store: Store
@@ -74,15 +74,15 @@ class Checks:
         prometheus_conn_id: str | None = None,
         until: float | None = None,
     ) -> Checks:
-        """Look through settings and connections of this process."""
+        """Open the checks with settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
         return cls(store, open_backend(compute), folder, map_index, writer, asks(prometheus_conn_id), until)
 
     def once(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
-        """Look at each run once; what the sensor is needed for, None when for nothing.
+        """Check each run once; return why the sensor is needed, or None.
 
         Args:
-            states: Airflow's state of the stage's task, of each mapped one; empty when unknown.
+            states: Airflow's state of the stage's task, by map index; empty when unknown.
 
         Raises:
             StoreError: The store cannot be read or written; nothing is known.
@@ -99,7 +99,7 @@ class Checks:
         return self._ended(states) or self._timed_out() or self._wanted() or self._overdue()
 
     def news(self) -> list[str]:
-        """What the last look showed of each run, where it differs from what was said before."""
+        """Return what the last check showed of each run, if it differs from the last report."""
         lines = []
         for name, run in self._runs.items():
             words = _words(run.sight)
@@ -113,7 +113,7 @@ class Checks:
         return self.store.now() if self.clock is None else self.clock()
 
     def close(self) -> None:
-        """Write what is not yet written."""
+        """Write checks that are not yet written."""
         for run in self._runs.values():
             run.log.close()
 
@@ -160,7 +160,7 @@ class Checks:
         return None
 
     def _overdue(self) -> dict[str, Any] | None:
-        """The sensor's default timeout: an hour after the last deadline; none when a run has none."""
+        """Apply the sensor's default timeout: an hour after the last deadline; none if a run has none."""
         limits = [_deadline(run.sight.state) for run in self._runs.values() if run.sight]
         known = [limit for limit in limits if limit is not None]
         if not known or len(known) < len(limits) or self.now() < max(known) + DEADLINE_MARGIN_S:
@@ -177,7 +177,7 @@ def _words(sight: Sight | None) -> str:
 
 
 def summary(state: RunState) -> dict[str, Any]:
-    """How a run went, for XCom."""
+    """Summarize a run for XCom."""
     attempts = state.attempts_of(state.generation)
     return {
         "status": state.status,

@@ -23,18 +23,18 @@ CHECK_S = 30.0
 
 
 class ScalingTrigger(BaseTrigger):
-    """Checks a stage again and again; fires exactly one event: a wanted move, or that it is over.
+    """Checks a stage repeatedly; fires exactly one event: a move that pays, or that the stage is over.
 
     Args:
         folder: Folder of the stage's runs in the store.
         dag_id, run_id, task_id: Of the stage.
-        map_index: Only that one; None for all.
+        map_index: Only this index; None for all.
         compute: Backend of the stage.
         check_s: Seconds between two checks.
         until: When it times out, by the store's clock; None: an hour after the stage's deadline, if any.
         writer: Name of this sensor in ``decisions/``.
         store_url, store_conn_id, prometheus_conn_id: As the sensor has them.
-        settle: Seconds before which nothing is fired; None for :func:`settle_s`.
+        settle: Seconds before which no event fires; None for :func:`settle_s`.
     """
 
     def __init__(  # noqa: PLR0913  (all state travels in arguments)
@@ -95,7 +95,7 @@ class ScalingTrigger(BaseTrigger):
         )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Check until the sensor is needed, and say what for."""
+        """Check until the sensor is needed, and report why."""
         began = time.monotonic()
         event = await self._seen()
         hold = settle_s() if self.settle is None else self.settle
@@ -114,7 +114,7 @@ class ScalingTrigger(BaseTrigger):
                 event = await in_thread(self._check, kind="scaling")
                 fault = ""
             except SpecError:
-                raise  # no store, or no such backend: waiting changes nothing
+                raise  # no store, or the backend does not exist: waiting changes nothing
             except (EnvScalerError, AirflowRuntimeError, TimeoutError) as err:
                 event = None
                 if fault != (fault := str(err) or "timed out"):
@@ -124,7 +124,7 @@ class ScalingTrigger(BaseTrigger):
             await asyncio.sleep(self.check_s)
 
     def _check(self) -> dict[str, Any] | None:
-        """One at a time: where the last one hangs, in a policy of others, say, no second thread joins it."""
+        """Run one check at a time: if one hangs, as in another package's policy, no second one starts."""
         if not self._busy.acquire(blocking=False):
             raise TimeoutError("the last check has not come back")
         try:
@@ -152,7 +152,7 @@ class ScalingTrigger(BaseTrigger):
         return event
 
     def _states(self) -> dict[str, str | None]:
-        """Airflow's state of the stage's task, of each mapped one."""
+        """Return Airflow's state of the stage's task, by map index."""
         from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (as above)
 
         found = RuntimeTaskInstance.get_task_states(

@@ -1,4 +1,4 @@
-"""How a stage knows that a sensor looks at it: ``lease/scaling.json``, rewritten while it does."""
+"""How a stage knows that a sensor checks it: ``lease/scaling.json``, rewritten while it does."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ NAME = "lease/scaling.json"
 RENEW_S = 60.0
 """Seconds between two writes. Chosen: as the owner's lease."""
 PATIENCE_S = 300.0
-"""Unchanged for so long means that no sensor looks, seconds. Chosen: a triggerer's restart is shorter."""
+"""A lease unchanged for this long means that no sensor runs, seconds. Chosen: a triggerer restarts sooner."""
 _MAX_BYTES = 1 << 12
 
 
 class SensorLease:
-    """Renewed by the sensor's trigger for one run."""
+    """The lease of one run; the sensor's trigger renews it."""
 
     def __init__(self, store: Store, prefix: str, *, monotonic: Callable[[], float]) -> None:
-        """Nothing is written yet."""
+        """Write nothing yet."""
         self._store = store
         self._name = f"{prefix}/{NAME}"
         self._monotonic = monotonic
@@ -30,7 +30,7 @@ class SensorLease:
         self._renewed: float | None = None
 
     def renew(self) -> None:
-        """Write it when it is due.
+        """Write the lease if it is due.
 
         Raises:
             StoreError: The store cannot be written.
@@ -45,10 +45,10 @@ class SensorLease:
 
 
 class SensorWatch:
-    """Tells once when no sensor has looked at a run for :data:`PATIENCE_S`, by the watcher's own clock."""
+    """Reports once that no sensor has checked a run for :data:`PATIENCE_S`, by the watcher's own clock."""
 
     def __init__(self, store: Store, prefix: str, *, monotonic: Callable[[], float]) -> None:
-        """Begin to wait now."""
+        """Start the wait now."""
         self._store = store
         self._name = f"{prefix}/{NAME}"
         self._monotonic = monotonic
@@ -58,7 +58,7 @@ class SensorWatch:
         self._told = False
 
     def news(self) -> str | None:
-        """A line for the stage's log, None when there is nothing new to say.
+        """Return a line for the stage's log, None if there is nothing new.
 
         Raises:
             StoreError: The store cannot be read; nothing is known.

@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from envscaler_airflow.triggers.stage_watch import Look
 
 POLL_S = 5.0
-"""Seconds between two looks at the run. Chosen: a small part of any pause between attempts."""
+"""Seconds between two polls of the run. Chosen: a small part of any pause between attempts."""
 STATE_S = 19.0
 KILL_S = 9.0
-"""Longest parts of ``on_kill``, seconds: asking Airflow for the state, and asking the attempt to go.
+"""Longest parts of ``on_kill``, seconds: asking Airflow for the state, and asking the attempt to stop.
 
 Source: Airflow cuts it after 30 s ([triggerer] on_kill_timeout).
 """
 
 
 def settle_s() -> float:
-    """Seconds that an event must be held back after a deferral.
+    """Seconds for which an event must be delayed after a deferral.
 
-    Airflow 3.3.2: the slice that deferred may be reported as finished up to one
-    ``[workers] min_heartbeat_interval`` later; a task that has been queued again by then is
-    taken for killed and failed.
+    Airflow 3.3.2 may report the execution that deferred as finished up to one
+    ``[workers] min_heartbeat_interval`` later. If the task has been queued again by then,
+    Airflow takes it for killed and fails it.
     """
     return float(conf.getfloat("workers", "min_heartbeat_interval", fallback=5.0)) + 2.0
 
 
 class StageTrigger(BaseTrigger):
-    """Watches one run; fires exactly one event, a ``Wake``, where it looked and what it watched.
+    """Watches one run; fires exactly one event: a ``Wake``, its place, and what was watched.
 
     Starts and stops nothing.
 
@@ -50,8 +50,8 @@ class StageTrigger(BaseTrigger):
         ti_id: Task instance that deferred; ``on_kill`` acts only while it owns the run.
         compute: Name of the backend.
         store_url, store_conn_id: As the operator has them.
-        poll_s: Seconds between two looks.
-        settle: Seconds before which nothing is fired; None for :func:`settle_s`.
+        poll_s: Seconds between two polls.
+        settle: Seconds before which no event fires; None for :func:`settle_s`.
     """
 
     _is_warm: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class StageTrigger(BaseTrigger):
         return "envscaler_airflow.triggers.stage_trigger.StageTrigger", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Watch until the owner is needed, and say what for."""
+        """Watch until the owner is needed, and report why."""
         began = time.monotonic()
         wake = await self._watched()
         hold = settle_s() if self.settle is None else self.settle
@@ -111,11 +111,11 @@ class StageTrigger(BaseTrigger):
         yield TriggerEvent({**wake, "place": place, "watched": watched})  # type: ignore[no-untyped-call]  # Airflow's has no types
 
     async def on_kill(self) -> None:
-        """The user ended the task: ask the attempt to save and go; wait for nothing.
+        """Handle the user's end of the task: ask the attempt to save and stop; wait for nothing.
 
-        Airflow 3.3.2 calls this too when another triggerer has taken the trigger over, or has fired
-        its event; so only a task that is over counts. One that was cleared is left to its new try,
-        which adopts the attempt.
+        Airflow 3.3.2 also calls this after another triggerer has taken the trigger over, or has fired
+        its event, so it acts only if the task is over. A cleared task is left to its new try, which
+        adopts the attempt.
         """
         if self._fired:
             return
@@ -131,7 +131,7 @@ class StageTrigger(BaseTrigger):
         self.log.info("kill: %s", why)
 
     def _task_state(self) -> str | None:
-        """Airflow's state of the task; ``removed`` when it is gone with its DAG run."""
+        """Return Airflow's state of the task; ``removed`` if it was deleted with its DAG run."""
         ti = self.task_instance
         return None if ti is None else task_state(ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
 
@@ -149,7 +149,7 @@ class StageTrigger(BaseTrigger):
             except (EnvScalerError, AirflowRuntimeError, TimeoutError) as err:
                 wake = None
                 if isinstance(err, TimeoutError):
-                    look = None  # its thread may still be at it, and see what we would then miss
+                    look = None  # its thread may still run, and see what we would then miss
                 if fault != (fault := str(err) or "timed out"):
                     self.log.warning("cannot look at the run: %s", fault)
             if wake is not None:
@@ -158,7 +158,7 @@ class StageTrigger(BaseTrigger):
             await asyncio.sleep(self.poll_s)
 
     async def _warm_up(self) -> None:
-        """Ask once in this process for the task's state: the first answer takes long, and a kill is short."""
+        """Request the task's state once per process: the first answer is slow, and a kill has little time."""
         if not StageTrigger._is_warm:
             StageTrigger._is_warm = True
             with contextlib.suppress(AirflowException, AirflowRuntimeError, TimeoutError):

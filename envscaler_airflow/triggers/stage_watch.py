@@ -1,6 +1,6 @@
-"""What StageTrigger does in threads: look at the run, renew its lease, read its log.
+"""What StageTrigger does in threads: observe the run, renew its lease, read its log.
 
-Apart from the trigger itself, so that loading that into the triggerer's event loop stays cheap.
+Separate from the trigger itself, so that loading the trigger into the triggerer's event loop stays cheap.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from envscaler_airflow.triggers.sensor_lease import SensorWatch
 from envscaler_airflow.triggers.tail import Shown, Tail, labelled
 
 LOG_BYTES_PER_LOOK = 64 << 10
-"""Most of the training's output shown at each look, bytes. Chosen: 45 MB of task log an hour at most."""
+"""Most of the training's output shown at each poll, bytes. Chosen: 45 MB of task log an hour at most."""
 
 
 TRANSFER_S = 60.0
-"""How long a transfer lasts before the log says how far it is, and between two such lines, seconds. Chosen:
-what is over sooner is nothing that a person waits for."""
+"""How long a transfer lasts before the log reports its progress, and between two such lines, seconds. Chosen:
+users need no progress of a shorter one."""
 
 
 class TransferNews:
-    """How far the nodes' long transfers are, now and then."""
+    """Progress of the nodes' long transfers, from time to time."""
 
     def __init__(self, *, nodes: int, monotonic: Callable[[], float]) -> None:
-        """Nothing was seen yet."""
+        """Start without any observation."""
         self._nodes, self._monotonic = nodes, monotonic
         self._seen: dict[int, tuple[str, float, str]] = {}
 
     def lines(self, statuses: Mapping[int, Status]) -> list[str]:
-        """A line for each node whose transfer lasts, and went on, since its last line."""
+        """Return a line for each node with a long transfer that progressed since its last line."""
         found, now = [], self._monotonic()
         for node, status in statuses.items():
             text = transfer_text(status)
@@ -60,7 +60,7 @@ class TransferNews:
 
 
 class Look:
-    """Looks at one run on behalf of a trigger."""
+    """Observes one run on behalf of a trigger."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Look:
         monotonic: Callable[[], float] = time.monotonic,
         poll_s: float = 0.0,
     ) -> None:
-        """Begin at *watching*, and look every *poll_s* seconds.
+        """Begin at *watching*, and poll every *poll_s* seconds.
 
         Raises:
-            SpecError: This store does not hold the run: it is another one than the operator's.
+            SpecError: This store does not contain the run: it is not the operator's store.
         """
         if store.size(f"{prefix}/{event_name(watching.number)}") is None:
             raise SpecError(
@@ -122,15 +122,15 @@ class Look:
         store_conn_id: str | None,
         poll_s: float = 0.0,
     ) -> Look:
-        """Look at a run through settings and connections of this process."""
+        """Observe a run with settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
         told = Watching.from_dict(watching)
         return cls(store, prefix, told, compute=compute, holder=holder, poll_s=poll_s)
 
     def once(self, say: Callable[[str], object]) -> dict[str, Any] | None:
-        """Say new lines of the training's log; the :class:`Wake` that the owner is needed for, if any.
+        """Log new lines of the training; return the :class:`Wake` that the owner is needed for, if any.
 
-        Lines are said before anything else is tried: they count as shown from their reading on.
+        The lines come before anything else is tried: they count as shown once they are read.
 
         Raises:
             StoreError: The store cannot be read or written; nothing is known.
@@ -150,19 +150,19 @@ class Look:
         return wake.to_dict() if wake else None
 
     def _keep_ages(self) -> None:
-        """The next watcher goes on from them, however soon the owner was needed."""
+        """Keep ages for the next watcher, however soon the owner was needed."""
         with contextlib.suppress(StoreError):
             renew_lease(self._store, self._prefix, holder=self._holder, ages=self._watch.ages())
 
     def _ages(self) -> Mapping[str, float] | None:
-        """What the next watcher goes on from; None, which keeps what is there, before the first look."""
+        """Return the ages for the next watcher; None, which keeps the stored ones, before the first poll."""
         return self._watch.ages() if self._is_begun else None
 
     def _tell_waits(self, say: Callable[[str], object]) -> None:
-        """What the machines wait for, once per change: in the log, and in the lease for ``envscaler status``.
+        """Log what the machines wait for, once per change; put it in the lease for ``envscaler status``.
 
-        A pull that fails and is tried again comes with two texts in turn: each is said once. A store that
-        cannot be written now costs nothing: the next look tries again.
+        An image pull that fails and is retried reports two texts in turn: each is logged once. If the store
+        cannot be written now, the next poll tries again.
         """
         seen = self._watch.observed
         if seen is None:
@@ -181,7 +181,7 @@ class Look:
 
 
 def _shared(compute: str) -> Backend:
-    """The backend, through the one watch of this process: a triggerer looks at all stages."""
+    """Return the backend, with one watch shared by this process: a triggerer polls all stages."""
     backend = open_backend(compute)
     if isinstance(backend, SharesWatch):
         backend.share_watch()
@@ -189,7 +189,7 @@ def _shared(compute: str) -> Backend:
 
 
 def _is_scaled(store: Store, prefix: str) -> bool:
-    """True when the frozen spec asks for scaling; False when it cannot be told."""
+    """Return True if the frozen spec asks for scaling; False if that is unknown."""
     try:
         spec_hash = EventLog(store, prefix, snapshots=False).load().spec_hash
         return thaw_spec(store, prefix, spec_hash).scaling is not None
@@ -208,7 +208,7 @@ def kill(
 ) -> bool:
     """Ask the attempt to save and stop while that try owns the run; returns whether it was asked.
 
-    How it ends is recorded behind the caller's back: nothing else does it, since no execution follows.
+    Its end is recorded in a background thread: nothing else records it, since no execution follows.
     """
     store, backend = store_place(store_url, store_conn_id).open(), open_backend(compute)
     reason = "the task was marked or deleted while it was deferred"

@@ -1,4 +1,4 @@
-"""Show what the training prints in the task's log, without repeats."""
+"""Show the training's output in the task's log, without repeats."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Shown(NamedTuple):
 
 
 class Tail:
-    """Shows what the training prints in the trigger's own log, and renews the lease.
+    """Shows the training's output in the trigger's own log, and renews the lease.
 
-    It begins where the execution before it ended, and goes on over a restart of the triggerer. The
-    position is advanced in the store before the lines are handed out: a triggerer that dies in between
-    shows no line twice, and the next execution writes all of them.
+    It begins where the execution before it ended, and continues over a restart of the triggerer. It
+    advances the position in the store before it returns the lines. A triggerer that dies in between
+    therefore shows no line twice, and the next execution writes all of them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Tail:
         holder: str,
         monotonic: Callable[[], float],
     ) -> None:
-        """Follow *attempt* of the run at *prefix*; *holder* is who renews the lease."""
+        """Follow *attempt* of the run at *prefix*; *holder* renews the lease."""
         self._store = store
         self._prefix = prefix
         self._attempt = attempt
@@ -50,7 +50,7 @@ class Tail:
         self._renewed: float | None = None
 
     def read(self, *, budget: int, ages: Mapping[str, float] | None = None) -> list[Shown]:
-        """Whole new lines, at most *budget* bytes over all nodes; renews the lease, with *ages*, when due.
+        """Return complete new lines, at most *budget* bytes over all nodes; renew the lease if it is due.
 
         Raises:
             StoreError: The store cannot be read or written; nothing was shown.
@@ -83,7 +83,7 @@ class Tail:
 def read_lines(
     store: Store, prefix: str, *, attempt: tuple[int, int], node: int, cursor: Cursor, budget: int
 ) -> tuple[Shown, Cursor, int]:
-    """Whole lines of *node* from *cursor* on, the cursor after them, and their bytes.
+    """Return complete lines of *node* from *cursor* on, the cursor after them, and their bytes.
 
     Raises:
         StoreError: The store cannot be read.
@@ -96,7 +96,7 @@ def read_lines(
 
 
 def _whole_lines(data: bytes, offset: int) -> tuple[bytes, int]:
-    """*data* without a last line that the budget cut, and the offset in its chunk where that begins."""
+    """Return *data* without a last line that the budget cut, and that line's offset in its chunk."""
     end = data.rfind(b"\n") + 1
     cut = len(data) - end
     if offset == 0 or end == 0 or cut > offset:
@@ -105,12 +105,12 @@ def _whole_lines(data: bytes, offset: int) -> tuple[bytes, int]:
 
 
 def _lines(data: bytes) -> list[str]:
-    """Lines as a terminal would show them: of what a progress bar wrote over itself, the last."""
+    """Return lines as a terminal would show them: of a progress bar's overwrites, only the last."""
     rows = data.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
     return [row.rstrip("\r").rpartition("\r")[2][:LINE_BYTES] for row in rows]
 
 
 def labelled(shown: Shown, *, nodes: int) -> list[str]:
-    """Lines as they are logged: marked with the node when there are several."""
+    """Return lines as they are logged: marked with the node if there are several."""
     mark = f"[node {shown.node}] " if nodes > 1 else ""
     return [mark + line for line in shown.lines]

@@ -14,19 +14,19 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 120.0
 """Longest wait for one round of store and backend calls, seconds. Chosen: S3's own retries end before."""
 _THREADS = 32
-"""Threads for all triggers of this process that do one kind of thing. Chosen: rounds take some 20 ms of
+"""Threads for all triggers of this process that do one kind of work. Chosen: a round takes some 20 ms of
 every 5 s."""
 
 Kind = Literal["stage", "scaling"]
-"""Whose call it is: policies of other packages that hang in checks keep no lease from being renewed."""
+"""Whose call it is: if another package's policy hangs in a check, leases are still renewed."""
 
 
 async def in_thread(
     call: Callable[..., T], *args: object, timeout_s: float = CALL_TIMEOUT_S, kind: Kind = "stage"
 ) -> T:
-    """Result of ``call(*args)``, run in a thread of our own with this task's context (its log).
+    """Return the result of ``call(*args)``, run in a thread of our own with this task's context (its log).
 
-    The thread of a call that times out goes on; a pool of our own keeps such calls from
+    A call that times out keeps its thread; a pool of our own keeps such calls from
     starving other triggers' threads.
 
     Raises:
