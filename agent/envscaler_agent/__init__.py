@@ -1,7 +1,7 @@
 """What runs inside the training container: wrapper, sampler and :class:`Session`.
 
-Python 3.8 and the standard library alone; no store access, no credentials. All
-that leaves this room goes through the spool folder, see :mod:`.spool`.
+It needs only Python 3.8 and the standard library; it has no store access and no credentials. Everything that
+leaves this package goes through the spool folder, see :mod:`.spool`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Load :class:`Session` when it is first asked for (PEP 562): the wrapper never needs it."""
+    """Load :class:`Session` on first use (PEP 562): the wrapper never needs it."""
     if name == "Session":
         from envscaler_agent.session import Session  # noqa: PLC0415 - lazy on purpose
 

@@ -1,4 +1,4 @@
-"""When a command that was asked to go gets which signal. Pure: time comes as an argument."""
+"""Which signal a draining command gets, and when. Pure: time comes as an argument."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import Optional, Tuple
 
 TERM_SHARE = 0.8
-"""Part of the grace after which SIGTERM is sent to code that was left to go by itself. Chosen: the
-rest is for its clean-up."""
+"""Part of the grace after which SIGTERM is sent to code that should stop by itself. Chosen: the rest is for
+its clean-up.
+"""
 ORPHANED = "orphaned"
-"""A control whose reason begins so was written by the sidecar, because nobody owns the run any more."""
+"""Prefix of a reason in a control that the sidecar wrote because the run is orphaned."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What the owner, or a signal to the wrapper, asks.
+    """The request of the owner, or of a signal to the wrapper.
 
     Attributes:
         action: ``leave`` or ``stop``.
         at: When it was seen, seconds of the wrapper's clock.
         align_timeout_s, grace_s, reason, sequence: As in Control; sequence is -1 for a signal.
-        was_leaving: True for a signal that came after the owner had asked to leave.
+        was_leaving: True for a signal that came after the owner's request to drain.
     """
 
     action: str
@@ -42,11 +43,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the wrapper knows of the command at a moment.
+    """What the wrapper knows about the command at one moment.
 
     Attributes:
-        cooperates: True when a Session of it calls ``checkpoint``: it goes by itself.
-        saving_since: When the save for this ask began, None before.
+        cooperates: True when it has a Session that calls ``checkpoint``: it stops by itself.
+        saving_since: When the save after this request began, None before.
         snapshot_pending: True while the sidecar still has to copy ``checkpoint.path``.
         term_at: When SIGTERM was sent, None before.
     """

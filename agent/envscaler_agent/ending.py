@@ -1,4 +1,4 @@
-"""How a command ended, told apart from its exit code, its last lines and what was asked. Pure."""
+"""How a command ended, from its exit code, its last lines and the requests to it. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envscaler_agent.protocol import EXIT_CODES, EXIT_LEFT, EXIT_NOT_FOUND, EXIT
 _Line = Tuple[str, str]
 
 EXIT_NOT_EXECUTABLE = 126
-"""The command exists and cannot be run, as shells say it."""
+"""The command exists and cannot be run; the exit code that shells use."""
 
 _CUDA_MEMORY = re.compile(
     r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA (?:driver )?error: out of memory"
@@ -34,8 +34,9 @@ _REASONS = ((_CUDA_MEMORY, "cuda-out-of-memory"), (_DISK, "disk-full"), (_HOST_M
 _HARMLESS = re.compile(
     r"not a failure|warn|^[DIW]\d{4} |^\S+ \S+ [DIW] |\b(?:retrying|halving|reducing)\b", re.IGNORECASE
 )
-"""Lines that say themselves that the process went on. Source: TensorFlow's bfc_allocator.cc ("the caller
-indicates that this is not a failure"), glog's and absl's levels, Python's ``warnings``."""
+"""Lines that state that the process continued. Source: TensorFlow's bfc_allocator.cc ("the caller indicates
+that this is not a failure"), glog's and absl's levels, Python's ``warnings``.
+"""
 _RANK = re.compile(r"^(?:\[(?:rank|default)?\d+\]:?\s?|E\s(?:\d\S*\s)*)+")
 """Source: torchrun's and torch's prefixes: ``[rank1]: ``, ``[default0]:``, ``E ...``."""
 _TRACEBACK = "Traceback (most recent call last):"
@@ -44,23 +45,26 @@ _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*_*[A-Z]\w*(?:Error|Exception|Exit|Inte
 _LAUNCHER = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*(?:ChildFailedError|CalledProcessError|ProcessExitedException)\b"
 )
-"""Errors by which a launcher repeats that of its worker: torchrun, accelerate, torch.multiprocessing."""
+"""Errors with which a launcher repeats its worker's: torchrun, accelerate, torch.multiprocessing."""
 _ECHO = re.compile(
     r"Dist(?:Backend|Network|Store)Error|Connection (?:closed|reset) by|[Rr]emote process exited|Broken pipe"
 )
-"""Errors of a rank whose peer is gone: the peer's own says why. Source: torch.distributed, gloo, NCCL."""
+"""Errors of a rank whose peer has ended: the peer's own error is the cause. Source: torch.distributed, gloo,
+NCCL.
+"""
 _ASIDE = re.compile(r"Exception ignored in|Exception in thread")
-"""What stands before the traceback of an error that ends no process. Source: CPython."""
+"""Line before the traceback of an error that ends no process. Source: CPython."""
 _FINAL_LINES = 12
-"""Lines in which an error without a traceback is looked for, and that may follow one. Chosen: what
-interpreters, launchers and trackers say after an error."""
+"""Number of last lines that are searched for an error without a traceback. Chosen: what interpreters,
+launchers and trackers say after an error.
+"""
 _MESSAGE_LINES = 4
 """Lines of an error's message that are searched. Chosen: NCCL's and C++ errors have two or three."""
 _OF_THE_CODE = re.compile(
     r"^(?:ValueError|KeyError|TypeError|IndexError|AttributeError|NameError|AssertionError|ImportError"
     r"|ModuleNotFoundError|FileNotFoundError|ZeroDivisionError|SyntaxError|NotImplementedError)\b"
 )
-"""Errors that no process which was killed for its memory leaves in another one."""
+"""Errors that a process killed for its memory never causes in another one."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,12 @@ class End:
     """What is known when a command has ended.
 
     Attributes:
-        code: As ``subprocess`` says it: the exit code, or minus the signal.
-        asked: ``left``, ``stopped`` or ``orphaned`` when it was asked to go, else None.
-        signalled: True when the wrapper had sent SIGTERM or SIGKILL by then.
-        wrapper_signalled: True when a signal came to the wrapper itself, and so perhaps to the command too.
-        session_left: True when a Session saved and said that it leaves.
-        step, total_steps: Last step that it reported, and how many it takes; None when unknown.
+        code: As in ``subprocess``: the exit code, or minus the signal.
+        asked: ``left``, ``stopped`` or ``orphaned`` when it was asked to stop, else None.
+        signalled: True when the wrapper had sent SIGTERM or SIGKILL before.
+        wrapper_signalled: True when a signal came to the wrapper itself, and so perhaps the command too.
+        session_left: True when a Session saved and reported that it stops.
+        step, total_steps: Last step that it reported, and the number of all its steps; None when unknown.
         needs_all_steps: True when the spec says ``success: all-steps``.
         oom_kills: Kills by the out-of-memory killer in its cgroup while it ran.
     """
@@ -90,7 +94,7 @@ class End:
 
     @property
     def is_done(self) -> Optional[bool]:
-        """True when every step was made; None when that is not known."""
+        """True when every step was done; None when that is unknown."""
         if self.step is None or not self.total_steps:
             return None
         return self.step >= self.total_steps
@@ -108,10 +112,10 @@ class End:
 def tell_end(end: End, last_lines: Sequence[str]) -> Tuple[Ended, int]:
     """Return the end for the owner and the wrapper's exit code for its own caller.
 
-    Exit code 0 is success, except after a signal or a request to leave: then only if every step was made.
-    A command that was asked to leave and ends by itself with 0 before any signal has succeeded, unless its
-    step count or its Session says otherwise: a pipeline ends with the code of its last command.
-    One that fails by itself before a signal has failed, asked or not.
+    Exit code 0 is success, except after a signal or a request to drain: then only if every step was done. A
+    command that drains and exits by itself with 0 before any signal has succeeded, unless its step count or
+    its Session shows otherwise: a pipeline ends with the code of its last command. One that fails by itself
+    before a signal has failed, with or without a request.
     """
     code = end.code if end.code >= 0 else None
     number = -end.code if end.code < 0 else None
@@ -164,11 +168,11 @@ def _how_it_went(end: End) -> str:
 
 
 def final_error(last_lines: Sequence[str]) -> List[str]:
-    """Return the lines of the error that ended the process, its first one first; empty when none is seen.
+    """Return the lines of the error that ended the process, its first one first; empty when none is found.
 
-    That is the exception of the last traceback, what directly caused it included. It is not a launcher's
-    that repeats a worker's, nor a rank's whose peer is gone. Without a traceback it is the last line that
-    names an error, among the last few.
+    That is the exception of the last traceback, with its direct cause. Errors of a launcher that repeat a
+    worker's are skipped, and errors of a rank whose peer has ended. Without a traceback it is the last line,
+    among the last few, that names an error.
     """
     lines = [_split(line) for line in last_lines]
     found = _last_traceback(lines)
@@ -176,7 +180,7 @@ def final_error(last_lines: Sequence[str]) -> List[str]:
 
 
 def _split(line: str) -> _Line:
-    """Who wrote a line (the prefix of a rank), and what."""
+    """The writer of a line (the prefix of a rank), and its text."""
     match = _RANK.match(line)
     prefix = match[0] if match else ""
     return prefix, line[len(prefix) :].rstrip()
@@ -193,7 +197,7 @@ def _last_traceback(lines: Sequence[_Line]) -> Optional[List[str]]:
         message = _message(lines, error, end)
         follows = [text for _, text in lines[error + len(message) : end] if text.strip()]
         if len(follows) > _FINAL_LINES:
-            return echo  # the process went on after it
+            return echo  # the process continued after it
         if _class_of(message) is None and (_LAUNCHER.match(message[0]) or _ECHO.search(message[0])):
             end, echo = head, echo or message
             continue
@@ -202,7 +206,7 @@ def _last_traceback(lines: Sequence[_Line]) -> Optional[List[str]]:
 
 
 def _error_after(lines: Sequence[_Line], head: int, end: int) -> Optional[int]:
-    """Where the exception of the traceback at *head* stands: its writer's next line without indent."""
+    """Index of the exception of the traceback at *head*: its writer's next line without indent."""
     writer = lines[head][0]
     for index in range(head + 1, end):
         prefix, text = lines[index]
@@ -222,7 +226,7 @@ def _message(lines: Sequence[_Line], first: int, end: int) -> List[str]:
 
 
 def _causes(lines: Sequence[_Line], head: int) -> List[str]:
-    """What the exception whose traceback begins at *head* was raised from."""
+    """The exceptions that caused the one whose traceback begins at *head*."""
     before = [index for index in range(head) if lines[index][1].strip()]
     if not before or lines[before[-1]][1].strip() != _CAUSE:
         return []
@@ -251,7 +255,7 @@ def _exit_code(end: End, reason: str) -> int:
     if reason in EXIT_CODES:
         return EXIT_CODES[reason]
     if end.code == 0 and reason != "succeeded":
-        return 1  # the backend, too, is to see a failure
+        return 1  # the backend must also see a failure
     return end.code if end.code >= 0 else 128 - end.code
 
 

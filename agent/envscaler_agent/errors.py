@@ -10,11 +10,11 @@ class EnvScalerError(Exception):
 
 
 class CheckpointError(EnvScalerError):
-    """A checkpoint is missing, torn or has a wrong hash: the one before is used."""
+    """A checkpoint is missing, torn or has a wrong hash: the previous one is used."""
 
 
 class ProtocolError(EnvScalerError):
     """The two sides disagree on a version or wrote what the protocol forbids.
 
-    Training goes on, moves are refused, and the message names both versions.
+    Training continues, moves are refused, and the message names both versions.
     """

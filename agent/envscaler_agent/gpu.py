@@ -1,7 +1,7 @@
-"""GPUs through NVML, where a driver and the ``pynvml`` module are there.
+"""GPUs through NVML, if a driver and the ``pynvml`` module are present.
 
-Every name below has ``gpu<index>_`` in front (``gpu0_mig1_`` for a MIG instance, which has memory
-and what :mod:`.gpm` measures). Each is left out when the device cannot tell it.
+Every name below has the prefix ``gpu<index>_`` (``gpu0_mig1_`` for a MIG instance, which has memory and the
+metrics of :class:`Gpm`). A metric is left out when the device does not provide it.
 
 =================================== ==========================================================
 metric                              meaning
@@ -19,15 +19,15 @@ metric                              meaning
 ``pcie_transmit_bytes_per_s``       from the GPU to the host, over 20 ms
 ``pcie_receive_bytes_per_s``        from the host to the GPU, over 20 ms
 ``nvlink_transmit_bytes_per_s``     over all links, mean since the last reading
-``nvlink_receive_bytes_per_s``      likewise
+``nvlink_receive_bytes_per_s``      over all links, mean since the last reading
 ``ecc_corrected_errors``            since the driver was loaded
-``ecc_uncorrected_errors``          likewise
+``ecc_uncorrected_errors``          since the driver was loaded
 ``xid_errors``                      critical XID events since the sampler began
 ``last_xid``                        number of the last one
 =================================== ==========================================================
 
-On GPUs with performance monitors (Hopper and later), :mod:`.gpm` adds how busy the multiprocessors,
-tensor cores and memory are, and tells PCIe and NVLink instead of what is said here.
+On GPUs with performance monitors (Hopper and later), :class:`Gpm` adds how busy the multiprocessors, tensor
+cores and memory are, and replaces the PCIe and NVLink metrics above.
 
 Source: NVML API reference (nvml.h) of driver 535 and newer; names after dcgm-exporter.
 """
@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 MIB = 1024 * 1024
-"""Unit of GPM's bandwidths. Source: nvml.h, NVML_GPM_METRIC_PCIE_TX_PER_SEC and its kin."""
+"""Unit of GPM's bandwidths. Source: nvml.h, NVML_GPM_METRIC_PCIE_TX_PER_SEC and the related metrics."""
 
 METRICS = (
     ("sm_active_percent", "NVML_GPM_METRIC_SM_UTIL", 1),
@@ -53,17 +53,17 @@ METRICS = (
     ("nvlink_transmit_bytes_per_s", "NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC", MIB),
     ("nvlink_receive_bytes_per_s", "NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC", MIB),
 )
-"""Our name, NVML's constant, and what one of its units is in ours."""
+"""This package's name, NVML's constant, and the factor from NVML's unit."""
 NAMES = tuple(name for name, _, _ in METRICS)
 
 Values = Dict[str, float]
 
 
 class Gpm:
-    """The monitors of one GPU, or of one MIG instance: two samples, the older against the newer."""
+    """The monitors of one GPU, or of one MIG instance: they compare an older sample with a newer one."""
 
     def __init__(self, nvml: Any, device: Any, instance: Optional[int] = None) -> None:
-        """Get ready; *instance* is the GPU instance's id, *device* the whole GPU in any case.
+        """Prepare; *instance* is the GPU instance's id, *device* always the whole GPU.
 
         Raises:
             NVMLError: The driver has no such monitors.
@@ -79,7 +79,7 @@ class Gpm:
         """Return the means since the last call; nothing at the first one.
 
         Raises:
-            NVMLError: No sample could be taken; the next call begins anew.
+            NVMLError: No sample could be taken; the next call starts from the beginning.
         """
         has_older, self._has_older = self._has_older, False
         older, newer = self._samples
@@ -103,10 +103,10 @@ class Gpm:
 
 
 def open_gpm(nvml: Any, device: Any, instance: Optional[int] = None) -> Optional[Gpm]:
-    """Return the monitors of a device, None where it has none.
+    """Return the monitors of a device, None if it has none.
 
     Raises:
-        NVMLError: It cannot be told.
+        NVMLError: It is unknown.
         AttributeError: The module is older than GPM.
     """
     if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
@@ -115,7 +115,7 @@ def open_gpm(nvml: Any, device: Any, instance: Optional[int] = None) -> Optional
 
 
 def _question(nvml: Any) -> Tuple[Any, List[Tuple[str, int]]]:
-    """NVML's struct, filled in once, and what stands at each place of its answer."""
+    """NVML's struct, filled in once, and the metric at each place of its answer."""
     question = nvml.c_nvmlGpmMetricsGet_t()
     question.version = nvml.NVML_GPM_METRICS_GET_VERSION
     question.numMetrics = len(METRICS)
@@ -125,14 +125,15 @@ def _question(nvml: Any) -> Tuple[Any, List[Tuple[str, int]]]:
 
 
 SLOW_S = 5.0
-"""Between two readings of what costs more: PCIe blocks for 20 ms each (nvml.h). Chosen."""
+"""Time between two readings of expensive metrics: PCIe blocks for 20 ms each (nvml.h). Chosen."""
 NEVER = (3, 13)
 """``NVML_ERROR_NOT_SUPPORTED`` and ``NVML_ERROR_FUNCTION_NOT_FOUND``. Source: nvml.h."""
 TIMEOUT = 10
 """``NVML_ERROR_TIMEOUT``: no event has come. Source: nvml.h."""
 MOST_HANGS = 2
-"""Questions about one GPU that may hang before nothing is asked of it. Chosen: one may be that
-question's, two are the GPU's; each costs ten seconds without any GPU's numbers."""
+"""Calls about one GPU that may hang before no call is made for it. Chosen: one may be that call's fault, two
+are the GPU's; each costs ten seconds without any GPU's numbers.
+"""
 ALL_LINKS = 0xFFFFFFFF
 """Scope of NVLink counters that means the sum of all links. Source: nvml.h, NVML_FI_DEV_NVLINK_*."""
 KIB = 1024
@@ -142,7 +143,7 @@ KB = 1000
 
 
 def load_nvml() -> Any:
-    """Return the initialised ``pynvml`` module, None where there is no module or no driver."""
+    """Return the initialised ``pynvml`` module, None without the module or a driver."""
     try:
         import pynvml  # noqa: PLC0415 - optional, and brought along only into GPU images
 
@@ -153,10 +154,10 @@ def load_nvml() -> Any:
 
 
 def shown_gpus(environ: Mapping[str, str]) -> Optional[str]:
-    """Return which GPUs a command with *environ* sees, as :func:`is_visible` takes it; None for all.
+    """Return which GPUs a command with *environ* sees, for :func:`is_visible`; None for all.
 
-    ``NVIDIA_VISIBLE_DEVICES`` counts only where it has UUIDs: its numbers are the host's, and a
-    container that was given GPU 3 sees it as GPU 0.
+    ``NVIDIA_VISIBLE_DEVICES`` counts only where it has UUIDs: its numbers are the host's, and a container
+    with GPU 3 sees it as GPU 0.
     """
     cuda, container = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("NVIDIA_VISIBLE_DEVICES", "")
     if cuda is not None:
@@ -166,7 +167,7 @@ def shown_gpus(environ: Mapping[str, str]) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One NVML question: *key* names it, *ask* gives the metrics *names*, those that it can tell."""
+    """One NVML call: *key* identifies it, *ask* returns the metrics *names*, those that it can read."""
 
     key: str
     every_s: float
@@ -186,19 +187,19 @@ class Device:
     told: Dict[str, Values] = field(default_factory=dict)
 
     def values(self) -> Values:
-        """Return what every reading told when it was asked last, nothing of what it did not tell then."""
+        """Return what every reading returned at its last call, without what it did not return then."""
         found: Values = {}
         for values in self.told.values():
             found.update(values)
         return found
 
     def forget(self, reading: Reading) -> None:
-        """Never ask it again."""
+        """Never call it again."""
         self.readings = [other for other in self.readings if other is not reading]
         self.told.pop(reading.key, None)
 
     def prefer(self, reading: Reading, values: Values) -> None:
-        """Ask no more for what *reading* tells too."""
+        """Do not call others for metrics that *reading* also provides."""
         for other in list(self.readings):
             if other is not reading and set(other.names) <= set(values):
                 self.forget(other)
@@ -208,10 +209,10 @@ class Gpus:
     """All GPUs that the command can see.
 
     Attributes:
-        call: The question that NVML is working on, e.g. ``gpu0:power``, and since when; None in
-            between. Another thread tells by it which question hangs.
-        devices: Those that were found.
-        is_searched: True once all were looked for.
+        call: The call that NVML is processing, e.g. ``gpu0:power``, and since when; None in between. Another
+            thread uses it to find the call that hangs.
+        devices: The devices that were found.
+        is_searched: True once the search is complete.
     """
 
     def __init__(
@@ -226,9 +227,9 @@ class Gpus:
 
         Args:
             nvml: The module, initialised.
-            visible: As ``CUDA_VISIBLE_DEVICES`` says it; None for all.
-            skip: Questions that hung before.
-            clock: Tells since when NVML works on a question.
+            visible: As in ``CUDA_VISIBLE_DEVICES``; None for all.
+            skip: Calls that hung before.
+            clock: Measures how long NVML processes a call.
         """
         self.call: Optional[Tuple[str, float]] = None
         self.devices: List[Device] = []
@@ -240,14 +241,14 @@ class Gpus:
         self._xids = _Xids(nvml)
 
     def find(self) -> Gpus:
-        """Look for the devices; one that does not answer takes no other with it."""
+        """Find the devices; one that does not answer does not affect the others."""
         for index in range(self._ask("gpu:count", "nvmlDeviceGetCount") or 0):
             self._add(index)
         self.is_searched = True
         return self
 
     def sample(self, now: float) -> Values:
-        """Return the metrics of all devices; slow ones as they were last read."""
+        """Return the metrics of all devices; slow ones from their last reading."""
         found: Values = {}
         for device in self.devices:
             for reading in list(device.readings):
@@ -278,7 +279,7 @@ class Gpus:
                 self.devices.append(Device(name, instance, [_MEMORY, *monitors]))
 
     def _hangs(self, label: str) -> int:
-        """How many questions about a GPU, its instances included, hung before."""
+        """How many calls about a GPU, including its instances, hung before."""
         return sum(key.startswith((f"{label}:", f"{label}_")) for key in self._skip)
 
     def _instances(self, label: str, handle: Any) -> List[Tuple[int, Any, Any]]:
@@ -294,7 +295,7 @@ class Gpus:
         return found
 
     def _monitors(self, label: str, handle: Any, instance: Any = None) -> List[Reading]:
-        """The reading of performance monitors, none where there are none."""
+        """The reading of performance monitors, empty without any."""
 
         def open_them() -> Optional[Gpm]:
             number = None if instance is None else self._nvml.nvmlDeviceGetGpuInstanceId(instance)
@@ -311,7 +312,7 @@ class Gpus:
         self.call = (key, self._clock())
         try:
             values = _rates(device, reading.ask(self._nvml, device.handle), now)
-        except AttributeError:  # an older module that does not know it
+        except AttributeError:  # an older module without it
             device.forget(reading)
         except self._nvml.NVMLError as err:
             device.told[reading.key] = {}
@@ -329,7 +330,7 @@ class Gpus:
         return self._guarded(key, lambda: getattr(self._nvml, name)(*arguments))
 
     def _guarded(self, key: str, call: Callable[[], Any]) -> Any:
-        """Return what *call* returns, None when it fails or hung before."""
+        """Return the result of *call*, None when it fails or hung before."""
         if key in self._skip:
             return None
         self.call = (key, self._clock())
@@ -342,9 +343,9 @@ class Gpus:
 
 
 def is_visible(index: int, uuid: str, visible: Optional[str], instances: Sequence[str]) -> bool:
-    """Tell whether CUDA would use the GPU: *visible* lists indexes, or UUIDs and beginnings of them.
+    """Return whether CUDA would use the GPU: *visible* lists indexes, or UUIDs and their prefixes.
 
-    A GPU is seen too when one of its MIG *instances* is. What cannot be understood shows all.
+    A GPU is also visible when one of its MIG *instances* is. A value that cannot be parsed shows all.
     """
     if visible is None or visible.strip() in ("all", ""):
         return visible is None or visible.strip() == "all"
@@ -360,7 +361,7 @@ def is_visible(index: int, uuid: str, visible: Optional[str], instances: Sequenc
 
 
 class _Xids:
-    """Critical errors as events: NVML keeps no count of them."""
+    """Critical errors as events: NVML does not count them."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -380,7 +381,7 @@ class _Xids:
     def poll(self) -> Values:
         """Return the counts; takes no time when there is no event.
 
-        While events cannot be waited for, a count of none is not known; one of some still is.
+        While waiting for events fails, a count of zero means unknown; a larger count remains valid.
         """
         while self._labels:
             try:
@@ -396,7 +397,7 @@ class _Xids:
         return dict(self._values)
 
     def _label(self, device: Any) -> Optional[str]:
-        """Whose event it is. By the handle first: a GPU that fell off the bus tells no UUID any more."""
+        """The GPU of an event. By the handle first: a GPU that fell off the bus has no readable UUID."""
         for label, handle, _ in self._labels:
             if _address(handle) == _address(device):
                 return label
@@ -408,7 +409,7 @@ class _Xids:
 
 
 def _address(handle: Any) -> Optional[int]:
-    """What a handle points to: two handles of one GPU are different Python objects."""
+    """The address in a handle: two handles of one GPU are different Python objects."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -505,4 +506,4 @@ READINGS = (
     Reading("nvlink", SLOW_S, ("nvlink_transmit_bytes_per_s", "nvlink_receive_bytes_per_s"), _nvlink),
     Reading("ecc", SLOW_S, ("ecc_corrected_errors", "ecc_uncorrected_errors"), _ecc),
 )
-"""All questions, each on its own: one that fails or hangs takes no other with it."""
+"""All readings, each separate: one that fails or hangs does not affect the others."""

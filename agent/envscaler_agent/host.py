@@ -4,7 +4,7 @@
 metric                         meaning
 ============================== ==============================================================
 ``cpu_percent``                CPU time of the command's processes; 100 is one core
-``cpu_seconds``                CPU seconds so far, processes that have ended included
+``cpu_seconds``                CPU seconds so far, including processes that have ended
 ``cpu_throttled_percent``      share of periods in which the cgroup's quota was used up
 ``processes``, ``threads``     how many the command has
 ``memory_rss_bytes``           resident memory of its processes; shared pages count in each
@@ -12,14 +12,14 @@ metric                         meaning
 ``memory_peak_bytes``          highest cgroup usage, page cache included
 ``memory_limit_bytes``         cgroup limit
 ``disk_read_bytes_per_s``      read from block devices by its processes
-``disk_write_bytes_per_s``     written likewise
+``disk_write_bytes_per_s``     written to block devices by its processes
 ``disk_free_bytes``            free space where it works
 ``network_receive_bytes_per_s``  of its network namespace, loopback left out
-``network_transmit_bytes_per_s`` likewise
+``network_transmit_bytes_per_s`` of its network namespace, loopback left out
 ============================== ==============================================================
 
-``memory_bytes`` and its kin are left out where the cgroup has no limit of its own: its
-usage would be the whole machine's.
+``memory_bytes`` and the other cgroup metrics are left out if the cgroup has no limit of its own: its usage
+would be the whole machine's.
 
 Source: proc(5), Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux.
 """
@@ -33,9 +33,11 @@ from typing import Dict, List, Optional, Tuple
 from envscaler_agent.process import family, parents, stat_fields
 
 RESCAN_S = 5.0
-"""Between two looks for new processes. Chosen: a walk through /proc costs 1 ms for 100 processes."""
+"""Time between two scans for new processes. Chosen: a walk through /proc costs 1 ms for 100 processes."""
 FEW = 32
-"""Families up to this size are read with every sample, larger ones with every rescan. Chosen likewise."""
+"""Families up to this size are read with every sample, larger ones with every rescan. Chosen for the same
+reason.
+"""
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -54,7 +56,7 @@ def read_small(path: str) -> bytes:
 
 
 def number_in(path: str) -> Optional[int]:
-    """Return the number that is all of a file, None for ``max`` and for a file that is not there."""
+    """Return the number that is the whole content of a file, None for ``max`` and for an absent file."""
     text = read_small(path).strip()
     return int(text) if text.isdigit() else None
 
@@ -66,7 +68,7 @@ def fields_in(path: str) -> Dict[str, int]:
 
 
 class Cgroup:
-    """Where the kernel accounts for a process: one folder for each controller (v1) or one for all (v2)."""
+    """Where the kernel accounts for a process: one folder per controller (v1) or one for all (v2)."""
 
     def __init__(self, pid: int, *, root: Path = _CGROUPS, table: Optional[bytes] = None) -> None:
         """Find the cgroup of *pid*; inside a container its path may be that of the host."""
@@ -95,7 +97,7 @@ class Cgroup:
 
 
 def oom_kills(pid: int) -> int:
-    """Return how often the out-of-memory killer struck in the cgroup of *pid*, 0 when unknown."""
+    """Return how often the out-of-memory killer acted in the cgroup of *pid*, 0 when unknown."""
     path = Cgroup(pid).file("memory.events", ("memory", "memory.oom_control"))
     return fields_in(path).get("oom_kill", 0) if path else 0
 
@@ -186,7 +188,7 @@ class Host:
         return 100 * throttled / periods if periods and throttled is not None else None
 
     def _rate(self, name: str, now: float, count: float, *, over: Optional[float] = 1.0) -> Optional[float]:
-        """Return the growth of *count* a second (in all, with *over* None); None when it fell or is new."""
+        """Return the growth of *count* per second (in all, with *over* None); None when it fell or is new."""
         before = self._before.get(name)
         self._before[name] = (now, count)
         if before is None or count < before[1]:
@@ -197,7 +199,7 @@ class Host:
 
 
 class _MemoryFiles:
-    """The memory files of a cgroup; nothing where it has no limit of its own."""
+    """The memory files of a cgroup; empty if it has no limit of its own."""
 
     def __init__(self, cgroup: Cgroup) -> None:
         self._usage = cgroup.file("memory.current", ("memory", "memory.usage_in_bytes"))
@@ -243,7 +245,7 @@ def _io(pid: int) -> Optional[Tuple[int, int]]:
 
 
 def parse_net_dev(text: bytes) -> Optional[Tuple[int, int]]:
-    """Return bytes received and sent over all interfaces but loopback, None when there are none."""
+    """Return bytes received and sent over all interfaces except loopback, None when there are none."""
     rows = [line.split(b":", 1) for line in text.splitlines() if b":" in line]
     counts = [numbers.split() for name, numbers in rows if name.strip() != b"lo"]
     if not rows:

@@ -1,4 +1,4 @@
-"""Output and metrics leave in closed chunks: files that never change once they have their name."""
+"""Output and metrics are published as closed chunks: files that never change under their final name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_LINES = 100
 MAX_LINE_CHARS = 2000
 """Longest line kept for the last lines. Chosen: longer ones are progress bars and arrays."""
 MAX_TAIL_BYTES = 256 << 10
-"""Largest JSON of the last lines. Chosen: a quarter of what a status may have."""
+"""Largest JSON of the last lines. Chosen: a quarter of the largest status."""
 
 _OVERWRITES = re.compile(rb"[\r\n\x08]+")
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -35,19 +35,18 @@ _NUMBER = re.compile(r"(\d{6,12})\.(?:open|log|jsonl)\Z")
 class Chunks:
     """Numbered files in one folder: ``000007.open`` grows, ``000007.log`` is closed for good.
 
-    The open file always exists, so that a restarted wrapper knows which numbers were
-    used although closed chunks are uploaded and deleted. A full disk drops output,
-    counts it, and never stops the training.
+    The open file always exists, so that a restarted wrapper knows the used numbers although closed chunks are
+    uploaded and deleted. A full disk drops output, counts it, and never stops the training.
 
     Attributes:
         dropped_bytes: Bytes that could not be kept.
-        problem: Why, "" when all is well.
+        problem: The reason, "" without one.
     """
 
     def __init__(
         self, folder: Path, suffix: str, *, max_bytes: int, max_age_s: float, clock: Callable[[], float]
     ) -> None:
-        """Write into *folder*; what an earlier life left open is closed first."""
+        """Write into *folder*; first close what an earlier wrapper left open."""
         self.dropped_bytes = 0
         self.problem = ""
         self._folder = folder
@@ -63,7 +62,7 @@ class Chunks:
         self._take_over()
 
     def write(self, data: bytes) -> None:
-        """Append *data*; a chunk that is full is closed after its last whole line."""
+        """Append *data*; a chunk that is full is closed after its last complete line."""
         if not data:
             return
         if self._size + len(data) < self._max_bytes:
@@ -81,7 +80,7 @@ class Chunks:
             self.close()
 
     def close(self) -> None:
-        """Close the chunk now, if it holds anything."""
+        """Close the chunk now, if it is not empty."""
         if self._file is None or not self._size:
             return
         os.close(self._file)
@@ -140,12 +139,12 @@ class Chunks:
 class Lines:
     """Splits a stream into lines, and keeps the last hundred as a terminal would show them.
 
-    A progress bar is one line that never ends: a search takes what it writes between two carriage returns (or
-    runs of backspaces) as a line of its own.
+    A progress bar is one line that never ends: a search treats its text between two carriage returns (or runs
+    of backspaces) as a separate line.
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start empty."""
         self._last: Deque[str] = deque(maxlen=LAST_LINES)
         self._rest = b""
         self._open = b""
@@ -162,7 +161,7 @@ class Lines:
         return [_CONTROL.sub(b"", part) for part in parts if part]
 
     def settled(self, *, at_end: bool = False) -> List[bytes]:
-        """Return the unfinished line once, when nothing was added to it since the last call, or *at_end*."""
+        """Return the unfinished line once, if nothing was added to it since the last call, or *at_end*."""
         is_due = bool(self._open) and (at_end or self._open == self._waiting) and self._open != self._given
         self._waiting = self._open
         if not is_due:
@@ -171,7 +170,7 @@ class Lines:
         return [_CONTROL.sub(b"", self._open)]
 
     def tail(self) -> Tuple[str, ...]:
-        """Return the last lines, the unfinished one included, small enough for a status."""
+        """Return the last lines, including the unfinished one, small enough for a status."""
         lines = list(self._last)
         if self._rest:
             lines = [*lines, _shown(self._rest)][-LAST_LINES:]
@@ -191,25 +190,25 @@ def _shown(line: bytes) -> str:
 
 
 MASK = b"***"
-"""What stands for a secret; the same that Airflow writes."""
+"""Replacement for a secret; the same that Airflow writes."""
 MIN_CHARS = 4
-"""Shorter values are left alone. Chosen: masking ``1`` or ``yes`` destroys the log and hides nothing."""
+"""Shorter values are not masked. Chosen: masking ``1`` or ``yes`` destroys the log and hides nothing."""
 MIN_LINE_CHARS = 8
-"""Lines of a multi-line secret that are masked on their own. Chosen: shorter ones are ``}`` and the like."""
+"""Lines of a multi-line secret that are masked by themselves. Chosen: shorter ones are ``}`` and the like."""
 
 Span = Tuple[int, int]
 
 
 def secret_values(names: Iterable[str], environ: Mapping[str, str]) -> List[str]:
-    """Values of the environment variables *names*, absent ones left out."""
+    """Values of the environment variables *names*, without absent ones."""
     return [environ[name] for name in names if name in environ]
 
 
 class Masker:
-    """Blanks secrets in a stream of bytes, also where a secret is cut by a read or chunk border.
+    """Blanks secrets in a stream of bytes, even if a read or chunk border cuts a secret.
 
-    At most one byte less than the longest secret is held back until it is known what
-    follows. Overlapping secrets are blanked as one.
+    It delays at most one byte less than the longest secret until it knows what follows. Overlapping secrets
+    are blanked as one.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -219,21 +218,21 @@ class Masker:
             needles.update(_forms(value.strip()))
         self._needles = sorted(needles, key=len, reverse=True)
         self._held = b""
-        self._covered = 0  # leading bytes of _held that belong to a secret already blanked
+        self._covered = 0  # leading bytes of _held that belong to an already blanked secret
 
     def feed(self, data: bytes) -> bytes:
-        """Return what can be said safely after *data*."""
+        """Return the output that is safe to pass on after *data*."""
         if not self._needles:
             return data
         buffer = self._held + data
         return self._emit(buffer, self._safe_until(buffer))
 
     def flush(self) -> bytes:
-        """Return what was held back: nothing more will follow."""
+        """Return the delayed rest: nothing more will follow."""
         return self._emit(self._held, len(self._held))
 
     def mask(self, text: str) -> str:
-        """Blank the secrets of a whole *text* that is not part of the stream."""
+        """Blank the secrets of a complete *text* that is not part of the stream."""
         data = text.encode("utf-8", "surrogateescape")
         out, _ = _blank(data, len(data), _merge(self._found(data)), opened=False)
         return out.decode("utf-8", "replace")
@@ -257,7 +256,7 @@ class Masker:
         return spans
 
     def _safe_until(self, buffer: bytes) -> int:
-        """Return where the first suffix begins that may grow into a secret."""
+        """Return the start of the first suffix that may grow into a secret."""
         cut = len(buffer)
         for needle in self._needles:
             at = buffer.find(needle[:1], max(0, len(buffer) - len(needle) + 1), cut)
@@ -297,7 +296,7 @@ def _merge(spans: List[Span]) -> List[Span]:
 
 
 def _blank(buffer: bytes, cut: int, spans: List[Span], *, opened: bool) -> Tuple[bytes, int]:
-    """Blank *spans* in ``buffer[:cut]``; *opened* means that a mask stands for the first one already.
+    """Blank *spans* in ``buffer[:cut]``; *opened* means that the first one already has a mask.
 
     Returns the text and the end of the last span that begins before *cut* (0 for none).
     """
@@ -315,19 +314,20 @@ def _blank(buffer: bytes, cut: int, spans: List[Span], *, opened: bool) -> Tuple
 
 
 READ_BYTES = 64 << 10
-"""Most taken from the command in one turn. Source: capacity of a pipe, pipe(7)."""
+"""Most bytes read from the command in one turn. Source: capacity of a pipe, pipe(7)."""
 MAX_PENDING = 256 << 10
-"""Bytes that may wait for a slow reader of our stdout; beyond, the command waits, as without a
-wrapper. Chosen: a log chunk."""
+"""Bytes that may wait for a slow reader of stdout; beyond this the command waits, as without a wrapper.
+Chosen: a log chunk.
+"""
 WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
-"""A pipe that polls writable takes this much without blocking (pipe(7))."""
+"""A pipe that polls writable accepts this much without blocking (pipe(7))."""
 
 
 class Pump:
-    """Moves output on without ever blocking the wrapper."""
+    """Copies output without ever blocking the wrapper."""
 
     def __init__(self, masker: Masker, patterns: LogPatterns, chunks: Optional[Chunks], out: int) -> None:
-        """Write to the descriptor *out*, and to *chunks* when there is an spool."""
+        """Write to the descriptor *out*, and to *chunks* when there is a spool."""
         self._masker = masker
         self._patterns = patterns
         self._chunks = chunks
@@ -338,11 +338,11 @@ class Pump:
         self._is_at_start = True
 
     def take(self, data: bytes) -> bool:
-        """Take up what the command printed; True when a pattern found a value."""
+        """Process the command's output; True when a pattern found a value."""
         return self._pass(self._masker.feed(data))
 
     def say(self, text: str) -> None:
-        """Add a line of our own to the output, on a line of its own; no pattern reads it."""
+        """Add the wrapper's own text to the output, on a separate line; no pattern reads it."""
         if not text:
             return
         begin = b"" if self._is_at_start else b"\n"
@@ -354,7 +354,7 @@ class Pump:
         self._is_at_start = True
 
     def finish(self) -> bool:
-        """Pass on what was kept back and close the chunk: the command has ended.
+        """Pass on the delayed rest and close the chunk: the command has ended.
 
         True when a pattern found a value in it.
         """
@@ -372,7 +372,7 @@ class Pump:
 
     @property
     def has_pending(self) -> bool:
-        """True when our stdout should be written to."""
+        """True when stdout should be written to."""
         return bool(self._pending) and self._out_is_open
 
     @property
@@ -381,14 +381,14 @@ class Pump:
         return len(self._pending) < MAX_PENDING or not self._out_is_open
 
     def write_pending(self) -> None:
-        """Write one piece to our stdout, which polled writable."""
+        """Write one piece to stdout, which polled writable."""
         try:
             written = os.write(self._out, self._pending[:WRITE_BYTES])
             del self._pending[:written]
         except BlockingIOError:
             return
         except OSError:
-            self._out_is_open = False  # nobody reads; the chunks go on
+            self._out_is_open = False  # the reader has ended; the chunks continue
             self._pending.clear()
 
     def tail(self) -> Tuple[str, ...]:
@@ -400,7 +400,7 @@ class Pump:
         return self._patterns.progress()
 
     def problems(self) -> List[str]:
-        """Return what people should know about logs and patterns."""
+        """Return what the user should know about logs and patterns."""
         found = list(self._patterns.problems)
         if self._chunks is not None and self._chunks.problem:
             found.append(self._chunks.problem)

@@ -1,4 +1,4 @@
-"""The command as a process group, and everything that descends from it."""
+"""The command as a process group, and all its descendants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 _PR_SET_CHILD_SUBREAPER = 36
-"""Source: linux/prctl.h. Orphans of the command come to the wrapper instead of to init."""
+"""Source: linux/prctl.h. The wrapper instead of init adopts orphans of the command."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Reaped:
     Attributes:
         pid: Its process id.
         code: Exit code, or minus the signal.
-        cpu_s: CPU seconds of it and of the children that it had waited for.
+        cpu_s: CPU seconds of it and of the children that it waited for.
     """
 
     pid: int
@@ -29,7 +29,7 @@ class Reaped:
 
 
 def become_subreaper() -> bool:
-    """Adopt orphaned descendants; False where the system does not know how."""
+    """Adopt orphaned descendants; False where the system cannot do it."""
     try:
         return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
     except (OSError, AttributeError):
@@ -41,10 +41,10 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start *argv* in a process group of its own, output and errors into the descriptor *output*.
 
-    It stays in the caller's session, so that whoever ends that session ends it too.
+    It stays in the caller's session, so that a kill of that session ends it too.
 
     Raises:
-        OSError: As ``execvp`` says it.
+        OSError: As from ``execvp``.
     """
     group: Dict[str, Any] = (
         {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
@@ -55,7 +55,7 @@ def start(
 
 
 def reap() -> Iterator[Reaped]:
-    """Yield every child that has ended, adopted ones included; never blocks."""
+    """Yield every child that has ended, including adopted ones; never blocks."""
     while True:
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -67,7 +67,7 @@ def reap() -> Iterator[Reaped]:
 
 
 def has_children() -> bool:
-    """Tell whether a child, adopted ones included, runs or waits to be reaped."""
+    """Return whether a child, including adopted ones, runs or waits to be reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -76,12 +76,12 @@ def has_children() -> bool:
 
 
 def exit_code(status: int) -> int:
-    """Return a wait status as ``subprocess`` says it."""
+    """Return a wait status in the form of ``subprocess``."""
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def parents() -> Dict[int, Tuple[int, int]]:
-    """Return ``{pid: (parent, process group)}`` of all processes seen, {} where there is no /proc."""
+    """Return ``{pid: (parent, process group)}`` of all visible processes, {} without /proc."""
     found = {}
     for pid in _pids():
         fields = stat_fields(pid)
@@ -98,7 +98,7 @@ def _pids() -> List[int]:
 
 
 def stat_fields(pid: int) -> List[bytes]:
-    """Return the fields of ``/proc/<pid>/stat`` after the name: state, ppid, pgrp, ...; [] when gone."""
+    """Return the fields of ``/proc/<pid>/stat`` after the name: state, ppid, pgrp, ...; [] if ended."""
     try:
         file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -113,7 +113,7 @@ def stat_fields(pid: int) -> List[bytes]:
 
 
 def family(root: int, tree: Mapping[int, Tuple[int, int]]) -> List[int]:
-    """Return *root*, its process group and all that descend from either, by *tree* of :func:`parents`."""
+    """Return *root*, its process group and all descendants of either, by *tree* of :func:`parents`."""
     members = {pid for pid, (_, group) in tree.items() if root in (group, pid)}
     grew = True
     while grew:
@@ -128,7 +128,7 @@ def send(
 ) -> int:
     """Send signal *number* to the family of *root* and to orphans that this process adopted.
 
-    Processes in *spare* and this one are left alone.
+    Processes in *spare* and this one are skipped.
 
     Returns:
         How many were reached.

@@ -1,4 +1,4 @@
-"""Progress of code that does not cooperate, read from its output by ``metrics.log_patterns``."""
+"""Progress of code that does not import the library, from its output by ``metrics.log_patterns``."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from envscaler_agent.protocol import LOG_PATTERN_FIELDS, Progress
 MAX_LINE_BYTES = 4096
 """Longest part of a line that is searched. Chosen: longer lines are arrays."""
 MAX_LINES = 50
-"""Newest lines of one read that are searched. Chosen: the last value counts, the ones before are history."""
+"""Newest lines of one read that are searched. Chosen: only the last value counts."""
 MAX_SECONDS = 0.1
-"""Longest search of a pattern through one read; then it is dropped. Chosen: 100 times the usual."""
+"""Longest search of a pattern through one read; a slower pattern is dropped. Chosen: 100 times the usual."""
 
 
 class LogPatterns:
     """Regular expressions with one group each, searched in bounded time.
 
     Attributes:
-        problems: One line for each pattern that had to be given up.
+        problems: One line for each dropped pattern.
     """
 
     def __init__(
         self, patterns: Mapping[str, str], *, limit: Optional[Callable[[float], ContextManager[None]]] = None
     ) -> None:
-        """Compile *patterns*; a bad one is named in ``problems`` and left out."""
+        """Compile *patterns*; an invalid one is named in ``problems`` and left out."""
         self.problems: List[str] = []
         self._patterns: Dict[str, Pattern[str]] = {}
         self._values: Dict[str, float] = {}
@@ -53,11 +53,11 @@ class LogPatterns:
             self._add(name, pattern)
 
     def __bool__(self) -> bool:
-        """Tell whether there is anything to search for."""
+        """Return whether there is anything to search for."""
         return bool(self._patterns)
 
     def feed(self, lines: List[bytes]) -> bool:
-        """Search the newest of *lines*, as :class:`Lines` gives them; True when a value was found."""
+        """Search the newest of *lines*, as :class:`Lines` returns them; True when a value was found."""
         if not self._patterns or not lines:
             return False
         texts = [line[:MAX_LINE_BYTES].decode("utf-8", "replace") for line in lines[-MAX_LINES:]]
@@ -132,10 +132,10 @@ def _number(text: str) -> Optional[float]:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside after *seconds*: ``re`` looks for signals while it searches.
+    """Raise TimeoutError inside after *seconds*: ``re`` checks for signals while it searches.
 
-    Source: sre calls PyErr_CheckSignals every 4096 steps (Modules/_sre/sre_lib.h).
-    Main thread only.
+    Source: sre calls PyErr_CheckSignals every 4096 steps (Modules/_sre/sre_lib.h). It works only in the main
+    thread.
     """
 
     def _expire(_number: int, _frame: Optional[FrameType]) -> None:
@@ -151,19 +151,19 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 WINDOW_S = 30.0
-"""Chosen: evens out saves of a few seconds, and still shows soon that a machine is slow."""
+"""Chosen: smooths saves of a few seconds, and still shows soon that a machine is slow."""
 
 
 class Rate:
     """How fast a count grows."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
-        """Look back *window_s* seconds."""
+        """Use the last *window_s* seconds."""
         self._window_s = window_s
         self._marks: Deque[Tuple[float, float]] = deque()
 
     def add(self, now: float, count: float) -> None:
-        """Take up that the count stands at *count*; one that fell begins anew."""
+        """Add the *count* at *now*; a count that fell restarts the window."""
         if self._marks and count < self._marks[-1][1]:
             self._marks.clear()
         self._marks.append((now, count))
@@ -180,17 +180,18 @@ class Rate:
 
 SLOW_PHASES = ("loading", "evaluation")
 SLOW_FACTOR = 6.0
-"""How much longer a slow phase, or a save, may go without a step. Chosen: evaluation over a whole
-validation set takes minutes where a step takes tenths of a second."""
+"""How much longer a slow phase, or a save, may last without a step. Chosen: evaluation over a whole
+validation set takes minutes where a step takes tenths of a second.
+"""
 WINDOWS = 30
-"""Step times that make the usual one. Chosen: long enough that one slow window does not count."""
+"""Number of step times in the usual one. Chosen: long enough that one slow window does not count."""
 
 
 class StallWatch:
-    """No step for *factor* times the usual, at least *min_s*: stalled. Never before the first step."""
+    """No step for *factor* times the usual time, at least *min_s*: stalled. Never before the first step."""
 
     def __init__(self, factor: float, min_s: float) -> None:
-        """Set the leash; both >= 0."""
+        """Set the limits; both >= 0."""
         self._factor = factor
         self._min_s = min_s
         self._step: Optional[int] = None
@@ -201,13 +202,13 @@ class StallWatch:
     def observe(
         self, now: float, *, step: Optional[int], phase: Optional[str] = None, saving: bool = False
     ) -> None:
-        """Take up what the training said at *now*.
+        """Record the training's report at *now*.
 
-        The first number seen may be one that was restored: it starts nothing.
+        The first number seen may be a restored one: it starts nothing.
         """
         slow = saving or phase in SLOW_PHASES
         if self._slow and not slow and self._stepped_at is not None:
-            self._stepped_at = now  # back from a slow phase: the next step has its full time
+            self._stepped_at = now  # after a slow phase, the next step has its full time
         if step is not None and self._step is not None and step > self._step:
             if self._stepped_at is not None and not (slow or self._slow):
                 self._times.append((now - self._stepped_at) / (step - self._step))
@@ -227,6 +228,6 @@ class StallWatch:
         return None if self._stepped_at is None else now - self._stepped_at
 
     def is_stalled(self, now: float) -> bool:
-        """Tell whether the training hangs."""
+        """Return whether the training hangs."""
         silent = self.silent_s(now)
         return silent is not None and silent > self.allowed_s()

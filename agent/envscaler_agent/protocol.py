@@ -1,10 +1,10 @@
 """What the owner's side and the training's side write to each other, versioned.
 
-The owner writes :class:`Control`; the training's side writes :class:`Status`,
-:class:`Manifest`, metrics and logs. Everything read from the other side is
-data: bounded in size, checked here, never a path or a command.
+The owner writes :class:`Control`; the training's side writes :class:`Status`, :class:`Manifest`, metrics and
+logs. Everything read from the other side is untrusted: bounded in size, checked here, never a path or a
+command.
 
-Runs on Python 3.8 with the standard library alone.
+Runs on Python 3.8 with only the standard library.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from envscaler_agent import __version__
 from envscaler_agent.errors import ProtocolError
 
 SCHEMA = "1.0"
-"""``major.minor``. Readers take this and the previous minor, and ignore unknown fields."""
+"""``major.minor``. Readers accept this and the previous minor, and ignore unknown fields."""
 
 MAX_JSON_BYTES = 1 << 20
-"""Largest control or status read, bytes. Chosen: a thousand times the usual one."""
+"""Largest control or status that is read, bytes. Chosen: a thousand times the usual size."""
 MAX_MANIFEST_BYTES = 1 << 25
-"""Largest manifest read, bytes. Chosen: 100,000 files with their hashes and paths of 150 letters."""
+"""Largest manifest that is read, bytes. Chosen: 100,000 files with hashes and paths of 150 characters."""
 
 EXIT_LEFT = 85
-"""Wrapper: asked to leave, checkpointed, left. Chosen outside sysexits (64-78) and shells (126-165)."""
+"""Wrapper: drained: checkpointed and exited. Chosen outside sysexits (64-78) and shells (126-165)."""
 EXIT_ORPHANED = 86
-"""Wrapper: the owner's lease stood still for ``orphan_after``; checkpointed and left. Chosen likewise."""
+"""Wrapper: the owner's lease did not change for ``orphan_after``; checkpointed and exited. Chosen the same
+way.
+"""
 EXIT_STOPPED = 87
-"""Wrapper: asked to stop; stopped within its grace, with or without a checkpoint. Chosen likewise."""
+"""Wrapper: stopped within its grace on request, with or without a checkpoint. Chosen the same way."""
 EXIT_SETUP_FAILED = 88
-"""Sidecar or wrapper: workdir, inputs or checkpoint could not be laid out. Chosen likewise."""
+"""Sidecar or wrapper: workdir, inputs or checkpoint could not be prepared. Chosen the same way."""
 EXIT_NOT_FOUND = 127
-"""The command does not exist, as shells say it."""
+"""The command does not exist; the exit code that shells use."""
 EXIT_CODES = {
     "left": EXIT_LEFT,
     "orphaned": EXIT_ORPHANED,
@@ -44,20 +46,21 @@ EXIT_CODES = {
     "setup-failed": EXIT_SETUP_FAILED,
     "not-found": EXIT_NOT_FOUND,
 }
-"""Reasons with an exit code of their own; for any other the wrapper exits with the command's."""
+"""Reasons with their own exit code; for any other the wrapper exits with the command's."""
 
 ACTIONS = ("hold", "run", "checkpoint", "leave", "stop")
-"""What a control asks: wait until the candidates are listed, go on, save now and go on, save and exit with
-EXIT_LEFT, exit within the grace."""
+"""The requests of a control: wait until the candidates are listed, continue, save now and continue, save and
+exit with EXIT_LEFT, exit within the grace.
+"""
 ALIGNMENTS = ("now", "step", "epoch")
 PHASES = ("setup", "restoring", "running", "checkpointing", "leaving", "uploading", "ended")
-"""Life of one node of one attempt. ``uploading``: the command has ended, outputs are on their way."""
+"""Phases of one node of one attempt. ``uploading``: the command has ended, outputs are being uploaded."""
 HEALTHS = ("ok", "stalled")
 
-_MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float has room
+_MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float is large enough
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
-_MAX_TIME_NS = 1 << 62  # in the year 2116; chosen: every file system takes it
+_MAX_TIME_NS = 1 << 62  # in the year 2116; chosen: every file system accepts it
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _UNSAFE = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
 _MANIFEST = re.compile(r"manifest-c(\d{1,9})\.json\Z")
@@ -65,23 +68,23 @@ _T = TypeVar("_T", bound="Message")
 
 
 def reason_of(exit_code: int) -> str:
-    """What the wrapper's exit code says alone: ``succeeded``, a reason of EXIT_CODES, or ``failed``."""
+    """The reason of a wrapper's exit code: ``succeeded``, a reason of EXIT_CODES, or ``failed``."""
     named = (reason for reason, code in EXIT_CODES.items() if code == exit_code)
     return "succeeded" if exit_code == 0 else next(named, "failed")
 
 
 def control_name(generation: int, attempt: int) -> str:
-    """Store name, relative to the run's folder, of what the owner asks of an attempt."""
+    """Store name, relative to the run's folder, of the owner's requests to an attempt."""
     return f"control/g{generation}-a{attempt}.json"
 
 
 def claim_name(generation: int, attempt: int, node: int, number: int) -> str:
-    """Store name of a claim: which pod, or node process, speaks for a node. The highest number is valid."""
+    """Store name of a claim: which pod or node process represents a node. The highest number is valid."""
     return f"claims/g{generation}-a{attempt}-n{node}-{number:06d}.json"
 
 
 def accepted_name(generation: int, attempt: int, claim: int) -> str:
-    """Store name of the manifests of lower claims that *claim* to node 0 accepts; all others are void."""
+    """Store name of the manifests of lower claims that *claim* to node 0 accepts; all others do not count."""
     return f"claims/g{generation}-a{attempt}-n0-{claim:06d}-accepted.json"
 
 
@@ -144,7 +147,7 @@ def is_safe_link(path: str, target: str) -> bool:
 
 @dataclass(frozen=True)
 class Message:
-    """A JSON object with ``schema``; subclasses are what is on the wire."""
+    """A JSON object with ``schema``; its subclasses are the messages."""
 
     MAX_BYTES = MAX_JSON_BYTES
 
@@ -166,10 +169,10 @@ class Message:
 
 
 def read_object(text: Union[bytes, str], *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Dict[str, Any]:
-    """Read *text* as a JSON object of our major version.
+    """Read *text* as a JSON object of this major version.
 
     Raises:
-        ProtocolError: Too large, not JSON, no object, or another major version.
+        ProtocolError: Too large, not JSON, not an object, or another major version.
     """
     if len(text) > max_bytes:
         raise ProtocolError(f"{where}: {len(text)} bytes, at most {max_bytes} are read")
@@ -216,7 +219,7 @@ def _plain(value: Any) -> Any:
 
 _SCALARS = frozenset((str, int, float, bool))
 _HINTS: Dict[Any, Dict[str, Any]] = {}
-"""Fields of each message with their types: to resolve them takes longer than to read a whole status."""
+"""Fields of each message with their types: resolving them takes longer than reading a whole status."""
 
 
 def _hints(cls: Type[Any]) -> Dict[str, Any]:
@@ -240,7 +243,7 @@ def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:
 
 
 def _is_as_said(hint: Any, value: Any) -> bool:
-    """True for what :func:`_read` returns as it is; quick, since a manifest has 100,000 files."""
+    """True for what :func:`_read` returns unchanged; fast, because a manifest has 100,000 files."""
     if value.__class__ is not hint:
         return False
     if hint is str:
@@ -273,7 +276,7 @@ def _read_plain(hint: Any, value: Any, where: str) -> Any:
         return value
     if hint is float and type(value) is int and abs(value) < _MOST_INT:
         return float(value)
-    if type(value) is float and not math.isfinite(value):  # JSON can say 1e999
+    if type(value) is float and not math.isfinite(value):  # JSON can contain 1e999
         raise ProtocolError(f"{where}: {value!r} is no number")
     if type(value) is not hint or (type(value) is int and abs(value) >= _MOST_INT):
         expected = getattr(hint, "__name__", hint)
@@ -282,7 +285,7 @@ def _read_plain(hint: Any, value: Any, where: str) -> Any:
 
 
 def _sayable(text: str) -> str:
-    """*text* with what no terminal and no file takes escaped, such as half of a name that is no UTF-8."""
+    """*text* with what no terminal or file accepts escaped, such as half of an invalid UTF-8 name."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -299,23 +302,23 @@ def _check_finite(**values: Optional[float]) -> None:
 
 @dataclass(frozen=True)
 class Control(Message):
-    """What the owner asks of one attempt (``control/g1-a3.json``, overwritten).
+    """What the owner requests of one attempt (``control/g1-a3.json``, overwritten).
 
     Attributes:
         sequence: Grows with every write; a node acknowledges it in its status.
         action: One of :data:`ACTIONS`.
-        align: When ``checkpoint`` and ``leave`` are carried out: ``now`` means the next step
-            boundary without waiting for more, ``step`` the same, ``epoch`` the end of an epoch.
+        align: When ``checkpoint`` and ``leave`` are executed: ``now`` means the next step boundary without
+            further waiting, ``step`` the same, ``epoch`` the end of an epoch.
         align_timeout_s: Longest wait for the alignment, seconds; then the next step boundary.
         grace_s: Seconds from the request to a kill, for ``leave`` after the alignment and for ``stop``.
-        reason: Shown to people.
-        candidates: Checkpoint folder names that node 0 may resume from, best first; what earlier
-            attempts write later is void. Checkpoints of this very attempt may be used besides. None until
-            the owner has listed them, which it does once ``hold`` is in the store.
-        restore_from: URI of another run's checkpoint folder, for a fresh run that begins from it.
-        orphan_after_s: Seconds without a change of the lease after which the sidecar ends the attempt.
-        checkpoint_every_s: Seconds between checkpoints where fewer than the spec's are better; None: the
-            spec's. Counts at the start of an attempt.
+        reason: Shown to users.
+        candidates: Checkpoint folder names that node 0 may resume from, best first; what earlier attempts
+            write later does not count. Checkpoints of this attempt may also be used. None until the owner has
+            listed them, which it does once ``hold`` is in the store.
+        restore_from: URI of another run's checkpoint folder, for a fresh run that starts from it.
+        orphan_after_s: Seconds without a change of the lease after which the sidecar stops the attempt.
+        checkpoint_every_s: Seconds between checkpoints, if a shorter interval than the spec's is better;
+            None: the spec's. Used at the start of an attempt.
     """
 
     sequence: int = 0
@@ -330,7 +333,7 @@ class Control(Message):
     checkpoint_every_s: Optional[float] = None
 
     def __post_init__(self) -> None:
-        """Refuse what no reader could carry out."""
+        """Refuse a control that no reader could execute."""
         _check(self.action, ACTIONS, "action")
         _check(self.align, ALIGNMENTS, "align")
         _check_finite(
@@ -346,31 +349,31 @@ class Control(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """What the training said of itself; every field None when unknown.
+    """What the training reported; every field is None when unknown.
 
     Attributes:
-        step: Optimizer steps done in this generation, restored ones included.
+        step: Optimizer steps done in this generation, including restored ones.
         total_steps: Steps that the whole training takes.
         epoch: Epochs finished.
         epochs: Epochs that the whole training takes.
-        samples: Samples seen in this generation, restored ones included.
-        tokens: Tokens seen by this attempt; a checkpoint does not carry their count.
+        samples: Samples seen in this generation, including restored ones.
+        tokens: Tokens seen by this attempt; a checkpoint does not contain their count.
         batch: Global batch size of the last step, samples.
         loss: Last reported loss (may be negative; NaN is reported as None with ``loss_is_nan``).
         loss_is_nan: True when the last loss was NaN or infinite.
-        accuracy: Last reported accuracy, in [0, 1] or per cent as the training says it.
+        accuracy: Last reported accuracy, in [0, 1] or per cent, as the training reports it.
         step_time_s: Mean seconds per step over the last window.
         data_time_s: Part of it spent waiting for data.
         sync_time_s: Part of it spent synchronising gradients.
-        steps_per_s: Steps / seconds over the last window, stalls included.
+        steps_per_s: Steps / seconds over the last window, including stalls.
         samples_per_s: Samples / seconds over the last window.
-        phase: ``loading``, ``training``, ``evaluation`` or a name of the user's own.
-        repeated_samples: Samples used again since the restore, as far as known.
+        phase: ``loading``, ``training``, ``evaluation`` or a name that the user chose.
+        repeated_samples: Samples used again since the restore, if known.
         noise_scale: Gradient noise scale in samples, when the training reports it.
         elapsed_s: Seconds from the start of the command to the moment ``step`` was read, by the node's
             monotonic clock.
         first_step_s: Seconds from the start of the command to the end of its first step.
-        save_s: Seconds that training stood still to save checkpoints so far.
+        save_s: Seconds that training has paused so far to save checkpoints.
     """
 
     step: Optional[int] = None
@@ -409,7 +412,7 @@ class Ended(Message):
         signal: Signal number; None when it exited.
         reason: ``succeeded``, ``left``, ``stopped``, ``orphaned``, ``failed``, ``not-found``,
             ``setup-failed``, ``out-of-memory``, ``cuda-out-of-memory``, ``killed``, ``disk-full``.
-        detail: One line for people.
+        detail: One human-readable line.
         last_lines: Last lines of its output, secrets masked, at most 100.
     """
 
@@ -437,18 +440,18 @@ END_REASONS = (
     "killed",
     "disk-full",
 )
-"""What a wrapper may report; the owner's table of outcomes says what each means."""
+"""Reasons that a wrapper may report; the owner's table of outcomes defines each."""
 
 
 @dataclass(frozen=True)
 class Transfer(Message):
-    """What the sidecar moves between its node and a store, as far as it is.
+    """What the sidecar moves between its node and a store, and its progress.
 
     Attributes:
         doing: ``uploading``, ``restoring`` or ``fetching``.
-        name: Of what, such as ``checkpoint 440`` or ``output model``.
-        done_bytes: Moved so far.
-        total_bytes: To move in all.
+        name: What is moved, such as ``checkpoint 440`` or ``output model``.
+        done_bytes: Bytes moved so far.
+        total_bytes: Bytes to move in all.
     """
 
     doing: str = ""
@@ -462,14 +465,14 @@ class Status(Message):
     """The last report of a node (``status/g1-a3-n0-c2.json``, every 15 s and on change).
 
     Attributes:
-        generation, attempt, node: Whose status this is.
-        claim: Under which claim to the node it is reported; 0 for a wrapper's, which knows none.
-        sequence: Grows with every write. A reader tells the age with its own clock, from the
-            moment it saw the number change.
+        generation, attempt, node: Which node this status is of.
+        claim: The claim to the node under which it is reported; 0 for a wrapper's, which knows none.
+        sequence: Grows with every write. A reader measures the age with its own clock, from the moment it saw
+            the number change.
         phase: One of :data:`PHASES`.
         health: One of :data:`HEALTHS`.
-        control_sequence: Last control that was taken up.
-        progress: What the training said.
+        control_sequence: Last control that was followed.
+        progress: What the training reported.
         start_step: Step that this attempt began at (0 fresh, else the checkpoint's).
         restored_from: Checkpoint folder name or URI that node 0 chose; None when fresh.
         restored_claim: Claim of the manifest that it chose in that folder; None for a URI.
@@ -482,12 +485,13 @@ class Status(Message):
         cpu_seconds: CPU seconds used by the command so far.
         usage: Aggregates of the last window, e.g. ``cpu_percent``, ``memory_bytes``,
             ``memory_peak_bytes``, ``gpu0_utilization_percent``; absent when not measured.
-        address: Where node 0 can be reached by the other nodes.
+        address: Address at which the other nodes reach node 0.
         ended: None while the command runs.
-        transfer: What the sidecar moves now; its change alone writes no status. None while it moves nothing.
+        transfer: What the sidecar moves now; a change of only this field writes no status. None while it
+            moves nothing.
         outputs: Output name to the URI of its folder, once uploaded with a manifest.
         agent_version: Version of the agent that wrote it.
-        message: One line for people.
+        message: One human-readable line.
     """
 
     generation: int = 0
@@ -519,7 +523,7 @@ class Status(Message):
     message: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse phases and healths that no reader knows."""
+        """Refuse a phase or health that no reader knows."""
         _check(self.phase, PHASES, "phase")
         _check(self.health, HEALTHS, "health")
 
@@ -533,9 +537,9 @@ class ManifestFile(Message):
         size: Bytes.
         sha256: 64 lower-case hex digits.
         node: Node that uploaded it.
-        claim: Under which claim to it; 0 in a folder without parts, such as an output.
-        mtime_ns: When it was modified, by its machine: the order of saves, by which code finds the last one.
-            0 where that is unknown.
+        claim: The claim to that node; 0 in a folder without parts, such as an output.
+        mtime_ns: When it was modified, by its machine's clock: code finds the last save by this order. 0 if
+            unknown.
     """
 
     path: str = ""
@@ -565,7 +569,7 @@ class Manifest(Message):
         kind: ``checkpoint``, ``directory`` or ``file`` (an output that is one file).
         files: All files of all ranks.
         step, epoch, samples, world_size, global_batch: State of the training, for checkpoints.
-        generation, attempt: Who wrote it.
+        generation, attempt: Which attempt wrote it.
         cooperative: True when the training saved it through ``Session``; False for a snapshot.
         links: Path of each symbolic link to its target, relative to its own folder and inside the tree.
     """
@@ -585,7 +589,7 @@ class Manifest(Message):
     links: Dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse unknown kinds and a path named twice."""
+        """Refuse an unknown kind and a path that occurs twice."""
         _check(self.kind, ("checkpoint", "directory", "file"), "kind")
         paths = [item.path for item in self.files]
         if len({(item.path, item.node if item.claim else 0) for item in self.files}) != len(paths):

@@ -1,21 +1,19 @@
 """How several ranks agree that they all save at the same step.
 
-A checkpoint of which rank 0 saved step 100 and rank 1 step 101 restores to nonsense.
-So one rank decides and the others follow:
+A checkpoint of which rank 0 saved step 100 and rank 1 step 101 is inconsistent. So one rank decides and the
+others follow:
 
 - :class:`Alone`: one rank, nothing to agree on.
-- :class:`Neighbours`: all ranks on this node. Rank 0 names a coming step in the spool
-  folder; each rank saves when it gets there and says at which step it did. At the end of
-  an epoch all wait for its verdict, since no step can be named before. Ranks that were not
-  at the same step, since they reduce no gradients, make no checkpoint: it is tried again
-  with a longer lead.
-- :class:`Collective`: ranks on other nodes too. A function of the user's (a broadcast of
-  rank 0's integer) is called by all at the same steps.
-- :class:`Scheduled`: ranks on other nodes and no such function. Only what every rank can
-  work out alone is saved: every n steps or epochs. A leave is not carried out.
+- :class:`Neighbours`: all ranks on this node. Rank 0 names a future step in the spool folder; each rank saves
+  when it gets there and reports the step at which it did. At the end of an epoch all wait for rank 0's
+  verdict, because no step can be named before. Ranks that were not at the same step, because they reduce no
+  gradients, make no checkpoint: the save is retried with a longer lead.
+- :class:`Collective`: ranks on other nodes too. All ranks call a function of the user (a broadcast of rank
+  0's integer) at the same steps.
+- :class:`Scheduled`: ranks on other nodes and no such function. Only saves that every rank can compute alone
+  are made: every n steps or epochs. A request to leave is ignored.
 
-The folder of one save is shared by the ranks of a node. Its first rank completes it
-after all have acknowledged.
+The ranks of a node share the folder of one save. The first rank completes it after all have acknowledged.
 """
 
 from __future__ import annotations
@@ -30,31 +28,32 @@ from envscaler_agent.errors import CheckpointError
 from envscaler_agent.spool import Watched, write_json
 
 NOTHING, SAVE, LEAVE, STOP = range(4)
-"""What is decided for a step: go on, save, save and leave, save and stop."""
+"""What is decided for a step: continue, save, save and leave, save and stop."""
 LEAD_STEPS = 1
-"""How far ahead rank 0 names the step. Ranks that reduce gradients with each step are never further apart."""
+"""How far ahead rank 0 names the step. Ranks that reduce gradients in each step are never further apart."""
 WAIT_S = 1800.0
 """Longest wait for another rank. Source: default timeout of torch.distributed's gloo backend."""
 POLL_S = 0.002
-"""Between two looks at what another rank wrote. Chosen: little beside a save."""
+"""Time between two checks of another rank's files. Chosen: little compared with a save."""
 WRITE_TRIES = 30
-"""Tries, a second apart, to write what other ranks wait for. Chosen: a save that failed on a full disk
-is removed by then."""
+"""Tries, a second apart, to write what other ranks wait for. Chosen: within that time a save that failed on a
+full disk is removed.
+"""
 MAX_LEAD_STEPS = 1000
-"""Longest lead for ranks that are not at the same step. Chosen: ranks further apart train apart."""
+"""Longest lead for ranks that are not at the same step. Chosen: ranks further apart do not train together."""
 ELSEWHERE = "was at step"
-"""Words by which a save that failed because ranks were not at the same step is told from others."""
+"""Message that distinguishes saves that failed because ranks were not at the same step."""
 
 Agree = Callable[[int], int]
 
 
 class Alone:
-    """One rank: what it wants is what happens.
+    """One rank: it decides alone.
 
     Attributes:
         is_first: True for the rank that completes the folder of a save.
-        can_be_asked: False when only what is counted can be saved.
-        lead_steps: How many steps before a save it must be wanted.
+        can_be_asked: False when saves are only possible at counted steps or epochs.
+        lead_steps: How many steps ahead a save must be requested.
     """
 
     is_first = True
@@ -62,24 +61,24 @@ class Alone:
     lead_steps = 0
 
     def look(self) -> bool:
-        """Return True when :meth:`decide` must be called although nothing is wanted here."""
+        """Return True when :meth:`decide` must be called even without a request of this rank."""
         return False
 
     def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
-        """Return what all ranks do at *step*, which they all have reached."""
+        """Return what all ranks do at *step*, which all have reached."""
         del step, epoch_end
         return want
 
     def acknowledge(self, step: int, problem: str) -> None:
-        """Say that this rank has saved its part of *step*, or why it could not."""
+        """Report that this rank has saved its part of *step*, or why it could not."""
 
     def gather(self, step: int) -> List[str]:
-        """Wait for all ranks of this node; return what went wrong."""
+        """Wait for all ranks of this node; return their problems."""
         del step
         return []
 
     def announce(self, step: int, *, is_complete: bool) -> None:
-        """Say that the save of *step* is complete, or given up."""
+        """Report that the save of *step* is complete, or abandoned."""
 
     def await_outcome(self, step: int) -> bool:
         """Wait for :meth:`announce`; True when the save is complete."""
@@ -93,8 +92,8 @@ class Verdict:
 
     Attributes:
         number: Grows with every naming of a step.
-        step: *what* is done at the first call of ``checkpoint`` at this step or after it.
-        epoch_step: Newest end of an epoch that rank 0 has come to.
+        step: *what* is executed at the first call of ``checkpoint`` at this step or after it.
+        epoch_step: Newest end of an epoch that rank 0 has reached.
         settled: Number of the newest save whose outcome is known; *settled_step* is its step.
         is_complete: Its outcome.
     """
@@ -114,7 +113,7 @@ class Neighbours(Alone):
     def __init__(
         self, folder: Path, rank: int, count: int, *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        """Join *count* ranks as number *rank*; rank 0 clears what an earlier launch left."""
+        """Join *count* ranks as number *rank*; rank 0 removes what an earlier launch left."""
         self.is_first = rank == 0
         self.lead_steps = LEAD_STEPS
         self._folder = folder
@@ -143,12 +142,12 @@ class Neighbours(Alone):
         return self._obey(step, epoch_end=epoch_end)
 
     def acknowledge(self, step: int, problem: str) -> None:
-        """Say that this rank is done with *step*."""
+        """Report that this rank has finished *step*."""
         body = {"number": self._obeyed, "step": step, "problem": problem}
         self._patiently(lambda: write_json(self._folder / f"rank-{self._rank}.json", body))
 
     def gather(self, step: int) -> List[str]:
-        """Wait until all ranks are done with *step*; one that was elsewhere makes the next lead longer."""
+        """Wait until all ranks have finished *step*; one that was elsewhere makes the next lead longer."""
         others = {rank: Watched(self._folder / f"rank-{rank}.json") for rank in range(1, self._count)}
         problems: List[str] = []
 
@@ -171,14 +170,14 @@ class Neighbours(Alone):
         return problems
 
     def announce(self, step: int, *, is_complete: bool) -> None:
-        """Say how the save of *step* ended."""
+        """Report how the save of *step* ended."""
         now = self._verdict
         self._obeyed = now.number
         said = Verdict(now.number, now.step, NOTHING, now.epoch_step, now.number, step, is_complete)
         self._patiently(lambda: self._publish(said))
 
     def await_outcome(self, step: int) -> bool:
-        """Wait until rank 0 said how the save of *step* ended."""
+        """Wait until rank 0 has reported how the save of *step* ended."""
 
         def settled() -> bool:
             self._follow()
@@ -199,7 +198,7 @@ class Neighbours(Alone):
             if want != NOTHING and not is_pending:
                 ahead = step + self.lead_steps
                 self._publish(replace(named, number=named.number + 1, step=ahead, what=want))
-        except OSError:  # a full disk: nobody heard it, and it is still wanted later
+        except OSError:  # a full disk: no rank has read it, and it stays requested
             self._verdict = named
         return NOTHING
 
@@ -215,13 +214,13 @@ class Neighbours(Alone):
         return verdict.what
 
     def _has_verdict(self, step: int) -> bool:
-        """True when rank 0 has come to the end of the epoch at *step*, or named a step before it."""
+        """True when rank 0 has reached the end of the epoch at *step*, or named a step before it."""
         said = self._verdict
         is_pending = said.what != NOTHING and said.number != self._obeyed
         return said.epoch_step >= step or (is_pending and said.step <= step)
 
     def _follow(self) -> bool:
-        """Read what rank 0 wrote; False always, so that a wait can call it first."""
+        """Read what rank 0 wrote; always False, so that a wait can call it first."""
         said = _read(self._watched)
         if said:
             self._verdict = Verdict(
@@ -234,7 +233,7 @@ class Neighbours(Alone):
         write_json(self._folder / "verdict.json", dict(vars(verdict)))
 
     def _patiently(self, write: Callable[[], None]) -> None:
-        """Write what others wait for, also on a disk that is full for a moment.
+        """Write what others wait for, even on a disk that is full for a moment.
 
         Raises:
             OSError: It is full for longer.
@@ -257,14 +256,14 @@ class Neighbours(Alone):
 
 
 class _Wide(Alone):
-    """Ranks on several nodes; the save itself is completed on each node by *local*."""
+    """Ranks on several nodes; *local* completes the save on each node."""
 
     def __init__(self, local: Alone) -> None:
         self.is_first = local.is_first
         self._local = local
 
     def acknowledge(self, step: int, problem: str) -> None:
-        """Say that this rank is done with *step*."""
+        """Report that this rank has finished *step*."""
         self._local.acknowledge(step, problem)
 
     def gather(self, step: int) -> List[str]:
@@ -272,7 +271,7 @@ class _Wide(Alone):
         return self._local.gather(step)
 
     def announce(self, step: int, *, is_complete: bool) -> None:
-        """Tell the ranks of this node how the save ended."""
+        """Report to the ranks of this node how the save ended."""
         self._local.announce(step, is_complete=is_complete)
 
     def await_outcome(self, step: int) -> bool:
@@ -281,16 +280,16 @@ class _Wide(Alone):
 
 
 class Scheduled(_Wide):
-    """Nobody can be asked: what every rank can count alone is carried out, and nothing else."""
+    """No rank can be asked: only saves that every rank can count by itself are made."""
 
     can_be_asked = False
 
 
 class Collective(_Wide):
-    """Through a broadcast that the training provides."""
+    """Uses a broadcast that the training provides."""
 
     def __init__(self, agree: Agree, *, every: int, leads: bool, local: Alone) -> None:
-        """Ask *agree* with every *every*-th call and at epoch ends; only one rank *leads*."""
+        """Call *agree* with every *every*-th call and at epoch ends; only one rank *leads*."""
         super().__init__(local)
         self._agree = agree
         self._every = every
@@ -299,13 +298,13 @@ class Collective(_Wide):
         self._meets = False
 
     def look(self) -> bool:
-        """Return True at the calls at which all ranks meet."""
+        """Return True at the calls where all ranks take part."""
         self._calls += 1
         self._meets = self._calls % self._every == 0
         return self._meets
 
     def decide(self, step: int, want: int, *, epoch_end: bool) -> int:
-        """Return what rank 0 wants where all ranks meet; elsewhere a question would never be answered."""
+        """Return what rank 0 wants where all ranks take part; elsewhere a broadcast would block for ever."""
         del step
         if not (self._meets or epoch_end):
             return NOTHING
@@ -337,8 +336,8 @@ def layout(
     """Return (rank, world size, local rank, ranks on this node): arguments, else a launcher's, else one."""
     world = _pick(world_size, environ.get("WORLD_SIZE"), 1)
     number = _pick(rank, environ.get("RANK"), 0)
-    is_launched = world_size is None or environ.get("WORLD_SIZE") == str(world_size)  # then its count holds:
-    said = environ.get("LOCAL_WORLD_SIZE") if is_launched else None  # nodes may have come since the start
+    is_launched = world_size is None or environ.get("WORLD_SIZE") == str(world_size)  # then it is valid:
+    said = environ.get("LOCAL_WORLD_SIZE") if is_launched else None  # nodes may have joined since the start
     here = _pick(None, said, max(1, world // max(1, nodes)))
     local = _pick(local_rank, environ.get("LOCAL_RANK") if rank is None else None, number % here)
     if not 0 <= number < world or not 0 <= local < here:

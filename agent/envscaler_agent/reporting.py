@@ -1,4 +1,4 @@
-"""What the wrapper says: ``wrapper.json`` for the owner, metric lines for the record."""
+"""The wrapper's reports: ``wrapper.json`` for the owner, metric lines for the record."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_agent.spool import Spool, write_atomic
 
 STATUS_S = 1.0
-"""Between two statuses for the sidecar. Chosen: as often as the sampler speaks."""
+"""Time between two statuses for the sidecar. Chosen: as often as the sampler reports."""
 USAGE_S = 5.0
-"""Between two means in them. Chosen: a third of what they are the means of."""
+"""Time between two updates of the means in them. Chosen: a third of the time that they average."""
 USAGE_SAMPLES = 15
-"""Samples that make the means in a status: 15 s at one a second, as often as the sidecar sends it."""
+"""Number of samples in the means of a status: 15 s at one per second, as often as the sidecar sends it."""
 END_TRIES = 60
-"""Tries, a second apart, to say the end on a full disk. Chosen: the sidecar empties logs within seconds."""
+"""Tries, a second apart, to report the end on a full disk. Chosen: the sidecar empties logs within seconds.
+"""
 LOSS_S = 10.0
-"""Between two losses in the metrics. Chosen: as often as a session looks at a tensor."""
+"""Time between two losses in the metrics. Chosen: as often as a session reads a tensor."""
 _STEP_FIELDS = ("step", "epoch", "samples", "tokens", "batch", "step_time_s", "data_time_s", "sync_time_s")
 _LOSS_FIELDS = ("loss", "loss_is_nan", "accuracy")
 _STAMPS = ("t", "at")
@@ -30,16 +31,16 @@ _LAST = (
     *("_peak_bytes", "_limit_bytes", "_total_bytes", "_errors", "_xid", "_seconds"),
     *("_joules", "_reasons"),
 )
-"""Ends of names whose mean says nothing: what only grows, what stands for all time, bits of a mask."""
+"""Suffixes of names whose mean has no meaning: counters, all-time values, bit masks."""
 
 
 class Reporter:
-    """Writes the status at most once a second and only when it says something new."""
+    """Writes the status at most once a second and only after a change."""
 
     def __init__(
         self, spool: Optional[Spool], *, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
-        """Begin at ``t`` = 0; without an spool everything is kept silent."""
+        """Begin at ``t`` = 0; without a spool it writes nothing."""
         self.status = Status()
         self.origin = clock()
         self._spool = spool
@@ -65,7 +66,7 @@ class Reporter:
         self.status = replace(self.status, **changes)
 
     def tick(self, *, at_once: bool = False) -> None:
-        """Write what has changed, close what is old."""
+        """Write what has changed, close old chunks."""
         now = self._clock()
         if self._metrics is not None:
             self._metrics.tick()
@@ -77,11 +78,11 @@ class Reporter:
         try:
             write_atomic(self._spool.wrapper, self.status.to_json())
         except OSError:
-            return  # a full disk: the next tick tries again
+            return  # a full disk: the next tick retries
         self._written, self._written_at = self.status, now
 
     def add_sample(self, sample: Mapping[str, Any], *, cpu_seconds: Optional[float]) -> None:
-        """Take up a line of the sampler."""
+        """Process a line of the sampler."""
         numbers = {name: value for name, value in sample.items() if _is_number(value)}
         self._line(numbers)
         self._samples.append({name: value for name, value in numbers.items() if name not in _STAMPS})
@@ -91,7 +92,7 @@ class Reporter:
             self.set(usage=aggregate(self._samples), cpu_seconds=cpu_seconds)
 
     def add_progress(self, progress: Progress) -> None:
-        """Take up what the training said: a line at a new step, the loss every ten seconds."""
+        """Process the training's report: a line at a new step, the loss every ten seconds."""
         self.set(progress=progress)
         now = self._clock()
         step = tuple(getattr(progress, name) for name in _STEP_FIELDS[:2])
@@ -106,7 +107,7 @@ class Reporter:
         self._line({name: value for name, value in values.items() if value is not None})
 
     def close(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Close the metrics and say the last status: without it nobody hears that the command has ended."""
+        """Close the metrics and write the last status: without it the owner never learns of the end."""
         if self._samples:
             self.set(usage=aggregate(self._samples))
         if self._metrics is not None:
@@ -125,7 +126,7 @@ class Reporter:
 
 
 def aggregate(samples: "Deque[Mapping[str, float]] | list[Mapping[str, float]]") -> Dict[str, float]:
-    """Return the mean of each value; peaks, limits, totals and counts as they were last."""
+    """Return the mean of each value; for peaks, limits, totals and counts the last one."""
     values: Dict[str, float] = {}
     counts: Dict[str, int] = {}
     for sample in samples:

@@ -1,8 +1,8 @@
 """The sampler's process: one JSON line a second about GPUs and the command's processes.
 
-GPUs are asked in a thread of their own, since a call into a sick driver may never
-return: then the lines go on without them, and after :data:`CALL_S` this process names
-the call and ends. The wrapper starts another, which leaves that call out.
+A separate thread reads the GPUs, because a call into a broken driver may never return: then the lines
+continue without them, and after :data:`CALL_S` this process names the call and exits. The wrapper starts
+another one, which leaves that call out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from envscaler_agent.gpu import Gpus, load_nvml
 from envscaler_agent.host import Host
 
 CALL_S = 10.0
-"""Longest that one NVML call may take. Chosen: they take milliseconds; half of the wrapper's patience."""
+"""Longest time for one NVML call. Chosen: calls take milliseconds; half of the wrapper's limit."""
 INIT_S = 60.0
-"""Longest for those that begin. Chosen: without persistence mode they load the driver, seconds per GPU."""
+"""Longest time for the first calls. Chosen: without persistence mode they load the driver, seconds per GPU.
+"""
 STALE_S = 15.0
-"""Age at which GPU values are no longer said. Chosen: three times the slow readings' interval."""
+"""Age from which GPU values are not reported. Chosen: three times the slow readings' interval."""
 HUNG_EXIT = 3
 """Exit code after a call that hung. Chosen: neither success nor a crash of Python."""
 
@@ -32,7 +33,7 @@ Values = Mapping[str, Optional[float]]
 
 
 class GpuThread:
-    """Asks NVML again and again, and can be asked what it last heard."""
+    """Reads NVML repeatedly, and returns the last values on request."""
 
     def __init__(
         self,
@@ -56,18 +57,18 @@ class GpuThread:
         self._is_over = False
 
     def start(self) -> None:
-        """Begin to ask, unless the very first call hung before."""
+        """Begin to read, unless the very first call hung before."""
         if "gpu:init" not in self._skip:
             threading.Thread(target=self.run, name="gpu", daemon=True).start()
         else:
             self._is_over = True
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Ask until there is nothing to ask."""
+        """Read until there is nothing to read."""
         nvml = self._load()
         if nvml is not None:
             gpus = Gpus(nvml, visible=self._visible, skip=self._skip, clock=self._clock)
-            self._gpus = gpus  # before it asks anything: else nobody sees which question hangs
+            self._gpus = gpus  # before any call: otherwise no thread sees which call hangs
             gpus.find()
             while gpus.devices:
                 self._values = gpus.sample(self._clock())
@@ -76,11 +77,11 @@ class GpuThread:
         self._is_over = True
 
     def values(self, now: float) -> Dict[str, float]:
-        """Return what was heard last, {} when that is old."""
+        """Return the last values, {} when they are old."""
         return dict(self._values) if now - self._heard_at < STALE_S else {}
 
     def hangs_at(self, now: float) -> Optional[str]:
-        """Return the call that hangs, None when none does."""
+        """Return the call that hangs, None without one."""
         if self._is_over:
             return None
         if self._gpus is None:
@@ -92,7 +93,7 @@ class GpuThread:
 
 
 def line(values: Values, *, t: float, at: float) -> bytes:
-    """Return one JSON line; what is unknown is left out."""
+    """Return one JSON line; unknown values are left out."""
     body: Dict[str, float] = {"t": round(t, 3), "at": round(at, 3)}
     for name, value in values.items():
         if value is not None and math.isfinite(value):
@@ -101,9 +102,9 @@ def line(values: Values, *, t: float, at: float) -> bytes:
 
 
 def main(options_json: str) -> None:
-    """Sample until the wrapper is gone."""
+    """Sample until the wrapper has ended."""
     options: Dict[str, Any] = json.loads(options_json)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the wrapper's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the wrapper handles a terminal's Ctrl-C
     interval_s, origin = float(options["interval_s"]), float(options["origin"])
     host = Host(int(options["root"]))
     gpus = GpuThread(interval_s=interval_s, visible=options.get("visible"), skip=options.get("skip", []))
@@ -118,9 +119,9 @@ def main(options_json: str) -> None:
             hung = gpus.hangs_at(now)
             if hung is not None:
                 os.write(out, json.dumps({"hung": hung}).encode() + b"\n")
-                os._exit(HUNG_EXIT)  # the thread that hangs cannot be waited for
+                os._exit(HUNG_EXIT)  # the thread that hangs cannot be joined
             due = max(due + interval_s, now)
             time.sleep(max(0.0, due - time.monotonic()))
     except BrokenPipeError:
         pass
-    os._exit(0)  # likewise
+    os._exit(0)  # for the same reason

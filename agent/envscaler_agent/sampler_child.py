@@ -13,10 +13,10 @@ from typing import Any, Callable, Dict, List, Optional, Set
 from envscaler_agent.gpu import shown_gpus
 
 HANG_S = 20.0
-"""Silence after which the sampler is replaced. Chosen: twice what it allows one GPU call itself."""
+"""Silence after which the sampler is replaced. Chosen: twice its own limit for one GPU call."""
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 GOOD_S = 120.0
-"""A sampler that lived this long starts the back-off anew. Chosen: twice the longest back-off."""
+"""A sampler that ran this long resets the back-off. Chosen: twice the longest back-off."""
 _BOOT = "import sys; sys.path[:] = {path!r}; from envscaler_agent.sampler import main; main({options!r})"
 
 
@@ -46,19 +46,19 @@ class SamplerChild:
         self._killed: Set[int] = set()
 
     def watch(self, root: int, environ: Dict[str, str]) -> None:
-        """Sample the family of process *root* and the GPUs that *environ* shows to it."""
+        """Sample the family of process *root* and the GPUs that *environ* shows it."""
         self._options.update(root=root, visible=shown_gpus(environ))
         self._next_start = self._clock()
 
     def tick(self, now: float) -> None:
-        """Start one that is due, end one that hangs."""
+        """Start one that is due, kill one that hangs."""
         if self.pid is not None and now - self._heard_at > self._hang_s:
             self.kill()
         elif self.pid is None and "root" in self._options and now >= self._next_start:
             self._start(now)
 
     def read(self) -> List[Dict[str, Any]]:
-        """Return the samples that have come; call it when ``output`` is readable."""
+        """Return the samples that have arrived; call it when ``output`` is readable."""
         assert self.output is not None
         try:
             data = os.read(self.output, 1 << 16)
@@ -77,7 +77,7 @@ class SamplerChild:
         return [sample for sample in samples if "hung" not in sample]
 
     def reaped(self, pid: int, code: int) -> bool:
-        """Take up that child *pid* has ended; False when it was another."""
+        """Record that child *pid* has ended; False when it was another process."""
         if pid in self._killed:
             self._killed.discard(pid)
             return True
@@ -89,7 +89,7 @@ class SamplerChild:
         return True
 
     def kill(self) -> None:
-        """End it for good; a process that the driver holds cannot die, so nobody waits for it."""
+        """Kill it for good; a process stuck in the driver cannot die, so nothing waits for it."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, 9)
@@ -98,7 +98,7 @@ class SamplerChild:
         self._forget()
 
     def stop(self) -> None:
-        """End it and start no other."""
+        """Kill it and start no other."""
         self._options.pop("root", None)
         self.kill()
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder becomes visible in one step, complete and on the disk, or not at all."""
+"""A checkpoint folder becomes visible in one step, complete and on disk, or not at all."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ PARTIAL = ".saving-"
 FACTS = "agent.json"
 """File inside a complete folder: step, epoch, samples, world_size, global_batch, save_s."""
 KEEP_LOCAL = 3
-"""Complete folders kept where no sidecar takes them away. Chosen: as ``checkpoint.keep``."""
+"""Complete folders kept where no sidecar removes them. Chosen: as ``checkpoint.keep``."""
 
 
 def partial_folder(checkpoints: Path, name: str) -> Path:
-    """Return where the checkpoint *name* is put together."""
+    """Return where the checkpoint *name* is assembled."""
     return checkpoints / f"{PARTIAL}{name}"
 
 
 def clear_partial(checkpoints: Path) -> None:
-    """Remove what a save that was killed left behind."""
+    """Remove what a killed save left behind."""
     if checkpoints.is_dir():
         for folder in checkpoints.glob(f"{PARTIAL}*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def complete(checkpoints: Path, name: str, facts: Mapping[str, Any]) -> Path:
-    """Bring the partial folder *name* to the disk and give it its name.
+    """Sync the partial folder *name* to disk and give it its final name.
 
     Raises:
         OSError: Nothing is visible under the name.
@@ -47,7 +47,7 @@ def complete(checkpoints: Path, name: str, facts: Mapping[str, Any]) -> Path:
 
 
 def is_empty(checkpoints: Path, name: str) -> bool:
-    """True when nothing was saved into the partial folder *name*: folders alone are not a checkpoint."""
+    """True when nothing was saved into the partial folder *name*: empty folders are not a checkpoint."""
     return not any(path.is_file() for path in partial_folder(checkpoints, name).rglob("*"))
 
 
@@ -57,7 +57,7 @@ def abandon(checkpoints: Path, name: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Force every file and folder below *folder* to the disk, so that a rename cannot overtake them."""
+    """Sync every file and folder below *folder* to disk, so that a rename cannot overtake them."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() or path.is_dir():
             _sync(path)
@@ -86,8 +86,8 @@ def newest(checkpoints: Path) -> Optional[Path]:
 def newest_of(checkpoints: Path, attempt: Tuple[int, int], *, after: int, most_ranks: int) -> Optional[Path]:
     """Return the newest complete folder of that attempt with a step beyond *after*, None when there is none.
 
-    One that the sidecar has taken counts too: it leaves the newest where it is. One that more than
-    *most_ranks* ranks saved does not lie here as a whole.
+    One that the sidecar has taken counts too: it does not move the newest. One that more than *most_ranks*
+    ranks saved is not complete on this node.
     """
     found = []
     for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
@@ -100,13 +100,13 @@ def newest_of(checkpoints: Path, attempt: Tuple[int, int], *, after: int, most_r
 
 
 def prune(checkpoints: Path, keep: int = KEEP_LOCAL) -> None:
-    """Remove all complete folders but the newest *keep*."""
+    """Remove all complete folders except the newest *keep*."""
     for name in sorted(waiting(checkpoints), key=_order)[:-keep]:
         shutil.rmtree(checkpoints / name, ignore_errors=True)
 
 
 def facts_of(folder: Path) -> Dict[str, Any]:
-    """Return what ``agent.json`` says, {} when there is none."""
+    """Return the content of ``agent.json``, {} without one."""
     try:
         body = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What training code says and asks: a few lines that make it safe to move.
+"""The interface for training code: a few lines that make it safe to move.
 
 ::
 
@@ -10,8 +10,8 @@
             session.step(samples=len(batch), loss=loss)
             session.checkpoint(save, epoch_end=is_last_of_epoch)
 
-Without an spool folder (a plain run on a laptop) all of it works and does nothing, unless
-``local_dir`` says where checkpoints are kept.
+Without a spool folder (a plain run on a laptop) all calls work and do nothing, unless ``local_dir`` names a
+folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ from envscaler_agent.progress import SLOW_PHASES, Rate
 from envscaler_agent.protocol import EXIT_LEFT, EXIT_STOPPED, Control, checkpoint_name
 
 if TYPE_CHECKING:
-    from typing import Self  # of Python 3.11; type checkers alone read it
+    from typing import Self  # new in Python 3.11; only type checkers read it
 
 Save = Callable[[Path], object]
 
 POLL_S = 0.25
-"""Between two looks at what the owner asks. Chosen: soon for a person, and a file's stat is cheap."""
+"""Time between two checks for the owner's requests. Chosen: fast enough for a user; a file's stat costs
+little.
+"""
 WRITE_S = 1.0
-"""Between two reports. Chosen: as often as the wrapper passes them on."""
+"""Time between two reports. Chosen: as often as the wrapper passes them on."""
 LOSS_S = 10.0
-"""Between two looks at a loss that is a tensor. Chosen: each look makes the CPU wait for the GPU."""
+"""Time between two reads of a loss tensor. Chosen: each read makes the CPU wait for the GPU."""
 AGREE_EVERY = 10
-"""Calls of ``checkpoint`` between two questions to ``agree``. Chosen: a broadcast costs up to a
-millisecond, and a leave that waits for ten steps is soon enough."""
+"""Calls of ``checkpoint`` between two calls of ``agree``. Chosen: a broadcast costs up to a millisecond, and
+a drain that waits for ten steps is soon enough.
+"""
 RETRY_S = 60.0
-"""After a periodic save that failed. Chosen: a full disk does not empty itself within seconds."""
+"""Wait after a periodic save that failed. Chosen: a full disk does not become free within seconds."""
 MAX_WAITING = 2
-"""Complete saves that may wait for the sidecar before periodic ones are left out. Chosen: one that is
-being uploaded and a newer one."""
+"""Complete saves that may wait for the sidecar before periodic ones are skipped. Chosen: one that is being
+uploaded and a newer one.
+"""
 LOCAL_EVERY: Mapping[str, float] = {"seconds": 600}
-"""Periodic saves with ``local_dir`` and without an spool. Chosen: as ``checkpoint.every: 10m``."""
+"""Interval of periodic saves with ``local_dir`` and without a spool. Chosen: as ``checkpoint.every: 10m``."""
 GIVEN_UP = "the first rank gave it up"
 _EXITS = {rk.LEAVE: EXIT_LEFT, rk.STOP: EXIT_STOPPED}
 _COUNTS = {"step", "epoch", "total_steps", "epochs", "samples", "tokens", "batch", "repeated_samples"}
@@ -59,13 +63,13 @@ _WANTS = {"checkpoint": rk.SAVE, "leave": rk.LEAVE, "stop": rk.STOP}
 
 
 class Session:
-    """Progress, checkpoints and leaving, for one rank of a training.
+    """Progress, checkpoints and drains, for one rank of a training.
 
     Attributes:
         rank, world_size, local_rank: This rank's place.
-        steps: Optimizer steps done in this generation, restored ones included.
-        epoch: Epochs finished, likewise.
-        samples: Samples used, likewise, over all ranks.
+        steps: Optimizer steps done in this generation, including restored ones.
+        epoch: Epochs finished, including restored ones.
+        samples: Samples used, including restored ones, over all ranks.
     """
 
     _clock = staticmethod(time.monotonic)
@@ -82,20 +86,20 @@ class Session:
         spool: Union[str, Path, None] = None,
         local_dir: Union[str, Path, None] = None,
     ) -> None:
-        """Find out where this rank runs.
+        """Determine where this rank runs.
 
         Args:
-            total_steps: Steps that the whole training takes, restored ones included.
+            total_steps: Steps that the whole training takes, including restored ones.
             epochs: Epochs that the whole training takes.
             rank: Default: ``RANK``, else 0.
             world_size: Default: ``WORLD_SIZE``, else 1.
-            local_rank: Default: ``LOCAL_RANK``, else worked out.
-            agree: For ranks on several nodes: takes an integer, returns rank 0's (with torch:
-                ``broadcast`` of a tensor of one element). Called by all ranks with every tenth
-                ``checkpoint`` and at epoch ends. Without it, only checkpoints every n steps or
-                epochs are saved there, and a leave finds the newest of them.
+            local_rank: Default: ``LOCAL_RANK``, else computed.
+            agree: For ranks on several nodes: takes an integer, returns rank 0's (with torch: ``broadcast``
+                of a tensor of one element). Called by all ranks with every tenth ``checkpoint`` and at epoch
+                ends. Without it, only checkpoints every n steps or epochs are saved there, and a drain uses
+                the newest of them.
             spool: Spool folder. Default: ``ENVSCALER_SPOOL``, else none.
-            local_dir: Without an spool: where checkpoints are kept and restored from.
+            local_dir: Without a spool: the folder where checkpoints are kept and restored from.
         """
         self._spool = ex.Spool(spool) if spool else ex.Spool.from_env()
         self._local_dir = Path(local_dir) if local_dir and self._spool is None else None
@@ -137,7 +141,7 @@ class Session:
     # -- what the training calls ---------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Clear what a killed save left, and say that this is a session."""
+        """Clear what a killed save left, and report that this is a session."""
         if self.local_rank == 0 and self._checkpoints is not None:
             saving.clear_partial(self._checkpoints)
         self._write(self._clock())
@@ -149,16 +153,16 @@ class Session:
         _value: Optional[BaseException],
         _traceback: Optional[TracebackType],
     ) -> None:
-        """Say the last numbers."""
+        """Report the last numbers."""
         self._loss_at = -math.inf
         self._write(self._clock())
 
     def restore(self) -> Optional[Path]:
-        """Return the folder of the checkpoint to go on from, None on a fresh start.
+        """Return the folder of the checkpoint to continue from, None on a fresh start.
 
-        Counts of steps, epochs and samples go on from there. A rank that is begun again inside its attempt,
-        as torchrun does, goes on from the newest save of the attempt where all its ranks are on one node;
-        else from what the attempt began with, which is the same on every node.
+        Counts of steps, epochs and samples continue from there. A rank that is restarted inside its attempt,
+        as torchrun does, continues from the newest save of the attempt if all its ranks are on one node;
+        otherwise from the checkpoint of the attempt's start, which is the same on every node.
         """
         found = self._start.restore
         path = self._newest_here()
@@ -175,7 +179,7 @@ class Session:
         self.steps = self._saved_step = facts["step"] or 0
         self.epoch = self._saved_epoch = facts["epoch"] or 0
         self._restored_samples = facts["samples"] or 0
-        self._rate, self._busy_rate, self._sample_rate = Rate(), Rate(), Rate()  # that jump is no speed
+        self._rate, self._busy_rate, self._sample_rate = Rate(), Rate(), Rate()  # a jump does not count
         self._has_samples = facts["samples"] is not None
         return path
 
@@ -193,10 +197,10 @@ class Session:
         """Count one optimizer step; call it after each. Costs about a microsecond.
 
         Args:
-            samples: Used by this rank in this step; all ranks are taken to use as many.
-            tokens: Likewise.
-            loss: A number or a tensor. A tensor is looked at once in ten seconds.
-            accuracy: Likewise.
+            samples: Samples used by this rank in this step; all ranks are assumed to use as many.
+            tokens: Tokens used by this rank in this step.
+            loss: A number or a tensor. A tensor is read once in ten seconds.
+            accuracy: Like the loss.
             data_s: Seconds of the step spent waiting for data.
             sync_s: Seconds of the step spent reducing gradients.
             batch: Global batch size, samples; default: the spec's, else samples x ranks.
@@ -222,7 +226,7 @@ class Session:
             self._beat(now)
 
     def phase(self, name: str) -> None:
-        """Announce ``loading``, ``training``, ``evaluation`` or a name of your own."""
+        """Announce ``loading``, ``training``, ``evaluation`` or another name."""
         now = self._clock()
         if self._slow_since is not None:
             self._slow_s += now - self._slow_since
@@ -231,7 +235,7 @@ class Session:
         self._write(now)
 
     def report(self, **fields: Optional[float]) -> None:
-        """Say what is known of ``noise_scale``, ``repeated_samples``, ``total_steps`` or ``epochs``.
+        """Report ``noise_scale``, ``repeated_samples``, ``total_steps`` or ``epochs``.
 
         Raises:
             ValueError: Another name.
@@ -247,19 +251,19 @@ class Session:
         return self._restored_samples + self._samples * self.world_size
 
     def checkpoint(self, save: Save, *, epoch_end: Union[bool, int, None] = None) -> bool:
-        """Save when it is due or asked for; leave when told to. Call it after each ``step``.
+        """Save when that is due or requested; exit on a drain. Call it after each ``step``.
 
         Args:
-            save: Gets an empty folder and writes all that a restore needs: every rank its part,
-                into files of its own.
-            epoch_end: True at the end of an epoch, or the number of epochs finished (0 is no end).
+            save: Gets an empty folder and writes everything that a restore needs: every rank its part, into
+                its own files.
+            epoch_end: True at the end of an epoch, or the number of epochs finished (0: not an end).
 
         Returns:
-            True when a checkpoint was saved and training goes on.
+            True when a checkpoint was saved and training continues.
 
         Raises:
-            SystemExit: It was saved, and this machine is to be left.
-            CheckpointError: It could not be saved, and this machine is to be left.
+            SystemExit: It was saved, and the stage leaves this machine.
+            CheckpointError: It could not be saved, and the stage leaves this machine.
         """
         if not self._saves:
             self._saves = True
@@ -282,7 +286,7 @@ class Session:
     # -- what is wanted ------------------------------------------------------------------------
 
     def _want(self, now: float, *, at_end: bool) -> int:
-        """Return what rank 0 wants at this step; for other ranks what the schedule says."""
+        """Return what rank 0 wants at this step; for other ranks what the schedule requires."""
         if self._look_at <= now < math.inf:
             self._look_at = now + POLL_S
             self._poll(now)
@@ -316,7 +320,7 @@ class Session:
         return False
 
     def _poll(self, now: float) -> None:
-        """Take up what the owner, or a signal to the wrapper, asks."""
+        """Read the requests of the owner, or of a signal to the wrapper."""
         data = self._control.changed() if self._control is not None else None
         if data is not None:
             try:
@@ -332,7 +336,7 @@ class Session:
         if control.action == "run":
             self._ask = None
         elif control.action not in _WANTS:
-            pass  # "hold" is for the sidecar, before the start: it asks the training for nothing
+            pass  # "hold" is for the sidecar, before the start: it requests nothing of the training
         elif self._ask is None or self._ask.action != control.action:
             self._ask, self._ask_until = control, now + control.align_timeout_s
         elif control.action == "checkpoint":
@@ -366,7 +370,7 @@ class Session:
         raise SystemExit(_EXITS[what])
 
     def _may_try_again(self, what: int, problem: str) -> bool:
-        """True when a leave failed for reasons that are not a failed save of this node's first rank."""
+        """True when a drain failed for reasons other than a failed save of this node's first rank."""
         return what == rk.LEAVE and (problem == GIVEN_UP or rk.ELSEWHERE in problem)
 
     def _delay_retry(self, now: float) -> None:
@@ -376,7 +380,7 @@ class Session:
         self._saved_step, self._saved_epoch = self.steps, self.epoch
 
     def _save(self, what: int, save: Save) -> Optional[str]:
-        """Save this rank's part, and complete the checkpoint as the first rank; return what went wrong."""
+        """Save this rank's part, and complete the checkpoint as the first rank; return any problem."""
         checkpoints = self._checkpoints
         if checkpoints is None:
             return None
@@ -398,9 +402,9 @@ class Session:
             self._save_s += self._clock() - began
 
     def _take_part(self, what: int, checkpoints: Path, name: str, problem: Optional[str]) -> Optional[str]:
-        """Tell the first rank how this rank's part went; before leaving, hear how the whole did."""
+        """Report this rank's part to the first rank; before a drain, wait for the whole result."""
         if problem is not None:
-            saving.abandon(checkpoints, name)  # room for the answer, where the disk is full
+            saving.abandon(checkpoints, name)  # space for the answer, if the disk is full
         self._ranks.acknowledge(self.steps, problem or "")
         if problem is None and what in _EXITS and not self._ranks.await_outcome(self.steps):
             return GIVEN_UP
@@ -494,7 +498,7 @@ class Session:
         return self._last_losses
 
     def _warn(self, text: str) -> None:
-        """Say it to the owner and in the log; no ``warnings.warn``, which some turn into errors."""
+        """Report it to the owner and in the log; no ``warnings.warn``, which some turn into errors."""
         self._state["warning"] = text[:500]
         sys.stderr.write(f"envscaler: {text}\n")
 
@@ -524,7 +528,7 @@ class Session:
             return ex.Start()
 
     def _newest_here(self) -> Optional[Path]:
-        """The newest save of this attempt, where this node has all of it and the attempt began before it."""
+        """The newest save of this attempt, if it is newer than the start and this node has all of it."""
         if self._local_dir is not None:
             return saving.newest(self._local_dir)
         if self._spool is None or self.world_size > self._local_count:
@@ -554,13 +558,13 @@ class Session:
 
 
 def _light(value: Any) -> Any:
-    """Return *value* without the graph that made it: a loss kept until later must not keep activations."""
+    """Return *value* without its autograd graph: a loss kept until later must not keep activations."""
     detach = getattr(value, "detach", None)
     return detach() if detach is not None else value
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return what JSON can say: a count of numpy or torch as a whole number, what is no number as None."""
+    """Return a JSON value: a numpy or torch count as an integer, anything but a number as None."""
     if value is None or value.__class__ in (int, bool, str):
         return value
     number = _number(value)
@@ -568,7 +572,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> Optional[float]:
-    """Return a finite float, None for all else."""
+    """Return a finite float, None for anything else."""
     if value is None:
         return None
     try:

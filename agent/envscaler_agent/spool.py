@@ -1,13 +1,13 @@
-"""The folder through which wrapper, session and sidecar talk, one for each node of an attempt.
+"""The folder through which wrapper, session and sidecar communicate, one for each node of an attempt.
 
 ======================== ===================== ================================================
 name                     written by            what
 ======================== ===================== ================================================
 ``start.json``           sidecar, once         where and how to start the command
 ``control.json``         sidecar               the owner's Control, byte for byte
-``snapshot.done``        sidecar               ``{"sequence": n}``: the snapshot that control n asked for
+``snapshot.done``        sidecar               ``{"sequence": n}``: the snapshot requested by control n
 ``request.json``         wrapper               ``{"action": "stop"}``: SIGTERM or SIGINT reached the wrapper
-``progress/rank-0.json`` session, local rank 0 Progress, and what :class:`SessionReport` says
+``progress/rank-0.json`` session, local rank 0 Progress, and a :class:`SessionReport`
 ``wrapper.json``         wrapper               a Status with what the wrapper knows
 ``logs/000001.log``      wrapper               closed chunks of output, secrets masked
 ``metrics/000001.jsonl`` wrapper               closed chunks of metrics
@@ -61,7 +61,7 @@ class Spool:
 
     @classmethod
     def from_env(cls, environ: Optional[Mapping[str, str]] = None) -> Optional[Spool]:
-        """Return the folder that the environment names, None when it names none."""
+        """Return the folder that the environment names, None without one."""
         root = (os.environ if environ is None else environ).get(ENV)
         return cls(root) if root else None
 
@@ -79,7 +79,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
-    """Replace *path* by *body* with ``schema`` in front; None is left out."""
+    """Replace *path* by *body* with ``schema`` first; None fields are left out."""
     known = {"schema": SCHEMA}
     known.update((key, value) for key, value in body.items() if value is not None)
     write_atomic(path, json.dumps(known, separators=(",", ":"), allow_nan=False).encode())
@@ -91,7 +91,7 @@ times the tick of the kernel's coarse clock (4 ms at 250 Hz)."""
 
 
 class Watched:
-    """A file that is replaced atomically now and then; asking costs one ``stat``."""
+    """A file that is replaced atomically now and then; a check costs one ``stat``."""
 
     def __init__(self, path: Path) -> None:
         """Watch *path*, which need not exist."""
@@ -100,9 +100,9 @@ class Watched:
         self._data: Optional[bytes] = None
 
     def changed(self) -> Optional[bytes]:
-        """Return the bytes when they are others than last time, None otherwise.
+        """Return the bytes when they differ from the last ones, None otherwise.
 
-        A file that vanishes is no change: what it said stays said.
+        A file that vanishes does not count as a change: its last content stays valid.
         """
         try:
             stat = self.path.stat()
@@ -123,12 +123,12 @@ class Watched:
 
 @dataclass(frozen=True)
 class Restore:
-    """The checkpoint that this attempt begins from.
+    """The checkpoint that this attempt starts from.
 
     Attributes:
         path: Folder on this machine.
         name: Its name in the store.
-        step, epoch, samples: Where it stands.
+        step, epoch, samples: Its progress.
     """
 
     path: str
@@ -140,22 +140,22 @@ class Restore:
 
 @dataclass(frozen=True)
 class Start:
-    """What ``start.json`` says; every field has a default, so that a bare command runs too.
+    """The content of ``start.json``; every field has a default, so that a bare command runs too.
 
     Attributes:
         cwd: Working directory, None for the wrapper's own.
         env: Additions to the environment.
         restore: None on a fresh start.
-        generation, attempt, node, nodes: Which life of which machine this is.
+        generation, attempt, node, nodes: Which node of which attempt this is.
         every: ``{"seconds"|"steps"|"epochs": n}`` between periodic checkpoints, None for never.
         align: Boundary of periodic checkpoints, ``step`` or ``epoch``.
-        global_batch: Samples per step over all ranks, where the spec says it.
-        checkpoint_path: Where code that does not cooperate saves on its own.
+        global_batch: Samples per step over all ranks, if the spec has it.
+        checkpoint_path: Where code that does not import the library saves by itself.
         log_patterns: Regular expressions with one group, by field of Progress.
         stall_factor: Steps may take this many times the usual before the run counts as stalled.
-        stall_min_s: And at least this many seconds.
-        sample_interval_s: Between two samples of the machine.
-        secret_env: Environment variables whose values never leave this room.
+        stall_min_s: At least this many seconds.
+        sample_interval_s: Time between two samples of the machine.
+        secret_env: Environment variables whose values never leave this package.
         success: ``exit-code``, or ``all-steps`` where exit code 0 before the last step is a failure.
     """
 
@@ -179,14 +179,14 @@ class Start:
 
 
 class SetupFailedError(ProtocolError):
-    """The sidecar could not lay out workdir, inputs or checkpoint; the message says why.
+    """The sidecar could not prepare workdir, inputs or checkpoint; the message says why.
 
     Attributes:
-        reason: What the end is called: ``setup-failed``, ``stopped`` or ``orphaned``.
+        reason: Reason of the end: ``setup-failed``, ``stopped`` or ``orphaned``.
     """
 
     def __init__(self, message: str, *, reason: str = "setup-failed") -> None:
-        """Say why, and what the end is called."""
+        """Store the message and the reason of the end."""
         super().__init__(message)
         self.reason = reason
 
@@ -195,7 +195,7 @@ def parse_notice(data: bytes) -> str:
     """Read ``notice.json``: one line that the sidecar adds to the training's log.
 
     Raises:
-        ProtocolError: It is not what the protocol says.
+        ProtocolError: It does not follow the protocol.
     """
     text = read_object(data, where="notice.json").get("text")
     return text if isinstance(text, str) else ""
@@ -205,8 +205,8 @@ def parse_start(data: bytes) -> Start:
     """Read ``start.json``; unknown fields are ignored.
 
     Raises:
-        SetupFailedError: The sidecar says that the setup failed.
-        ProtocolError: It is not what the protocol says.
+        SetupFailedError: The sidecar reports that the setup failed.
+        ProtocolError: It does not follow the protocol.
     """
     body = read_object(data, where="start.json")
     if body.get("failed") is not None:
@@ -263,19 +263,19 @@ _SESSION_TYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SessionReport(Message):
-    """What ``progress/rank-0.json`` says beside the :class:`Progress`.
+    """The content of ``progress/rank-0.json`` beside the :class:`Progress`.
 
     Attributes:
-        progress: What the training said of itself.
-        cooperates: True once ``Session.checkpoint`` was called: a leave can be left to it.
-        saves: True when ``Session.checkpoint`` saves now and then: nobody else need copy files.
+        progress: What the training reported.
+        cooperates: True once ``Session.checkpoint`` was called: it handles a drain by itself.
+        saves: True when ``Session.checkpoint`` saves periodically: the sidecar need not copy files.
         saving: True while a checkpoint is being saved.
-        leaving: True from the moment it saves in order to go.
-        left: True when it saved and left, whatever exit code the launcher makes of it.
+        leaving: True from the moment it saves for a drain.
+        left: True when it saved and exited, with any exit code of the launcher.
         saved_step: Step of the newest complete save of this attempt.
         last_save_s: Seconds that it took.
         at, first_step_at: When this was written and the first step was done, monotonic clock of the machine.
-        warning: One line for people, e.g. why a save failed.
+        warning: One human-readable line, e.g. why a save failed.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -295,14 +295,14 @@ def parse_report(data: bytes) -> SessionReport:
     """Read the session's progress file.
 
     Raises:
-        ProtocolError: It is not what the protocol says.
+        ProtocolError: It does not follow the protocol.
     """
     where = "progress/rank-0.json"
     return replace(SessionReport.from_json(data, where=where), progress=Progress.from_json(data, where=where))
 
 
 def snapshot_sequence(path: Path) -> int:
-    """Return the control sequence that the sidecar's snapshot answers, -1 for none."""
+    """Return the control sequence that the sidecar's snapshot answers, -1 without one."""
     try:
         body = json.loads(path.read_bytes())
     except (OSError, ValueError):

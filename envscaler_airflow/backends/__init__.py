@@ -1,4 +1,4 @@
-"""Backends behind one seam: local, kubernetes and vm, found by name."""
+"""The backends local, kubernetes and vm behind one interface, created by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKENDS = ("local", "kubernetes")
 
 
 def create_backend(name: str, config: Mapping[str, Any] | None = None) -> Backend:
-    """The backend of that name; its SDK is imported here and not before.
+    """Create the backend of that name; its SDK is imported only here.
 
     Args:
         name: One of :data:`BACKENDS`.
@@ -23,11 +23,11 @@ def create_backend(name: str, config: Mapping[str, Any] | None = None) -> Backen
         SpecError: There is no backend of that name.
     """
     if name == "local":
-        from envscaler_airflow.backends.local import LocalBackend  # noqa: PLC0415  # only when asked for
+        from envscaler_airflow.backends.local import LocalBackend  # noqa: PLC0415  # only on request
 
         return LocalBackend(**dict(config or {}))
     if name == "kubernetes":
-        from envscaler_airflow.backends.kubernetes import KubernetesBackend  # noqa: PLC0415  # only when asked for
+        from envscaler_airflow.backends.kubernetes import KubernetesBackend  # noqa: PLC0415  # only on request
 
         return KubernetesBackend(**dict(config or {}))
     raise SpecError(f"compute={name!r}: there is no such backend; write one of {', '.join(BACKENDS)}")

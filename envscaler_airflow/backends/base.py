@@ -1,4 +1,4 @@
-"""The seam between the owner and whatever runs an attempt."""
+"""The interface between the owner and the system that runs an attempt."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import OUTCOMES, NodeState, NodeStatus
 
 ResizeState = Literal["going", "done", "deferred", "infeasible"]
-"""``deferred``: no room now. ``infeasible``: never here; the next attempt gets it."""
+"""``deferred``: no capacity now. ``infeasible``: never possible here; the next attempt gets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLogin:
-    """Credentials of the run store's connection, for the sidecar of a machine that has none of its own.
+    """Credentials of the run store's connection, for the sidecar of a machine that has none.
 
     Attributes:
-        variables: Of the SDK, with their values. Never written to disk, rendered or logged.
+        variables: Variables of the SDK, with their values. Never written to disk, rendered or logged.
         profile: Name of a profile in the files of the worker's user; None without one.
-        refusal: Why the connection's credentials cannot go to a machine; "" where they can.
+        refusal: Why the connection's credentials cannot be sent to a machine; "" where they can.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -32,7 +32,7 @@ class StoreLogin:
         """Refuse to start a machine that could not open the store; *instead* is what to write.
 
         Raises:
-            SpecError: The connection's credentials cannot go to a machine.
+            SpecError: The connection's credentials cannot be sent to a machine.
         """
         if self.refusal:
             raise SpecError(f"{self.refusal}: {instead}")
@@ -40,27 +40,27 @@ class StoreLogin:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRequest:
-    """All that a backend needs to start one attempt. Secrets are in ``secret_env`` and ``store_login``.
+    """What a backend needs to start one attempt. Secrets are in ``secret_env`` and ``store_login``.
 
     Attributes:
         store_url: Run store, as the sidecar opens it.
         run_prefix: The run's folder below the store, ``deployment/dag/run/task/map``.
-        run_label: ``dag_id.task_id`` for people and labels; never a path.
-        generation, attempt: Which life this is.
+        run_label: ``dag_id.task_id`` for messages and labels; never a path.
+        generation, attempt: Their numbers.
         allocation: Offer and nodes.
         command: Entrypoint, already rendered.
         env: Plain variables.
         secret_env: Variables whose values are secrets. Never written to disk, rendered or logged.
         spec: The frozen, resolved spec as JSON.
-        spec_name: Name of its file in the run's folder, ``spec-<hash>.json``: what the sidecar reads.
-        store_options: Connection options of the store that hold no secret.
+        spec_name: Name of its file in the run's folder, ``spec-<hash>.json``; the sidecar reads this file.
+        store_options: Connection options of the store that contain no secret.
         store_login: How the sidecar opens the store where its machine has no identity of its own.
-        deadline_s: Each machine ends itself after so many billed seconds and the grace of its last save;
+        deadline_s: Each machine stops itself after this many billed seconds plus the grace of its last save;
             None: no deadline.
         grace_s: Seconds between a graceful stop and the kill.
         python: Interpreter of the command's own environment on this machine, for the local backend; its
             folder is first on the command's PATH. None: that of this process. Never the sidecar's.
-        restore_from: URI of another run's checkpoint that the first attempt begins from.
+        restore_from: URI of another run's checkpoint that the first attempt starts from.
     """
 
     store_url: str
@@ -84,12 +84,12 @@ class AttemptRequest:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Names what was started, for any process that can reach it.
+    """Identifies a started attempt, for any process that can reach it.
 
     Attributes:
         backend: ``local``, ``kubernetes``, ``vm``.
-        name: Unique name that carries run, generation and attempt.
-        details: JSON of the backend's own (host, boot id, pid, start time; uid; instance ids).
+        name: Unique name with the run, generation and attempt in it.
+        details: The backend's own data as JSON (host, boot id, pid, start time; uid; instance ids).
     """
 
     backend: str
@@ -97,7 +97,7 @@ class Handle:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in events and trigger arguments."""
+        """JSON form, as events and trigger arguments contain it."""
         return {"backend": self.backend, "name": self.name, "details": dict(self.details)}
 
     @classmethod
@@ -115,13 +115,13 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class NodeEnd:
-    """How a node ended, as its backend tells it.
+    """How a node ended, as its backend reports it.
 
     Attributes:
-        exit_code: 0 to 255; None when a signal ended it, or nothing of it ran.
+        exit_code: 0 to 255; None when a signal ended it, or it never ran.
         signal: Signal number; None when it exited.
-        reason: The row of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`.
-        detail: One line for people.
+        reason: A row of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`.
+        detail: One human-readable line.
 
     Raises:
         ValueError: The table has no such row.
@@ -133,21 +133,22 @@ class NodeEnd:
     detail: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse an end that the owner has no recovery for."""
+        """Refuse a reason that the owner has no recovery for."""
         if self.reason not in OUTCOMES:
             raise ValueError(f"reason must be a row of OUTCOMES, got {self.reason!r}")
 
     def of_node(self, node: int) -> NodeStatus:
-        """The status of *node*, which ended so."""
+        """The status of *node*, which ended this way."""
         state: NodeState = "lost" if self.reason == "lost" else "ended"
         return NodeStatus(node, state, self.exit_code, self.signal, self.reason, self.detail)
 
 
 SILENT = "silent"
-"""Reason of a ``lost`` node whose machine does not answer: it may live on, cut off from the backend alone."""
+"""Reason of a ``lost`` node whose machine does not answer: it may keep running, cut off from the backend."""
 QUIET_S = 180.0
-"""A node whose status in the store changed within so many seconds is not lost for silence. Chosen: twelve
-times the interval of statuses."""
+"""A node whose status in the store changed within this many seconds is not treated as lost. Chosen: twelve
+times the status interval.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +159,12 @@ class AttemptStatus:
 
     @property
     def is_over(self) -> bool:
-        """True when every node is ended or lost: nothing of it runs any more, and that is known."""
+        """True when every node is known to have ended or to be lost."""
         return bool(self.nodes) and all(node.state in ("ended", "lost") for node in self.nodes)
 
     @property
     def waits(self) -> str:
-        """What nodes that do not run yet wait for, on one line; "" when none does, or nobody knows."""
+        """What pending nodes wait for, on one line; "" when no node waits, or the reason is unknown."""
         told: dict[str, list[str]] = {}
         for one in self.nodes:
             if one.state in ("pending", "starting") and one.detail:
@@ -176,14 +177,14 @@ class AttemptStatus:
 
 @dataclass(frozen=True, slots=True)
 class UsageInterval:
-    """Billed time of one node by the provider's own timestamps, seconds since the epoch.
+    """Billed time of one node, from the provider's timestamps, seconds since the epoch.
 
     Attributes:
         node: Index.
         start: When it was allocated.
         end: When it was released; None while it is allocated.
-        now: The provider's own time of its answer, up to which an open interval is billed; None where the
-            provider does not report it.
+        now: The provider's time of its answer; an open interval is billed up to it. None where the provider
+            does not report it.
     """
 
     node: int
@@ -198,34 +199,34 @@ class Backend(Protocol):
     name: str
 
     def offers(self) -> tuple[Offer, ...]:
-        """What can be had here, priced."""
+        """The offers that are available here, with prices."""
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
-        """What ``submit`` would send, as JSON and without secrets. Pure; golden-tested."""
+        """What ``submit`` would send, as JSON without secrets. Pure; golden-tested."""
 
     def submit(self, request: AttemptRequest) -> Handle:
-        """Start the attempt, or adopt it when this very attempt was started before.
+        """Start the attempt, or adopt it when it was already started.
 
         Raises:
-            CapacityError: None to be had now.
-            BackendError: The system said no; ``.transient`` tells whether to try again.
-            SpecError: The request asks for what this backend can never give.
+            CapacityError: No capacity now.
+            BackendError: The system refused; ``.transient`` says whether to retry.
+            SpecError: The request needs something that this backend never provides.
         """
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle of this attempt if ``submit`` got as far as starting it, else None."""
 
     def observe(self, handle: Handle) -> AttemptStatus:
-        """State of every node. What cannot be told is ``unknown``.
+        """State of every node; ``unknown`` where the backend cannot determine it.
 
         Raises:
             BackendError: No answer at all.
         """
 
     def stop(self, handle: Handle, *, grace_s: float) -> None:
-        """Ask for a graceful end, and kill after *grace_s* seconds; returns at once.
+        """Request a graceful stop, and kill after *grace_s* seconds; returns immediately.
 
-        ``grace_s=0`` kills now. Stopping what is gone is no error.
+        ``grace_s=0`` kills immediately. Stopping an attempt that no longer exists does nothing.
         """
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
@@ -234,46 +235,46 @@ class Backend(Protocol):
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """What the nodes printed, ``(node, bytes)``, from byte offset *since* of each node.
 
-        For people near the machine; the run's logs are in the store.
+        For users with access to the machine; the run's logs are in the store.
         """
 
     def release(self, handle: Handle) -> None:
-        """Remove what an ended attempt left on the machine. Never touches a live one."""
+        """Remove what an ended attempt left on the machine. Never touches a running one."""
 
 
 @runtime_checkable
 class OffersLater(Protocol):
-    """A backend that waits for machines which take nothing now."""
+    """A backend that can wait for machines that accept no work now."""
 
     def later_offers(self) -> tuple[Offer, ...]:
-        """Offers of these machines, for a stage that none of :meth:`Backend.offers` fits. Raises as that."""
+        """Offers of these machines, for a stage that fits none of :meth:`Backend.offers`; raises the same."""
 
 
 @runtime_checkable
 class SharesWatch(Protocol):
-    """A backend through which a process that looks at many attempts can look at all of them at once."""
+    """A backend that lets a process watch many attempts through one shared watch."""
 
     def share_watch(self) -> None:
-        """From now on look through the one watch that this process keeps."""
+        """Use this process's shared watch from now on."""
 
 
 @runtime_checkable
 class HasAddress(Protocol):
-    """A backend that another process may reach elsewhere than at the usual place."""
+    """A backend that may be at another address than the default."""
 
     def address(self) -> dict[str, Any]:
-        """Arguments of ``create_backend`` by which a later process reaches the same place; no secrets."""
+        """Arguments of ``create_backend`` by which a later process reaches the same address; no secrets."""
 
 
 @runtime_checkable
 class MendsNodes(Protocol):
-    """A backend that can have lost nodes of a live attempt made again."""
+    """A backend that can replace lost nodes of a running attempt."""
 
     def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
-        """Delete lost nodes so that the backend replaces them; returns their names. For the owner alone.
+        """Delete lost nodes so that the backend replaces them; returns their names. Only the owner calls it.
 
         *quiet_s* is how long each node's status in the store has not changed, by a watcher's clock. A node
-        that is silent to the backend alone, or whose state is unknown, is not deleted.
+        that only the backend cannot reach, or whose state is unknown, is not deleted.
         """
 
 
@@ -282,33 +283,33 @@ class ResizesInPlace(Protocol):
     """A backend that can change CPU and memory of running nodes."""
 
     def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
-        """Ask for so much per node; None leaves a resource as it is."""
+        """Request these amounts per node; None leaves a resource unchanged."""
 
     def resized(self, handle: Handle) -> ResizeState:
-        """How far that is, the worst of all nodes."""
+        """The progress of that request: the worst state of all nodes."""
 
 
 @runtime_checkable
 class RescalesInPlace(Protocol):
-    """A backend that can add and remove nodes of a running attempt whose launcher takes that."""
+    """A backend that can add and remove nodes of a running attempt whose launcher supports it."""
 
     def rescale(self, handle: Handle, nodes: int) -> Handle:
-        """Let it have *nodes* nodes, of which the first stay what they are; its handle from now on.
+        """Change it to *nodes* nodes without touching the first ones; returns its new handle.
 
-        A repeat changes nothing. Nodes that come show as pending under the new handle.
+        Repeating the call changes nothing. Added nodes are pending under the new handle.
 
         Raises:
-            CapacityError: None to be had now; nothing was changed.
-            BackendError: No answer when ``.transient``; else this attempt can never be changed so.
+            CapacityError: No capacity now; nothing was changed.
+            BackendError: No answer if ``.transient``; otherwise this attempt can never be rescaled.
         """
 
 
 @runtime_checkable
 class MarksNodes(Protocol):
-    """A backend where somebody may say which nodes are to go first."""
+    """A backend where a user can mark the nodes to remove first."""
 
     def removable(self, handle: Handle) -> frozenset[int]:
-        """Nodes that are marked so.
+        """Indexes of the marked nodes.
 
         Raises:
             BackendError: No answer.
@@ -328,13 +329,13 @@ class RunsMixed(Protocol):
 
 @runtime_checkable
 class CountsFree(Protocol):
-    """A backend that can tell how much more can be had right now."""
+    """A backend that can count the nodes that are available right now."""
 
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> Mapping[str, int]:
-        """Nodes of each offer that are available at once, by its name; absent: unknown.
+        """Nodes of each offer that are available now, by its name; absent: unknown.
 
-        Of each offer alone, beside everything that runs but *without*: what an attempt that is to be moved
-        uses is free for the one that follows it.
+        Each offer is counted by itself, beside everything that runs except *without*: an attempt that moves
+        frees its nodes for the next one.
 
         Raises:
             BackendError: No answer.

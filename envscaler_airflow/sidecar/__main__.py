@@ -1,4 +1,4 @@
-"""``python -m envscaler_airflow.sidecar``: one node's sidecar, until all is uploaded."""
+"""``python -m envscaler_airflow.sidecar``: one node's sidecar, until everything is uploaded."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one node; 0 when done or when told to end (the next sidecar goes on), 1 after an error.
+    """Serve one node; 0 when done or stopped (the next sidecar continues), 1 after an error.
 
-    EXIT_ORPHANED: nobody owns the attempt and the wrapper does not go; whoever started both ends it.
+    EXIT_ORPHANED: the attempt is orphaned and the wrapper does not stop; the process that started both stops
+    it.
     """
     options = _parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s sidecar %(levelname)s %(message)s")
@@ -77,5 +78,5 @@ if __name__ == "__main__":
     status = main()
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
-    )  # Python's own end puts the default back, which would kill it
+    )  # when Python exits, it restores the default handler, which would kill it
     sys.exit(status)

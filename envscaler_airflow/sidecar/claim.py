@@ -1,4 +1,4 @@
-"""Whether what this sidecar publishes still counts: its claim to the node, and the owner's later attempts."""
+"""Whether this sidecar's publications still count: its claim to the node, and the owner's later attempts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def take(site: Site) -> None:
-    """Claim the node, once for each uid: from then on ``site.who`` carries the claim.
+    """Claim the node, once per uid; ``site.who`` then contains the claim.
 
     Raises:
         StoreError: The store does not answer; repeat the call.
@@ -46,7 +46,7 @@ def take(site: Site) -> None:
 
 
 def standing_of(site: Site) -> Standing:
-    """Read before each publication.
+    """Check whether a publication still counts; called before each one.
 
     Raises:
         StoreError: The store does not answer.

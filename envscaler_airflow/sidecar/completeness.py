@@ -1,10 +1,10 @@
-"""What of a training's folder is whole now, and what a snapshot of it waits for.
+"""What is complete in a training's folder now, and what a snapshot of it waits for.
 
-A unit with its saver's mark counts at once. Any other counts when its files have been the same for
-:data:`QUIET_S`. Files that are saved more often than that count, once a snapshot is overdue, when they are
-renamed into place, their format says that they are whole, or they are written anew each time and closed: then
-all of them are copied as they are at one instant, as a kill would leave them. What else is written all the
-time is a log, and is left out.
+A unit with its saver's mark counts immediately. Any other unit counts when its files have not changed for
+:data:`QUIET_S`. A file that is saved more often counts, once a snapshot is overdue, in three cases: a rename
+puts it in place, its format shows that it is complete, or its writer rewrites it from the start and closes
+it. All such files are then copied at one instant, as a kill would leave them. Any other file that is
+written all the time is a log, and is left out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAX_TEXT_BYTES = 1 << 20
 """Largest text and pickle that is searched for a step. Chosen: without tensors they are small."""
 _ZIP = b"PK\x03\x04"
 HEAD_BYTES = 1024
-"""Chosen: pickles and JSON texts say in it how long they are or what they count; a log never changes it."""
+"""Chosen: pickles and JSON texts state their length or item count within it; a log never changes it."""
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _HDF5_HEAD_BYTES = 64
 """More than any superblock has before its end-of-file address."""
 STEP_KEYS = ("global_step", "step", "iteration", "iter", "steps", "n_iter", "epoch")
-"""Names under which trainings keep their step. Source: Lightning, transformers, detectron2, mmengine."""
+"""Names under which training code stores its step. Source: Lightning, transformers, detectron2, mmengine."""
 _UNREADABLE = (
     OSError,
     CheckpointError,
@@ -51,14 +51,14 @@ _UNREADABLE = (
     RuntimeError,
     RecursionError,
 )
-"""What zipfile, pickletools and json raise for what is torn, encrypted or none of theirs."""
+"""What zipfile, pickletools and json raise for a torn or encrypted file, or one of another format."""
 
 
 def has_end(item: TreeFile) -> bool:
-    """True when its format says where the file ends, and it ends there.
+    """True when the file ends where its format says that it ends.
 
-    Zip, HDF5, safetensors, a JSON object or array, and a pickle. A part of such a file never reads as a whole
-    one.
+    Zip, HDF5, safetensors, a JSON object or array, and a pickle. A part of such a file never passes as
+    complete.
     """
     try:
         with item.open(shares_names=True) as stream:
@@ -88,7 +88,7 @@ def _is_whole_text_or_pickle(data: bytes) -> bool:
 
 
 def _hdf5_has_end(head: bytes, size: int) -> bool | None:
-    """Whether the file of *size* bytes ends where its superblock says; None for a version not known here."""
+    """Whether the file of *size* bytes ends where its superblock says; None for an unknown version."""
     version = head[8] if len(head) >= _HDF5_HEAD_BYTES else -1
     if version in (0, 1):
         width, at = head[13], 24 + 4 * version + 2 * head[13]
@@ -101,7 +101,7 @@ def _hdf5_has_end(head: bytes, size: int) -> bool | None:
 
 
 def first_look(item: TreeFile) -> tuple[bytes, str | None]:
-    """Its first bytes, and why it cannot be whole; None when its format does not say so.
+    """Its first bytes, and why it is incomplete; None when its format does not show that.
 
     The first bytes distinguish a file that is rewritten from one that is appended to.
     """
@@ -139,9 +139,9 @@ def _torn_safetensors(item: TreeFile, head: bytes, stream: IO[bytes]) -> str | N
 
 
 def steps_in(item: TreeFile) -> frozenset[int]:
-    """Whole numbers that the file keeps under a name for steps; empty when there is none to be read.
+    """Integers that the file stores under a name for steps; empty when it has none that can be read.
 
-    What stands before a part that cannot be read counts: joblib puts arrays raw between a pickle's opcodes.
+    What precedes an unreadable part counts: joblib puts raw arrays between a pickle's opcodes.
     """
     found: set[int] = set()
     with suppress(*_UNREADABLE), item.open(shares_names=True) as stream:
@@ -166,7 +166,7 @@ def _in_zip(stream: IO[bytes]) -> Iterator[int]:
 
 
 def _in_npy(data: bytes) -> Iterator[int]:
-    """A single number as numpy keeps it. Source: numpy.lib.format, version 1.0."""
+    """A single number as numpy stores it. Source: numpy.lib.format, version 1.0."""
     if b"'shape': ()" in data[:128] and b"'<i8'" in data[:128]:
         yield int.from_bytes(data[-8:], "little", signed=True)
 
@@ -190,7 +190,7 @@ def _in_mapping(body: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _in_pickle(data: bytes) -> Iterator[int]:
-    """Numbers that follow such a name at once, as a dict's items do. The pickle is read, never run."""
+    """Numbers that directly follow such a name, as a dict's items do. The pickle is never executed."""
     key: object = None
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
@@ -201,14 +201,16 @@ def _in_pickle(data: bytes) -> Iterator[int]:
 
 
 QUIET_S = 5.0
-"""Seconds without a change before a file without a mark counts. Chosen: writers flush more often while they
-write."""
+"""Seconds without a change before a file without a mark counts. Chosen: writers flush more often than this.
+"""
 SAVE_S = 60.0
-"""Longest that a file counts as a save that goes on; what is written for longer is a log. Chosen: in that
-time a slow disk takes some gigabytes, and what is larger has a format that says where it ends."""
+"""Longest time that a file counts as one save in progress; a file written for longer is a log. Chosen: in
+that time a slow disk writes some gigabytes, and larger files have a format that says where they end.
+"""
 LAG_S = 5.0
-"""Age that a reported step may have when a save is seen. Chosen: the wrapper's and our own looks, on a busy
-machine."""
+"""Largest age of a reported step when a save is seen. Chosen: the wrapper's and the sidecar's scan intervals,
+on a busy machine.
+"""
 _F_SETSIG = getattr(fcntl, "F_SETSIG", 10)
 _Facts = tuple[int, int, int]
 
@@ -220,11 +222,11 @@ class Seen:
     Attributes:
         facts: Size, modification time, inode.
         since: When these facts were first seen, by the watcher's own clock.
-        streak: When the changes began of which this is the last, with less than :data:`QUIET_S` between two.
-        is_replaced: True when another file was put in its place, as by a rename.
-        is_rewritten: True when it was written from its first bytes on and closed, as no log is.
-        progress: What the training had reported by then.
-        torn: Why it cannot be whole; None when its format does not say so.
+        streak: Start of the current series of changes that are less than :data:`QUIET_S` apart.
+        is_replaced: True when another file took its place, for example by a rename.
+        is_rewritten: True when it was rewritten from its first byte and closed, which no log is.
+        progress: What the training had reported at that time.
+        torn: Why it is incomplete; None when its format does not show that.
         head: Its first bytes.
     """
 
@@ -240,16 +242,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a snapshot would hold now.
+    """What a snapshot would contain now.
 
     Attributes:
-        units: Whole ones.
-        links: Kept with them.
+        units: The complete ones.
+        links: Symbolic links that are kept with them.
         step: Of the newest content; None when unknown.
         progress: What the training had reported when the newest content was first seen.
-        left_out: Path to the reason, of all that is there and not in it.
-        waits_for: Of these, what a snapshot waits for; empty when it can be taken.
-        is_hurried: True when files count that were saved less than :data:`QUIET_S` ago.
+        left_out: Path to the reason, for everything in the folder that is not in the snapshot.
+        waits_for: The part of ``left_out`` that a snapshot waits for; empty when it can be taken.
+        is_hurried: True when files saved less than :data:`QUIET_S` ago count.
     """
 
     units: tuple[Unit, ...] = ()
@@ -262,12 +264,12 @@ class Selection:
 
     @property
     def files(self) -> tuple[TreeFile, ...]:
-        """By path."""
+        """All files, by path."""
         return tuple(sorted((item for unit in self.units for item in unit.files), key=lambda item: item.path))
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any name, size, modification time, inode or link does; logs do not count."""
+        """Changes when any name, size, modification time, inode or link does; logs are ignored."""
         facts = [
             (item.path, item.size, item.mtime_ns, item.inode)
             for item in self.files
@@ -282,15 +284,15 @@ class Selection:
 
     @property
     def is_empty(self) -> bool:
-        """True when there is nothing of a training in it."""
+        """True when it contains nothing of a training."""
         return all(unit.kind == "file" and saver_layouts.is_log(unit.name) for unit in self.units)
 
 
 class Settling:
-    """Follows a folder from look to look."""
+    """Follows a folder from scan to scan."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
-        """Begin without knowing anything; ages are by *monotonic*."""
+        """Begin without any history; ages use *monotonic*."""
         self._monotonic = monotonic
         self._seen: dict[str, Seen] = {}
         self._links: dict[str, tuple[str, float]] = {}
@@ -300,7 +302,7 @@ class Settling:
         self._now = monotonic()
 
     def look(self, tree: Tree, progress: Progress) -> None:
-        """Take up *tree* as it is now; what was saved before it was seen is of *progress* or earlier."""
+        """Record *tree* as it is now; anything saved before this scan belongs to *progress* or earlier."""
         self._now = now = self._monotonic()
         self._tree = tree
         self._seen = {item.path: self._see(item, progress, now) for item in tree.files}
@@ -331,7 +333,7 @@ class Settling:
 
     @property
     def fingerprint(self) -> str:
-        """Of every file but logs and temporary ones, whole or not: changes with each save."""
+        """Fingerprint of all files except logs and temporary ones; changes with each save."""
         tree = self._tree
         files = (
             [] if tree is None else [item for item in tree.files if not saver_layouts.is_temporary(item.path)]
@@ -339,16 +341,16 @@ class Settling:
         return Selection(tuple(Unit(item.path, (item,)) for item in files)).fingerprint
 
     def quiet_s(self, item: TreeFile) -> float:
-        """Seconds since the file was first seen as it is."""
+        """Seconds since the file was first seen in its current state."""
         return self._now - self._seen[item.path].since
 
     def select(self, *, hurry: bool = False, died_ns: int | None = None, is_over: bool = False) -> Selection:
-        """What a snapshot would hold.
+        """What a snapshot would contain.
 
         Args:
-            hurry: A snapshot is overdue: what is closed counts though it is saved all the time.
+            hurry: A snapshot is overdue: closed files count even if they are saved all the time.
             is_over: The command has ended, so that no process writes any more.
-            died_ns: When it was killed or failed, and may have been writing; None when it ended well.
+            died_ns: When the command was killed or failed, possibly while writing; None when it succeeded.
         """
         tree = self._tree
         if tree is None:
@@ -361,7 +363,7 @@ class Settling:
         marked = [unit for unit in known if unit.mark is not None]
         if marked and not any(why[unit.name] is None for unit in marked):
             chosen = [unit for unit in chosen if not unit.is_loose]
-        if is_over and waits:  # what is waited for will not come, and what lies beside it may belong to it
+        if is_over and waits:  # what it waits for will not come, and files beside it may belong to it
             chosen = [unit for unit in chosen if not unit.is_loose]
         newest, step = saver_layouts.step_of(chosen)
         progress = Progress() if newest is None else self._seen[newest.newest.path].progress
@@ -377,7 +379,7 @@ class Settling:
         return Selection(tuple(chosen), links, step, progress, left_out, tuple(waits), hurry)
 
     def _fault(self, unit: Unit, *, hurry: bool, is_over: bool, died_ns: int | None) -> str | None:
-        """Why *unit* is not whole; None when it is."""
+        """Why *unit* is incomplete; None when it is complete."""
         torn = next((found for item in unit.files if (found := self._seen[item.path].torn)), None)
         if torn is not None:
             return torn.removeprefix(f"{unit.name}: ")
@@ -409,24 +411,24 @@ class Settling:
         return None
 
     def _is_named_as_whole(self, unit: Unit) -> bool:
-        """True when a pointer names it that was written after it."""
+        """True when a pointer that was written after it names it."""
         named_at = (
             self._seen[path].facts[1] for path, named in self._pointers.items() if named.name == unit.name
         )
         return any(at >= unit.newest.mtime_ns for at in named_at)
 
     def _is_settled(self, item: TreeFile, *, is_over: bool = False) -> bool:
-        """True for a file that is saved all the time and whole at this moment.
+        """True for a file that is saved all the time and is complete at this moment.
 
-        By a rename, by its format, as a small text that names what it points to, or as one that its writer
-        writes anew each time and has closed.
+        It is complete if a rename put it in place, if its format shows it, if it is a small text that names
+        what it points to, or if its writer rewrites it each time and has closed it.
         """
         if saver_layouts.is_log(item.path):
             return False
         if self._seen[item.path].is_replaced or item.path in self._pointers:
             return self.quiet_s(item) > 0 or not self._is_open(item)
         if self._seen[item.path].is_rewritten and not is_over and self._is_open(item) is False:
-            return True  # its writer, which lives, has closed it
+            return True  # its writer is still running and has closed it
         return has_end(item) and not self._is_open(item)
 
     def _is_open(self, item: TreeFile) -> bool | None:
@@ -440,7 +442,7 @@ class Settling:
     def _waits(
         self, known: Sequence[Unit], chosen: Sequence[Unit], why: dict[str, str | None], tree: Tree
     ) -> list[str]:
-        """Names of units that what is *chosen* may belong together with, and that are being written."""
+        """Names of units that are being written and may belong together with the *chosen* ones."""
         whole = {unit.name for unit in chosen}
         since: dict[str, float] = {}
         for unit in chosen:
@@ -467,7 +469,7 @@ class Settling:
         return sorted(set(found))
 
     def _is_a_log(self, item: TreeFile, newest: float) -> bool:
-        """True for a file that is kept open and written, and was not begun by a save at *newest*."""
+        """True for a file that is kept open and written, and that no save at *newest* started."""
         seen = self._seen[item.path]
         if seen.torn is not None:
             return self.quiet_s(item) >= SAVE_S
@@ -483,10 +485,11 @@ def _is_held(path: str, links: Mapping[str, str], held: Iterable[str]) -> bool:
 
 
 def _refined(unit: Unit, progress: Progress) -> int | None:
-    """The step that *unit* keeps, or that its number is, where that agrees with what was reported; else None.
+    """The step stored in *unit* or in its name, if it agrees with the reported progress; else None.
 
-    A step that its newest file keeps agrees when it was reported at that moment. A number in its name that is
-    less than what was reported counts something else, and so does one of a file that is more (a date).
+    A step stored in its newest file agrees if the training reported it at that moment. A number in the name
+    that is lower than the reported one counts something else; so does a file's number that is higher (a
+    date).
     """
     found, number = steps_in(unit.newest), unit.number
     if progress.step is None:
@@ -503,8 +506,8 @@ def _refined(unit: Unit, progress: Progress) -> int | None:
 def is_open_for_writing(file: int) -> bool | None:
     """True when any process has the open *file* open for writing; None when the system does not say.
 
-    Source: fcntl(2), F_SETLEASE: a read lease is refused with EAGAIN while the file is open for writing.
-    It is given back at once; a writer that comes in between waits for that long.
+    Source: fcntl(2), F_SETLEASE: a read lease is refused with EAGAIN while the file is open for writing. The
+    lease is released immediately; a writer that opens the file in between waits that long.
     """
     try:
         fcntl.fcntl(file, _F_SETSIG, signal.SIGURG)  # by default SIGIO, which ends a process

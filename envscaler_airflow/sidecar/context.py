@@ -1,4 +1,4 @@
-"""What every part of the sidecar is given: where it is, whom it serves, and how to wait."""
+"""What every part of the sidecar needs: its paths, the node that it serves, and how to wait."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _T = TypeVar("_T")
 
 
 class WorkInterruptedError(EnvScalerError):
-    """The sidecar was told to end (SIGTERM): the next one goes on here."""
+    """The sidecar was stopped (SIGTERM); the next one continues here."""
 
 
 class UnheededError(EnvScalerError):
-    """Nobody owns the attempt, and the wrapper did not end it though it was told to, and given time."""
+    """The attempt is orphaned and the wrapper ignored the request to stop it within the grace period."""
 
 
 class SetupCancelledError(EnvScalerError):
-    """The attempt was asked to go before it began."""
+    """The owner stopped the attempt before it began."""
 
 
 class Messages:
-    """One line for people from each part; the newest is shown first."""
+    """One human-readable line from each part; the newest is shown first."""
 
     def __init__(self) -> None:
-        """Begin with nothing to say."""
+        """Begin without messages."""
         self._lock = threading.Lock()
         self._lines: dict[str, str] = {}
 
     def say(self, part: str, line: str | None) -> None:
-        """Set, or with None take back, what *part* has to say."""
+        """Set the line of *part*; None removes it."""
         with self._lock:
             self._lines.pop(part, None)
             if line is not None:
@@ -65,17 +65,18 @@ class Site:
         spool: Folder shared with the wrapper.
         store: Store of the run (``for_run``).
         who: Node, attempt, generation.
-        layout: Where things lie on this node.
-        memory: What survives a kill of the sidecar.
+        layout: The paths of this node.
+        memory: State that survives a kill of the sidecar.
         monotonic: Clock for ages; never the wall clock.
         ending: Set when the sidecar must end.
-        messages: What people are told in the status.
-        uid: Of the pod or node process; "" where the backend gives none, then one is made for the folder.
-        address: ``host:port`` at which the other nodes reach this one; None where they do not ask it.
-        rendezvous: Node 0's, as its status gave it together with its choice of the checkpoint.
-        patience_s: Longest time that the set-up waits for a store that does not answer, of a transfer since
-            its last whole file. Chosen: a failover of a region's object store takes minutes; a longer one
-            costs more than a restart.
+        messages: Human-readable lines for the status.
+        uid: Uid of the pod or node process; "" where the backend gives none; then the sidecar creates one for
+            the folder.
+        address: ``host:port`` at which the other nodes reach this one; None where they do not use it.
+        rendezvous: Rendezvous address of node 0, from the status in which it named its checkpoint.
+        patience_s: Longest time that the set-up waits for a store that does not answer; for a transfer, the
+            time since its last complete file. Chosen: a failover of a region's object store takes minutes; a
+            longer wait costs more than a restart.
     """
 
     spool: Spool
@@ -94,9 +95,9 @@ class Site:
 
     @contextmanager
     def transfer(self, doing: str, name: str) -> Iterator[Moved]:
-        """Show in the status how far the block is with *doing* something to *name*, by the bytes it counts.
+        """Show in the status how many bytes the block has moved; *doing* is the verb for *name*.
 
-        One at a time: all transfers of a node follow each other.
+        A node has one transfer at a time.
         """
         self._transfer = (doing, name, moved := Moved())
         try:
@@ -105,7 +106,7 @@ class Site:
             self._transfer = None
 
     def transferring(self) -> Transfer | None:
-        """What is moved now; None for nothing, or while it is not known how much it is."""
+        """The current transfer; None without one, or while its size is unknown."""
         current = self._transfer  # read once: another thread ends the transfer
         if current is None:
             return None
@@ -113,19 +114,19 @@ class Site:
         return None if not moved.total else Transfer(doing, name, moved.done, moved.total)
 
     def ended(self) -> Ended | None:
-        """How the command ended, as the wrapper says; None while it runs or when that cannot be read."""
+        """How the command ended, as the wrapper reports; None while it runs or when that cannot be read."""
         try:
             status = self.spool.wrapper_status()
         except ProtocolError:
-            return None  # the main loop says so
+            return None  # the main loop reports it
         return status.ended if status else None
 
     def has_ended(self) -> bool:
-        """True when the wrapper said that the command has ended."""
+        """True when the wrapper has reported that the command ended."""
         return self.ended() is not None
 
     def between(self) -> None:
-        """Run between two files of a transfer.
+        """Check, between two files of a transfer, whether to continue.
 
         Raises:
             WorkInterruptedError: The sidecar must end.
@@ -134,11 +135,11 @@ class Site:
             raise WorkInterruptedError("the sidecar was asked to end")
 
     def wanted(self) -> None:
-        """Run between two files of the set-up.
+        """Check, between two files of the set-up, whether to continue.
 
         Raises:
             WorkInterruptedError: The sidecar must end.
-            SetupCancelledError: The attempt was asked to go before it began.
+            SetupCancelledError: The owner stopped the attempt before it began.
         """
         self.between()
         control = self.spool.current_control()
@@ -146,23 +147,24 @@ class Site:
             raise SetupCancelledError(f"asked to {control.action} before the start: {control.reason}")
 
     def remember_places(self) -> None:
-        """Note where outputs and checkpoints really are; before the start nobody could lay a link."""
+        """Record the real folders of outputs and checkpoints; before the start, no one can add a link."""
         paths = [*self.layout.outputs.values(), self.layout.checkpoint_path]
         paths += [mount.path for mount in self.layout.mounts if mount.is_written_back]
         places = {path: str(Path(path).parent.resolve()) for path in paths if path is not None}
         self.memory.update(places=places)
 
     def place(self, path: Path) -> Place | None:
-        """The folder that held *path* before the start; None before that."""
+        """The folder that contained *path* before the start; None if not recorded."""
         was = self.memory.state.places.get(str(path))
         seen_as = self.layout.seen_as.get(str(path))
         return None if was is None else Place(Path(was), None if seen_as is None else Path(seen_as).parent)
 
     def check_place(self, path: Path) -> None:
-        """Refuse a path whose folder is another one than before the start.
+        """Refuse a path whose folder has changed since the start.
 
         Raises:
-            CheckpointError: The training laid a link on the way: what it leads to is not the training's.
+            CheckpointError: The training put a link into the path; its target does not belong to the
+                training.
         """
         was, now = self.memory.state.places.get(str(path)), str(path.parent.resolve())
         if was not in (None, now):
@@ -171,8 +173,8 @@ class Site:
     def patiently(self, call: Callable[[], _T], *, what: str, moved: Moved | None = None) -> _T:
         """Call until the store answers, with back-off, for at most ``patience_s``.
 
-        Where *moved* counts what the calls transfer, each whole file begins the wait anew: a long transfer
-        outlives one error, and goes on where it was.
+        Where *moved* counts what the calls transfer, each complete file restarts the wait: a long transfer
+        survives an error and continues where it was.
 
         Raises:
             StoreError: It did not answer in time.
@@ -198,14 +200,14 @@ class Site:
 
 
 class _Patience:
-    """Over once ``patience_s`` have passed, by the site's clock, since a whole file was moved."""
+    """Is over ``patience_s`` after the last complete file was moved, by the site's clock."""
 
     def __init__(self, site: Site, moved: Moved | None) -> None:
         self._site, self._moved = site, moved
         self._since, self._files = site.monotonic(), 0 if moved is None else moved.files
 
     def is_over(self) -> bool:
-        """Asked after each failed try."""
+        """True when no further try should follow; called after each failed one."""
         now = self._site.monotonic()
         if self._moved is not None and self._moved.files > self._files:
             self._since, self._files = now, self._moved.files
@@ -213,10 +215,10 @@ class _Patience:
 
 
 class Backoff:
-    """When to try again something that failed: 2 s, doubled up to 60 s (chosen); at once when it worked."""
+    """When to retry after a failure: 2 s, doubled up to 60 s (chosen); immediately after a success."""
 
     def __init__(self, monotonic: Callable[[], float], *, first_s: float = 2.0, most_s: float = 60.0) -> None:
-        """Be ready at once."""
+        """Begin ready."""
         self._monotonic = monotonic
         self._first_s, self._most_s = first_s, most_s
         self._wait_s = first_s
@@ -224,27 +226,27 @@ class Backoff:
 
     @property
     def is_ready(self) -> bool:
-        """True when it may be tried."""
+        """True when the next try may start."""
         return self._monotonic() >= self._not_before
 
     def failed(self) -> None:
-        """Wait longer than the last time."""
+        """Double the wait."""
         self._not_before = self._monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, self._most_s)
 
     def worked(self) -> None:
-        """Forget earlier failures."""
+        """Reset the wait."""
         self._wait_s = self._first_s
         self._not_before = -float("inf")
 
 
 VARIABLE = "ENVSCALER_STORE_KEYS"
-"""Names the folder: a file for each variable that the store's client reads, as a mounted Secret has them."""
+"""Names the folder with one file per variable that the store's client reads, like a mounted Secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def load_store_keys() -> None:
-    """Set what lies in the folder as variables of this process alone, if one is named.
+    """Set the files of that folder as variables of this process only, if a folder is named.
 
     A process started later inherits them only if it is given ``os.environ``.
 

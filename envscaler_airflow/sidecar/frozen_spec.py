@@ -1,4 +1,4 @@
-"""What the frozen spec of a run says to the sidecar and, through ``start.json``, to the wrapper."""
+"""The parts of a run's frozen spec that the sidecar and, through ``start.json``, the wrapper need."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import ProtocolError
 
 MAX_SPEC_BYTES = 1 << 22
-"""Largest spec read, bytes. Chosen: a thousand times the usual one."""
+"""Largest spec that is read, bytes. Chosen: a thousand times the usual size."""
 SNAPSHOT_EVERY: Mapping[str, float] = {"seconds": 600.0}
-"""Between snapshots when the spec does not say. Chosen: at most ten minutes of work are lost."""
+"""Time between snapshots when the spec does not say. Chosen: at most ten minutes of work are lost."""
 KEEP = 3
 """Checkpoints kept when the spec does not say. Source: the spec's own default, ``checkpoint.keep``."""
 
@@ -25,14 +25,14 @@ _COUNT = re.compile(r"(\d+)\s*(step|epoch)s?\Z")
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The parts of the spec that matter beside the training.
+    """The parts of the spec that the sidecar and the wrapper use.
 
     Attributes:
         every: ``{"seconds"|"steps"|"epochs": n}`` between checkpoints; None when the spec does not say.
-        keep: How many checkpoints stay.
+        keep: How many checkpoints to keep.
         align: ``step`` or ``epoch``.
         global_batch: Samples per step over all ranks; None when the spec does not say.
-        log_patterns: For code that does not cooperate.
+        log_patterns: For scripts that do not import the library.
         stall_factor, stall_min_s: When a training without steps counts as stalled; None: the wrapper's.
         secret_env: Names of variables whose values are secrets.
         workdir_archive: Name of the archive in the store; None when the spec does not say.
@@ -51,7 +51,7 @@ class Frozen:
     success: str = "exit-code"
 
     def with_interval(self, seconds: float | None) -> Frozen:
-        """The same with checkpoints at least every *seconds*, where they go by time; None changes nothing."""
+        """Copy with checkpoints at least every *seconds*, if its interval is a time; None changes nothing."""
         every = (self.every or {}).get("seconds")
         if not seconds or every is None or every <= seconds:
             return self
@@ -59,10 +59,10 @@ class Frozen:
 
 
 def read_frozen(body: bytes) -> Frozen:
-    """Read the frozen spec, which the owner's side wrote as JSON.
+    """Read the frozen spec, which the owner wrote as JSON.
 
     Raises:
-        ProtocolError: It is no mapping, or a field that matters here has another form.
+        ProtocolError: It is not a mapping, or a field that is used here has another form.
     """
     spec = _mapping(_parse(body), "frozen spec")
     checkpoint = _mapping(spec.get("checkpoint"), "checkpoint")
@@ -108,7 +108,7 @@ def read_every(value: Any) -> Mapping[str, float] | None:
     """``"10m"``, ``"100 steps"``, ``"1 epoch"`` or ``{"steps": 100}``, as one mapping.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: It has another form.
     """
     if value is None:
         return None

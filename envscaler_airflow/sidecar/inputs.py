@@ -35,7 +35,7 @@ from envscaler_airflow.store.transfer_progress import Moved
 
 
 def fetch(site: Site, store: Store, sizes: Mapping[str, int], path: Path, index: Path, moved: Moved) -> None:
-    """Let *path* hold exactly the objects of *sizes*; *index* remembers their versions, *moved* counts bytes.
+    """Make *path* contain exactly the objects of *sizes*; *index* keeps their versions, *moved* counts bytes.
 
     Raises:
         StoreError: The store did not answer in time.
@@ -45,7 +45,7 @@ def fetch(site: Site, store: Store, sizes: Mapping[str, int], path: Path, index:
     held: dict[str, str | None] = {}
 
     def hold(name: str) -> None:
-        if name in held:  # by an earlier try
+        if name in held:  # from an earlier try
             moved.add(sizes[name])
             return
         target = path / name
@@ -70,7 +70,7 @@ def each(
     *,
     between: Callable[[], None],
 ) -> None:
-    """*act* on each name of *sizes*, small ones side by side."""
+    """Call *act* on each name of *sizes*, small ones in parallel."""
     moved.begin(sum(sizes.values()))
     manifests.side_by_side(act, sorted(sizes), store.at_once, size=sizes.__getitem__, between=between)
 
@@ -100,11 +100,11 @@ _HOST = "hostPath:"
 
 
 def bring(site: Site, mount: Mount) -> None:
-    """Lay *mount* out.
+    """Copy the content of *mount* in.
 
     Raises:
-        SpecError: The source cannot be had that way, or does not exist.
-        CheckpointError: An output of a run is missing, torn or of another hash.
+        SpecError: The source is not available that way, or does not exist.
+        CheckpointError: An output of a run is missing or torn, or has another hash.
         StoreError: The store did not answer in time.
     """
     path = Path(mount.path)
@@ -165,7 +165,7 @@ def _is_file_path(path: Path, name: str) -> bool:
 
 
 def _copy(site: Site, mount: Mount, path: Path) -> None:
-    """The source itself may be a link; its content is opened below it, so no link in it leads elsewhere."""
+    """Copy a source that may be a link; its content is opened below it, so no link leads elsewhere."""
     named = Path(mount.source.removeprefix("file://"))
     source = Path(os.path.realpath(named))
     try:
@@ -188,7 +188,7 @@ def _copy(site: Site, mount: Mount, path: Path) -> None:
 
 
 def _copy_file(item: manifests.TreeFile, root: Root, name: str, moved: Moved) -> None:
-    """The file with its mode and time, as one whole."""
+    """Copy the file with its mode and time, atomically."""
     with item.open(shares_names=True) as stream, root.landing(name) as new:
         with moved.sending(stream, item.size):
             shutil.copyfileobj(stream, new, COPY_BYTES)
@@ -213,7 +213,7 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
         _get(site, mount, store, sizes, path)
         return
     if mount.is_written_back:
-        path.mkdir(parents=True, exist_ok=True)  # nothing lies there yet
+        path.mkdir(parents=True, exist_ok=True)  # the folder does not exist yet
         return
     parent, _, name = mount.source.rstrip("/").rpartition("/")
     store = open_store(parent, site.layout.store_options)
@@ -230,7 +230,7 @@ def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
 def _get(
     site: Site, mount: Mount, store: Store, sizes: Mapping[str, int], path: Path, *, place: str | None = None
 ) -> None:
-    """Lay the objects of *sizes* below *path*, small ones side by side; *place*: the only one there."""
+    """Fetch the objects of *sizes* below *path*, small ones in parallel; *place*: the only one there."""
     with _transfer(site, mount) as moved:
         if mount.index is not None:
             fetch(site, store, sizes, path, Path(mount.index), moved)
@@ -238,9 +238,9 @@ def _get(
         root = Root.real(Path(os.path.realpath(path, strict=True)))
 
         def get(name: str) -> None:
-            """Through no link."""
+            """Fetch one object without following a link."""
             if _size(root, place or name) == sizes[name]:
-                moved.add(sizes[name])  # fetched before, since it lands as a whole
+                moved.add(sizes[name])  # fetched before: a file appears only when it is complete
                 return
             with root.landing(place or name) as stream, moved.arriving(stream, sizes[name]):
                 store.get_file(name, stream)

@@ -1,6 +1,6 @@
-"""The rounds of a running sidecar: what is heard, what is said, and the end.
+"""The rounds of a running sidecar: what it reads, what it reports, and the end.
 
-Three threads, so that nothing quick waits for anything long: this one (control, lease, chunks,
+It has three threads, so that nothing quick waits for anything long: this one (control, lease, chunks,
 status), one for the set-up and the uploads, one for snapshots.
 """
 
@@ -23,21 +23,22 @@ from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs
 from envscaler_airflow.sidecar.writeback import WriteBack
 
 ROUND_S = 0.5
-"""Between two rounds. Chosen: half of the wrapper's second."""
+"""Time between two rounds. Chosen: half of the wrapper's second."""
 STATUS_S = 15.0
-"""Between two statuses without a change, seconds. Chosen: a stall is seen within a minute, for 240 writes an
-hour and node."""
+"""Time between two statuses without a change, seconds. Chosen: a stall is seen within a minute, at 240 writes
+per hour and node.
+"""
 WRAPPER_S = 120.0
-"""How long a wrapper may say nothing after the set-up failed, before its end is told for it. Chosen."""
+"""How long a wrapper may be silent after the set-up failed, before the sidecar reports its end. Chosen."""
 
 log = logging.getLogger(__name__)
 
 
 class Heavy:
-    """Set-up, then checkpoints, then outputs: what takes long, one after another."""
+    """The long tasks, one after another: set-up, then checkpoints, then outputs."""
 
     def __init__(self, site: Site) -> None:
-        """Go on where an earlier sidecar was."""
+        """Continue where an earlier sidecar stopped."""
         self._site = site
         self._checkpoints: Checkpoints | None = None
         self._outputs = Outputs(site)
@@ -45,7 +46,7 @@ class Heavy:
         self.frozen: Frozen | None = None
 
     def step(self) -> None:
-        """Do what is next.
+        """Do the next task.
 
         Raises:
             WorkInterruptedError: The sidecar must end.
@@ -54,7 +55,7 @@ class Heavy:
         if not site.memory.state.is_laid_out:
             setup.lay_out(site)
         if not site.who.claim:
-            claim.take(site)  # the set-up could not, or this sidecar was restarted after it
+            claim.take(site)  # the set-up did not, or this sidecar was restarted after it
         if site.memory.state.is_drained:
             return
         if site.memory.state.failed is not None:
@@ -66,7 +67,7 @@ class Heavy:
         has_left = self._checkpoints.step()
         if has_left and site.memory.state.is_final_snapshot_done:
             ended = site.ended()
-            # Looked at once more: the last snapshot may have come after the step above.
+            # Check again: the last snapshot may have come after the step above.
             if ended is not None and self._checkpoints.step() and self._are_outputs_done(ended):
                 site.memory.update(is_drained=True)
 
@@ -77,10 +78,10 @@ class Heavy:
 
 
 class Speaker:
-    """Writes the node's status: every 15 s, and at once when something changed that others act on."""
+    """Writes the node's status: every 15 s, and immediately after a change that others act on."""
 
     def __init__(self, site: Site) -> None:
-        """Go on with the sequence of an earlier sidecar, also of one on a machine that is gone."""
+        """Continue the sequence of an earlier sidecar, even of one on a machine that no longer exists."""
         self._site = site
         self._backoff = Backoff(site.monotonic)
         self._said: Status | None = None
@@ -93,7 +94,7 @@ class Speaker:
         return status_name(who.generation, who.attempt, who.node, who.claim)
 
     def step(self, status: Status) -> bool:
-        """Write *status* when it is time; True when the store holds what matters of it."""
+        """Write *status* when it is time; True when the store has every part of it that matters."""
         now = self._site.monotonic()
         has_changed = self._said is None or _matter(status) != _matter(self._said)
         if not has_changed and now - self._said_at < STATUS_S:
@@ -112,7 +113,7 @@ class Speaker:
         return True
 
     def _next_sequence(self) -> int:
-        """One more than was ever written, as far as this disk and the store remember."""
+        """One more than the last number written, as far as this disk and the store know."""
         last = self._sequence if self._sequence is not None else self._last_in_store()
         sequence = max(last, self._site.memory.state.sequence) + 1
         try:
@@ -134,7 +135,7 @@ class Speaker:
 
 
 def _matter(status: Status) -> Status:
-    """The parts of a status whose change is written at once."""
+    """The parts of a status whose change is written immediately."""
     progress = dataclasses.replace(type(status.progress)(), epoch=status.progress.epoch)
     return dataclasses.replace(
         status, sequence=0, progress=progress, cpu_seconds=None, usage={}, transfer=None
@@ -142,7 +143,7 @@ def _matter(status: Status) -> Status:
 
 
 def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
-    """What this node says now: the wrapper's part, and the sidecar's own; ``ended`` only when *is_over*."""
+    """This node's current status: the wrapper's part and the sidecar's; ``ended`` only when *is_over*."""
     state, who = site.memory.state, site.who
     base = said or Status()
     ended, phase = _end(state, base) if is_over else (None, _phase(state, base))
@@ -188,7 +189,7 @@ def _end(state: State, base: Status) -> tuple[Ended | None, str]:
 
 
 class Sidecar:
-    """One sidecar: :meth:`run` until all is uploaded or it is told to end."""
+    """One sidecar: :meth:`run` until everything is uploaded or it is stopped."""
 
     def __init__(self, site: Site) -> None:
         """Serve *site*."""
@@ -203,7 +204,7 @@ class Sidecar:
         self._snapshots: Snapshots | None = None
 
     def run(self) -> bool:
-        """Go on until the end; True when all is done, False when the sidecar was told to end."""
+        """Run until the end; True when everything is done, False when the sidecar was stopped."""
         if self._site.memory.state.phase == "done":
             return True
         threads = [self._thread(self.heavy.step, "heavy"), self._thread(self.snapshot, "snapshots")]
@@ -229,7 +230,7 @@ class Sidecar:
             while not self._site.ending.is_set():
                 try:
                     step()
-                except (StoreError, OSError) as err:  # a full disk, for one: said, and tried again
+                except (StoreError, OSError) as err:  # for example a full disk: reported, and retried
                     self._site.messages.say(name, f"{type(err).__name__}: {err}")
                     self._site.ending.wait(5)
                 else:
@@ -242,7 +243,7 @@ class Sidecar:
             self._site.ending.set()
 
     def snapshot(self) -> None:
-        """One round of the snapshots, once it is known how often they are wanted."""
+        """One round of snapshots, once their interval is known."""
         if self._snapshots is None:
             if self.heavy.frozen is None and self._site.memory.state.failed is None:
                 return
@@ -251,7 +252,7 @@ class Sidecar:
         self._snapshots.step()
 
     def step(self) -> bool:
-        """One quick round; True when all is done and reported. Before its claim it writes nothing."""
+        """One quick round; True when everything is done and reported. Before its claim it writes nothing."""
         site = self._site
         if not site.who.claim:
             return False
@@ -264,7 +265,7 @@ class Sidecar:
         is_over = state.is_drained and is_empty and (has_ended or self._is_abandoned())
         is_said = self._speaker.step(compose(site, said, is_over=is_over))
         phase = "setup" if not state.is_laid_out else "draining" if has_ended else "running"
-        # Only now: whoever reads "done" may take the machine away.
+        # Only now: a process that reads "done" may release the machine.
         self._enter("done" if is_over and is_said else phase)
         return is_over and is_said
 
@@ -285,7 +286,7 @@ class Sidecar:
                 self._site.messages.say("sidecar", str(err))
 
     def _is_abandoned(self) -> bool:
-        """The set-up failed, and the wrapper never took that up."""
+        """True when the set-up failed and the wrapper never reacted to it."""
         if self._failed_at is None:
             self._failed_at = self._site.monotonic()
         return self._site.monotonic() - self._failed_at >= WRAPPER_S

@@ -1,4 +1,4 @@
-"""What comes from the owner: the control, the lease, and whether a later attempt has begun."""
+"""What the sidecar reads from the owner: the control, the lease, and whether a later attempt has begun."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from envscaler_airflow.sidecar.context import Site, UnheededError
 from envscaler_airflow.store.lease import LeaseWatch, read_lease
 
 CONTROL_S = 2.0
-"""Between two readings of the control. Chosen: a quarter of the usual step towards a checkpoint."""
+"""Time between two readings of the control. Chosen: a quarter of the usual step towards a checkpoint."""
 LEASE_S = 15.0
-"""Between two readings of the lease. Chosen: four in each renewal."""
+"""Time between two readings of the lease. Chosen: four per renewal."""
 SUPERSEDED_S = 15.0
-"""Between two looks for a later attempt. Chosen: two that train at once cost the price of both; the lease is
-read as often."""
+"""Time between two checks for a later attempt. Chosen: two attempts that train at once cost the price of
+both; the lease is read as often.
+"""
 LEAVE_S = 60.0
-"""Longest wait for a step boundary once nobody owns the run. Chosen: most steps take seconds."""
+"""Longest wait for a step boundary once the run is orphaned. Chosen: most steps take seconds."""
 
 
 class OwnerWatch:
-    """Hands the owner's control to the wrapper; asks it to go when nobody owns this attempt any more.
+    """Passes the owner's control to the wrapper; stops the wrapper when the attempt is orphaned.
 
-    A store that cannot be read changes nothing. What the sidecar asks on its own stays asked.
+    A store that cannot be read changes nothing. The sidecar does not withdraw its own requests.
     """
 
     def __init__(self, site: Site) -> None:
@@ -32,15 +33,15 @@ class OwnerWatch:
         self._site = site
         self._lease = LeaseWatch(site.monotonic)
         self._due = {"control": -float("inf"), "lease": -float("inf"), "superseded": -float("inf")}
-        self._owners: Control | None = None  # what the spool holds of it the training can change
+        self._owners: Control | None = None  # the training can change the spool's copy
         self._asked: Control | None = None
         self._asked_at = -float("inf")
 
     def step(self) -> None:
-        """Look at what is due.
+        """Do the checks that are due.
 
         Raises:
-            UnheededError: What the sidecar asked on its own was not done in its time, nor in its grace.
+            UnheededError: The wrapper did not follow the sidecar's own request in time, nor within the grace.
         """
         if self._asked is None and (remembered := self._remembered()) is not None:
             self._ask(remembered)
@@ -77,9 +78,9 @@ class OwnerWatch:
             return
         control = Control.from_json(body, where=name)
         if control.action == "hold":
-            return  # for this side alone: the set-up waits for the owner's list
+            return  # only on this side: the set-up waits for the owner's list
         if self._owners is not None and control.sequence < self._owners.sequence:
-            return  # an owner that slept wrote what it had meant to write before; the later word stands
+            return  # an owner that was suspended wrote an outdated control; the later one counts
         self._owners = control
         if self._site.spool.control_text() != body:
             self._site.spool.write(self._site.spool.control, body)
@@ -91,7 +92,7 @@ class OwnerWatch:
             self._leave(control, f"orphaned: the lease stood still for {self._lease.unchanged_s:.0f} s")
 
     def _look_for_later(self) -> None:
-        """End what is void at once: nothing that it would still save counts."""
+        """Stop an attempt that no longer counts immediately: nothing that it would still save counts."""
         standing = standing_of(self._site)
         if standing in ("over", "replaced"):
             self._ask(_stop(self._control(), f"orphaned: {WHY[standing]}"))
@@ -113,15 +114,15 @@ class OwnerWatch:
         self._ask(ask)
 
     def _remembered(self) -> Control | None:
-        """What an earlier sidecar of this attempt asked on its own."""
+        """The request that an earlier sidecar of this attempt made on its own."""
         override = self._site.memory.state.override
         try:
             return None if override is None else Control.from_json(override, where="sidecar.json")
         except ProtocolError:
-            return None  # another hand wrote it; the lease is looked at anew
+            return None  # another process wrote it; the lease is read again
 
     def _ask(self, ask: Control) -> None:
-        """From now on *ask* counts, whether or not the disk has room to write it down."""
+        """Make *ask* count from now on, even if the disk is too full to record it."""
         self._asked, self._asked_at = ask, self._site.monotonic()
         self._site.messages.say("override", ask.reason)
         self._try(self._write_down)
@@ -137,7 +138,7 @@ class OwnerWatch:
             self._site.memory.update(override=body.decode())
 
     def _carry_on(self, asked: Control) -> None:
-        """After the grace, ask harder; after that, give the wrapper up."""
+        """After the grace, request a harder stop; after that, stop waiting for the wrapper."""
         self._try(self._write_down)
         waited = self._site.monotonic() - self._asked_at
         if asked.action == "leave" and waited >= asked.align_timeout_s + asked.grace_s:
@@ -147,7 +148,7 @@ class OwnerWatch:
 
 
 def _stop(asked: Control, reason: str) -> Control:
-    """The control after *asked*, which ends the training within the grace."""
+    """The control after *asked*; it stops the training within the grace."""
     return Control(
         sequence=asked.sequence + 1,
         action="stop",

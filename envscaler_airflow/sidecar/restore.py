@@ -1,6 +1,6 @@
-"""Which checkpoint this start begins from, verified and laid out on the local disk.
+"""Which checkpoint this start resumes from, verified and copied to the local disk.
 
-Node 0 alone chooses and publishes it in its status; the other nodes wait for that.
+Only node 0 chooses; it publishes its choice in its status, and the other nodes wait for that.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ _ADDRESS = re.compile(r"[0-9A-Za-z.\[\]:-]{3,64}\Z")
 _POLL_S = 1.0
 NODE_0_S = 900.0
 """Longest wait for a pod that replaces node 0's, seconds. Chosen: as long as for a store that does not
-answer; what ends the attempt ends this node sooner."""
+answer; the end of the attempt ends this node sooner.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint that lies on the local disk, every byte verified.
+    """A checkpoint on the local disk, every byte verified.
 
     Attributes:
-        source: Its name, or the URI that it was named by.
+        source: Its name, or the URI that was given.
         path: Folder.
-        manifest: Its manifest, with the files that this node gets.
-        claim: Of the manifest in its folder; None for a URI.
+        manifest: Its manifest, with this node's files.
+        claim: Claim of the manifest in its folder; None for a URI.
     """
 
     source: str
@@ -73,11 +74,11 @@ def _is_uri(source: str) -> bool:
 
 
 def restore(site: Site, control: Control) -> Restored | None:
-    """Choose (node 0) or follow node 0, fetch, verify; None begins fresh.
+    """Choose (node 0) or follow node 0, fetch, verify; None starts without one.
 
     Raises:
-        CheckpointError: ``restore_from`` is not good, or this node cannot get what node 0 chose.
-        SetupCancelledError: The attempt is to go, or node 0 had to.
+        CheckpointError: ``restore_from`` is not valid, or this node cannot get what node 0 chose.
+        SetupCancelledError: The attempt, or node 0, was stopped.
         StoreError: The store did not answer in time.
     """
     began = site.monotonic()
@@ -158,11 +159,11 @@ def _follow(site: Site, control: Control) -> Restored | None:
 
 
 class _NodeZero:
-    """Node 0 as the other nodes see it: what the pod that claimed it last reports.
+    """Node 0 as the other nodes see it: what the last pod that claimed it reports.
 
-    That pod may be gone, with its last status left behind, when this node's pod replaces an earlier one: both
-    may have been lost. Then only a status that changes while this node looks counts, and an end of node 0
-    only after a replacement had time to start.
+    When this node's pod replaces an earlier one, that pod may be lost too, with its last status left in the
+    store. Then a status counts only if it changes while this node watches, and an end of node 0 counts only
+    after a replacement had time to start.
     """
 
     def __init__(self, site: Site) -> None:
@@ -172,7 +173,7 @@ class _NodeZero:
         self._last: tuple[int, int] = (0, 0)
 
     def decided(self) -> Status | None:
-        """Its status, once that names its choice; None before.
+        """Its status, once it names its choice; None before.
 
         Raises:
             CheckpointError, SetupCancelledError: It has ended.
@@ -206,7 +207,7 @@ class _NodeZero:
 
     @property
     def _is_alive(self) -> bool:
-        """True when neither node was ever replaced, or when it reports while this node looks."""
+        """True when neither node was ever replaced, or when node 0 reports while this node watches."""
         return (self._site.who.claim == 1 and self._last[0] == 1) or self._last != self._first
 
     def _heed_end(self, ended: Ended) -> None:
@@ -215,7 +216,7 @@ class _NodeZero:
         has_failed = not is_blameless and self._is_alive
         if not has_failed and self._site.monotonic() < self._until:
             self._site.messages.say("restore", f"{reported}; waits for the pod that replaces it")
-        elif is_blameless:  # nor is it for what follows on this node
+        elif is_blameless:  # and it causes no failure of this node either
             raise SetupCancelledError(reported)
         else:
             raise CheckpointError(reported)
@@ -244,7 +245,7 @@ def _fetch_uri(site: Site, uri: str) -> Restored:
 
 
 def _fetch_checkpoint(site: Site, name: str, claim: int | None) -> Restored:
-    """Checkpoint *name* of this run by the manifest of *claim*: every node takes that which node 0 chose."""
+    """Checkpoint *name* of this run by the manifest of *claim*, which node 0 chose for every node."""
     manifest = site.patiently(lambda: checkpoints.read_checkpoint(site.store, name, claim=claim), what=name)
     target = site.spool.restored / name
     prefix = checkpoints.checkpoint_prefix(name)
@@ -252,7 +253,7 @@ def _fetch_checkpoint(site: Site, name: str, claim: int | None) -> Restored:
 
 
 def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Path) -> Manifest:
-    """Lay out what this node gets of *manifest*, which is returned."""
+    """Fetch this node's files of *manifest*, which is returned."""
     mine = manifests.for_node(manifest, site.who.node)
     root = site.spool.made_folder(target)
     node, between = site.who.node, site.wanted
@@ -266,7 +267,7 @@ def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Pa
 
 
 def _manifest_at(store: Store, prefix: str) -> Manifest:
-    """The manifest of the folder that a URI names: of another run, whose claims are not known here."""
+    """The manifest of the folder that a URI names: of another run, whose claims are unknown here."""
     manifest = manifests.newest_manifest(store, prefix)
     if manifest.kind != "checkpoint":
         raise CheckpointError(f"it is a {manifest.kind}, not a checkpoint")
@@ -279,9 +280,9 @@ def _discard(site: Site, name: str) -> None:
 
 
 def _lay_back(site: Site, found: Restored) -> Restored:
-    """Put a snapshot where the code that knows nothing of us will look for it.
+    """Put a snapshot where code that does not import the library will look for it.
 
-    The folder then holds exactly the snapshot: what lay there was of an earlier, void life.
+    The folder then contains exactly the snapshot; files of an earlier attempt are removed.
     """
     if found.manifest.cooperative or site.layout.checkpoint_path is None:
         return found
@@ -299,12 +300,12 @@ def _lay_back(site: Site, found: Restored) -> Restored:
 
 
 def _fingerprint(site: Site, target: Path) -> str:
-    """Of what was laid back, so that it is not taken for something new."""
+    """Fingerprint of the restored files, so that they do not count as new."""
     settling = Settling(site.monotonic)
     settling.look(tree.look(target, parent=site.place(target)), Progress())
     return settling.select(is_over=True).fingerprint
 
 
 def empty(folder: Path) -> None:
-    """Remove what lies in *folder*, but not the folder, which may be a mount."""
+    """Remove the content of *folder*, but not the folder, which may be a mount."""
     Root.of(folder).empty()

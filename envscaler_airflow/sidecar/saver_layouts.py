@@ -1,23 +1,24 @@
-"""Which parts of a training's folder are whole, by the layout that its saver writes.
+"""Which parts of a training's folder are complete, by the layout that its saver writes.
 
 Completeness is judged per unit: a file, or a folder whose content marks it as one saver's.
 
-- Hugging Face Trainer ``checkpoint-N/``: whole with a readable ``trainer_state.json``, which is written
-  last. The newest whole one counts, and the best one that it names; the step is N.
-- Accelerate and diffusers ``checkpoint-N/`` and ``checkpoint_N/`` (``save_state``): no such mark; quiet, and
-  with every file that the one before has. The newest whole one counts; the step is N of ``checkpoint-N``,
-  while Accelerate's automatic naming counts its saves in ``checkpoint_N``.
+- Hugging Face Trainer ``checkpoint-N/``: complete with a readable ``trainer_state.json``, which is written
+  last. The newest complete one counts, and the best one that it names; the step is N.
+- Accelerate and diffusers ``checkpoint-N/`` and ``checkpoint_N/`` (``save_state``): no such mark; complete
+  when quiet and with every file of the previous one. The newest complete one counts; the step is N of
+  ``checkpoint-N``, while Accelerate's automatic naming counts its saves in ``checkpoint_N``.
 - torch distributed checkpoints: ``.metadata`` not older than its shards. The newest numbered folder counts,
   and every one without a number (``best/``).
 - DeepSpeed: the folder that the file ``latest`` beside it names, which rank 0 writes after all ranks' files
   (engine.py of 0.19.8, ``save_checkpoint``).
-- Any other folder that is named like a save (``step_100``, ``epoch-3``, ``5``): quiet, and with every file
-  that the one before has.
-- Other files of one number in one folder (``model_20.json`` and ``optimizer_20.pkl``): as such a folder.
-- Any other file, so Lightning's ``last.ckpt``: by itself.
+- Any other folder that is named like a save (``step_100``, ``epoch-3``, ``5``): complete when quiet and with
+  every file of the previous one.
+- Other files with the same number in one folder (``model_20.json`` and ``optimizer_20.pkl``): as such a
+  folder.
+- Any other file, such as Lightning's ``last.ckpt``: by itself.
 
-A unit that a symbolic link names (``latest``) counts whatever its number. One that a small text file names
-(``last_checkpoint``, ``checkpoint``) which is not older than it is whole: savers write such a file last.
+A unit that a symbolic link names (``latest``) counts with any number. A unit that a small text file names
+(``last_checkpoint``, ``checkpoint``) is complete if that file is not older: savers write such a file last.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from envscaler_airflow.store.manifests import TreeFile
 
 _MAX_STATE_BYTES = 64 << 20  # trainer_state.json grows with the log history
 _MOST_POINTERS = 20  # newest small files that may name others; chosen: savers keep one or two
-_MAX_TAG_BYTES = 4096  # a file name and its end of line
+_MAX_TAG_BYTES = 4096  # a file name and its line ending
 
 _CHECKPOINT = re.compile(r"((?:.*/)?checkpoint[-_](\d+))/(.+)\Z")
 _OF_THE_TRAINER = re.compile(r"(?:training_args\.bin|trainer_state\.json|rng_state(?:_\d+)?\.pth)\Z")
@@ -60,22 +61,22 @@ _LOG = re.compile(
     r"(?:.*/)?(?:events\.out\.tfevents.*|[^/]*\.(?:log|out|err|jsonl|csv|tsv|lock|pid|wandb)|[^/]*log[^/]*\.txt)\Z",
     re.IGNORECASE,
 )
-"""Files that are written all the time by the names that loggers give them."""
+"""Files that are written all the time, by the names that loggers give them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is whole, or not, by itself.
+    """A file or folder whose completeness is judged by itself.
 
     Attributes:
         name: Path of the file or folder.
-        files: Of it.
+        files: Its files.
         kind: ``trainer``, ``accelerate``, ``distributed``, ``deepspeed``, ``folder``, ``set`` or ``file``.
-        mark: True when the saver's mark says that it is whole, False when it says that it is not; None where
-            the saver makes no mark.
-        end_mark: True where a mark is there that files may follow: it counts once the writer is gone.
-        step: That the name calls so; None when it does not.
-        keeps: Names of units that this one says must be kept (the best).
+        mark: True when the saver's mark shows that it is complete, False when it shows the opposite; None
+            where the saver writes no mark.
+        end_mark: True where it has a mark that files may follow: it counts once the writer has ended.
+        step: The step in its name; None without one.
+        keeps: Names of units that this one requires to be kept (the best).
     """
 
     name: str
@@ -88,29 +89,29 @@ class Unit:
 
     @property
     def number(self) -> int | None:
-        """The number in its name that may be a step, or count its saves; None when it has none."""
+        """The number in its name that may be a step, or count its saves; None without one."""
         name = PurePosixPath(self.name)
         last = name.stem if self.is_loose else name.name
         return None if _EPOCH.search(last) else _number(last)
 
     @property
     def is_loose(self) -> bool:
-        """True for files that are no folder of one saver."""
+        """True for files that do not form the folder of one saver."""
         return self.kind in ("file", "set")
 
     @property
     def newest(self) -> TreeFile:
-        """The file that was changed last."""
+        """Its most recently changed file."""
         return max(self.files, key=lambda item: item.mtime_ns)
 
     @property
     def facts(self) -> tuple[tuple[str, int, int, int], ...]:
-        """Name, size, modification time and inode of each file: any change makes others."""
+        """Name, size, modification time and inode of each file: any change alters them."""
         return tuple((item.path, item.size, item.mtime_ns, item.inode) for item in self.files)
 
     @property
     def shape(self) -> frozenset[str]:
-        """Names of its files without numbers, to be compared with the one before."""
+        """Names of its files without numbers, to compare with the previous unit."""
         inner = (
             item.path.removeprefix(self.name) if self.kind != "set" else item.path for item in self.files
         )
@@ -118,22 +119,22 @@ class Unit:
 
 
 def is_temporary(path: str) -> bool:
-    """True for what a later rename replaces: ``tmp-checkpoint-8/``, ``model.pt.tmp``."""
+    """True for a file that a later rename replaces: ``tmp-checkpoint-8/``, ``model.pt.tmp``."""
     return any(_TEMPORARY.match(part) for part in path.split("/"))
 
 
 def is_log(path: str) -> bool:
-    """True for a file that loggers write all the time, by its name."""
+    """True for a file with the name of a log, which loggers write all the time."""
     return _LOG.match(path) is not None
 
 
 def is_event_file(path: str) -> bool:
-    """True for TensorBoard's: the next attempt writes its own."""
+    """True for TensorBoard's event files: the next attempt writes its own."""
     return path.rpartition("/")[2].startswith("events.out.tfevents")
 
 
 def units(tree: Tree) -> tuple[Unit, ...]:
-    """All units of *tree*, by name; what has a temporary name belongs to none."""
+    """All units of *tree*, by name; files with temporary names belong to none."""
     rest = [item for item in tree.files if not is_temporary(item.path)]
     found: list[Unit] = []
     for take in (_checkpoint_folders, _distributed, _deepspeed, _save_folders):
@@ -146,7 +147,7 @@ def units(tree: Tree) -> tuple[Unit, ...]:
 
 
 def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mapping[str, str]) -> list[Unit]:
-    """Those of *known* that belong into a snapshot: whole, and of some families the newest alone."""
+    """Those of *known* that belong in a snapshot: complete, and of some families only the newest."""
     whole = [unit for unit in known if is_whole(unit)]
     pointed = {trees.resolved(path, links) for path in links}
     newest: dict[tuple[str, str], Unit] = {}
@@ -162,10 +163,10 @@ def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mappi
 
 
 class Families:
-    """Units that a saver writes one after another, to find what a new one lacks."""
+    """Units that a saver writes one after another, to find which files a new one lacks."""
 
     def __init__(self, known: Iterable[Unit]) -> None:
-        """Sort *known* by their numbers."""
+        """Group *known* by their numbers."""
         members: dict[tuple[str, str], list[tuple[tuple[int, int], str, frozenset[str]]]] = {}
         for unit in known:
             if unit.kind in ("accelerate", "folder", "set"):
@@ -176,12 +177,12 @@ class Families:
 
     @staticmethod
     def _keys(unit: Unit, shape: frozenset[str]) -> list[tuple[str, str]]:
-        """By its name without numbers; of a set, by each name in it."""
+        """The keys of its family: its name without numbers; for a set, each name in it."""
         names = shape if unit.kind == "set" else {re.sub(r"\d+", "#", unit.name)}
         return [(unit.kind, name) for name in names]
 
     def lacks(self, unit: Unit) -> frozenset[str]:
-        """Files of the one before *unit*, without numbers, that it has not (yet)."""
+        """Files of the unit before *unit*, without numbers, that *unit* does not have (yet)."""
         if unit.kind not in ("accelerate", "folder", "set"):
             return frozenset()
         shape, order = unit.shape, _order(unit)
@@ -194,7 +195,7 @@ class Families:
 
 
 def step_of(chosen: Sequence[Unit]) -> tuple[Unit | None, int | None]:
-    """The unit with the newest content, and its step where its name says so.
+    """The unit with the newest content, and its step if its name has one.
 
     A small text file that names another unit (``latest``) points to it.
     """
@@ -237,7 +238,7 @@ def _order(unit: Unit) -> tuple[int, int]:
 
 
 def _numbered_sets(files: Iterable[TreeFile]) -> Iterator[Unit]:
-    """Files by folder and by the last number in their names; those without a number each by itself."""
+    """Files by folder and by the last number in their names; files without a number are single units."""
     groups: dict[tuple[str, int], list[TreeFile]] = {}
     for item in files:
         number = _number(PurePosixPath(item.path).stem)
@@ -267,7 +268,7 @@ def pointers(known: Sequence[Unit]) -> dict[str, Unit]:
 
 
 def _named_step(path: str) -> int | None:
-    """The number that a name calls a step, as Trainer and diffusers do by ``checkpoint-N``."""
+    """The number that a name marks as a step, as Trainer and diffusers do with ``checkpoint-N``."""
     match = _STEP.match(path.rstrip("/").rpartition("/")[2])
     return int(match[1] or match[2]) if match else None
 
@@ -341,10 +342,10 @@ def _distributed(files: Sequence[TreeFile]) -> Iterator[Unit]:
     groups = _grouped(files, _SHARD)
     for prefix, shards in groups.items():
         marks = [item for item in shards if item.path == f"{prefix}.metadata"]
-        # The coordinator writes .metadata last; one that is older than a shard is of the save before.
+        # The coordinator writes .metadata last; one that is older than a shard belongs to the previous save.
         is_whole = bool(marks) and all(item.mtime_ns <= marks[0].mtime_ns for item in shards)
         inner = [item for item in files if item.path.startswith(prefix) and _is_in(item, prefix, groups)]
-        if not prefix:  # the tree itself is the checkpoint: what lies beside the shards is a unit of its own
+        if not prefix:  # the tree itself is the checkpoint: a file beside the shards is its own unit
             inner = shards
         yield Unit(
             prefix.rstrip("/") or ".", tuple(inner), "distributed", mark=is_whole, step=_named_step(prefix)
@@ -352,7 +353,7 @@ def _distributed(files: Sequence[TreeFile]) -> Iterator[Unit]:
 
 
 def _is_in(item: TreeFile, prefix: str, groups: Iterable[str]) -> bool:
-    """True unless the file belongs to a shard folder further down."""
+    """True unless the file belongs to a nested shard folder."""
     return not any(len(other) > len(prefix) and item.path.startswith(other) for other in groups)
 
 
@@ -362,7 +363,7 @@ def _deepspeed(files: Sequence[TreeFile]) -> Iterator[Unit]:
         mark = next((item for item in files if item.path == f"{prefix}latest"), None)
         named = _tag(mark) if mark is not None else None
         inner = tuple(item for item in files if item.path.startswith(f"{prefix}{tag}/"))
-        # A tag that is saved again in place is whole when its mark is written again.
+        # A tag that is saved again in place is complete when its mark is rewritten.
         is_older = mark is not None and all(item.mtime_ns <= mark.mtime_ns for item in inner)
         is_kept = named == tag or (named is not None and _number(tag) is None)
         yield Unit(f"{prefix}{tag}", inner, "deepspeed", mark=is_older and is_kept, step=_named_step(tag))

@@ -1,7 +1,7 @@
 """What a start needs: workdir, inputs, the checkpoint to resume from; then ``start.json``.
 
-Until ``start.json`` is there the training waits, so every step may be repeated; once it is there
-nothing is laid out again.
+Until ``start.json`` exists the training waits, so every step may be repeated; once it exists nothing is
+prepared again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store import archive
 
 HOLD_POLL_S = 1.0
-"""Between two readings of a control that says ``hold``. Chosen: an owner lists checkpoints in seconds."""
+"""Time between two readings of a control with ``hold``. Chosen: an owner lists checkpoints in seconds."""
 _ARCHIVE = re.compile(r"workdir-([0-9a-f]{64})\.tar\.zst\Z")
 
 
 def lay_out(site: Site) -> None:
-    """Lay out all and write ``start.json``; when that fails, say why in it.
+    """Prepare everything and write ``start.json``; after a failure, with the reason in it.
 
     Raises:
-        WorkInterruptedError: The sidecar must end; the next one goes on.
+        WorkInterruptedError: The sidecar must end; the next one continues.
     """
     if site.spool.start.exists():
         site.memory.update(is_laid_out=True)
@@ -45,13 +45,13 @@ def lay_out(site: Site) -> None:
         body = {"failed": str(err), "reason": reason}
         site.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
     else:
-        site.memory.update(failed=None)  # of a try whose end could not be written down
+        site.memory.update(failed=None)  # from a try whose end could not be recorded
     site.spool.write_json(site.spool.start, body)
     site.memory.update(is_laid_out=True)
 
 
 def _reason(site: Site, err: Exception, *, has_answered: bool) -> str:
-    """What the end is called: neither a wish to go nor a store that went away is a fault of the stage."""
+    """The reason of the end: neither a requested stop nor an unreachable store is a fault of the stage."""
     if isinstance(err, SetupCancelledError):
         return "stopped"
     is_away = isinstance(err, StoreError) and has_answered and _is_away(site)
@@ -92,7 +92,7 @@ def _lay_out(site: Site, frozen: Frozen) -> dict[str, Any]:
 
 
 def read_spec(site: Site) -> Frozen:
-    """The frozen spec that the launch names, from the store, with the interval that the owner asks for.
+    """The frozen spec that the launch names, from the store, with the interval that the owner requests.
 
     Raises:
         ProtocolError: It is absent or cannot be read.

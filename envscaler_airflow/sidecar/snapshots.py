@@ -1,7 +1,7 @@
-"""When code that knows nothing of us is checkpointed: a copy of its folder becomes a local save.
+"""Checkpoints of code that does not import the library: a copy of its folder becomes a local save.
 
-A copy is taken when ``checkpoint.every`` is due and something changed, when the owner asks, and once
-more after the command ended. What of the folder counts is :mod:`.settling`'s answer.
+A copy is taken when ``checkpoint.every`` is due and something changed, when the owner requests it, and once
+more after the command ended. :mod:`.completeness` decides which files of the folder count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import COPY_BYTES, Place, Root
 
 MOST_OPEN = 256
-"""Files that are held open at once. Chosen: a quarter of the usual limit of a process."""
+"""Files that are open at once. Chosen: a quarter of the usual limit of a process."""
 
 
 def copy(
@@ -39,14 +39,14 @@ def copy(
 ) -> None:
     """Copy *selection* of *folder* to the new folder *target*; *between* runs before each file.
 
-    Up to :data:`MOST_OPEN` files are opened first, so that the copy is of one instant, whatever replaces them
-    meanwhile; of more, each must be the same before and after all were copied.
+    Up to :data:`MOST_OPEN` files are opened first, so that the copy is of one instant even if they are
+    replaced; with more files, each must be the same before and after the copy.
 
-    When *nobody_writes* any more, files are linked where the file system can: that takes neither time
-    nor room.
+    When *nobody_writes* any more, files are hard-linked where the file system supports it, which takes
+    neither time nor space.
 
     Raises:
-        CheckpointError: The files changed meanwhile, or there is too little room.
+        CheckpointError: The files changed during the copy, or there is too little space.
         OSError: The disk is full after all.
     """
     if not nobody_writes:
@@ -92,7 +92,7 @@ def _changed(folder: Path, what: str) -> CheckpointError:
 
 
 def _check_units(folder: Path, selection: Selection, parent: Place | None) -> None:
-    """Every unit still is what was selected: no file of it is another one, none came, none went."""
+    """Check that every unit is still the selected one: no file was replaced, added or removed."""
     try:
         now = {unit.name: unit.facts for unit in saver_layouts.units(tree.look(folder, parent=parent))}
     except OSError as err:
@@ -121,7 +121,7 @@ def _link(stream: BufferedReader, target: Root, path: str) -> bool:
 
 
 def _check_room(size: int, folder: Path) -> None:
-    """Leave the training room to write: 5 % of the disk or 1 GiB, whichever is less. Chosen."""
+    """Leave space for the training to write: 5 % of the disk or 1 GiB, the smaller one. Chosen."""
     room = os.statvfs(folder)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     spare = min(total // 20, 1 << 30)
@@ -132,32 +132,32 @@ def _check_room(size: int, folder: Path) -> None:
 
 
 DEFAULT_S = 600.0
-"""Interval where it counts in steps or epochs, seconds. Source: ``SNAPSHOT_EVERY``."""
+"""Interval in seconds when the spec counts steps or epochs. Source: ``SNAPSHOT_EVERY``."""
 SLACK = 0.5
-"""Part of the interval that a save may be late. Chosen."""
+"""Fraction of the interval by which a save may be late. Chosen."""
 SLACK_LEAST_S = 15.0
-"""The same at least, seconds. Chosen: quiet, hurry, and a look."""
+"""The minimum of that, seconds. Chosen: quiet time, hurry, and a scan."""
 _SILENCE_PART = "silence"
 MOST_NAMED = 5
 
 
 class Silence:
-    """Watches for node 0; :meth:`step` is called while nothing new could be saved."""
+    """Watches node 0 for missing saves; call :meth:`step` while nothing new could be saved."""
 
     def __init__(self, site: Site, every: Mapping[str, float] | None) -> None:
-        """Expect a save *every* so often; None where the spec does not say."""
+        """Expect a save at the interval *every*; None where the spec does not say."""
         self._site = site
         self._every = every
         self._since = site.monotonic()
         self._checkpoints = site.memory.state.checkpoints
 
     def saved(self) -> None:
-        """Something was saved: count from now."""
+        """Record a save: count from now."""
         self._since = self._site.monotonic()
         self._say(None)
 
     def step(self, selection: Selection | None, progress: Progress) -> None:
-        """Say so when it is time; *selection*: the folder's content, None for code that saves by itself."""
+        """Report an overdue save; *selection*: the folder's content, None for code that saves by itself."""
         site = self._site
         if site.who.node != 0 or (self._every is None and site.layout.checkpoint_path is None):
             return
@@ -208,24 +208,24 @@ class Silence:
 
 
 SCAN_S = 1.0
-"""Between two looks at the tree. Chosen: a fifth of the quiet time."""
+"""Time between two scans of the tree. Chosen: a fifth of the quiet time."""
 HURRY_S = 2 * QUIET_S
-"""How long a snapshot that is due waits for quiet; then it takes what is whole at an instant. Chosen."""
+"""How long a due snapshot waits for quiet; then it takes the files that are complete. Chosen."""
 ASK_SHARE = 0.8
-"""Part of the grace after which an ask is answered all the same. Chosen: the wrapper waits for the whole."""
+"""Part of the grace after which a request is answered anyway. Chosen: the wrapper waits for all of it."""
 UNREADABLE_S = 60.0
-"""Longest wait at the end for a folder that cannot be read. Chosen: a mount that comes back takes seconds."""
+"""Longest wait at the end for an unreadable folder. Chosen: a mount recovers within seconds."""
 _PART = "snapshot"
 
 
 class Snapshots:
     """Takes the snapshots of node 0; :meth:`step` is called about every half second.
 
-    On other nodes, without a checkpoint folder, and for code that cooperates it only answers.
+    On other nodes, without a checkpoint folder, and for code that uses ``Session``, it only answers requests.
     """
 
     def __init__(self, site: Site, every: Mapping[str, float] | None) -> None:
-        """Take one *every* so often (None: the default), and when asked."""
+        """Take one at the interval *every* (None: the default), and on request."""
         self._site = site
         self._every = every or SNAPSHOT_EVERY
         self._settling = Settling(site.monotonic)
@@ -235,12 +235,12 @@ class Snapshots:
         self._next_scan = -float("inf")
         self._is_read = False
         self._unreadable_since: float | None = None
-        self._ask: tuple[int, float, str | None] | None = None  # sequence, seen at, fingerprint then
-        with suppress(OSError):  # hard links of a copy that was cut short would be foreign names of its files
+        self._ask: tuple[int, float, str | None] | None = None  # sequence, time seen, fingerprint then
+        with suppress(OSError):  # hard links of an interrupted copy would count as foreign names of its files
             site.spool.remove(site.spool.checkpoints / ".snapshot")
 
     def step(self) -> None:
-        """Answer what is asked, take what is due. Never raises for a tree that is not ready."""
+        """Answer a request, take a due snapshot. Never raises for a tree that is not ready."""
         state = self._site.memory.state
         if not state.is_laid_out or state.is_final_snapshot_done:
             return
@@ -260,7 +260,7 @@ class Snapshots:
         if ended is None and now < self._next_scan:
             return
         self._scan(progress)
-        # A large tree is looked at less often, so that looking takes a twentieth of the time at most.
+        # A large tree is scanned less often, so that scans take at most a twentieth of the time.
         self._next_scan = now + max(SCAN_S, 20 * (self._site.monotonic() - now))
         if ended is not None:
             if self._unreadable_since is None or now - self._unreadable_since >= UNREADABLE_S:
@@ -282,7 +282,7 @@ class Snapshots:
         try:
             return self._site.spool.wrapper_status()
         except ProtocolError:
-            return None  # the main loop says so
+            return None  # the main loop reports it
 
     def _asked(self) -> Control | None:
         control = self._site.spool.current_control()
@@ -291,7 +291,7 @@ class Snapshots:
         return control if control.sequence > self._site.memory.state.answered else None
 
     def _scan(self, progress: Progress) -> None:
-        """Look at the tree."""
+        """Scan the tree."""
         folder = self._folder()
         self._is_read = False
         if folder is None:
@@ -301,7 +301,7 @@ class Snapshots:
             self._settling.look(tree.look(folder, parent=self._site.place(folder)), progress)
         except CheckpointError as err:
             self._site.messages.say(_PART, f"no snapshot: {err}")
-        except OSError as err:  # no folder any more, or not ours to read: no end may wait for it for ever
+        except OSError as err:  # folder removed or unreadable: the end must not wait for it for ever
             if self._unreadable_since is None:
                 self._unreadable_since = self._site.monotonic()
             self._site.messages.say(_PART, f"no snapshot: {err}")
@@ -310,7 +310,7 @@ class Snapshots:
             self._is_read = True
 
     def _selected(self, *, hurry: bool = False) -> Selection:
-        """What is whole now; empty when the folder could not be read."""
+        """What is complete now; empty when the folder could not be read."""
         return self._settling.select(hurry=hurry) if self._is_read else Selection()
 
     def _is_new(self, selection: Selection) -> bool:
@@ -347,7 +347,7 @@ class Snapshots:
         return self._is_new(selection) and not selection.waits_for
 
     def _for_ask(self, control: Control) -> None:
-        """Copy what is new; with ``align: epoch`` wait for the next save, such code's own boundary."""
+        """Copy what is new; with ``align: epoch`` wait for the next save, the boundary of such code."""
         now = self._site.monotonic()
         selection = self._selected()
         if self._ask is None or self._ask[0] != control.sequence:
@@ -369,7 +369,7 @@ class Snapshots:
             self._answer(control, None)
 
     def _may_come(self, selection: Selection) -> bool:
-        """True when something is being written that a snapshot could hold soon."""
+        """True when a file that a snapshot could soon contain is being written."""
         return bool(selection.waits_for) or any(
             reason.startswith(("changed less", "its saver", "lacks"))
             for reason in selection.left_out.values()
@@ -391,7 +391,7 @@ class Snapshots:
     # -- how
 
     def _take(self, selection: Selection, *, nobody_writes: bool = False) -> str | None:
-        """Copy; None, and a message, when it did not count."""
+        """Copy; None, and a message, when the copy does not count."""
         folder = self._folder()
         if folder is None:
             return None
@@ -431,7 +431,7 @@ class Snapshots:
     def _describe(
         self, selection: Selection, progress: Progress, save_s: float
     ) -> tuple[str, dict[str, object]]:
-        """Name and facts. The name's step grows even where nobody counts; the facts hold what is known."""
+        """Name and facts. The name's step grows even for code without steps; the facts may lack one."""
         who, last = self._site.who, self._site.memory.state.name_step
         step = selection.step if selection.step is not None else progress.step
         number = step if step is not None and step > last else last + 1
@@ -452,11 +452,11 @@ class Snapshots:
         self._site.memory.update(answered=control.sequence)
 
 
-"""Files named in a message. Chosen: a line that a person reads."""
+"""Files named in a message. Chosen: a line that a user reads."""
 
 
 def waiting_words(selection: Selection) -> str:
-    """``model.pt: zip without its end, log.txt: written all the time``: what stands in the way, and why."""
+    """``model.pt: zip without its end, log.txt: written all the time``: what is waited for, and why."""
     first = [*selection.waits_for, *(path for path in selection.left_out if path not in selection.waits_for)]
     words = [f"{path}: {selection.left_out.get(path, 'is being written')}" for path in first[:MOST_NAMED]]
     more = len(first) - MOST_NAMED
@@ -464,7 +464,7 @@ def waiting_words(selection: Selection) -> str:
 
 
 def left_out_words(selection: Selection) -> str | None:
-    """What a snapshot that was taken does not hold; None when that is nothing a person need know."""
+    """What a snapshot does not contain; None when the user need not know it."""
     odd = {
         path: reason
         for path, reason in selection.left_out.items()
@@ -477,7 +477,7 @@ def left_out_words(selection: Selection) -> str | None:
 
 
 def snapshot_facts(spool: Spool, name: str) -> Path:
-    """Where the facts of snapshot *name* lie: beside it, since its own files may have any name."""
+    """Path of the facts of snapshot *name*: beside it, because its own files may have any name."""
     return spool.checkpoints / f"{name}.snapshot.json"
 
 

@@ -1,7 +1,7 @@
-"""The folder between the wrapper and the sidecar, and what the sidecar remembers in it.
+"""The spool between the wrapper and the sidecar, and the state that the sidecar keeps in it.
 
-JSON files are replaced atomically, so a reader sees the old one or the new one. What the wrapper's
-side wrote is data: bounded, checked, and never followed out of the folder.
+JSON files are replaced atomically, so a reader sees the old one or the new one. Files from the wrapper's side
+are untrusted: their size is limited, they are checked, and links out of the folder are never followed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Who:
 class Mount(BaseModel):
     """A volume to copy in before the start.
 
-    ``index``: where its path outlives the node of the stage, the file that remembers what it holds.
+    ``index``: if its path outlives the stage's node, the file that records its content.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -68,13 +68,13 @@ class Mount(BaseModel):
 
 
 class Layout(BaseModel):
-    """Where things lie on this node, as the backend says (``layout.json``).
+    """The paths of this node, from the backend (``layout.json``).
 
     ``spec`` is the name of the frozen spec in the run's folder: the one that this attempt was launched with,
-    whatever later owners write. ``processes_per_node`` is set where nodes come and go during the attempt.
-    ``seen_as`` are paths of the spec by the path here, where the training sees the folder under the former.
-    ``own`` is a folder that outlives the sidecar's process and that the training cannot write, where the
-    backend has one.
+    even if later owners write others. ``processes_per_node`` is set where nodes are added and removed during
+    the attempt. ``seen_as`` maps a path here to the spec's path, under which the training sees the folder.
+    ``own`` is a folder that outlives the sidecar's process and that the training cannot write, if the backend
+    has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -109,28 +109,29 @@ class Layout(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the sidecar must know after it was killed (``sidecar.json``).
+    """What the sidecar must know after a kill (``sidecar.json``).
 
     Attributes:
-        pid: Of the sidecar.
-        uid, claim: Of the pod or node process, and the number of its claim to the node; 0 before it has one.
+        pid: Process id of the sidecar.
+        uid, claim: Uid of the pod or node process, and the number of its claim to the node; 0 before it has
+            one.
         phase: ``setup``, ``running``, ``draining``, ``done``.
-        sequence: Of the last status written.
-        is_laid_out: True once ``start.json`` is there, whatever it says.
-        is_restoring: True while a checkpoint is chosen and fetched.
-        failed: Why the set-up or the hand-over of outputs failed.
-        failed_as: What the end is called where the set-up failed and the wrapper does not say.
+        sequence: Number of the last status written.
+        is_laid_out: True once ``start.json`` exists, with any content.
+        is_restoring: True while the sidecar chooses and fetches a checkpoint.
+        failed: Why the set-up or the upload of outputs failed.
+        failed_as: Reason of the end when the set-up failed and the wrapper reports none.
         start_step, restored_from, restored_claim, restore_s, rejected: See ``protocol.Status``.
-        last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: Likewise.
+        last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: The same.
         name_step: Largest step in the name of a checkpoint of this attempt or of the one restored.
-        snapshot: Fingerprint of the tree that the last snapshot holds, or that was laid back.
+        snapshot: Fingerprint of the tree in the last snapshot, or of the restored one.
         snapshot_step, snapshot_epoch: Progress at the last snapshot.
-        answered: Sequence of the last control that a snapshot was answered for.
-        override: A control of the sidecar's own (lease expired, superseded), as JSON; once set it stays.
+        answered: Sequence of the last control that was answered with a snapshot.
+        override: A control of the sidecar's own (lease expired, superseded), as JSON; it is never withdrawn.
         is_drained: True when nothing but chunks and the last status is left to upload.
-        is_final_snapshot_done: True when the tree was looked at once more after the end.
+        is_final_snapshot_done: True when the tree was scanned once more after the end.
         outputs: Output name to URI, once uploaded.
-        places: Path that is read from the training to where its folder really was before the start.
+        places: Path that is read from the training, to the real path of its folder before the start.
     """
 
     pid: int = 0
@@ -170,7 +171,7 @@ class Spool:
     """Paths of the folder, atomic writes, and checked reads."""
 
     def __init__(self, root: Path) -> None:
-        """Use *root*, which is made when it is not there."""
+        """Use *root*, created when absent."""
         self.root = root
         self.start = root / "start.json"
         self.control = root / "control.json"
@@ -186,7 +187,7 @@ class Spool:
 
     @property
     def folder(self) -> Root:
-        """The folder itself: everything goes by its descriptor, since the training lays links here too.
+        """The folder itself; all access uses its descriptor, because the training can create links here.
 
         Raises:
             OSError: The training replaced it by a link or a file.
@@ -202,11 +203,11 @@ class Spool:
         return held
 
     def name(self, path: Path) -> str:
-        """*path*, which lies below, as a name below :attr:`folder`."""
+        """*path*, which is in the folder, as a name below :attr:`folder`."""
         return path.relative_to(self.root).as_posix()
 
     def _listed(self, folder: Path) -> list[tuple[Path, os.stat_result]]:
-        """What lies in *folder*; nothing when the training has removed it or laid something else there."""
+        """The content of *folder*; nothing when the training removed it or replaced it."""
         try:
             return [(folder / name, facts) for name, facts in self.folder.scan(self.name(folder))]
         except OSError as err:
@@ -218,7 +219,7 @@ class Spool:
         """Replace *path* atomically.
 
         Raises:
-            OSError: The disk is full, for one; the old file stays.
+            OSError: For example, the disk is full; the old file stays.
         """
         name = self.name(path)
         with self.folder.landing(name) as stream:
@@ -233,10 +234,10 @@ class Spool:
         self.write(path, json.dumps({"schema": SCHEMA, **body}, separators=(",", ":")).encode())
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
-        """An object, None when *path* is absent.
+        """Read an object; None when *path* is absent.
 
         Raises:
-            ProtocolError: Too large or no JSON object.
+            ProtocolError: Too large, or not a JSON object.
         """
         body = self._read(path)
         if body is None:
@@ -250,9 +251,9 @@ class Spool:
         return found
 
     def notice(self, line: str | None) -> None:
-        """Have the wrapper add *line* to the training's log, once; None takes back what it has not seen.
+        """Ask the wrapper to add *line* to the training's log, once; None withdraws an unread line.
 
-        The log is a courtesy: a full disk changes nothing else.
+        The line is optional: a full disk changes nothing else.
         """
         path = self.root / "notice.json"
         if line is None and not path.exists():
@@ -264,7 +265,7 @@ class Spool:
                 self.write_json(path, {"text": line})
 
     def wrapper_status(self) -> Status | None:
-        """What the wrapper last said, None before it said anything.
+        """The wrapper's last status; None before its first.
 
         Raises:
             ProtocolError: It wrote what the protocol forbids.
@@ -273,18 +274,18 @@ class Spool:
         return None if body is None else Status.from_json(body, where="wrapper.json")
 
     def control_text(self) -> bytes | None:
-        """What lies where the wrapper looks for the control; None when that is no readable file."""
+        """The file where the wrapper looks for the control; None when that is not a readable file."""
         try:
             return self._read(self.control)
         except ProtocolError:
             return None
 
     def current_control(self) -> Control | None:
-        """What was handed to the wrapper last; None before that."""
+        """The control that was last passed to the wrapper; None before the first."""
         try:
             body = self._read(self.control)
             return None if body is None else Control.from_json(body, where="control.json")
-        except ProtocolError:  # only readable ones are handed over
+        except ProtocolError:  # only readable ones are passed on
             return None
 
     def saves(self) -> bool:
@@ -305,7 +306,7 @@ class Spool:
         return sorted(found)
 
     def close_chunks(self, folder: str) -> None:
-        """Close what a wrapper that was killed left open. Only once it is known to have ended."""
+        """Close the files that a killed wrapper left open. Only once it is known to have ended."""
         suffix = ".log" if folder == "logs" else ".jsonl"
         for path, facts in self._listed(self.root / folder):
             if _OPEN.match(path.name) and _is_own_file(facts) and facts.st_size:
@@ -313,11 +314,11 @@ class Spool:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[BufferedReader]:
-        """A file that the training's side wrote, to be sent.
+        """Open a file that the training's side wrote, for upload.
 
         Raises:
-            ProtocolError: It is a link, a hard link, a pipe or a device by now.
-            OSError: It is gone, or cannot be read.
+            ProtocolError: It is now a link, a hard link, a pipe or a device.
+            OSError: It does not exist any more, or cannot be read.
         """
         try:
             stream = self.folder.open_file(self.name(path))
@@ -333,16 +334,16 @@ class Spool:
             yield stream
 
     def remove(self, path: Path) -> None:
-        """Remove the file or folder *path*, of a link the link; nothing happens when it is absent."""
+        """Remove the file, folder or link *path* (not a link's target); nothing happens when it is absent."""
         self.folder.remove(self.name(path))
 
     def new_folder(self, path: Path) -> Root:
-        """An empty folder at *path*, whatever was there. Raises OSError."""
+        """Create an empty folder at *path*, in place of anything there. Raises OSError."""
         self.remove(path)
         return self.made_folder(path)
 
     def made_folder(self, path: Path) -> Root:
-        """The folder *path*, made where it is absent. Raises OSError."""
+        """Create the folder *path* if it is absent. Raises OSError."""
         self.folder.make_folder(self.name(path))
         return self.folder.enter(self.name(path))
 
@@ -360,7 +361,7 @@ class Spool:
         return [name for _, name in sorted(names)]
 
     def done(self, name: str) -> Path:
-        """Mark that checkpoint *name* is in the store with its manifest, or was given up for good."""
+        """Mark checkpoint *name* as done: in the store with its manifest, or abandoned for good."""
         return self.checkpoints / f"{name}.done"
 
     def _read(self, path: Path) -> bytes | None:
@@ -380,7 +381,7 @@ class Spool:
 
 
 def _places(path: Path) -> Mapping[str, str]:
-    """What :class:`Memory` wrote there; nothing before the start."""
+    """What :class:`Memory` wrote there; empty before the start."""
     try:
         found: Mapping[str, str] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -389,7 +390,7 @@ def _places(path: Path) -> Mapping[str, str]:
 
 
 def _is_own_file(facts: os.stat_result) -> bool:
-    """A plain file without a second name, as the wrapper writes them."""
+    """True for a plain file without a second name, which is what the wrapper writes."""
     return stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
 
 
@@ -397,10 +398,10 @@ class Memory:
     """The sidecar's :class:`State`, kept in ``sidecar.json``; safe between its two threads."""
 
     def __init__(self, spool: Spool, *, own: Path | None = None) -> None:
-        """Take up what an earlier sidecar of this folder left.
+        """Load what an earlier sidecar of this folder left.
 
-        What the training must not change (where folders really were) is kept in the folder *own* where there
-        is one, since ``sidecar.json`` lies where the training writes.
+        What the training must not change (the real paths of folders) is in the folder *own* if there is one,
+        because the training can write to ``sidecar.json``.
         """
         self._spool = spool
         self._own = None if own is None else own / "places.json"
@@ -411,11 +412,11 @@ class Memory:
 
     @property
     def state(self) -> State:
-        """The state now; frozen, so it can be looked at without a lock."""
+        """The current state; frozen, so it can be read without a lock."""
         return self._state
 
     def update(self, **changes: Any) -> State:
-        """Change fields, on disk before anyone sees them.
+        """Change fields; they are on disk before any reader sees them.
 
         Raises:
             OSError: Not written; nothing has changed.
@@ -432,12 +433,12 @@ class Memory:
     def _load(self) -> State:
         try:
             body = self._spool.read_json(self._spool.sidecar) or {}
-        except ProtocolError:  # replaced atomically, so only another hand can have torn it
+        except ProtocolError:  # replaced atomically, so only another process can have torn it
             body = {}
         known = {item.name for item in dataclasses.fields(State)}
         kept = {key: value for key, value in body.items() if key in known}
         try:
-            # Names that are no UTF-8 come into it by messages; pydantic refuses them.
+            # Messages may contain names that are not valid UTF-8; pydantic refuses them.
             text = json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace")
             return _STATE.validate_json(text, strict=True)
         except ValidationError:

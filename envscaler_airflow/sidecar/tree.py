@@ -1,4 +1,4 @@
-"""The folder that a training saves to, as it is at one moment: files, links, and what is left out."""
+"""The folder that a training saves to, at one moment: files, links, and what is left out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from envscaler_airflow.store.root import Place, Root
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What lies below a folder.
+    """The content of a folder.
 
     Attributes:
         files: Regular files by path.
         links: Path of each symbolic link that points inside the tree, to its relative target.
-        left_out: Path of what cannot be kept, to the reason.
+        left_out: Path of each entry that cannot be kept, to the reason.
     """
 
     files: tuple[TreeFile, ...] = ()
@@ -32,14 +32,14 @@ class Tree:
 
 
 def look(folder: Path, *, parent: Place | None = None) -> Tree:
-    """Look at *folder* and follow no link in it; what vanishes meanwhile is left out.
+    """Scan *folder* without following a link in it; files that vanish during the scan are left out.
 
     Args:
         folder: It may itself be a link to its neighbour.
-        parent: The folder above, when that is known from before the training ran.
+        parent: The parent folder, if it is known from before the training ran.
 
     Raises:
-        CheckpointError: *folder* is a link to somewhere else than its neighbour.
+        CheckpointError: *folder* is a link to anything except its neighbour.
         OSError: It is absent, or cannot be read.
     """
     root = Root.of(folder, parent=parent)
@@ -80,7 +80,7 @@ def _inner_target(root: Root, path: str) -> str | None:
     """Target of the link at *path*, relative to its own folder; None when it leads out of the tree."""
     try:
         target = root.read_link(path)
-        root.resolve(path)  # other links may stand on the way
+        root.resolve(path)  # other links may be in the way
     except (CheckpointError, OSError):
         return None
     for base in (str(root.path), *(str(alias) for alias in root.aliases)):

@@ -1,4 +1,4 @@
-"""What goes up: chunks of logs and metrics, checkpoints, and at the end the outputs."""
+"""Uploads: chunks of logs and metrics, checkpoints, and at the end the outputs."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ from envscaler_airflow.store.claims import newest_claim
 OTHERS_S = 600.0
 """Longest wait for the other nodes' part of a checkpoint. Chosen: a tenth of an hour's work of all nodes."""
 OTHERS_AT_END_S = 120.0
-"""The same once this node's command has ended and no other says that it uploads: the others end soon after,
-or never speak again. Chosen."""
+"""The same once this node's command has ended and no other reports uploads: the others end soon after, or
+never report again. Chosen.
+"""
 _AGENT = "agent.json"
 log = logging.getLogger(__name__)
 
 
 class Chunks:
-    """Uploads closed chunks in order and deletes them; what cannot go up stays."""
+    """Uploads closed chunks in order and deletes them; a chunk that cannot be uploaded stays."""
 
     def __init__(self, site: Site) -> None:
-        """Begin with what lies there."""
+        """Begin with the existing chunks."""
         self._site = site
         self._backoff = Backoff(site.monotonic)
 
     def step(self, *, has_ended: bool) -> bool:
-        """Upload what is closed; True when nothing is left. Once it *has_ended*, nobody writes any more."""
+        """Upload closed chunks; True when none is left. Once it *has_ended*, no process writes any more."""
         if not self._backoff.is_ready:
             return False
         try:
@@ -68,7 +69,7 @@ class Chunks:
         return True
 
     def _send(self, folder: str, number: int, path: Path) -> None:
-        """What the training laid in a chunk's place is not sent, and keeps no later one waiting."""
+        """Send the chunk; anything else that the training put there is skipped and blocks no later one."""
         try:
             with self._site.spool.opened(path) as stream:
                 self._site.store.put_file(self._name(folder, number), stream)
@@ -89,10 +90,10 @@ class _Uploaded:
 
 
 class Checkpoints:
-    """Uploads local saves, completes them with a manifest, lets old ones go."""
+    """Uploads local saves, completes them with a manifest, and removes old ones."""
 
     def __init__(self, site: Site, keep: int, *, volumes: WriteBack | None = None) -> None:
-        """Keep the *keep* newest good ones in the store; *volumes* go up with each."""
+        """Keep the *keep* newest good ones in the store; *volumes* are uploaded with each."""
         self._site = site
         self._volumes = volumes or WriteBack(site)
         self._keep = keep
@@ -102,7 +103,7 @@ class Checkpoints:
         self._warned: set[str] = set()
 
     def step(self) -> bool:
-        """Bring every local save a step further; True when none is left.
+        """Advance every local save by one step; True when none is left.
 
         Raises:
             WorkInterruptedError: The sidecar must end; the next one uploads again.
@@ -123,7 +124,7 @@ class Checkpoints:
         return all(name in self._given_up for name in self._site.spool.saved(self._site.who))
 
     def _give_up(self, name: str, why: str) -> None:
-        """Wait for it no more, nor let what is saved later wait: it is done with, as one in the store."""
+        """Stop waiting for it, so that later saves do not wait: it counts as done, like one in the store."""
         self._given_up.add(name)
         self._uploaded.pop(name, None)
         self._site.messages.say("checkpoint", f"checkpoint {name} is lost: {why}; the one before stays")
@@ -179,7 +180,7 @@ class Checkpoints:
         self._uploaded[name] = _Uploaded(done, now, now - began)
 
     def _write_back(self) -> None:
-        """Before the checkpoint counts: none is met with an older volume. What cannot be kept is said."""
+        """Upload volumes before the checkpoint counts, so that none has an older volume; report failures."""
         try:
             self._volumes.flush()
         except CheckpointError as err:
@@ -207,7 +208,7 @@ class Checkpoints:
         self._completed(name, manifest, mine.upload_s)
 
     def _warn_of(self, differ: list[str]) -> None:
-        """Report loudly what a restore on another number of nodes would leave out."""
+        """Warn about files that a restore on another number of nodes would leave out."""
         if not differ:
             self._site.messages.say("names", None)
             return
@@ -264,7 +265,7 @@ class Checkpoints:
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
         lists, missing = [], []
         if snapshot_facts(self._site.spool, name).exists():
-            return [], []  # a snapshot is node 0's alone
+            return [], []  # only node 0 takes snapshots
         prefix = checkpoints.checkpoint_prefix(name)
         for node in range(1, self._nodes_of(name)):
             listed = manifests.node_list(node, self._claim_of(node))
@@ -275,7 +276,7 @@ class Checkpoints:
         return lists, missing
 
     def _nodes_of(self, name: str) -> int:
-        """Nodes that saved it: where they come and go, by the number of processes that it was saved by."""
+        """Number of nodes that saved it; with elastic nodes, from the number of processes that saved it."""
         each, processes = self._site.layout.processes_per_node, _whole(self._facts(name)[0], "world_size")
         if each is None or processes is None:
             return self._site.who.nodes
@@ -347,7 +348,7 @@ class Checkpoints:
         site = self._site
         who = site.who
         try:
-            # From the store: the training can change its copy in the spool.
+            # From the store: the training can change the spool's copy.
             control = checkpoints.read_control(site.store, control_name(who.generation, who.attempt))
             if control is None:
                 return
@@ -367,16 +368,16 @@ class Checkpoints:
             site.messages.say("retention", None)
 
     def _begun_from(self) -> str | None:
-        """What a node that comes later, or again, begins from, as the others did; None where none can."""
+        """The checkpoint that a late or replaced node starts from, like the others; None if none can."""
         layout, state = self._site.layout, self._site.memory.state
         is_alone = self._site.who.nodes == 1 and layout.processes_per_node is None
         return None if is_alone else state.restored_from
 
 
 def _merge(lists: list[tuple[ManifestFile, ...]]) -> tuple[tuple[ManifestFile, ...], list[str]]:
-    """All files of all nodes, and the paths under which nodes saved different ones, which are all kept.
+    """All files of all nodes, and the paths where nodes saved different ones, which are all kept.
 
-    What all nodes saved alike counts once.
+    A file that all nodes saved identically counts once.
     """
     merged: dict[str, list[ManifestFile]] = {}
     for item in (item for files in lists for item in files):
@@ -397,7 +398,7 @@ def _whole(facts: Mapping[str, Any], name: str) -> int | None:
 
 
 def _seconds(facts: Mapping[str, Any], name: str) -> float:
-    """0 for what is no time; JSON can say NaN, 1e999 and whole numbers beyond any float."""
+    """Read a time; 0 if it is not valid: JSON can contain NaN, 1e999 and integers beyond any float."""
     value = facts.get(name)
     is_time = isinstance(value, (int, float)) and 0 <= value < 2**63
     return float(value) if is_time and value is not None else 0.0
@@ -407,15 +408,15 @@ class Outputs:
     """Uploads the outputs of a command that succeeded, from node 0."""
 
     def __init__(self, site: Site) -> None:
-        """Begin with what is not uploaded yet."""
+        """Begin with the outputs that are not uploaded yet."""
         self._site = site
         self._backoff = Backoff(site.monotonic)
 
     def step(self) -> bool:
-        """Upload what is missing; True when nothing is left, or when one cannot be had.
+        """Upload what is missing; True when nothing is left, or when an output is not available.
 
         Raises:
-            WorkInterruptedError: The sidecar must end; the next one goes on.
+            WorkInterruptedError: The sidecar must end; the next one continues.
         """
         if not self._backoff.is_ready:
             return False

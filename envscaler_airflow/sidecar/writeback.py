@@ -1,8 +1,8 @@
-"""Bring back what the training changed below volumes of an object store that it may write.
+"""Upload the training's changes to writable volumes of an object store.
 
-A file counts as changed when the file system says so (ctime) since the volume was laid out or last
-brought back, whatever clock the training has. What was deleted stays in the store. Where two nodes write
-one name, the last one stands.
+A file counts as changed when its ctime is later than the volume's copy-in or last upload, so the training's
+clock has no effect. Deleted files stay in the store. If two nodes write the same name, the last upload
+counts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.outputs import is_output_uri
 
 COARSE_NS = 10_000_000
-"""By which a time of the file system may be behind, ns. Source: Linux, coarse clock, at most 10 ms."""
+"""How far the file system's time may be behind, ns. Source: Linux, coarse clock, at most 10 ms."""
 
 
 class WriteBack:
-    """Uploads what changed, with every checkpoint and at the end of a command that succeeded."""
+    """Uploads changed files with every checkpoint and at the end of a command that succeeded."""
 
     def __init__(self, site: Site) -> None:
-        """Go on from the marks that lie in the spool."""
+        """Continue from the marks in the spool."""
         self._site = site
         self._backoff = Backoff(site.monotonic)
 
     def mark(self) -> None:
-        """What lies in the volumes now is what the store holds. Raises OSError."""
+        """Record that the store has everything in the volumes now. Raises OSError."""
         for index, _ in self._writable():
             self._site.spool.write(self._mark(index), b"")
 
@@ -37,8 +37,9 @@ class WriteBack:
         """Upload what changed since the last time.
 
         Raises:
-            CheckpointError: A link leads outside its volume, or a name cannot be kept; the others are up.
-            StoreError, OSError: Not all is up; the call can be repeated.
+            CheckpointError: A link leads outside its volume, or a name cannot be kept; the others are
+                uploaded.
+            StoreError, OSError: Some files are not uploaded; the call can be repeated.
             WorkInterruptedError: The sidecar must end.
         """
         refused: CheckpointError | None = None
@@ -57,10 +58,10 @@ class WriteBack:
             raise refused
 
     def step(self) -> bool:
-        """The same at the end; True when nothing is left, or when one volume cannot be brought back.
+        """The same at the end; True when nothing is left, or when a volume cannot be uploaded.
 
         Raises:
-            WorkInterruptedError: The sidecar must end; the next one goes on.
+            WorkInterruptedError: The sidecar must end; the next one continues.
         """
         if not self._backoff.is_ready:
             return False
@@ -81,7 +82,7 @@ class WriteBack:
         return [(index, mount) for index, mount in found if not is_output_uri(mount.source)]
 
     def _marked_ns(self, mark: Path) -> int:
-        """When it was made, by the file system's clock; 0 when there is none."""
+        """When the mark was made, by the file system's clock; 0 without one."""
         try:
             return self._site.spool.folder.stat(mark.name).st_mtime_ns
         except FileNotFoundError:
@@ -104,7 +105,7 @@ class WriteBack:
                     with item.open() as stream, moved.sending(stream, item.size):
                         store.put_file(item.path, stream)
                 except (FileNotFoundError, manifests.ChangedError):
-                    return  # what took its place is newer than this look, and goes up with the next
+                    return  # the file that replaced it is newer than this scan, and is uploaded next time
                 except ProtocolError as err:
                     raise CheckpointError(f"volume {mount.name}: {item.path}: {err}") from err
 

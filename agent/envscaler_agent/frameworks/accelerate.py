@@ -7,12 +7,12 @@
     with AcceleratedSession(accelerator, loader) as session:      # after accelerator.prepare
         while session.epoch < 3:
             for batch in session.batches():
-                ...                                               # backward and optimizer.step as ever
+                ...                                               # backward and optimizer.step as before
                 session.step(loss=loss)                           # once for each batch
             ...                                                   # evaluate
 
 ``accelerator.save_state`` writes model, optimizer, scheduler and random states of every rank; the session
-adds the place in the epoch. What follows an epoch's loop is done before the epoch's end is saved.
+adds the position in the epoch. The code after an epoch's loop runs before the end of the epoch is saved.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from envscaler_agent.frameworks.torch import (
 )
 
 if TYPE_CHECKING:
-    from typing import Self  # of Python 3.11; type checkers alone read it
+    from typing import Self  # new in Python 3.11; only type checkers read it
 
 
 class AcceleratedSession:
-    """Hands out what is left of each epoch, counts steps, saves, and leaves when the stage is to move.
+    """Yields the rest of each epoch, counts steps, saves, and exits when the stage moves.
 
     Attributes:
-        session: What it speaks through.
+        session: The session that it reports to.
         epoch: Epochs finished.
         batch: Batches of this epoch that each rank has used.
     """
 
     def __init__(self, accelerator: Accelerator, loader: Any, session: Optional[Session] = None) -> None:
-        """Go on from the checkpoint, if there is one. Everything must be prepared, *loader* too.
+        """Continue from the checkpoint, if there is one. Everything must be prepared, including *loader*.
 
         Raises:
-            ValueError: *loader* was not prepared, or its dataset has no order that could be resumed.
-            CheckpointError: What was used of the epoch does not divide over these ranks.
+            ValueError: *loader* was not prepared, or its dataset has no order that can be resumed.
+            CheckpointError: The used part of the epoch does not divide over these ranks.
         """
         if not hasattr(loader, "total_batch_size"):
             raise ValueError(
@@ -70,7 +70,7 @@ class AcceleratedSession:
         if folder is not None:
             allow_numpy()
             accelerator.load_state(str(folder))
-            accelerator.step = 0  # passes since a step: of other ranks it would be another number
+            accelerator.step = 0  # passes since a step: with other ranks the number would differ
             self._restored = self._place_in(folder)
             self.epoch, self.batch = self._restored["epoch"], self._restored["batch"]
 
@@ -86,14 +86,14 @@ class AcceleratedSession:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        """Say the last numbers."""
+        """Report the last numbers."""
         self.session.__exit__(kind, error, trace)
 
     def batches(self) -> Iterator[Any]:
-        """Hand out what is left of this epoch; the end of the one before is saved first, if due or asked for.
+        """Yield the rest of this epoch; first save the end of the previous one, if due or requested.
 
         Raises:
-            SystemExit: Saved, and this machine is to be left.
+            SystemExit: The checkpoint is saved and the stage leaves this machine.
         """
         if self._owes_epoch_end:
             self._owes_epoch_end = False
@@ -104,12 +104,12 @@ class AcceleratedSession:
         loader = self._loader
         if self.batch:
             loader = self._accelerator.skip_first_batches(loader, self.batch)
-        self._loader.iteration = loader.iteration = self.epoch  # what seedable samplers draw the order from
+        self._loader.iteration = loader.iteration = self.epoch  # seedable samplers derive the order from it
         if self._restored is not None and not self.batch:
             self._set(self._restored["now"])
             self._restored = None
         for batch in loader:
-            if self._restored is not None:  # skipping has drawn from the generators
+            if self._restored is not None:  # skipping has used the generators
                 self._set(self._restored["now"])
                 self._restored = None
             self.batch += 1
@@ -118,16 +118,16 @@ class AcceleratedSession:
         self._owes_epoch_end = True
 
     def step(self, *, samples: Optional[int] = None, loss: Any = None) -> None:
-        """Count what the batch did; save when that is due or asked for.
+        """Count the batch; save when that is due or requested.
 
-        While gradients are being accumulated nothing is counted and nothing saved.
+        During gradient accumulation nothing is counted or saved.
 
         Args:
-            samples: Of this rank, in the whole step. Default: what the loader gives.
+            samples: Samples of this rank in the whole step. Default: what the loader yields.
             loss: A number or a tensor.
 
         Raises:
-            SystemExit: Saved, and this machine is to be left.
+            SystemExit: The checkpoint is saved and the stage leaves this machine.
         """
         accelerator = self._accelerator
         if not accelerator.sync_gradients:
@@ -142,9 +142,9 @@ class AcceleratedSession:
             self.session.checkpoint(self._save)
 
     def _place_in(self, folder: Path) -> Dict[str, Any]:
-        """Return this rank's place; with another number of ranks the one that leaves the same samples.
+        """Return this rank's position; with another number of ranks, the one with the same samples left.
 
-        Batches go to the ranks in turn, so that n of each of two ranks are the first 2 n of one.
+        The ranks get batches in turn, so n batches of each of two ranks are the first 2 n of a single rank.
         """
         mine, first = self._file(folder, self.session.rank), self._file(folder, 0)
         place: Dict[str, Any] = json.loads((mine if mine.exists() else first).read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ class AcceleratedSession:
         return folder / f"place-{rank:05d}.json"
 
     def _get(self) -> Dict[str, Any]:
-        """Return the random state, that of the generator which draws the order included."""
+        """Return the random state, including that of the generator that draws the order."""
         generator = self._generator()
         order = generator.get_state().tolist() if generator is not None else None
         return {**random_state(), "order": order}
@@ -190,7 +190,7 @@ class AcceleratedSession:
             generator.set_state(torch.tensor(state["order"], dtype=torch.uint8))
 
     def _generator(self) -> Any:
-        """Return what draws the order: on several ranks the one that accelerate keeps the same on all."""
+        """Return the generator of the order: with several ranks the one that accelerate synchronizes."""
         sampler = self._loader.get_sampler()
         found = (
             getattr(self._loader, "synchronized_generator", None),

@@ -7,9 +7,9 @@
     callback = SessionCallback(model)
     model.fit(x, y, epochs=20, initial_epoch=callback.initial_epoch, callbacks=[callback])
 
-``fit`` draws an epoch's order itself and has no place in it that could be saved, so checkpoints are made
-at the ends of epochs. With the torch backend and ``SessionCallback(model, data=loader)``, *loader* a
-``ResumableLoader`` that ``fit`` gets too, also between two steps.
+``fit`` draws an epoch's order itself and cannot save its position in it, so checkpoints are made at the ends
+of epochs. Checkpoints between two steps need the torch backend and ``SessionCallback(model, data=loader)``,
+where *loader* is a ``ResumableLoader`` that is also passed to ``fit``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Logs = Optional[Mapping[str, Any]]
 
 
 class SessionCallback(keras.callbacks.Callback):
-    """Reports steps, saves when it is due or asked for, and ends the program when the stage is to move.
+    """Reports steps, saves when that is due or requested, and ends the program when the stage moves.
 
     Attributes:
-        session: What it speaks through.
+        session: The session that it reports to.
         initial_epoch: For ``fit(initial_epoch=...)``; 0 on a fresh start.
     """
 
     def __init__(self, model: keras.Model, *, data: Any = None, session: Optional[Session] = None) -> None:
-        """Go on from the checkpoint, if there is one. *model* must be built and compiled.
+        """Continue from the checkpoint, if there is one. *model* must be built and compiled.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The model is not built or not compiled.
         """
         super().__init__()
         if not model.built or getattr(model, "optimizer", None) is None:
@@ -66,7 +66,7 @@ class SessionCallback(keras.callbacks.Callback):
             self._data.load_state_dict(place["data"])
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Say how long the training will be.
+        """Report how long the training will be.
 
         Raises:
             ValueError: It is the ``fit`` of another model.
@@ -82,8 +82,8 @@ class SessionCallback(keras.callbacks.Callback):
             )
         self._has_begun = True
         if self._data is not None:
-            self._data.load_state_dict(self._begin)  # fit may have looked at a batch to learn its shape
-            # What is left of an epoch is less than an epoch: keras warns of it, and it is right.
+            self._data.load_state_dict(self._begin)  # fit may have read a batch to learn its shape
+            # The rest of an epoch is shorter than an epoch: keras warns of it, but it is correct.
             warnings.filterwarnings("ignore", message="Your input ran out of data", category=UserWarning)
         self.session.__enter__()
         epochs, steps = self.params.get("epochs"), self.params.get("steps")
@@ -91,10 +91,10 @@ class SessionCallback(keras.callbacks.Callback):
         self.session.phase("training")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Put the random generators back before the first epoch's order is drawn.
+        """Restore the random generators before the first epoch's order is drawn.
 
         Raises:
-            RuntimeError: It was restored and does not go on from there.
+            RuntimeError: It was restored and does not continue from there.
         """
         del logs
         if self._folder is None:
@@ -108,7 +108,7 @@ class SessionCallback(keras.callbacks.Callback):
         self._folder = None
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Count the step; save between two steps of an epoch, where the data has a place."""
+        """Count the step; save between two steps of an epoch if the data knows its position."""
         del batch
         samples = self._data.global_batch // self._data.world_size if self._data is not None else None
         self.session.step(samples=samples, loss=(logs or {}).get("loss"))
@@ -121,7 +121,7 @@ class SessionCallback(keras.callbacks.Callback):
         self.session.checkpoint(lambda folder: self._save(folder, epoch + 1), epoch_end=epoch + 1)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """Say the last numbers."""
+        """Report the last numbers."""
         del logs
         self.session.__exit__(None, None, None)
 

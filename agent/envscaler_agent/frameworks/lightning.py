@@ -7,9 +7,9 @@
     callback = SessionCallback()
     Trainer(callbacks=[callback]).fit(model, loader, ckpt_path=callback.restored)
 
-A ``DataLoader`` of torch has no place that could be saved: Lightning begins its epoch anew. So without
-a loader that has one (``ResumableLoader``, or torchdata's ``StatefulDataLoader``) checkpoints are made
-at the ends of epochs alone.
+A ``DataLoader`` of torch cannot save its position: Lightning restarts its epoch. So checkpoints are made only
+at the ends of epochs, unless the loader can save it (``ResumableLoader``, or torchdata's
+``StatefulDataLoader``).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _FILE = "lightning.ckpt"
 
 
 class SessionCallback(Callback):
-    """Reports steps, saves when it is due or asked for, and ends the program when the stage is to move.
+    """Reports steps, saves when that is due or requested, and ends the program when the stage moves.
 
     Attributes:
-        session: What it speaks through.
+        session: The session that it reports to.
         restored: Path for ``fit(ckpt_path=...)``; None on a fresh start.
     """
 
     def __init__(self, session: Optional[Session] = None) -> None:
-        """Look for the checkpoint to go on from."""
+        """Find the checkpoint to continue from."""
         leave_group_at_exit()
         self.session = session if session is not None else Session(agree=agree)
         folder = self.session.restore()
@@ -47,7 +47,7 @@ class SessionCallback(Callback):
         self._global_step = self._samples = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See that it is used once. Two in one Trainer are refused by Lightning itself.
+        """Ensure that the callback is used once. Lightning itself refuses two in one Trainer.
 
         Raises:
             RuntimeError: This is a second training.
@@ -61,10 +61,10 @@ class SessionCallback(Callback):
         self._has_begun = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how long the training will be.
+        """Report how long the training will be.
 
         Raises:
-            RuntimeError: It was restored and did not go on from there.
+            RuntimeError: It was restored and did not continue from there.
         """
         del pl_module
         if self.restored is not None and trainer.global_step == 0 < self.session.steps:
@@ -87,7 +87,7 @@ class SessionCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Put the random generators back, once whatever Lightning itself draws from them is drawn."""
+        """Restore the random generators after Lightning itself has drawn from them."""
         del trainer, pl_module, batch_idx
         self._samples += _samples_of(batch)
         if self._folder is not None:
@@ -97,10 +97,10 @@ class SessionCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the optimizer's step; save between two steps of an epoch, if the loader knows its place."""
+        """Count the optimizer's step; save between steps of an epoch, if the loader knows its position."""
         del pl_module, batch, batch_idx
         if trainer.global_step == self._global_step:
-            return  # gradients are being accumulated
+            return  # during gradient accumulation
         self._global_step = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.session.step(samples=self._samples or None, loss=loss)
@@ -114,16 +114,16 @@ class SessionCallback(Callback):
         self.session.checkpoint(self._save_of(trainer), epoch_end=trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say the last numbers."""
+        """Report the last numbers."""
         del trainer, pl_module
         self.session.__exit__(None, None, None)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the loaders' places: at an epoch's end Lightning does not bring them back."""
+        """Return the loaders' positions: at an epoch's end Lightning does not restore them."""
         return {"loaders": [loader.state_dict() for loader in self._loaders]}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Keep the places until the loaders are there."""
+        """Keep the positions until the loaders exist."""
         self._places = state_dict["loaders"]
 
     def _save_of(self, trainer: Trainer) -> Any:
@@ -131,18 +131,18 @@ class SessionCallback(Callback):
             with telling_of_shards("saved"):
                 try:
                     trainer.save_checkpoint(folder / _FILE)
-                except RuntimeError:  # a collective's, or of every rank
+                except RuntimeError:  # from a collective, or on every rank
                     raise
-                except Exception:  # of the rank that writes: the others wait for it at the end of the save
+                except Exception:  # on the rank that writes: the others wait for it at the end of the save
                     trainer.strategy.barrier("Trainer.save_checkpoint")
                     raise
-            save_random_state(folder, self.session.rank)  # Lightning keeps none, and each rank has its own
+            save_random_state(folder, self.session.rank)  # Lightning saves none, and each rank has its own
 
         return save
 
 
 def _loaders_in(loaders: Any) -> List[Any]:
-    """Return those of a loader, or of a list or dict of them, that know their place."""
+    """Return those of a loader, or of a list or dict of loaders, that know their position."""
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     if isinstance(loaders, (list, tuple)):

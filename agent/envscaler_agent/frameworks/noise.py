@@ -1,4 +1,4 @@
-"""Gradient noise scale: how much a larger batch would still help. For the engine's statistical efficiency.
+"""Gradient noise scale: how much a larger batch would still help. For the planner.
 
 With G the true gradient and S the sum of the variances of one sample's gradient, the simple noise scale is
 B = S / |G|^2, in samples (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, eq. 2.9).
@@ -7,9 +7,9 @@ expectations |G|^2 + S/b and |G|^2 + S/B. So (appendix A.1 there)::
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        S = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
-The small batches are what one rank, or one pass of accumulation, sees; the large one is their average,
-which training computes anyway. Both are averaged over steps before the division, as a quotient of noisy
-numbers is biased (there, and Qiao et al., "Pollux", OSDI 2021, section 3.1).
+One rank, or one pass of accumulation, sees a small batch; the large one is their average, which training
+computes anyway. Both are averaged over steps before the division, because a quotient of noisy numbers is
+biased (there, and Qiao et al., "Pollux", OSDI 2021, section 3.1).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from envscaler_agent import Session
 
 SMOOTHING = 0.95
-"""Weight of the past in the running means. Chosen: the mean of about twenty looks."""
+"""Weight of the past in the running means. Chosen: the mean of about twenty samples."""
 EVERY = 10
-"""Steps between two looks. Chosen: a look costs one pass over the gradients."""
+"""Steps between two samples. Chosen: a sample costs one pass over the gradients."""
 
 
 class NoiseScale:
     """Running estimate from pairs of squared gradient norms. Pure."""
 
     def __init__(self, smoothing: float = SMOOTHING) -> None:
-        """Know nothing yet."""
+        """Begin without samples."""
         self._smoothing = smoothing
         self._weight = self._square = self._variance = 0.0
 
     def add(self, *, small: float, small_batch: int, large: float, large_batch: int) -> None:
-        """Take up the mean squared norm of small batches' gradients and that of the large batch.
+        """Add the mean squared gradient norm of the small batches and that of the large batch.
 
-        Numbers that are not finite, as a step that overflowed has them, are left out.
+        Numbers that are not finite, such as those of a step that overflowed, are left out.
 
         Raises:
             ValueError: The large batch is not larger.
@@ -57,14 +57,14 @@ class NoiseScale:
 
     @property
     def samples(self) -> Optional[float]:
-        """Noise scale, samples; None while it cannot be told: no look yet, or no gradient above the noise."""
+        """Noise scale, samples; None while unknown: no sample yet, or no gradient above the noise."""
         if self._weight == 0 or self._square <= 0:
             return None
         return max(0.0, self._variance / self._square)
 
 
 class GradientNoise:
-    """Looks at a model's gradients every few steps and reports the noise scale through a session.
+    """Samples a model's gradients every few steps and reports the noise scale through a session.
 
     ::
 
@@ -75,14 +75,14 @@ class GradientNoise:
         noise.before_step()
         optimizer.step()
 
-    Below ``DistributedDataParallel`` on several ranks the small batches are what the ranks saw, taken
-    from its buckets before they are reduced. Elsewhere they are the passes that are accumulated; with one
-    pass a step there is nothing to compare, and nothing is reported. Norms stay on the device until the
-    next look, so that nothing waits for a GPU; a step without a look costs two comparisons.
+    With ``DistributedDataParallel`` on several ranks the small batches are those of the ranks, taken from its
+    buckets before they are reduced. Otherwise they are the accumulated passes; with one pass per step there
+    is nothing to compare, and nothing is reported. Norms stay on the device until the next sample, so that
+    nothing waits for a GPU; a step without a sample costs two comparisons.
     """
 
     def __init__(self, model: Any, session: Session, *, global_batch: int, every: int = EVERY) -> None:
-        """Watch *model*; the first look is at the first step."""
+        """Watch *model*; the first sample is at the first step."""
         self._model, self._session = model, session
         self._global_batch, self._every = global_batch, every
         self._scale = NoiseScale()
@@ -92,16 +92,16 @@ class GradientNoise:
         self._pending: Optional[Tuple[Any, int, Any]] = None
         self._between_ranks = _is_parallel(model)
         if self._between_ranks:
-            # A lambda, since torch refuses a hook whose annotations are text.
+            # A lambda, because torch refuses a hook whose annotations are strings.
             model.register_comm_hook(None, lambda _state, bucket: self._reduce(bucket))
 
     @property
     def samples(self) -> Optional[float]:
-        """Noise scale so far, in samples; None while it cannot be told."""
+        """Noise scale so far, in samples; None while it is unknown."""
         return self._scale.samples
 
     def after_backward(self) -> None:
-        """Look at what one more pass added to the gradients."""
+        """Measure what one more pass added to the gradients."""
         if self._between_ranks or self._steps % self._every:
             return
         now = [gradient.detach().clone() for gradient in self._gradients()]
@@ -111,7 +111,7 @@ class GradientNoise:
         self._passes += 1
 
     def before_step(self) -> None:
-        """Look at the gradient that the step will use, and report what the look before has shown."""
+        """Measure the gradient that the step will use, and report the result of the previous sample."""
         looks = self._steps % self._every == 0
         self._steps += 1
         if not looks:
@@ -125,7 +125,7 @@ class GradientNoise:
             torch.distributed.all_reduce(small)
             self._pending = small / parts, parts, _square(self._gradients())
         elif passes > 1:
-            # What a pass adds is its gradient by some constant: the sum's, by the same one, is the mean.
+            # What a pass adds is its gradient times a constant; the mean is the sum times the same constant.
             small = torch.stack(squares).mean()
             self._pending = small, passes, _square(self._gradients()) / passes**2
 
@@ -143,7 +143,7 @@ class GradientNoise:
         self._session.report(noise_scale=self._scale.samples)
 
     def _reduce(self, bucket: Any) -> Any:
-        """Average a bucket over the ranks, as DDP would; before it, on a look, take this rank's norm."""
+        """Average a bucket over the ranks, as DDP would; first, on a sample, measure this rank's norm."""
         if self._steps % self._every == 0:
             self._squares.append(_square([bucket.buffer()]))
         return allreduce_hook(torch.distributed.group.WORLD, bucket)

@@ -27,9 +27,9 @@ def random_state() -> Dict[str, Any]:
 
 
 def set_random_state(state: Dict[str, Any]) -> None:
-    """Put every generator back to where :func:`random_state` saw it.
+    """Restore every generator to the state that :func:`random_state` returned.
 
-    What is not loaded here, and GPUs that this machine does not have, are left out.
+    Libraries that are not loaded here, and GPUs that this machine does not have, are skipped.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -48,7 +48,7 @@ def save_random_state(folder: Path, rank: int) -> None:
 
 
 def load_random_state(folder: Path, rank: int) -> bool:
-    """Go on from this rank's state; False when the training that saved had no such rank."""
+    """Restore this rank's state; False when the training that saved had no such rank."""
     path = _file(folder, rank)
     if not path.exists():
         return False

@@ -1,4 +1,4 @@
-"""Plain torch: an order of the data that can be resumed, and a checkpoint of all that the next step hangs on.
+"""Plain torch: a resumable order of the data, and a checkpoint of everything that the next step needs.
 
 ::
 
@@ -34,7 +34,7 @@ from envscaler_agent.frameworks.randomness import load_random_state, save_random
 
 GLOBAL_BATCH = "ENVSCALER_GLOBAL_BATCH"
 MICRO_BATCH = "ENVSCALER_MICRO_BATCH"
-"""What a stage with ``distributed.global_batch`` is told: samples of a step, and of one pass of one rank."""
+"""Variables of a stage with ``distributed.global_batch``: samples of a step, and of one pass of one rank."""
 _PARTS = "state.pt"
 _DRAIN_S = 0.2
 """Chosen: a thread that waits for the interpreter's lock to drop a collective needs microseconds."""
@@ -52,36 +52,37 @@ def agree(value: int) -> int:
 
 @lru_cache(maxsize=None)
 def leave_group_at_exit() -> None:
-    """Have gloo's process group destroyed when the program ends, unless an exception ends it.
+    """Destroy gloo's process group when the program ends, unless an exception ends it.
 
-    A thread of gloo may still hold the last collective while the interpreter is taken down; it then ends a
-    program that has done its work by SIGABRT (github.com/pytorch/pytorch/issues/190489). Nobody but the one
-    who made the group can tell earlier that it is done with.
+    A thread of gloo may still use the last collective while the interpreter shuts down; it then ends a
+    finished program with SIGABRT (github.com/pytorch/pytorch/issues/190489). Only the code that created the
+    group can know earlier that it is no longer needed.
     """
     atexit.register(_leave_group)
 
 
 def _leave_group() -> None:
-    # After an exception the other ranks may be stuck, and NCCL would wait for them here. One that a launcher
-    # caught (torch.multiprocessing.spawn) leaves no trace, nor does sys.exit("reason"): so never NCCL's.
+    # After an exception the other ranks may be stuck, and NCCL would wait for them here. An exception that a
+    # launcher caught (torch.multiprocessing.spawn) leaves no trace, nor does sys.exit("reason"): so never
+    # NCCL's.
     if not torch.distributed.is_initialized() or torch.distributed.get_backend() == "nccl":
         return
     if getattr(sys, "last_value", None) is None:
         torch.distributed.destroy_process_group()
-        time.sleep(_DRAIN_S)  # whoever still refers to the group keeps its threads; no call waits for them
+        time.sleep(_DRAIN_S)  # any remaining reference to the group keeps its threads; no call waits for them
 
 
 class ResumableLoader(DataLoader):
-    """A ``DataLoader`` that knows its place, whatever the number of ranks is.
+    """A ``DataLoader`` that knows its position, with any number of ranks.
 
-    The order of an epoch hangs on seed and epoch alone. It is cut into global batches, these into
-    micro batches, and each rank gets its share of every global batch. So a training that goes on
-    with other ranks uses the samples that are left, each once. What is less than a global batch at
-    the end of an epoch's order is left out, so that every step has as many samples on each rank.
+    The order of an epoch depends only on seed and epoch. It is cut into global batches, these into micro
+    batches, and each rank gets its share of every global batch. So a training that continues with another
+    number of ranks uses each remaining sample once. An incomplete global batch at the end of an epoch's order
+    is left out, so that every step has the same number of samples on each rank.
 
     Attributes:
         epoch: Epochs finished; grows when the last batch was used and the loop ends.
-        position: Samples of this epoch that all ranks have used, the batches handed out included.
+        position: Samples of this epoch that all ranks have used, including the batches already yielded.
         accumulation: Micro batches of this rank in a step.
     """
 
@@ -102,16 +103,16 @@ class ResumableLoader(DataLoader):
         Args:
             dataset: With ``__len__`` and ``__getitem__``.
             global_batch: Samples in a step, all ranks together. Default: ``ENVSCALER_GLOBAL_BATCH``.
-            micro_batch: Samples that one rank takes at once. Default: ``ENVSCALER_MICRO_BATCH``, else
+            micro_batch: Samples that one rank processes at once. Default: ``ENVSCALER_MICRO_BATCH``, else
                 this rank's whole share.
-            seed: Of the order.
+            seed: Seed of the order.
             shuffle: False: the dataset's own order.
             rank: Default: ``RANK``, else 0.
             world_size: Default: ``WORLD_SIZE``, else 1.
-            options: Of ``DataLoader``: ``num_workers``, ``collate_fn``, ...
+            options: Options of ``DataLoader``: ``num_workers``, ``collate_fn``, ...
 
         Raises:
-            ValueError: The global batch is not told, larger than the dataset, or does not divide.
+            ValueError: The global batch is unknown, larger than the dataset, or does not divide.
         """
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -132,7 +133,7 @@ class ResumableLoader(DataLoader):
         self.epoch = self.position = 0
         self._handed_out = 0
         self._steps = len(dataset) // batch
-        # A generator of its own: a loader that draws from torch's would shift every dropout after a resume.
+        # Use a separate generator: a loader that draws from torch's would shift every dropout after a resume.
         generator = torch.Generator()
         generator.manual_seed(seed)
         super().__init__(dataset, batch_sampler=_Order(self), generator=generator, **options)
@@ -142,7 +143,7 @@ class ResumableLoader(DataLoader):
         return self._steps * self.accumulation
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out what is left of this epoch; the loop's end begins the next."""
+        """Yield the rest of this epoch; the loop's end begins the next."""
         if self._is_used_up:
             self._begin_next()
         self._handed_out = 0
@@ -156,16 +157,16 @@ class ResumableLoader(DataLoader):
 
     @property
     def is_step_end(self) -> bool:
-        """True when the batch handed out last is this rank's last of its global batch."""
+        """True when the last yielded batch is this rank's last of its global batch."""
         return self._handed_out % self.accumulation == 0
 
     @property
     def epoch_end(self) -> int:
-        """Epochs finished when the batch handed out last is the epoch's last, else 0."""
+        """Epochs finished when the last yielded batch is the epoch's last, else 0."""
         return self.epoch + 1 if self._is_used_up else 0
 
     def order(self) -> List[int]:
-        """Return this rank's samples from the place on, in their order."""
+        """Return this rank's samples from the position on, in their order."""
         count = len(self.dataset)
         order = list(range(count))
         if self.shuffle:
@@ -181,7 +182,7 @@ class ResumableLoader(DataLoader):
         ]
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the place, and what it hangs on."""
+        """Return the position, and what it depends on."""
         at_end = self._is_used_up
         return {
             "epoch": self.epoch + at_end,
@@ -193,10 +194,10 @@ class ResumableLoader(DataLoader):
         }
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Go on from a place.
+        """Continue from a position.
 
         Raises:
-            CheckpointError: It is a place in another order.
+            CheckpointError: It is a position in another order.
         """
         for name, mine in self.state_dict().items():
             if name not in ("epoch", "position", "global_batch") and state[name] != mine:
@@ -220,7 +221,7 @@ class ResumableLoader(DataLoader):
 
 
 class _Order:
-    """The batch sampler of a :class:`ResumableLoader`: read anew at every ``iter``."""
+    """The batch sampler of a :class:`ResumableLoader`: read again at every ``iter``."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
@@ -231,22 +232,22 @@ class _Order:
 
 
 class TrainingState:
-    """All that a training is made of and that has ``state_dict`` and ``load_state_dict``; the random state.
+    """All parts of a training with ``state_dict`` and ``load_state_dict``, and the random state.
 
-    Rank 0 saves the parts, each rank its own random state. A model below ``DistributedDataParallel`` is
-    saved as the model itself, so that another number of ranks, or one alone, can go on with it.
+    Rank 0 saves the parts, each rank its own random state. A model inside ``DistributedDataParallel`` is
+    saved as the model itself, so that any other number of ranks, or a single one, can continue with it.
     """
 
     def __init__(self, **parts: Any) -> None:
-        """Take *parts* by name: ``model=``, ``optimizer=``, ``scheduler=``, ``loader=``, ..."""
+        """Use *parts* by name: ``model=``, ``optimizer=``, ``scheduler=``, ``loader=``, ..."""
         self._parts = {name: _unwrapped(part) for name, part in parts.items()}
         self._rank = int(os.environ.get("RANK", "0"))
 
     def save(self, folder: Path) -> None:
-        """Write what the next step hangs on; for ``Session.checkpoint``.
+        """Write what the next step depends on; for ``Session.checkpoint``.
 
         Raises:
-            CheckpointError: :meth:`load` would refuse what a part's ``state_dict`` holds.
+            CheckpointError: :meth:`load` would refuse the content of a part's ``state_dict``.
         """
         if self._rank == 0:
             torch.save({name: part.state_dict() for name, part in self._parts.items()}, folder / _PARTS)
@@ -254,7 +255,7 @@ class TrainingState:
         save_random_state(folder, self._rank)
 
     def load(self, folder: Optional[Path]) -> bool:
-        """Go on from *folder*, as ``Session.restore`` returns it; False on a fresh start.
+        """Continue from *folder*, as ``Session.restore`` returns it; False on a fresh start.
 
         Raises:
             CheckpointError: It was saved by a training with other parts.
@@ -274,12 +275,12 @@ class TrainingState:
 class ShardedState(TrainingState):
     """The same with model and optimizer as a torch distributed checkpoint: every rank writes its shards.
 
-    For models that no rank holds alone (FSDP) and for ranks on any number of nodes, before and after.
-    All ranks must call ``save`` and ``load`` together, as ``Session.checkpoint`` has them do.
+    For models that are sharded over ranks (FSDP), and for ranks on any number of nodes, before and after. All
+    ranks must call ``save`` and ``load`` together; ``Session.checkpoint`` ensures that.
     """
 
     def __init__(self, model: Any, optimizer: Any, **parts: Any) -> None:
-        """Take the model, its optimizer, and other parts by name."""
+        """Use the model, its optimizer, and other parts by name."""
         super().__init__(**parts)
         self._model, self._optimizer = model, optimizer
 
@@ -287,7 +288,7 @@ class ShardedState(TrainingState):
         """Write this rank's shards; rank 0 also the index of all of them, and the other parts.
 
         Raises:
-            CheckpointError: A rank could not write, or as :class:`TrainingState` says.
+            CheckpointError: A rank could not write, or a reason of :class:`TrainingState`.
         """
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - takes a second, and few need it
 
@@ -296,10 +297,10 @@ class ShardedState(TrainingState):
         super().save(folder)
 
     def load(self, folder: Optional[Path]) -> bool:
-        """Read the shards that this rank needs, whichever rank wrote them; False on a fresh start.
+        """Read the shards that this rank needs, from any rank; False on a fresh start.
 
         Raises:
-            CheckpointError: They cannot be read, or as :class:`TrainingState` says.
+            CheckpointError: They cannot be read, or a reason of :class:`TrainingState`.
         """
         if folder is None:
             return False
@@ -326,12 +327,12 @@ class ShardedState(TrainingState):
 
 @contextmanager
 def telling_of_shards(done: str) -> Iterator[None]:
-    """Tell of shards that cannot be *done* (saved, read) by an error that costs a checkpoint alone.
+    """Report shards that cannot be *done* (saved, read) by an error that costs only the checkpoint.
 
-    Torch's is a BaseException, which nobody catches who goes on without this checkpoint.
+    Torch's error is a BaseException, which code that continues without this checkpoint does not catch.
 
     Raises:
-        CheckpointError: In place of torch's.
+        CheckpointError: In place of torch's error.
     """
     try:
         yield
@@ -344,7 +345,7 @@ def telling_of_shards(done: str) -> Iterator[None]:
 
 
 def allow_numpy() -> None:
-    """Let ``weights_only`` loads read numbers and arrays of numpy, such as a learning rate out of a sweep."""
+    """Let ``weights_only`` loads read numbers and arrays of numpy, such as a learning rate from a sweep."""
     numpy, allow = sys.modules.get("numpy"), getattr(torch.serialization, "add_safe_globals", None)
     if numpy is not None and allow is not None:
         made_by = (getattr(numpy, "_core", None) or numpy.core).multiarray  # numpy 2, else 1
@@ -369,7 +370,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """Return a seed of 32 bits: of a larger one torch's generator for the CPU uses the lower 32 alone."""
+    """Return a 32-bit seed: torch's CPU generator uses only the lower 32 bits of a larger one."""
     digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 

@@ -7,9 +7,8 @@
     callback = SessionCallback(trainer)
     trainer.train(resume_from_checkpoint=callback.restored)
 
-The Trainer writes its own ``checkpoint-N``, with optimizer, schedule and random state, into the
-session's folder: after the step's log line and evaluation, so that a training that goes on does
-neither twice nor never.
+The Trainer writes its own ``checkpoint-N``, with optimizer, schedule and random state, into the session's
+folder: after the step's log line and evaluation, so that a resumed training does each of them exactly once.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _BEST = "best"
 
 
 class SessionCallback(TrainerCallback):
-    """Reports steps, saves when it is due or asked for, and ends the program when the stage is to move.
+    """Reports steps, saves when that is due or requested, and ends the program when the stage moves.
 
     Attributes:
-        session: What it speaks through.
+        session: The session that it reports to.
         restored: Path for ``train(resume_from_checkpoint=...)``; None on a fresh start.
     """
 
@@ -43,7 +42,7 @@ class SessionCallback(TrainerCallback):
         """Join *trainer*.
 
         Raises:
-            ValueError: One has joined it already.
+            ValueError: It already has such a callback.
             RuntimeError: This release of transformers saves in another way.
         """
         if any(isinstance(item, SessionCallback) for item in trainer.callback_handler.callbacks):
@@ -70,10 +69,10 @@ class SessionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Say how long the training will be.
+        """Report how long the training will be.
 
         Raises:
-            RuntimeError: It was restored and did not go on from there, or this is a second training.
+            RuntimeError: It was restored and did not continue from there, or this is a second training.
         """
         del control
         if self._has_begun:
@@ -115,24 +114,24 @@ class SessionCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Take note that what follows belongs to the end of an epoch."""
+        """Record that the next step belongs to the end of an epoch."""
         del args, state, control
         self._is_epoch_end = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Say the last numbers."""
+        """Report the last numbers."""
         del args, state, control
         self.session.__exit__(None, None, None)
 
     def _after_step(self, *arguments: Any, **named: Any) -> None:
-        """What the Trainer does after a step and at the end of an epoch; then the checkpoint."""
+        """Do what the Trainer does after a step and at the end of an epoch; then the checkpoint."""
         self._log_save_evaluate(*arguments, **named)
         state = self._trainer.state
         is_last_of_epoch = state.epoch is not None and state.epoch == int(state.epoch)
         if self._trainer.control.should_training_stop:
-            return  # nothing is left to move, and a Trainer that resumes here makes a step too many
+            return  # no work is left to move, and a Trainer that resumes here does one step too many
         if is_last_of_epoch and not self._is_epoch_end:
             return  # the end of the epoch follows, with its evaluation
         finished = round(state.epoch) if self._is_epoch_end and state.epoch is not None else None
@@ -149,12 +148,12 @@ class SessionCallback(TrainerCallback):
 
 @contextmanager
 def _saving_into(args: TrainingArguments, folder: Path) -> Iterator[None]:
-    """Have the Trainer write a whole checkpoint into *folder*, and nowhere else."""
+    """Make the Trainer write a complete checkpoint into *folder*, and nowhere else."""
     ours = {
         "output_dir": str(folder),
         "push_to_hub": False,
         "save_only_model": False,
-        "save_strategy": "no",  # else it takes the step's best model to lie here, on every rank at once
+        "save_strategy": "no",  # otherwise it expects the step's best model here, on every rank
         "save_total_limit": None,
     }
     theirs = {name: getattr(args, name) for name in ours}
@@ -173,14 +172,14 @@ def _trainer_folder(folder: Path) -> str:
 
 
 def _lay_out_best(folder: Path, checkpoint: Path, args: TrainingArguments) -> None:
-    """Put the best checkpoint so far to where ``load_best_model_at_end`` will look for it here."""
+    """Move the best checkpoint so far to the path where ``load_best_model_at_end`` will look for it."""
     if args.local_process_index == 0:
         for best in (folder / _BEST).glob("checkpoint-*"):
             here = Path(args.output_dir) / best.name
             shutil.copytree(best, here, dirs_exist_ok=True)
             state = checkpoint / "trainer_state.json"
             body = json.loads(state.read_text(encoding="utf-8"))
-            draft = state.with_suffix(".new")  # the file may be a link to the one that was brought
+            draft = state.with_suffix(".new")  # the file may be a link to the fetched one
             draft.write_text(json.dumps({**body, "best_model_checkpoint": str(here)}), encoding="utf-8")
             draft.replace(state)
     if torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""The Kubernetes backend: each attempt an Indexed Job."""
+"""The Kubernetes backend: each attempt is an Indexed Job."""
 
 from __future__ import annotations
 
@@ -53,21 +53,22 @@ if TYPE_CHECKING:
     from envscaler_airflow.planning.offers import Offer
 
 SETTLE_S = 5.0
-"""Longest that ``submit`` waits for the cluster's first word. Chosen: a scheduler answers in a second."""
+"""Longest wait of ``submit`` for the cluster's first report. Chosen: a scheduler answers in a second."""
 
 _POLL_S = 0.2
 _NO_LOG = (
     b'failed to try resolving symlinks in path "/var/log/pods/',
     b"unable to retrieve container logs for ",
 )
-"""How a kubelet says, with status 200, that a log is gone. Source: kubelet, kuberuntime_logs.go."""
+"""The kubelet's message, with status 200, that a log no longer exists. Source: kubelet, kuberuntime_logs.go.
+"""
 
 
 class KubernetesBackend:
     """Runs attempts on a Kubernetes cluster.
 
     Satisfies :class:`~envscaler_airflow.backends.base.Backend`. Any process that reaches the cluster can
-    repeat every call; nothing but a shared view of a namespace is kept in memory.
+    repeat every call; only a shared view of a namespace is in memory.
     """
 
     name = "kubernetes"
@@ -87,12 +88,13 @@ class KubernetesBackend:
         """Use a cluster; nothing is called yet.
 
         Args:
-            api_client: An ``ApiClient`` of the official client, as a hook gives it; None: by the next three.
+            api_client: An ``ApiClient`` of the official client, as a hook returns it; None: from the next
+                three.
             context: Name of a context of the kubeconfig.
-            kubeconfig: Its path; None for the usual place.
+            kubeconfig: Its path; None for the default.
             in_cluster: True in a pod of the cluster.
-            watches: True in a process that watches many attempts: all of a namespace share one watch.
-            sleep: Waits between two looks and two tries.
+            watches: True in a process that watches many attempts: those of a namespace share one watch.
+            sleep: Waits between two reads and two tries.
             settings: Fields of :class:`~.settings.Settings`.
 
         Raises:
@@ -115,22 +117,22 @@ class KubernetesBackend:
 
     @property
     def namespace(self) -> str:
-        """Where attempts run."""
+        """Namespace of the attempts."""
         return self.settings.namespace
 
     def address(self) -> dict[str, Any]:
-        """Context, kubeconfig and namespace, as they are now; {} of a client that a hook made."""
+        """Context, kubeconfig and namespace, at this time; {} for a client that a hook made."""
         return {} if self._api is not None else {**located(**self._where), "namespace": self.namespace}
 
     def share_watch(self) -> None:
-        """From now on look through the one watch of this process on the namespace."""
+        """Use this process's shared watch on the namespace from now on."""
         self._watches = True
 
     def offers(self) -> tuple[Offer, ...]:
-        """What the configuration lists, else slices of the nodes.
+        """The offers that the configuration lists, else shares of the nodes.
 
         Raises:
-            NoOfferError: Neither is there: nodes may not be read.
+            NoOfferError: There is neither: RBAC forbids reading nodes.
         """
         if self.settings.cluster_prices:
             return tuple(item.offer(self.settings.region) for item in self.settings.cluster_prices)
@@ -145,10 +147,10 @@ class KubernetesBackend:
         return derived_offers(nodes, self.settings)
 
     def later_offers(self) -> tuple[Offer, ...]:
-        """Slices of nodes that take nothing now, for the time that a stage waits for a node.
+        """Shares of nodes that accept no pods now, for as long as a stage waits for a node.
 
-        Cordoned ones, those that are not ready, and those with a taint that pods of ours do not bear.
-        () where the configuration lists the nodes, or a stage does not wait for any.
+        These are cordoned nodes, nodes that are not ready, and nodes with a taint that the pods do not
+        tolerate. () if the configuration lists the nodes, or stages do not wait for any.
         """
         if self.settings.wait_for_node_s <= 0 or self.settings.cluster_prices:
             return ()
@@ -161,10 +163,10 @@ class KubernetesBackend:
         return list(self.cluster.list(names.nodes(), query).body["items"])
 
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
-        """Nodes of each offer that are available at once beside what runs but *without*, by its name.
+        """Nodes of each offer that are available now, by its name; *without* does not count as running.
 
-        {} where nobody can tell: nodes or pods of the whole cluster may not be read, the offers are not
-        those of its nodes, or nodes are added when they are wanted. Raises BackendError.
+        Empty if unknown: RBAC forbids reading nodes or pods, prices are configured by hand, or the cluster
+        autoscales. Raises BackendError.
         """
         if self.settings.wait_for_node_s > 0 or self.settings.cluster_prices:
             return {}
@@ -179,14 +181,14 @@ class KubernetesBackend:
             return {}
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
-        """What ``submit`` would send, as JSON and without secrets."""
+        """What ``submit`` would send, as JSON without secrets."""
         return render_attempt(request, self.settings, drivers=self._drivers(request))
 
     def _parts_of(self, request: AttemptRequest) -> list[Json]:
         return render_parts(request, self.settings, drivers=self._drivers(request))
 
     def _drivers(self, request: AttemptRequest) -> frozenset[str]:
-        """CSI drivers of the cluster that mount a volume of the stage; none where they may not be read."""
+        """CSI drivers of the cluster that mount a volume of the stage; empty if RBAC forbids reading them."""
         found = set()
         for name in drivers_for(request.spec):
             try:
@@ -203,13 +205,13 @@ class KubernetesBackend:
     # -- starting
 
     def submit(self, request: AttemptRequest) -> Handle:
-        """Start the attempt, finish a start that was cut off, or adopt what runs or ran.
+        """Start the attempt, finish an interrupted start, or adopt a running or ended one.
 
         Raises:
-            CapacityError: No node has room now, and none is added by the cluster.
-            NoOfferError: The cluster can never have room.
+            CapacityError: No node has capacity now, and the cluster adds none.
+            NoOfferError: The cluster can never have the capacity.
             SpecError: The image or the request can never work.
-            BackendError: The API server said no, or the attempt was released.
+            BackendError: The API server refused, or the attempt was released.
         """
         if request.allocation.offer.cloud != "kubernetes":
             raise BackendError(f"{request.allocation.offer.name}: is no offer of a cluster")
@@ -219,7 +221,7 @@ class KubernetesBackend:
         return handle
 
     def _make(self, request: AttemptRequest, parts: Sequence[Json]) -> list[Json]:
-        """Every Job of the attempt, and then what their pods need; no pod is made before all is there."""
+        """Create every Job, then what their pods need; no pod starts before everything exists."""
         jobs = [self._existing(request, part["name"]) for part in parts]
         if not any(jobs):
             self._check_room(request, parts)
@@ -233,7 +235,7 @@ class KubernetesBackend:
         except RefusedError as err:
             if err.transient:
                 raise
-            self._take_back(handle_of(made))  # it would be suspended for ever
+            self._take_back(handle_of(made))  # it would stay suspended for ever
             if err.status in (400, 422):
                 raise SpecError(f"{request.run_label}: {err}") from err
             raise
@@ -255,7 +257,7 @@ class KubernetesBackend:
             yield handle_of(jobs)
 
     def jobs(self) -> list[Json]:
-        """Every Job of ours in this namespace, as the API server shows it."""
+        """Every Job of this backend in the namespace, as the API server returns it."""
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER},{names.RUN}"}
         return list(self.cluster.list(names.jobs(self.namespace), query).body["items"])
 
@@ -274,9 +276,9 @@ class KubernetesBackend:
     def _create_all(
         self, request: AttemptRequest, parts: Sequence[Json], jobs: Sequence[Json | None]
     ) -> list[Json]:
-        """The Jobs that are there, and those that are missing; where one cannot be, none is left behind."""
+        """The existing Jobs and the missing ones; if one cannot be created, the new ones are removed."""
         made: list[Json] = []
-        new = [job for job in jobs if job is not None and _may_start(job)]  # of a start that was cut off
+        new = [job for job in jobs if job is not None and _may_start(job)]  # from an interrupted start
         for part, job in zip(parts, jobs, strict=True):
             try:
                 made.append(job or self._create(request, part))
@@ -292,7 +294,7 @@ class KubernetesBackend:
         try:
             return self.cluster.create(names.jobs(self.namespace), rendered["job"])
         except RefusedError as err:
-            if err.status == 409:  # a repeat of ours, or of another process, was first
+            if err.status == 409:  # another call or process was first
                 job = self._existing(request, rendered["name"])
                 if job is not None:
                     return job
@@ -301,7 +303,7 @@ class KubernetesBackend:
             raise
 
     def _equip(self, job: Json, rendered: Mapping[str, Any], request: AttemptRequest) -> None:
-        """ConfigMap and Secret, owned by the Job: with it they go."""
+        """Create the ConfigMap and the Secret, owned by the Job: they are deleted with it."""
         owner = {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -322,7 +324,7 @@ class KubernetesBackend:
             self._claim(claim, {**owner, "controller": False})
 
     def _claim(self, claim: Json, owner: Json) -> None:
-        """Make it where there is none; one that goes with its run is held by every attempt's Job."""
+        """Create the claim if absent; one that is deleted with its run is owned by every attempt's Job."""
         is_of_run = names.RUN in (claim["metadata"].get("labels") or {})
         held = {"ownerReferences": [owner]} if is_of_run else {}
         body = {**claim, "metadata": {**claim["metadata"], **held}}
@@ -331,7 +333,7 @@ class KubernetesBackend:
             self.cluster.patch_strategic(where, {"metadata": held})
 
     def _create_once(self, path: str, body: Json) -> bool:
-        """True when it was made, False when one of that name is there."""
+        """True when it was created, False when one of that name exists."""
         try:
             self.cluster.create(path, body)
         except RefusedError as err:
@@ -341,7 +343,7 @@ class KubernetesBackend:
         return True
 
     def _unsuspend(self, job: Json) -> Json:
-        """Let its pods be made; where a Kueue queue decides that, mark it as ready."""
+        """Let the Job create its pods; where a Kueue queue decides that, mark the Job as ready."""
         metadata = job["metadata"]
         patch: Json = {"metadata": {"uid": metadata["uid"], "annotations": {names.READY: "true"}}}
         if not (metadata.get("labels") or {}).get(names.QUEUE):
@@ -349,7 +351,7 @@ class KubernetesBackend:
         return self.cluster.patch(names.jobs(self.namespace, metadata["name"]), patch)
 
     def _check_room(self, request: AttemptRequest, parts: Sequence[Json]) -> None:
-        """Refuse what the whole cluster has no room for, where no nodes are added and they may be read."""
+        """Refuse an attempt that exceeds the whole cluster, if no nodes are added and they may be read."""
         if self.settings.wait_for_node_s > 0 or self.settings.cluster_prices:
             return
         try:
@@ -364,7 +366,7 @@ class KubernetesBackend:
                 raise NoOfferError(f"{request.run_label}: {missing}")
 
     def _settle(self, handle: Handle) -> None:
-        """Wait a little for the scheduler's and the kubelet's first word, and take back what cannot run.
+        """Wait shortly for the first report of scheduler and kubelet, and remove an attempt that cannot run.
 
         Raises:
             CapacityError, NoOfferError, SpecError: With the cluster's own message.
@@ -394,7 +396,7 @@ class KubernetesBackend:
         """State of every node.
 
         Raises:
-            BackendError: The API server does not answer, or the handle is none of this backend's.
+            BackendError: The API server does not answer, or the handle does not belong to this backend.
         """
         parts = self._parts(handle)
         view = self._view(parts[0].namespace)
@@ -406,7 +408,7 @@ class KubernetesBackend:
         return parts_of(handle, self.namespace)
 
     def _look(self, handle: Handle) -> list[tuple[Part, Seen]]:
-        """Each Job of the attempt, and what is to be seen of it."""
+        """Each Job of the attempt with its current state."""
         return [
             (part, look_at(part, self.cluster, self._view(part.namespace), self.settings))
             for part in self._parts(handle)
@@ -416,7 +418,7 @@ class KubernetesBackend:
         return shared_view(self.cluster, namespace) if self._watches else None
 
     def pods(self, handle: Handle) -> list[tuple[int, Json]]:
-        """``(node, pod)`` of every pod, by node; a node whose pod was made again stands there twice."""
+        """``(node, pod)`` of every pod, by node; a node whose pod was recreated appears twice."""
         found = [
             (part.first + index, dict(pod))
             for part, seen in self._look(handle)
@@ -428,10 +430,11 @@ class KubernetesBackend:
     def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
         """Delete pods on nodes that do not answer, so that their Job recreates them; returns the pods' names.
 
-        Not one whose status in the store changed lately: the node may be cut off from the API server alone.
+        A pod whose status in the store changed recently is kept: its node may only be cut off from the API
+        server.
 
-        Where one Job of a mixed attempt has failed, its others are ended, as a Job ends its own pods.
-        For the owner alone. Where the Role does not allow it, nothing is done: the node counts as lost.
+        If one Job of a mixed attempt has failed, the others are stopped, as a Job stops its own pods. Only
+        the owner calls it. If the Role does not allow it, nothing is done: the node counts as lost.
         """
         found = self._look(handle)
         for part, seen in unneeded(found):
@@ -443,11 +446,11 @@ class KubernetesBackend:
         )
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
-        """Intervals of every node by the times in Jobs and pods. Raises BackendError."""
+        """Intervals of every node, from the times in Jobs and pods. Raises BackendError."""
         return usage_of(self._look_back(handle))
 
     def _look_back(self, handle: Handle) -> list[tuple[Part, Seen]]:
-        """The same as :meth:`_look`, with the events that bills depend on, which are remembered longer."""
+        """The same as :meth:`_look`, with the events that bills depend on, which are kept longer."""
         found = [(part, with_history(self.cluster, part, seen)) for part, seen in self._look(handle)]
         for part, seen in found:
             if came_late(seen, part):
@@ -455,14 +458,14 @@ class KubernetesBackend:
         return found
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """What the kubelet keeps of each node's output, from byte *since* on."""
+        """The output of each node that the kubelet keeps, from byte *since* on."""
         for node, pod in self.pods(handle):
             path = names.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
             skip, lines = (since or {}).get(node, 0), []
             try:
                 lines = list(self.cluster.stream(path, {"container": MAIN}))
             except RefusedError as err:
-                if err.status not in (400, 404):  # not started, or gone
+                if err.status not in (400, 404):  # not started, or deleted
                     raise
             whole = b"".join(lines)
             text = b"" if whole.startswith(_NO_LOG) else whole[skip:]
@@ -470,11 +473,11 @@ class KubernetesBackend:
                 yield node, text
 
     def rescale(self, handle: Handle, nodes: int) -> Handle:
-        """Let its Job have *nodes* nodes, those that stay being the first; the handle from now on.
+        """Change its Job to *nodes* nodes, keeping the first ones; returns the new handle.
 
         Raises:
-            BackendError: No answer when ``.transient``; else it has several Jobs, has ended, or was not made
-                to be rescaled.
+            BackendError: No answer if ``.transient``; otherwise it has several Jobs, has ended, or was not
+                created to be rescaled.
         """
         [(part, seen), *others] = self._look(handle)
         if others:
@@ -491,7 +494,7 @@ class KubernetesBackend:
         return handle_of([job])
 
     def removable(self, handle: Handle) -> frozenset[int]:
-        """Nodes whose pod is marked, or whose machine is about to go as far as machines may be read."""
+        """Nodes with a marked pod, or with a machine that will be removed, if machines may be read."""
         pods = self.pods(handle)
         try:
             nodes = {node["metadata"]["name"]: node for node in self._nodes()}
@@ -504,7 +507,7 @@ class KubernetesBackend:
         )
 
     def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
-        """Ask for so much per node, in place; ``infeasible`` once one node cannot have it.
+        """Request these amounts per node, in place; ``infeasible`` if one node cannot provide them.
 
         Raises:
             BackendError: The API server does not answer, or the Role does not allow it.
@@ -515,7 +518,7 @@ class KubernetesBackend:
         return self.resized(handle)
 
     def resized(self, handle: Handle) -> ResizeState:
-        """How far the last :meth:`resize` is; a node without a pod has it to come. Raises BackendError."""
+        """The progress of the last :meth:`resize`; pending for a node without a pod. Raises BackendError."""
         live, nodes = self._live(handle), sum(part.nodes for part in self._parts(handle))
         state = state_of(live)
         return "going" if state == "done" and len(live) < nodes else state
@@ -527,15 +530,15 @@ class KubernetesBackend:
     # -- ending
 
     def stop(self, handle: Handle, *, grace_s: float) -> None:
-        """Let the Job run into a deadline now, and its pods have *grace_s* seconds; 0 kills.
+        """Set a deadline that ends the Job now, with *grace_s* seconds for its pods; 0 kills.
 
-        The Job's record stays, so that any process can still tell how it ended.
+        The Job's record stays, so that any process can still read how it ended.
         """
         for part, seen in self._look_back(handle):
             stop_part(self.cluster, part, seen, grace_s=grace_s)
 
     def release(self, handle: Handle) -> None:
-        """Remove the pods of an ended attempt; its Jobs stay for a while as the mark that it was."""
+        """Remove the pods of an ended attempt; its Jobs stay for a while as tombstones."""
         found = self._look(handle)
         if status_of(found).is_over:
             for part, seen in found:
@@ -547,12 +550,12 @@ class KubernetesBackend:
 
 
 def _may_start(job: Json) -> bool:
-    """True for a Job whose start was cut off, or that was just made."""
+    """True for a Job whose start was interrupted, or that was just created."""
     return not _is_started(job) and job_end(job) is None and stop_asked(job) is None
 
 
 def error_of(row: Outcome) -> type[CapacityError | NoOfferError | SpecError]:
-    """What a start raises whose pending node never runs: want of capacity is remembered, no other is."""
+    """Exception of a start whose pending node never runs; only a lack of capacity is remembered."""
     if row.is_final:
         return SpecError
     return CapacityError if row.caused_by == "platform" else NoOfferError
@@ -568,7 +571,7 @@ def _is_of(job: Json, request: AttemptRequest) -> bool:
 
 
 def _is_started(job: Json) -> bool:
-    """True when its pods may be made: it was let go, or its queue decides."""
+    """True when its pods may be created: it is not suspended, or its queue decides."""
     return (job["metadata"].get("annotations") or {}).get(names.READY) == "true"
 
 
@@ -577,6 +580,6 @@ def _is_released(job: Json) -> bool:
 
 
 def _job_of(pod: Json) -> tuple[str, str]:
-    """Namespace and Job of *pod*; no Job is named ""."""
+    """Namespace and Job of *pod*; "" means without a Job."""
     labels = pod["metadata"].get("labels") or {}
     return pod["metadata"].get("namespace", ""), labels.get(names.JOB_NAME, "")

@@ -1,4 +1,4 @@
-"""Room of a cluster: what fits on it at all, and what fits beside that which runs. Pure."""
+"""Capacity of a cluster: what fits on it at all, and what fits beside the running pods. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one pod asks a node for; GPUs are of one resource."""
+    """What one pod requests of a node; GPUs are of one resource."""
 
     vcpus: float
     memory_gib: float
@@ -30,9 +30,9 @@ class Need:
 
     @classmethod
     def of(cls, pod: Json, resource: str | None = None) -> Need:
-        """By its spec: the containers that run together, or the largest that runs before them.
+        """From its spec: the containers that run together, or the largest that runs before them.
 
-        *resource* is that of the GPUs which count.
+        *resource* is the GPU resource that counts.
 
         Source: Kubernetes, sidecar containers: an init container that restarts counts as a container.
         """
@@ -46,7 +46,7 @@ class Need:
 
     @classmethod
     def of_slice(cls, offer: Offer) -> Need:
-        """A pod that takes all of the offer, with its sidecar."""
+        """A pod that uses all of the offer, with its sidecar."""
         memory = offer.memory_gib + SIDECAR_MEMORY_BYTES / GIB
         return cls(offer.vcpus + SIDECAR_CPUS, memory, offer.gpus)
 
@@ -60,13 +60,13 @@ def _sum(containers: Iterable[Json], gpus: str | None) -> tuple[float, float, fl
 
 
 def _asked(container: Json) -> dict[str, Any]:
-    """Its requests; a limit without a request is one. Source: Kubernetes, requests and limits."""
+    """Its requests; a limit without a request counts as one. Source: Kubernetes, requests and limits."""
     resources = container.get("resources") or {}
     return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
 
 
 def shortfall(pod: Json, part: AllocationPart, nodes: Iterable[Json], settings: Settings) -> str | None:
-    """What the pods of *part*, each as *pod*, take beyond all empty nodes of its kind; None when they fit."""
+    """What *part*, with pods like *pod*, needs beyond all empty nodes of its kind; None when it fits."""
     resource = gpu_resource(part.offer, settings)
     need = Need.of(pod, resource)
     room = sum(
@@ -84,7 +84,7 @@ def shortfall(pod: Json, part: AllocationPart, nodes: Iterable[Json], settings: 
 def free_nodes(
     offers: Iterable[Offer], nodes: Sequence[Json], pods: Sequence[Json], settings: Settings
 ) -> dict[str, int]:
-    """Pods of each offer's size that fit beside *pods*, which are all of the cluster's, by its name."""
+    """Pods of each offer's size that fit beside all *pods* of the cluster, by the offer's name."""
     by_resource: dict[str | None, list[tuple[Json, Room]]] = {}
     found = {}
     for offer in offers:
@@ -101,7 +101,7 @@ def free_nodes(
 
 
 def _left(nodes: Iterable[Json], pods: Iterable[Json], resource: str | None) -> list[tuple[Json, Room]]:
-    """Each node, and what *pods* leave of it; GPUs are those of *resource*."""
+    """Each node, and its capacity beside *pods*; GPUs are those of *resource*."""
     left = {node["metadata"]["name"]: (node, whole_of(node, resource)) for node in nodes}
     for pod in pods:
         name = (pod.get("spec") or {}).get("nodeName")
@@ -114,7 +114,7 @@ def _left(nodes: Iterable[Json], pods: Iterable[Json], resource: str | None) -> 
 
 
 def _kind_for(node: Json, offer: Offer, resource: str | None) -> Kind | None:
-    """The kind of the node that *offer* is of; None where it is of none, or the node takes no pods."""
+    """The kind of the node in *offer*; None if it belongs to none, or the node accepts no pods."""
     if not is_usable(node):
         return None
     for kind in kinds_of(node):
@@ -122,13 +122,13 @@ def _kind_for(node: Json, offer: Offer, resource: str | None) -> Kind | None:
         if is_alike and resource is None:
             return replace(
                 kind, gpu=None
-            )  # GPUs may lie idle there, and a pod without tolerates no taint of them
+            )  # GPUs may be idle there, and a pod without GPUs tolerates no taint of them
         if is_alike and kind.gpu is not None and kind.gpu.resource == resource:
             return kind
     return None
 
 
 def _room_for(need: Need, room: Room) -> int:
-    """Pods that a node with so much left takes."""
+    """Pods that fit on a node with this capacity left."""
     pairs = ((room.vcpus, need.vcpus), (room.memory_gib, need.memory_gib), (room.gpus, need.gpus))
     return max(0, int(min(math.floor(has / asked + 1e-9) for has, asked in pairs if asked > 0)))

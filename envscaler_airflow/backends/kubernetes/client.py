@@ -1,6 +1,6 @@
-"""The API server as JSON: the official client's connection and credentials, and our errors.
+"""The API server as JSON: the official client's connection and credentials, and this package's errors.
 
-Only here is the ``kubernetes`` package imported, and only when a cluster is asked for.
+Only this module imports the ``kubernetes`` package, and only when a cluster is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Json = dict[str, Any]
 TIMEOUT_S = 30.0
 """Longest wait for an answer. Chosen: the API server itself gives up after 60 s."""
 TRIES = 4
-"""How often a call is made that the server was too busy for. Chosen: 1, 2 and 4 s between them."""
+"""Number of tries of a call to a busy server. Chosen: waits of 1, 2 and 4 s between them."""
 PAGE = 500
-"""Objects in one answer of a list. Source: kubectl's own."""
+"""Objects in one answer of a list. Source: kubectl's default."""
 MAX_ANSWER_BYTES = 64 << 20
 """Largest answer read, bytes. Chosen: 500 pods of the largest kind."""
 
@@ -42,11 +42,11 @@ _VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "GET": "get or
 
 
 class RefusedError(BackendError):
-    """The API server said no.
+    """The API server refused a call.
 
     Attributes:
-        reason: The Status' reason, such as ``AlreadyExists``; ``""`` when it gave none.
-        retry_after_s: Seconds to wait as the server said, None when it did not.
+        reason: The Status' reason, such as ``AlreadyExists``; ``""`` without one.
+        retry_after_s: Seconds to wait, from the server; None without them.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class RefusedError(BackendError):
         retry_after_s: float | None,
         is_starting: bool = False,
     ) -> None:
-        """Busy, broken, unauthenticated, and a write that met another's may pass; all else stays as it is.
+        """A busy, broken or unauthenticated call and a write conflict are transient; others are final.
 
-        So may a 403 of a server that *is_starting*, and does not know its roles yet.
-        Source: Kubernetes API concepts: a conflict of resource versions is tried again; of uids it is not.
+        A 403 of a server that *is_starting*, and does not know its roles yet, is transient too. Source:
+        Kubernetes API concepts: a conflict of resource versions is retried; a conflict of uids is not.
         """
         transient = status in (401, 408, 410, 429) or status >= 500
         transient = transient or is_starting or (status == 409 and "has been modified" in message)
@@ -76,7 +76,7 @@ class Answer:
 
     Attributes:
         body: JSON.
-        server_time: The server's clock, seconds since the epoch; None when it did not say.
+        server_time: The server's clock, seconds since the epoch; None without one.
     """
 
     body: Json
@@ -84,7 +84,7 @@ class Answer:
 
 
 def connect(*, context: str | None = None, kubeconfig: str | None = None, in_cluster: bool = False) -> Any:
-    """An ``ApiClient`` of the official package by kubeconfig, or by the pod's own identity.
+    """An ``ApiClient`` of the official package from a kubeconfig, or with the pod's identity.
 
     Raises:
         SpecError: The package is not installed, or there is no such file or context.
@@ -100,7 +100,7 @@ def connect(*, context: str | None = None, kubeconfig: str | None = None, in_clu
             configuration = client.Configuration()
             config.load_incluster_config(client_configuration=configuration)
             return client.ApiClient(configuration)
-        # The package reads the variable when it is imported, which may be long before.
+        # The package reads the variable when it is imported, which may be much earlier.
         place = kubeconfig or os.environ.get("KUBECONFIG") or None
         return config.new_client_from_config(config_file=place, context=context)
     except config.ConfigException as err:
@@ -112,14 +112,14 @@ def connect(*, context: str | None = None, kubeconfig: str | None = None, in_clu
 
 
 def located(*, context: str | None, kubeconfig: str | None, in_cluster: bool) -> dict[str, Any]:
-    """The arguments of :func:`connect` that mean the same cluster in another folder, and on another day."""
+    """Arguments of :func:`connect` for the same cluster from another folder, and at a later time."""
     if in_cluster:
         return {"in_cluster": True}
     config = import_module("kubernetes.config")
     place = kubeconfig or os.environ.get("KUBECONFIG") or config.KUBE_CONFIG_DEFAULT_LOCATION
     paths = os.pathsep.join(str(Path(path).expanduser().absolute()) for path in place.split(os.pathsep))
     if context is None:
-        with suppress(config.ConfigException):  # connect() says what is wrong with it
+        with suppress(config.ConfigException):  # connect() reports what is wrong with it
             context = config.list_kube_config_contexts(config_file=paths)[1]["name"]
     return {"context": context, "kubeconfig": paths}
 
@@ -129,9 +129,9 @@ class _Call:
     """One request to the server.
 
     Attributes:
-        method, path, query, body: As HTTP has them; the body is sent as JSON.
+        method, path, query, body: The parts of the HTTP request; the body is sent as JSON.
         content: What kind of JSON the body is, by the names of :data:`_CONTENT`.
-        read_timeout_s: Longest silence of the answer, seconds.
+        read_timeout_s: Longest time without data from the server, seconds.
     """
 
     method: str
@@ -146,7 +146,7 @@ class Cluster:
     """Calls on one API server."""
 
     def __init__(self, api: Any, *, sleep: Callable[[float], None] | None = None) -> None:
-        """Speak through *api*, an ``ApiClient``; *sleep* waits between two tries of a busy server."""
+        """Use *api*, an ``ApiClient``; *sleep* waits between two tries of a busy server."""
         self._api = api
         self._sleep = sleep or tenacity.nap.sleep
 
@@ -160,7 +160,7 @@ class Cluster:
         return self._call("GET", path, query)
 
     def find(self, path: str) -> Answer | None:
-        """Read one object, None when it is not there. Raises BackendError for anything else."""
+        """Read one object, None when it does not exist. Raises BackendError for anything else."""
         try:
             return self._call("GET", path)
         except RefusedError as err:
@@ -176,7 +176,7 @@ class Cluster:
         page: int = PAGE,
         each: Callable[[Json], Any] | None = None,
     ) -> Answer:
-        """All objects, *page* at a time, or what *each* makes of them; ``metadata`` is the last page's.
+        """All objects, *page* at a time, or what *each* returns for them; ``metadata`` is the last page's.
 
         Raises:
             BackendError: No answer.
@@ -191,7 +191,7 @@ class Cluster:
             except RefusedError as err:
                 if err.status != 410 or not again:
                     raise
-                items, again = [], ""  # the list grew too old between two pages: from the beginning
+                items, again = [], ""  # the list expired between two pages: start from the beginning
                 continue
             items += found.body.get("items") or []
             again = str((found.body.get("metadata") or {}).get("continue") or "")
@@ -199,32 +199,32 @@ class Cluster:
                 return Answer({**found.body, "items": items}, found.server_time)
 
     def create(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Make an object. Raises RefusedError with status 409 when one of that name exists."""
+        """Create an object. Raises RefusedError with status 409 when one of that name exists."""
         return self._call("POST", path, body=body).body
 
     def patch(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Merge *body* into an object; ``metadata.uid`` in it makes sure that it is the one meant.
+        """Merge *body* into an object; a ``metadata.uid`` in it must match.
 
         Raises:
-            RefusedError: With status 409 where another object has that name by now.
+            RefusedError: With status 409 if another object has that name now.
         """
         return self._patch(path, body, "merge")
 
     def patch_strategic(self, path: str, body: Mapping[str, Any]) -> Json:
-        """The same, where lists are merged by the names of their items."""
+        """The same as a strategic merge, where lists are merged by the names of their items."""
         return self._patch(path, body, "strategic")
 
     def _patch(self, path: str, body: Mapping[str, Any], content: str) -> Json:
         try:
             return self._call("PATCH", path, body=body, content=content).body
         except RefusedError as err:
-            # Of a PATCH, another uid is a field that may not change, not the conflict that it is elsewhere.
+            # For a PATCH, another uid is an immutable field, not the conflict that it is for other calls.
             if err.status != 422 or "metadata.uid" not in str(err):
                 raise
             raise RefusedError(str(err), status=409, reason="Conflict", retry_after_s=None) from err
 
     def delete(self, path: str, *, uid: str, grace_s: int | None = None) -> None:
-        """Delete the object of that uid and what it owns; one that is gone or another is no error."""
+        """Delete the object of that uid and what it owns; does nothing if it is absent or has another uid."""
         body: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -242,7 +242,7 @@ class Cluster:
     def stream(
         self, path: str, query: Mapping[str, Any], *, read_timeout_s: float = TIMEOUT_S
     ) -> Iterator[bytes]:
-        """The answer as it comes, one line at a time. Raises BackendError."""
+        """The answer line by line, as it arrives. Raises BackendError."""
         response = self._send(_Call("GET", path, query, read_timeout_s=read_timeout_s))
         with closing(response):
             self._check("GET", path, response)
@@ -293,10 +293,10 @@ class Cluster:
             return Answer(found, _date(response.headers.get("Date")))
 
     def _granted(self, call: _Call) -> Any:
-        """The answer; a refusal by roles is final only if the server knows its roles.
+        """The answer; a refusal by RBAC is final only if the server knows its roles.
 
         Raises:
-            RefusedError: It has just started; try again.
+            RefusedError: It has just started; retry.
         """
         response = self._send(call)
         if int(response.status) != 403:
@@ -308,10 +308,10 @@ class Cluster:
             raise RefusedError(message, status=403, reason="Forbidden", retry_after_s=None, is_starting=True)
         if "cannot" not in str(refusal):
             raise refusal
-        return self._send(call)  # it may have learned them since
+        return self._send(call)  # it may have read them since
 
     def _is_starting(self) -> bool:
-        """True while the server has not read its roles: it is not ready, or refuses what everybody may ask.
+        """True while the server has not read its roles: it is not ready, or refuses public requests.
 
         Source: Kubernetes, API server health endpoints (``informer-sync``); default roles
         ``system:public-info-viewer`` and ``system:basic-user``, of which hardened clusters lack the first.
@@ -357,7 +357,7 @@ class Cluster:
             raise BackendError(f"{where}: no answer: {err}", transient=True) from err
 
     def _credentials(self) -> dict[str, str]:
-        """Headers of the configuration, with a token that it renews by itself."""
+        """Headers from the configuration, with a token that it renews by itself."""
         headers = {}
         for entry in self._api.configuration.auth_settings().values():
             if entry.get("in") == "header" and entry.get("value"):
@@ -368,18 +368,18 @@ class Cluster:
     def _transport_errors() -> tuple[type[Exception], ...]:
         import urllib3  # noqa: PLC0415  # comes with the client
 
-        unreadable: type[Exception] = import_module("kubernetes.config").ConfigException  # of a token
+        unreadable: type[Exception] = import_module("kubernetes.config").ConfigException  # for a token
         return (urllib3.exceptions.HTTPError, OSError, unreadable)
 
     @staticmethod
     def _check(method: str, path: str, response: Any) -> None:
-        """Raise unless the answer is good."""
+        """Raise unless the answer is a success."""
         if int(response.status) >= 300:
             raise _refusal(method, path, response)
 
 
 def _refusal(method: str, path: str, response: Any) -> RefusedError:
-    """What the answer says; the message names the verb that was refused."""
+    """The error of an answer; its message names the verb that was refused."""
     status, text = int(response.status), response.read(1 << 20)
     try:
         body = json.loads(text)
@@ -398,15 +398,16 @@ def _refusal(method: str, path: str, response: Any) -> RefusedError:
 
 
 def _with_items(each: Callable[[Json], Any], body: Json) -> Json:
-    """A list with what *each* makes of its items."""
+    """A list with the result of *each* for its items."""
     return {**body, "items": [each(item) for item in body.get("items") or ()]}
 
 
 def _read(text: bytes, shape: Callable[[Json], Json] | None) -> Json:
-    """JSON, in the shape that is kept of it.
+    """Parse JSON into the shape that is kept.
 
-    What is read makes no garbage, and goes again at once when something else is kept of it: a search for
-    garbage would take it for old, and soon look through all of the process, with every thread waiting.
+    Garbage collection is off while it parses, and reference counting frees what is not kept. A collection
+    would move the parsed objects to the old generation and soon scan all of the process, with every thread
+    waiting.
     """
     if shape is None:
         found: Json = json.loads(text)
@@ -421,12 +422,12 @@ def _read(text: bytes, shape: Callable[[Json], Json] | None) -> Json:
 
 
 def _is_busy(err: BaseException) -> bool:
-    """True for what the same call may be repeated after; an expired watch or token is the caller's."""
+    """True if the same call may be repeated; the caller handles an expired watch or token."""
     return isinstance(err, BackendError) and err.transient and err.status not in (401, 410)
 
 
 def _wait(state: tenacity.RetryCallState) -> float:
-    """What the server asks for, else 1, 2, 4 s."""
+    """The wait that the server requests, else 1, 2, 4 s."""
     err = state.outcome.exception() if state.outcome else None
     asked = err.retry_after_s if isinstance(err, RefusedError) else None
     return min(10.0, asked) if asked is not None else float(2 ** (state.attempt_number - 1))

@@ -1,6 +1,6 @@
-"""How nodes do and how they ended, told from Job, pods and nodes as the API server shows them. Pure.
+"""The state and the end of nodes, from Job, pods and nodes as the API server returns them. Pure.
 
-How each is recognised: ``docs/reference/failures.md``.
+How each failure is recognised: ``docs/reference/failures.md``.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from envscaler_airflow.backends.kubernetes.waits import refused_pod, waiting_for
 from envscaler_airflow.run import NodeState, NodeStatus, outcome_of
 
 LOST_AFTER_S = 180.0
-"""How long a pod may be overdue on a node that does not answer before it is given up, seconds.
+"""How long a pod may be overdue on a node that does not answer before it counts as lost, seconds.
 
-Source: issue of the backend. By the API server's clock, which wrote the time of the deletion.
+Source: issue of the backend. It uses the API server's clock, which set the time of the deletion.
 """
 HELD_S = 120.0
-"""How long a pod may go on after its training although nobody ends it, seconds. Chosen: a node that shuts
-down ends all containers of a pod within that, one after the other."""
+"""How long a pod may keep running after its training if no process stops it, seconds. Chosen: a node that
+shuts down stops all containers of a pod within that time, one after the other.
+"""
 STUCK_AFTER_S = 600.0
 """How long a pod may be overdue on a node that answers before its node counts as lost, seconds.
 
-Chosen: longer than the kubelet's tries to unmount a volume take; a process in an uninterruptible wait never
-ends.
+Chosen: longer than the kubelet tries to unmount a volume; a process in an uninterruptible wait never ends.
 """
 MAIN = "main"
 
 _BEFORE = {"capacity": "scheduling", "placement": "scheduling", "image": "pulling", "refused": "config"}
 """The reason of a wait before it timed out: an attempt that is stopping does not time out again."""
 _REFUSED = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "Unexpected")
-"""How the kubelet names a pod that it does not take. Source: recorded; a prefix of status.reason."""
+"""The kubelet's reason for a pod that it rejects. Source: recorded; a prefix of status.reason."""
 
 
 _JOB_DEADLINE = NodeEnd(None, None, "deadline-exceeded", "ran into the deadline of its Job")
@@ -82,7 +82,7 @@ def end_of(pod: Json) -> NodeEnd:
 
 
 def _failed_before(pod: Json, reason: str, message: str) -> NodeEnd:
-    """A pod that failed although its training never ran."""
+    """A pod that failed before its training ran."""
     for one in (pod.get("status") or {}).get("initContainerStatuses") or ():
         end = container_state(one, "terminated")
         if end is not None and end.get("exitCode"):
@@ -104,7 +104,7 @@ def _out_of_memory(end: Json) -> NodeEnd:
 
 
 def _ended(end: Json) -> NodeEnd:
-    """The training's container ended by itself: what the wrapper says of it, else by its exit code."""
+    """The training's container ended by itself: the wrapper's report, else the exit code."""
     code = int(end.get("exitCode") or 0)
     if end.get("reason") == "StartError":
         detail = f"the image cannot start python3: {first_sentence(str(end.get('message') or ''))}"
@@ -117,7 +117,7 @@ def _ended(end: Json) -> NodeEnd:
 
 
 def _said(end: Json) -> tuple[str | None, str]:
-    """``(reason, detail)`` of the termination message that the launcher leaves; it is data, and checked."""
+    """``(reason, detail)`` of the launcher's termination message; it is untrusted, and checked."""
     text = str(end.get("message") or "")
     try:
         body = json.loads(text)
@@ -131,7 +131,7 @@ def _said(end: Json) -> tuple[str | None, str]:
 
 
 def unmet(status: AttemptStatus) -> tuple[str, str] | None:
-    """``(kind, detail)`` of what an attempt of which no node began did not get; None when any node ran."""
+    """``(kind, detail)`` of what an attempt lacks, if none of its nodes started; None when any node ran."""
     if any(node.state not in ("pending", "starting") for node in status.nodes):
         return None
     found = (node for node in status.nodes if outcome_of(node.reason).recovery == "next-offer")
@@ -158,7 +158,7 @@ def _read_job(seen: Seen, nodes: int) -> AttemptStatus:
 
 
 def _without_job(seen: Seen, node: int, pod: Json | None) -> NodeStatus:
-    """Lost once its pod has ended: until then that may save, and no other attempt is to run beside it."""
+    """Lost once its pod has ended: until then the pod may save, and no other attempt may run beside it."""
     gone = "its Job is gone from the cluster"
     if pod is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return NodeStatus(node, "lost", reason="lost", detail=gone)
@@ -202,7 +202,7 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
             return _told(job, node, end_of(pod))
         return NodeStatus(node, "running", detail=_held_by(pod) or _leaving(pod, job))
     kind, detail = waiting_for(pod, seen)
-    if stop_asked(job) is not None:  # given up already
+    if stop_asked(job) is not None:  # stopped already
         kind = _BEFORE.get(kind, kind)
     is_bound = bool((pod.get("spec") or {}).get("nodeName"))
     state: NodeState = "starting" if is_bound and not outcome_of(kind).never_starts else "pending"
@@ -210,7 +210,7 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
 
 
 def _silent_node(seen: Seen, node: int, pod: Json) -> NodeStatus | None:
-    """The loss of a pod that is overdue where its machine does not answer; None for any other."""
+    """The loss of an overdue pod whose machine does not answer; None for any other."""
     silence = silent_for(pod, seen)
     if silence is None or silence < LOST_AFTER_S or not is_silent(pod, seen):
         return None
@@ -220,7 +220,7 @@ def _silent_node(seen: Seen, node: int, pod: Json) -> NodeStatus | None:
 
 
 def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:
-    """A pod that its kubelet, which answers, cannot end; None for any other."""
+    """A pod that its kubelet, which answers, cannot stop; None for any other."""
     silence = silent_for(pod, seen)
     if silence is None or silence < HELD_S:
         return None
@@ -233,7 +233,7 @@ def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:
 
 
 def is_held(pod: Json, seen: Seen) -> bool:
-    """True for a pod whose training has ended a while ago, and that only containers of others keep."""
+    """True for a pod whose training ended a while ago, and that only containers of others keep running."""
     end = timestamp((container_state(container(pod, MAIN), "terminated") or {}).get("finishedAt"))
     if end is None or seen.server_time is None or not _held_by(pod):
         return False
@@ -241,10 +241,10 @@ def is_held(pod: Json, seen: Seen) -> bool:
 
 
 def _held_by(pod: Json) -> str:
-    """Which container keeps a pod whose training has ended, and that nobody ends; "" for any other.
+    """The container that keeps a pod running after its training, with no stop requested; "" for others.
 
-    The kubelet ends a pod when all but its native sidecars have ended: one that somebody's webhook added as a
-    plain container, such as a proxy of a service mesh, never does.
+    The kubelet ends a pod when all containers except its native sidecars have ended. A plain container that a
+    webhook added, such as a proxy of a service mesh, never ends.
     """
     if container_state(container(pod, MAIN), "terminated") is None:
         return ""
@@ -256,7 +256,7 @@ def _held_by(pod: Json) -> str:
 
 
 def _leaving(pod: Json, job: Json) -> str:
-    """Why a pod that runs is being ended."""
+    """Why a running pod is being stopped."""
     if stop_asked(job) is not None:
         return "is being stopped"
     disruption = condition(pod, "DisruptionTarget")
@@ -264,7 +264,7 @@ def _leaving(pod: Json, job: Json) -> str:
 
 
 def silent_for(pod: Json, seen: Seen) -> float | None:
-    """Seconds that a pod is overdue although it was deleted; None when it is not, or nobody can tell."""
+    """Seconds since a deleted pod should have ended; None when it is not overdue, or this is unknown."""
     due = timestamp(pod["metadata"].get("deletionTimestamp"))
     if due is None or seen.server_time is None:
         return None
@@ -272,13 +272,13 @@ def silent_for(pod: Json, seen: Seen) -> float | None:
 
 
 def is_silent(pod: Json, seen: Seen) -> bool:
-    """True unless the pod's node may be read and says that it is ready."""
+    """True unless the pod's node may be read and is ready."""
     node = seen.nodes.get(str((pod.get("spec") or {}).get("nodeName")), {})
     return condition(node, "Ready") is None
 
 
 def lacks_pods(seen: Seen) -> bool:
-    """True for a Job that may have pods and has fewer than it wants: only events may tell why."""
+    """True for a Job that may have pods and has fewer than it needs: only events may show why."""
     if seen.job is None or job_end(seen.job) is not None or (seen.job.get("spec") or {}).get("suspend"):
         return False
     return len({index_of(pod) for pod in seen.pods}) < int(seen.job["spec"].get("completions") or 1)
@@ -288,7 +288,7 @@ def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStat
     status = job.get("status") or {}
     if node in indexes(status.get("completedIndexes")):
         return NodeStatus(node, "ended", exit_code=0, reason="succeeded")
-    ending = end or condition(job, "FailureTarget")  # from then on no pod is made any more
+    ending = end or condition(job, "FailureTarget")  # from then on the Job creates no pods
     if ending is not None:
         return _told(job, node, _by_job(job, node, ending))
     if node in indexes(status.get("failedIndexes")):
@@ -308,7 +308,7 @@ def _without_pod(seen: Seen, job: Json, node: int, end: Json | None) -> NodeStat
 
 
 def _by_job(job: Json, node: int, end: Json) -> NodeEnd:
-    """The end of a node whose pod left no end of its own, by the Job's."""
+    """The end of a node whose pod left no end, from the Job's."""
     if end["type"] == "Complete" or node in indexes((job.get("status") or {}).get("completedIndexes")):
         return _SUCCEEDED
     reason, message = str(end.get("reason") or ""), str(end.get("message") or "")
@@ -318,7 +318,7 @@ def _by_job(job: Json, node: int, end: Json) -> NodeEnd:
 
 
 def _told(job: Json, node: int, end: NodeEnd) -> NodeStatus:
-    """The node's end; a deadline of ours that carried a stop is that stop."""
+    """The node's end; a deadline that this backend set to stop the Job is that stop."""
     asked = stop_asked(job)
     if end.reason == "lost":
         return end.of_node(node)

@@ -21,10 +21,10 @@ class Part:
     """One Job of an attempt.
 
     Attributes:
-        namespace, name, uid: Which Job.
+        namespace, name, uid: The Job.
         nodes: How many nodes it has.
         first: Number of its first node in the attempt.
-        created: When, as the API server wrote it.
+        created: When, by the API server.
     """
 
     namespace: str
@@ -36,7 +36,7 @@ class Part:
 
     @classmethod
     def of(cls, job: Json) -> Part:
-        """The part that *job* is, as the API server shows it."""
+        """The part for *job*, as the API server returns it."""
         metadata = job["metadata"]
         labels = metadata.get("labels") or {}
         nodes = int(labels.get(names.NODES) or job["spec"]["completions"])
@@ -52,7 +52,7 @@ class Part:
 
 
 def handle_of(jobs: Sequence[Json]) -> Handle:
-    """The handle of the attempt that *jobs* are, in the order of their nodes."""
+    """The handle of the attempt that consists of *jobs*, in the order of their nodes."""
     parts = [Part.of(job) for job in jobs]
     details: Json = {
         "namespace": parts[0].namespace,
@@ -67,7 +67,7 @@ def handle_of(jobs: Sequence[Json]) -> Handle:
 
 
 def marks_of(request: AttemptRequest, namespace: str) -> list[Json]:
-    """Name, namespace and labels of each Job of the attempt; neither command nor secrets are needed."""
+    """Name, namespace and labels of each Job of the attempt; needs neither command nor secrets."""
     name, labels = names.attempt_name(request), names.labels_of(request)
     return [
         {
@@ -82,7 +82,7 @@ def marks_of(request: AttemptRequest, namespace: str) -> list[Json]:
 
 
 def parts_of(handle: Handle, namespace: str) -> tuple[Part, ...]:
-    """Its Jobs; *namespace* is that of a handle that does not say its own.
+    """Its Jobs; *namespace* is used for a handle without one.
 
     Raises:
         BackendError: It names no Job.
@@ -105,7 +105,7 @@ def _part(namespace: str, told: Mapping[str, Any]) -> Part:
 
 
 def attempts_of(jobs: Iterable[Json]) -> list[list[Json]]:
-    """*jobs* by attempt, those of one in the order of their nodes."""
+    """*jobs* by attempt, those of one attempt in the order of their nodes."""
     ordered = sorted(jobs, key=lambda job: (_attempt(job), Part.of(job).first))
     return [list(group) for _, group in groupby(ordered, key=_attempt)]
 

@@ -1,4 +1,4 @@
-"""CPU and memory of running pods, changed in place where the cluster can. Pure but for :func:`ask`."""
+"""Changes CPU and memory of running pods in place where the cluster can. Pure except :func:`ask`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envscaler_airflow.errors import BackendError
 
 
 def node_bound(spec: Mapping[str, Any], nodes: int) -> int:
-    """Most nodes that an attempt begun on *nodes* may have: more only where its launcher is elastic."""
+    """Most nodes that an attempt started with *nodes* may have: more only if its launcher is elastic."""
     if not (spec.get("distributed") or {}).get("elastic"):
         return nodes
     scaling, asked = spec.get("scaling") or {}, spec.get("num_nodes") or {}
@@ -26,11 +26,11 @@ def node_bound(spec: Mapping[str, Any], nodes: int) -> int:
 LEAVING_TAINTS = frozenset(
     ("ToBeDeletedByClusterAutoscaler", "DeletionCandidateOfClusterAutoscaler", "karpenter.sh/disrupted")
 )
-"""Taints of nodes that are about to go. Source: Cluster Autoscaler FAQ; Karpenter, disruption."""
+"""Taints of nodes that will be removed. Source: Cluster Autoscaler FAQ; Karpenter, disruption."""
 
 
 def is_removable(pod: Mapping[str, Any], node: Mapping[str, Any] | None) -> bool:
-    """True for a pod that is marked, or whose *node* takes no new pods or is about to go."""
+    """True for a marked pod, or one whose *node* accepts no new pods or will be removed."""
     annotations = pod["metadata"].get("annotations") or {}
     if annotations.get(names.REMOVABLE) == "true":
         return True
@@ -40,10 +40,10 @@ def is_removable(pod: Mapping[str, Any], node: Mapping[str, Any] | None) -> bool
 
 
 def rescale_patch(job: Mapping[str, Any], nodes: int) -> dict[str, Any]:
-    """What lets *job* have *nodes* pods.
+    """The patch that gives *job* *nodes* pods.
 
     Raises:
-        BackendError: It was not made to have so many.
+        BackendError: It was not created for this many.
     """
     metadata = job["metadata"]
     most = int((metadata.get("labels") or {}).get(names.MOST) or 0)
@@ -59,7 +59,7 @@ MIB = 1 << 20
 
 
 def patch_of(pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> Json:
-    """What is sent to the pod's resize subresource; a limit that is there moves with the request."""
+    """The body for the pod's resize subresource; an existing limit changes with the request."""
     [main] = [one for one in pod["spec"]["containers"] if one["name"] == MAIN]
     wanted = {}
     if vcpus is not None:
@@ -76,7 +76,7 @@ def patch_of(pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> Jso
 
 
 def ask(cluster: Cluster, pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
-    """Ask for other resources; ``infeasible`` when the node or the cluster can never give them.
+    """Request other resources; ``infeasible`` if the node or the cluster can never provide them.
 
     Raises:
         BackendError: The API server does not answer, or the Role does not allow it.
@@ -95,7 +95,7 @@ def ask(cluster: Cluster, pod: Json, *, vcpus: float | None, memory_bytes: int |
 
 
 def state_of(pods: tuple[Json, ...]) -> ResizeState:
-    """How far the pods are: the worst of them. Source: conditions of the pod, Kubernetes 1.33 and newer."""
+    """The progress of the pods: the worst state. Source: conditions of the pod, Kubernetes 1.33 and newer."""
     states = [_state(pod) for pod in pods]
     order: tuple[ResizeState, ...] = ("infeasible", "deferred", "going")
     return next((state for state in order if state in states), "done")
@@ -116,7 +116,7 @@ def _state(pod: Json) -> ResizeState:
 
 
 def _has_what_it_asks_for(pod: Json) -> bool:
-    """By what the kubelet says the training has: one of Kubernetes 1.33 tells no generation of a pod."""
+    """Compare with the kubelet's report on the training; Kubernetes 1.33 has no generation of a pod."""
     asked, given = (
         next((one.get("resources") or {} for one in found or () if one["name"] == MAIN), {})
         for found in (pod["spec"]["containers"], (pod.get("status") or {}).get("containerStatuses"))

@@ -17,7 +17,7 @@ _LAUNCHER = "pod_main.py"
 
 
 def install(folder: Path) -> Path:
-    """Make ``folder/agent``, ``folder/spool`` and ``folder/work``; may be repeated.
+    """Create ``folder/agent``, ``folder/spool`` and ``folder/work``; may be repeated.
 
     The folders are open to every user: the user of the stage's image is unknown here.
     """

@@ -1,4 +1,4 @@
-"""Look at one Job of an attempt: through the shared view of its namespace, or by calls."""
+"""Read one Job of an attempt: through the shared view of its namespace, or by calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from envscaler_airflow.backends.kubernetes.waits import is_waiting_silently
 
 
 def look_at(part: Part, cluster: Cluster, view: View | None, settings: Settings) -> Seen:
-    """What the API server, or the *view* of the namespace, shows of that part.
+    """What the API server, or the *view* of the namespace, returns for that part.
 
     Raises:
         BackendError: No answer.
     """
     job, pods, server_time = view.attempt(part.name) if view is not None else (None, [], None)
-    # A view may be older than the Job: nothing is gone before the server says so. And of its two watches one
-    # may be behind: a Job ends after its pods, so beside an ended one none runs on, or is still to come.
+    # A view may be older than the Job: nothing is deleted before the server reports it. One of its two
+    # watches may be behind: a Job ends after its pods, so beside an ended Job no pod still runs or is still
+    # to come.
     is_whole = len(pods) >= part.nodes and all(map(_is_over, pods))
     if job is None or (job_end(job) is not None and view is not None and not is_whole):
         job, pods, server_time = _fetch(cluster, part)
@@ -43,11 +44,11 @@ def look_at(part: Part, cluster: Cluster, view: View | None, settings: Settings)
 
 
 def steadily(view: View, parts: Sequence[Part], read: Callable[[], AttemptStatus]) -> AttemptStatus:
-    """What *read* makes of the parts, or what it made of them before, where that is still so.
+    """What *read* returns for the parts, or its previous result if that is still valid.
 
-    Most looks at most stages find what the last one found: all nodes run, and nobody touched the Job or a
-    pod. Reading that anew each time keeps every thread of a process with a thousand stages waiting, and makes
-    garbage enough for searches through all of it. Only what no passing time changes is told again.
+    Most reads of most stages find no change: all nodes run, and the Job and its pods are the same. To parse
+    them each time would block every thread of a process with a thousand stages, and would make enough garbage
+    for full collections. Only results that do not depend on the time are reused.
 
     Raises:
         BackendError: The view is too old, or no answer.
@@ -68,14 +69,14 @@ def steadily(view: View, parts: Sequence[Part], read: Callable[[], AttemptStatus
 def _fetch(cluster: Cluster, part: Part) -> tuple[Json | None, list[Json], float | None]:
     found = cluster.find(names.jobs(part.namespace, part.name))
     query = {"labelSelector": f"{names.JOB_NAME}={part.name}"}
-    pods = cluster.list(names.pods(part.namespace), query)  # those of a deleted Job outlive it
+    pods = cluster.list(names.pods(part.namespace), query)  # pods of a deleted Job outlive it
     return (None if found is None else found.body), pods.body["items"], pods.server_time
 
 
 def gone(cluster: Cluster, rendered: Json, beside: Json) -> Json:
-    """What stands for the Job that somebody deleted *beside* another of its attempt: its nodes are lost.
+    """A placeholder for a deleted Job *beside* another of its attempt: its nodes are lost.
 
-    It has the uid by which its last pods, if any still end, are known as its own.
+    It has the Job's uid, so that pods of it that are still ending are recognized.
 
     Raises:
         BackendError: No answer.
@@ -102,7 +103,7 @@ def _is_owned(pod: Json, uid: str) -> bool:
 
 
 def _silent_nodes(cluster: Cluster, seen: Seen) -> dict[str, Json]:
-    """Nodes of overdue pods; they do not have to be readable."""
+    """Nodes of overdue pods, if they may be read."""
     overdue = {
         str(pod["spec"]["nodeName"])
         for pod in seen.pods
@@ -116,7 +117,7 @@ def _silent_nodes(cluster: Cluster, seen: Seen) -> dict[str, Json]:
 
 
 def with_history(cluster: Cluster, part: Part, seen: Seen) -> Seen:
-    """*seen* with all events of its Job where the bill depends on them; they stay for an hour by default."""
+    """*seen* with all events of its Job where the bill depends on them; kept for an hour by default."""
     if seen.job is None or not needs_history(seen, part):
         return seen
     query = {"fieldSelector": f"involvedObject.uid={part.uid}"}
@@ -136,7 +137,7 @@ def with_history(cluster: Cluster, part: Part, seen: Seen) -> Seen:
 
 
 def _warnings(cluster: Cluster, view: View | None, seen: Seen) -> tuple[Json, ...]:
-    """Warnings about pods that wait without a word, and about a Job that lacks pods, as far as readable."""
+    """Warnings about pods that wait without a reason, and about a Job that lacks pods, if readable."""
     about = [pod for pod in seen.pods if is_waiting_silently(pod)]
     if seen.job is not None and failures.lacks_pods(seen):
         about.append(seen.job)

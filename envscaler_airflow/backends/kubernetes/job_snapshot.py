@@ -1,4 +1,4 @@
-"""What the API server shows of one attempt, and how its objects are read. Pure."""
+"""What the API server returns for one attempt, and how its objects are read. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ MAX_DETAIL_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the API server showed of one attempt.
+    """What the API server returned for one attempt.
 
     Attributes:
-        job: None when it is gone, or is another of the same name.
+        job: None when it was deleted, or when another one has its name.
         pods: Of this Job, any order.
-        nodes: By name, as far as they may be read and were needed.
+        nodes: By name, if they may be read and were needed.
         events: Warnings about the Job or its pods, any order.
-        server_time: Clock of the API server, seconds since the epoch; None when it did not say.
+        server_time: Clock of the API server, seconds since the epoch; None without it.
         wait_for_node_s: Longest wait for a node, seconds.
         wait_for_image_s: Longest wait, once a node is there, for an image or anything else that a pod needs
             and its node lacks, seconds.
-        made: Names of the pods that the Job made, by node, as its events say; None where they were not asked
-            for.
+        made: Names of the pods that the Job created, by node, from its events; None if they were not read.
     """
 
     job: Json | None
@@ -44,18 +43,18 @@ class Seen:
 
 
 def timestamp(text: str | None) -> float | None:
-    """Seconds since the epoch of ``2026-11-29T17:27:27Z``; None for none."""
+    """Seconds since the epoch of ``2026-11-29T17:27:27Z``; None without one."""
     return None if not text else dt.datetime.fromisoformat(text).timestamp()
 
 
 def condition(body: Json, kind: str) -> Json | None:
-    """The condition of that type when it is True; they have no order."""
+    """The condition of that type when it is True; conditions have no order."""
     found = (body.get("status") or {}).get("conditions") or ()
     return next((one for one in found if one["type"] == kind and one["status"] == "True"), None)
 
 
 def any_condition(body: Json, kind: str) -> Json | None:
-    """The condition of that type, whatever its status."""
+    """The condition of that type with any status."""
     found = (body.get("status") or {}).get("conditions") or ()
     return next((one for one in found if one["type"] == kind), None)
 
@@ -96,7 +95,7 @@ def stop_asked(job: Json) -> Json | None:
 
 
 def first_sentence(text: str) -> str:
-    """The part of a scheduler's message that does not change from version to version."""
+    """The part of a scheduler's message that is the same in every version."""
     return text.split(". ", 1)[0].rstrip(".")[:MAX_DETAIL_CHARACTERS]
 
 
@@ -112,7 +111,7 @@ def container_state(one: Json | None, kind: str) -> Json | None:
 
 
 def joined(*parts: str) -> str:
-    """*parts* that say something, on one line."""
+    """The *parts* that are not empty, on one line."""
     return ": ".join(part for part in parts if part)[:MAX_DETAIL_CHARACTERS]
 
 

@@ -36,7 +36,7 @@ _SPEC_LISTS = ("initContainers", "volumes")
 
 
 def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any], *, keep_name: str) -> dict[str, Any]:
-    """*base* with *override* over it; the first container keeps the name *keep_name*."""
+    """Merge *override* into *base*; the first container keeps the name *keep_name*."""
     if not override:
         return dict(base)
     spec, wanted = base["spec"], override.get("spec") or {}
@@ -78,17 +78,18 @@ INSTALL = "install"
 MIB = 1 << 20
 GIB = 1 << 30
 SIDECAR_CPUS = 0.1
-"""Cores that the sidecar is promised. Chosen: it waits most of the time; it may take more."""
+"""Cores that the sidecar requests. Chosen: it waits most of the time; it may use more."""
 SIDECAR_MEMORY_BYTES = 256 * MIB
-"""Memory that the sidecar is promised, bytes. Chosen: twice what a sidecar with boto3 holds."""
+"""Memory that the sidecar requests, bytes. Chosen: twice the memory of a sidecar with boto3."""
 MAX_CONFIG_BYTES = 1_000_000
 """Largest layout. Source: Kubernetes refuses a ConfigMap over 1 MiB."""
 UNBILLED_S = 3600.0
-"""Longer than its pods a Job may be active, seconds: waiting for quota and nodes costs nothing. Chosen: twice
-as long as most autoscalers try."""
+"""How much longer than its pods a Job may be active, seconds: waiting for quota and nodes costs nothing.
+Chosen: twice as long as most autoscalers try.
+"""
 _OF_RUN = (names.MANAGED_BY, names.RUN)
 _ORDERLY = [code for reason, code in EXIT_CODES.items() if outcome_of(reason).is_orderly]
-"""Exit codes of a node that ended as requested: the other nodes go on to their own end."""
+"""Exit codes of a node that stopped on request: the other nodes continue to their own end."""
 
 
 def render_attempt(
@@ -96,12 +97,12 @@ def render_attempt(
 ) -> dict[str, Any]:
     """Everything that ``submit`` would create, without secrets.
 
-    A mixed allocation has ``parts``, each of which is what an attempt on one offer is: a Job with its
-    ConfigMap. Owner references and the values of secrets are added when it is sent. *drivers* are the CSI
-    drivers that the cluster has.
+    A mixed allocation has ``parts``, each like an attempt on one offer: a Job with its ConfigMap. Owner
+    references and the values of secrets are added when it is sent. *drivers* are the CSI drivers that the
+    cluster has.
 
     Raises:
-        SpecError: It asks for what no pod can have.
+        SpecError: It requests something that no pod can have.
     """
     parts = render_parts(request, settings, drivers=drivers)
     if len(parts) == 1:
@@ -115,7 +116,7 @@ def render_parts(
     """One Job with its ConfigMap for each offer of the allocation, in the order of nodes.
 
     Raises:
-        SpecError: It asks for what no pod can have.
+        SpecError: It requests something that no pod can have.
     """
     name = names.attempt_name(request)
     return [
@@ -189,12 +190,12 @@ class _Attempt:
 
     @property
     def is_elastic(self) -> bool:
-        """True when its number of nodes may change while it runs."""
+        """True when its number of nodes may change during the run."""
         return not self.request.allocation.is_mixed and node_bound(self.request.spec, 0) > 0
 
     @property
     def most(self) -> int:
-        """Most nodes that this Job may come to have."""
+        """Most nodes that this Job may have."""
         return node_bound(self.request.spec, self.part.nodes) if self.is_elastic else self.part.nodes
 
     def job(self) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class _Attempt:
             "completionMode": "Indexed",
             "completions": nodes,
             "parallelism": nodes,
-            "suspend": True,  # until ConfigMap and Secret are there; a Kueue queue decides by itself
+            "suspend": True,  # until ConfigMap and Secret exist; with a Kueue queue, Kueue decides
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": _failure_rules(self.most, template["spec"])},
             "ttlSecondsAfterFinished": settings.ttl_s,
@@ -243,7 +244,7 @@ class _Attempt:
         return names.run_hash(self.request.store_url, self.request.run_prefix)
 
     def claims(self) -> list[dict[str, Any]]:
-        """Claims that are made with the attempt; those that stay are nobody's."""
+        """Claims that are created with the attempt; those that remain have no owner."""
         labels = {name: value for name, value in names.labels_of(self.request).items() if name in _OF_RUN}
         found = at.claims_of(self.request.spec, run=self.run, labels=labels)
         for claim in found:
@@ -251,7 +252,7 @@ class _Attempt:
         return found
 
     def own_secrets(self) -> list[str]:
-        """Variables whose values go into a Secret of ours: all but those of the cluster's own Secrets."""
+        """Variables with values in the attempt's Secret: all except those from the cluster's Secrets."""
         keys = {security.OF_STORE + name for name in self._store_keys()}
         return sorted((set(self.request.secret_env) - set(self._cluster_secrets())) | keys)
 
@@ -259,7 +260,7 @@ class _Attempt:
         return security.store_keys(self.request.store_login, self.settings)
 
     def _cluster_secrets(self) -> dict[str, dict[str, Any]]:
-        """``secret:NAME/key`` stays a reference: its value never passes through the owner's hands."""
+        """``secret:NAME/key`` stays a reference: the owner never sees its value."""
         found = {}
         for item in self.request.spec.get("env") or ():
             if not item.get("value_from"):
@@ -280,7 +281,7 @@ class _Attempt:
         joint = ({"nodeAffinity": where} if where else {}) | stand.pop("affinity", {})
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
-            "automountServiceAccountToken": False,  # the sidecar alone has a token, see security.py
+            "automountServiceAccountToken": False,  # only the sidecar has a token, see security.py
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": self.grace_s,
             "tolerations": tolerations(self.offer, settings),
@@ -290,7 +291,7 @@ class _Attempt:
             **stand,
         }
         spec |= {"affinity": joint} if joint else {}
-        if request.deadline_s is not None:  # counts from the pod's arrival on its node, as its bill does
+        if request.deadline_s is not None:  # counts from the pod's arrival on its node, like its bill
             nearer_s = min(settings.longest_s, request.deadline_s)
             spec["activeDeadlineSeconds"] = max(1, math.ceil(nearer_s))
         spec |= {"nodeSelector": dict(settings.node_selector)} if settings.node_selector else {}
@@ -411,7 +412,7 @@ class _Attempt:
         return env | ({"ENVSCALER_CHECKPOINT_DIR": escaped(str(checkpoint))} if checkpoint else {})
 
     def _input(self, uri: str) -> str:
-        """Where an input lies when a volume brings it, else its URI."""
+        """The path of an input that a volume brings, else its URI."""
         for volume in self.request.spec.get("volumes") or ():
             if volume.get("source") == uri:
                 return str(volume["mount_path"])
@@ -420,7 +421,7 @@ class _Attempt:
     # -- resources
 
     def _need(self) -> Mapping[str, Any]:
-        """The alternative of the spec that the offer was chosen for."""
+        """The alternative of the spec for which the offer was chosen."""
         resources = self.request.spec.get("resources") or {}
         offer = self.offer
         alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
@@ -439,7 +440,7 @@ class _Attempt:
         return whole if most is None else min(whole, cpu_cores(most))
 
     def _memory(self) -> tuple[int, int]:
-        """``(request, limit)`` in bytes, within the offer's share: the spec's, else the share."""
+        """``(request, limit)`` in bytes: the spec's, at most the offer's share, which is the default."""
         need, offer = self._need(), self.offer
         whole = int(offer.memory_gib * GIB)
         asked = (need.get("requests") or {}).get("memory")
@@ -464,7 +465,7 @@ class _Attempt:
         return {"requests": requests, "limits": limits}
 
     def _add_shm(self, mounts: at.Mounts) -> None:
-        """``/dev/shm``: as asked; else half of the memory for GPUs or several nodes. Chosen."""
+        """``/dev/shm``: as requested; else half of the memory for GPUs or several nodes. Chosen."""
         asked = self._need().get("shm_size")
         if asked is None and not self.offer.gpus and self.most == self.request.allocation.nodes == 1:
             return
@@ -490,7 +491,7 @@ class _Attempt:
         self._add_credentials(mounts)
 
     def _add_credentials(self, mounts: at.Mounts) -> None:
-        """What opens the store, for the sidecar alone."""
+        """What opens the store, for the sidecar only."""
         if self.settings.service_account:
             mounts.volumes.append(security.token_volume())
             mounts.sidecar.append({"name": "token", "mountPath": security.TOKEN, "readOnly": True})
@@ -501,7 +502,7 @@ class _Attempt:
 
 
 def escaped(text: str) -> str:
-    """*text* so that Kubernetes hands it over unchanged: every ``$`` doubled.
+    """*text* with every ``$`` doubled, so that Kubernetes passes it on unchanged.
 
     Source: Kubernetes, define command and arguments: ``$(NAME)`` is expanded, ``$$`` becomes ``$``.
     """
@@ -509,9 +510,10 @@ def escaped(text: str) -> str:
 
 
 def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Disruptions are made good; a node that went as asked ends alone; any other failure ends the Job.
+    """Disrupted pods are replaced; a node that stopped on request ends alone; other failures end the Job.
 
-    That is also one before the training: without a rule only its index would fail, and the others wait.
+    That includes failures before the training: without a rule only that index would fail, and the others
+    would wait.
     """
     ignored = {
         "action": "Ignore",

@@ -1,4 +1,4 @@
-"""Where folders of a stage lie in its pod: volumes, and mounts of training and sidecar. Pure."""
+"""Paths of a stage's folders in its pod: volumes, and mounts of training and sidecar. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.outputs import is_output_uri
 
 HOME = "/envscaler"
-"""Mounted in every container of ours: agent, spool folder, working directory."""
+"""Mounted in the training and the sidecar: agent, spool folder, working directory."""
 AGENT = f"{HOME}/agent"
 SPOOL = f"{HOME}/spool"
 WORK = f"{HOME}/work"
 LAYOUT = "/etc/envscaler"
-"""Where the sidecar finds ``layout.json``."""
+"""Path of ``layout.json`` in the sidecar."""
 CACHE = "cache"
 INDEX = "/var/lib/envscaler-index"
-"""Where the sidecar finds what the machine's cache holds."""
-OWN = "/tmp/sidecar"  # noqa: S108  # an emptyDir of the containers of ours
-"""What the sidecar remembers and the training cannot write."""
+"""Path of the machine's cache in the sidecar."""
+OWN = "/tmp/sidecar"  # noqa: S108  # an emptyDir of the pod
+"""Folder for the sidecar's state that the training cannot write."""
 SCRATCH = "envscaler"
-"""The emptyDir behind all of that, and behind folders that the training and the sidecar share."""
+"""The emptyDir for all of these, and for folders that the training and the sidecar share."""
 
 _IMAGE_FOLDERS = frozenset(
     (
@@ -51,7 +51,7 @@ _IMAGE_FOLDERS = frozenset(
         "/src",
         "/srv",
         "/sys",
-        "/tmp",  # noqa: S108  # a name, no file
+        "/tmp",  # noqa: S108  # a name, not a file
         "/usr",
         "/usr/local",
         "/var",
@@ -59,9 +59,9 @@ _IMAGE_FOLDERS = frozenset(
         "/workspace",
     )
 )
-"""Folders that images fill: nothing is mounted over them. Chosen."""
+"""Folders with content in images: nothing is mounted over them. Chosen."""
 _PLACES = ("pvc", "nfs", "hostPath")
-"""Sources that Kubernetes mounts by itself; any other is copied in."""
+"""Sources that Kubernetes mounts itself; any other is copied in."""
 _READ = "ReadOnly"
 
 
@@ -70,8 +70,8 @@ class Driver:
     """A CSI driver that mounts a bucket as a volume of the pod itself.
 
     Attributes:
-        name: Of its CSIDriver object.
-        annotations: That a pod needs for it.
+        name: Name of its CSIDriver object.
+        annotations: Annotations that a pod needs for it.
     """
 
     name: str
@@ -81,32 +81,33 @@ class Driver:
 GCS_FUSE = Driver("gcsfuse.csi.storage.gke.io", {"gke-gcsfuse/volumes": "true"})
 """Source: Google Kubernetes Engine, Cloud Storage FUSE CSI driver, ephemeral volumes."""
 DRIVERS: Mapping[str, Driver] = {"gs": GCS_FUSE, "gcs": GCS_FUSE}
-"""By scheme. Drivers that only bind persistent volumes (Mountpoint for S3, OSS) are not among them: those are
-claims, ``pvc://``."""
+"""CSI drivers by scheme. Drivers that only bind persistent volumes (Mountpoint for S3, OSS) are not included:
+use claims for those, ``pvc://``.
+"""
 
 
 def drivers_for(spec: Mapping[str, Any]) -> frozenset[str]:
-    """Names of CSI drivers that the spec's volumes could be mounted by."""
+    """Names of CSI drivers that could mount the spec's volumes."""
     kinds = (str(volume.get("source") or "").partition(":")[0] for volume in spec.get("volumes") or ())
     return frozenset(DRIVERS[kind].name for kind in kinds if kind in DRIVERS)
 
 
 def _driver(kind: str, drivers: Collection[str]) -> Driver | None:
-    """By which a source of that scheme is mounted on a cluster that has *drivers*; None: it is copied."""
+    """The driver that mounts a source of that scheme on a cluster with *drivers*; None: it is copied."""
     driver = DRIVERS.get(kind)
     return driver if driver is not None and driver.name in drivers else None
 
 
 @dataclass(slots=True)
 class Mounts:
-    """What is collected for one pod.
+    """The volumes and mounts of one pod.
 
     Attributes:
-        volumes: Of the pod.
+        volumes: Volumes of the pod.
         training: Mounts of the training's container.
-        sidecar: Mounts of the sidecar's, which lays out what is read-only for the training.
-        annotations: Of the pod.
-        cache: Folder of every machine that keeps what was copied; None: none does.
+        sidecar: Mounts of the sidecar's container, which prepares what is read-only for the training.
+        annotations: Annotations of the pod.
+        cache: Folder of every machine that caches copied buckets; None: no cache.
     """
 
     volumes: list[dict[str, Any]] = field(default_factory=list)
@@ -117,11 +118,11 @@ class Mounts:
 
     @property
     def paths(self) -> list[str]:
-        """Where something is mounted for the training."""
+        """Paths that are mounted in the training's container."""
         return [str(item["mountPath"]) for item in self.training]
 
     def keep(self, path: str, digest: str) -> None:
-        """A folder of the machine's cache, which only the sidecar writes."""
+        """Mount a folder of the machine's cache, which only the sidecar writes."""
         if not any(volume["name"] == CACHE for volume in self.volumes):
             where = {"path": self.cache, "type": "DirectoryOrCreate"}
             self.volumes.append({"name": CACHE, "hostPath": where})
@@ -131,14 +132,14 @@ class Mounts:
         self.training.append({**mount, "readOnly": True})
 
     def share(self, path: str, *, read_only: bool = False) -> None:
-        """A folder of the scratch volume, in both containers under the same path."""
+        """Mount a folder of the scratch volume in both containers, under the same path."""
         mount = {"name": SCRATCH, "mountPath": path, "subPath": "root" + path}
         self.sidecar.append(mount)
         self.training.append({**mount, "readOnly": True} if read_only else mount)
 
 
 def cache_key(volume: Mapping[str, Any]) -> str | None:
-    """Its folder in a machine's cache; None for what is not kept: what may be written, stages' outputs."""
+    """Its folder in a machine's cache; None for volumes without one: writable ones, stages' outputs."""
     source, mode = str(volume["source"]), str(volume.get("access_mode") or "")
     is_bucket = "://" in source and not source.startswith("file:") and not is_output_uri(source)
     if not is_bucket or not mode.startswith(_READ):
@@ -153,16 +154,16 @@ def mounts_of(
     drivers: Collection[str] = (),
     cache: str | None = None,
 ) -> Mounts:
-    """Volumes and mounts of a stage, less ``/dev/shm`` and what the deployment adds.
+    """Volumes and mounts of a stage, without ``/dev/shm`` and what the deployment adds.
 
     Args:
         spec: The frozen spec.
-        run: Hash of the run, for claims that go with it.
+        run: Hash of the run, for claims that are deleted with it.
         drivers: CSI drivers that the cluster has.
-        cache: Folder of every machine that keeps what was copied.
+        cache: Folder of every machine that caches copied buckets.
 
     Raises:
-        SpecError: A source that cannot be had here, or a path with no folder of its own.
+        SpecError: A source that is not available here, or a path directly below the root.
     """
     found = Mounts(volumes=[{"name": SCRATCH, "emptyDir": {}}], cache=cache)
     home = {"name": SCRATCH, "mountPath": HOME, "subPath": "home"}
@@ -176,7 +177,7 @@ def mounts_of(
 
 
 def shared_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``(field, path)`` of what the sidecar takes from the training: outputs and checkpoints."""
+    """``(field, path)`` of what the sidecar uploads from the training: outputs and checkpoints."""
     paths = [(f"outputs.{name}", str(path)) for name, path in sorted((spec.get("outputs") or {}).items())]
     checkpoint = (spec.get("checkpoint") or {}).get("path")
     return paths + ([("checkpoint.path", str(checkpoint))] if checkpoint else [])
@@ -230,7 +231,7 @@ def _source(kind: str, source: str, *, read_only: bool) -> dict[str, Any]:
 
 
 def claims_of(spec: Mapping[str, Any], *, run: str, labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Claims that are made when they do not exist; those that go with the run bear its *labels*."""
+    """Claims to create if they do not exist; those that are deleted with the run have its *labels*."""
     made = []
     for volume in spec.get("volumes") or ():
         mode = str(volume.get("access_mode") or "ReadWriteOnce")
@@ -253,9 +254,9 @@ def claims_of(spec: Mapping[str, Any], *, run: str, labels: Mapping[str, str]) -
 
 
 def holds_s(job: Mapping[str, Any], ttl_s: int) -> int:
-    """Seconds that an ended *job* stays for the claims of its run: a later attempt may need their data.
+    """How long an ended *job* stays for the claims of its run, seconds: a later attempt may need the data.
 
-    One whose nodes all succeeded is the last of its run, and holds nothing for others.
+    A Job whose nodes all succeeded is the last of its run, and keeps nothing for others.
     """
     conditions = (job.get("status") or {}).get("conditions") or ()
     is_complete = any(one["type"] == "Complete" and one["status"] == "True" for one in conditions)
@@ -264,7 +265,7 @@ def holds_s(job: Mapping[str, Any], ttl_s: int) -> int:
 
 
 def _shared(found: Mounts, what: str, path: str) -> None:
-    """Mount the folder that holds *path*, so that the training may replace what lies at it."""
+    """Mount the parent folder of *path*, so that the training may replace *path* itself."""
     path = posixpath.normpath(path)
     if any(_is_within(path, mounted) for mounted in found.paths):
         return
@@ -291,7 +292,7 @@ def layout_of(
     drivers: Collection[str] = (),
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """``layout.json``: what the sidecar brings and takes."""
+    """``layout.json``: what the sidecar copies in and uploads."""
     checkpoint = (spec.get("checkpoint") or {}).get("path")
     copied = [
         volume
@@ -321,7 +322,7 @@ def layout_of(
 
 
 def _processes(spec: Mapping[str, Any]) -> dict[str, int]:
-    """By which the sidecar tells how many nodes saved a checkpoint, where nodes come and go."""
+    """From this the sidecar computes how many nodes saved a checkpoint, where their number changes."""
     if not (spec.get("distributed") or {}).get("elastic"):
         return {}
     return {"processes_per_node": EnvSpec.from_dict(spec).processes_per_node}

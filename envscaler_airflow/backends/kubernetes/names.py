@@ -1,4 +1,4 @@
-"""Names that Kubernetes accepts, from whatever a run is called. Pure."""
+"""Names that Kubernetes accepts, from the names of a run. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NODES = "envscaler.io/nodes"
 FIRST = "envscaler.io/first-node"
 """Label of a Job that is part of a mixed attempt: number of its first node."""
 MOST = "envscaler.io/most-nodes"
-"""Label of a Job that may be rescaled in place: most nodes that it was made for."""
+"""Label of a Job that may be rescaled in place: the most nodes that it may have."""
 BEGUN = "envscaler.io/begun-nodes"
-"""Label of the same Job: nodes that it began with."""
+"""Label of the same Job: number of nodes at its start."""
 RELEASED = "envscaler.io/released"
-"""Label: the attempt was released; its Job stays for a while so that no late repeat starts it anew."""
+"""Label: the attempt was released; its Job stays for a while so that no late repeat restarts it."""
 PREFIX = "envscaler.io/run-prefix"
 """Annotation: the run's folder in the store."""
 STORE = "envscaler.io/store"
@@ -34,28 +34,28 @@ STORE = "envscaler.io/store"
 STAGE = "envscaler.io/stage"
 """Annotation: ``dag_id.task_id`` as the user wrote it."""
 STOP = "envscaler.io/stop"
-"""Annotation: JSON of what was asked, once an attempt was asked to stop."""
+"""Annotation: JSON of the request, once an attempt was asked to stop."""
 HOLDS = "envscaler.io/holds-claims"
-"""Annotation: ``true`` on a Job with a claim that goes with the run."""
+"""Annotation: ``true`` on a Job with a claim that is deleted with the run."""
 READY = "envscaler.io/ready"
-"""Annotation: ``true`` once all that the pods need was made."""
+"""Annotation: ``true`` once everything that the pods need was created."""
 LATE = "envscaler.io/late-pods"
-"""Annotation: ``true`` on a Job that began without pods, since a quota had no room for them."""
+"""Annotation: ``true`` on a Job that began without pods because a quota refused them."""
 REMOVABLE = "envscaler.io/removable"
-"""Annotation that anybody may give a pod: its node of the stage goes first."""
+"""Annotation that any user may set on a pod: its node of the stage is removed first."""
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "envscaler"
 INDEX = "batch.kubernetes.io/job-completion-index"
 INDEX_FAILURES = "batch.kubernetes.io/job-index-failure-count"
-"""Annotation of the pods of a Job with ``backoffLimitPerIndex``: failures of the index before."""
+"""Annotation of the pods of a Job with ``backoffLimitPerIndex``: previous failures of the index."""
 INDEX_IGNORED = "batch.kubernetes.io/job-index-ignored-failure-count"
-"""The same of failures that were ignored; absent: none was. Source: Kubernetes, batch/v1 types."""
+"""The same for ignored failures; absent: none. Source: Kubernetes, batch/v1 types."""
 JOB_NAME = "batch.kubernetes.io/job-name"
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def run_hash(store_url: str, run_prefix: str) -> str:
-    """16 hex that tell store and run from any other."""
+    """16 hex digits that identify store and run."""
     return hashlib.sha256(f"{store_url}\0{run_prefix}".encode()).hexdigest()[:16]
 
 
@@ -72,13 +72,13 @@ def part_name(attempt: str, part: int) -> str:
 
 
 def claim_name(volume: Mapping[str, Any], run: str) -> str:
-    """Claim of a ``pvc://`` volume; one that goes with its run carries the run's hash *run*."""
+    """Claim of a ``pvc://`` volume; one that is deleted with its run contains its hash *run*."""
     location = str(volume["source"]).partition("://")[2]
     return dns_label(f"{location}-{run[:10]}") if volume.get("retain") == "run" else location
 
 
 def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:
-    """*text* as a DNS label; one that had to be changed carries a hash of the whole."""
+    """*text* as a DNS label; one that had to be changed contains a hash of the whole."""
     plain = _plain(text)
     if plain and plain == text and len(plain) <= most:
         return plain
@@ -88,7 +88,7 @@ def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:
 
 
 def label_value(text: str) -> str:
-    """*text* as the value of a label; one that had to be changed carries a hash of the whole."""
+    """*text* as the value of a label; one that had to be changed contains a hash of the whole."""
     if len(text) <= MAX_LABEL_CHARACTERS and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -97,7 +97,7 @@ def label_value(text: str) -> str:
 
 
 def labels_of(request: AttemptRequest) -> dict[str, str]:
-    """Labels of everything that one attempt makes."""
+    """Labels of every object of one attempt."""
     return {
         MANAGED_BY: MANAGER,
         "app.kubernetes.io/name": label_value(request.run_label),

@@ -1,4 +1,4 @@
-"""Offers of a cluster: slices of its nodes, or the classes that its owner wrote down. Pure."""
+"""Offers of a cluster: shares of its nodes, or the classes in its configuration. Pure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.table import OfferTable
 
 _FOR_OTHERS = ("node-role.kubernetes.io/", "virtual-kubelet.io/", "eks.amazonaws.com/compute-type")
-"""Beginnings of taints that stay. Source: Kubernetes, well-known taints; Virtual Kubelet; EKS Fargate."""
+"""Prefixes of permanent taints. Source: Kubernetes, well-known taints; Virtual Kubelet; EKS Fargate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What nodes have in common that a pod may be bound to.
+    """Nodes with the same properties, to which a pod may be bound.
 
     Attributes:
-        instance_type: As an offer names it.
+        instance_type: As in an offer.
         capacity_type: ``spot`` or ``on-demand``.
-        arch: As an offer names it; None is unknown.
-        gpu: What a pod gets there as one GPU, less the number of them; None without GPU.
-        region: As its labels say; None is unknown.
+        arch: As in an offer; None is unknown.
+        gpu: One GPU of a pod there, without their number; None without GPU.
+        region: From its labels; None is unknown.
     """
 
     instance_type: str
@@ -44,12 +44,12 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one node offers.
+    """The capacity of one node.
 
     Attributes:
         vcpus, memory_gib: Amounts.
-        gpus: Of one resource.
-        of_gpus: Part of all GPUs of the node that these are.
+        gpus: Number of GPUs of one resource.
+        of_gpus: These as a fraction of all GPUs of the node.
     """
 
     vcpus: float
@@ -60,7 +60,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """USD an hour of a whole node, and where that is from; None is unknown."""
+    """USD per hour of a whole node, and the source of the price; None is unknown."""
 
     usd: float | None
     source: str
@@ -73,12 +73,12 @@ def derived_offers(
     prices: Callable[[], OfferTable] = packaged,
     is_later: bool = False,
 ) -> tuple[Offer, ...]:
-    """Slices of every kind of node, smallest first: powers of two and the whole.
+    """Shares of every kind of node, smallest first: powers of two and the whole.
 
-    With *is_later* those of nodes that take no pod of ours now: cordoned, not ready, or tainted.
+    With *is_later*, only those of nodes that accept no pod of a stage now: cordoned, not ready, or tainted.
 
-    A kind costs what the owner says of it, else what its cloud asks for such an instance in *prices*: the
-    highest of its nodes' prices, unknown where one of them is.
+    The price of a kind is the configured one, else the cloud's price for such an instance in *prices*: the
+    highest of its nodes' prices, unknown if one of them is.
     """
     rooms: dict[Kind, Room] = {}
     costs: dict[Kind, Price] = {}
@@ -105,13 +105,13 @@ def derived_offers(
 
 
 def _may_ever_run(node: Mapping[str, Any], seen: ClusterNode) -> bool:
-    """False for a node that no pod of ours will ever run on: another system, no machine, a control plane."""
+    """False for a node that no stage's pod will ever run on: another system, no machine, a control plane."""
     taints = (node.get("spec") or {}).get("taints") or ()
     return seen.runs_linux and not any(str(one.get("key")).startswith(_FOR_OTHERS) for one in taints)
 
 
 def _price(node: ClusterNode, kind: Kind, settings: Settings, prices: Callable[[], OfferTable]) -> Price:
-    """By the configuration, which may also name a kind that has no instance type; else by the cloud."""
+    """From the configuration, which may also name a kind without instance type; else from the cloud."""
     named = node if node.instance_type else replace(node, instance_type=kind.instance_type)
     usd, source = node_price(named, prices=None, cluster_prices=settings.usd_per_hour)
     if usd is not None:
@@ -128,7 +128,7 @@ def _dearer(one: Price | None, other: Price) -> Price:
 
 
 def _is_addressed(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
-    """False for a spot node that does not bear the one label by which this configuration asks for spot."""
+    """False for a spot node without the one label by which this configuration requests spot."""
     if settings.provider is None or kind.capacity_type == "on-demand":
         return True
     mark, labels = SPOT[settings.provider], (node.get("metadata") or {}).get("labels") or {}
@@ -145,7 +145,7 @@ def _least(one: Room, other: Room) -> Room:
 
 
 def kinds_of(node: Mapping[str, Any]) -> dict[Kind, Room]:
-    """What offers say of this node, by resource of GPUs, and what a pod's training can have of each."""
+    """The kinds of this node by GPU resource, and the capacity for a pod's training in each."""
     seen = read_node(node)
     by_gpu = BY_GPU + seen.gpu_product if seen.gpu_product else UNLABELLED
     kind = Kind(seen.instance_type or by_gpu, seen.capacity_type, seen.arch, None, seen.region)
@@ -163,18 +163,18 @@ def kinds_of(node: Mapping[str, Any]) -> dict[Kind, Room]:
 
 
 def whole_of(node: Mapping[str, Any], resource: str | None) -> Room:
-    """What all pods can have of this node when it is empty; *resource* is that of their GPUs."""
+    """The capacity of this node for all pods when it is empty; *resource* is that of their GPUs."""
     seen = read_node(node)
     return Room(seen.vcpus, seen.memory_gib, sum(one.count for one in seen.gpus if one.resource == resource))
 
 
 def is_usable(node: Mapping[str, Any]) -> bool:
-    """True when it is ready and takes pods."""
+    """True when it is ready and accepts pods."""
     return read_node(node).is_usable
 
 
 def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
-    """True when pods of such an offer bear every taint that keeps others off the node."""
+    """True when pods of such an offer tolerate every taint that keeps others off the node."""
     ours = borne_taints(settings, has_gpus=kind.gpu is not None, is_spot=kind.capacity_type == "spot")
     taints = (node.get("spec") or {}).get("taints") or ()
     return all(
@@ -212,7 +212,7 @@ def _counts(full: int) -> Sequence[int]:
 
 
 def _slice(whole: Offer, count: int, full: float, unit: str) -> Offer:
-    """*count* of the *full* number of GPUs, or of CPUs, with their share of the rest."""
+    """A share of *count* of the *full* number of GPUs, or of CPUs, with the same part of the rest."""
     share, usd = count / full, whole.usd_per_hour
     return replace(
         whole,

@@ -1,4 +1,4 @@
-"""What no live run owns: Jobs whose run has gone on, has ended, or cannot be found."""
+"""Orphaned Jobs: their run has moved on, has ended, or cannot be found."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from envscaler_airflow.run import RunState
 log = logging.getLogger(__name__)
 
 YOUNG_S = 900.0
-"""Age up to which a Job is left alone, seconds. Chosen: an owner records within one slice what it made."""
+"""Minimum age of an orphaned Job, seconds. Chosen: an owner records a new Job within one execution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A Job that nobody needs.
+    """A Job without an owner.
 
     Attributes:
-        handle: Of the attempt.
+        handle: Handle of the attempt.
         prefix: Folder of its run in the store.
-        reason: Why, for people.
+        reason: Human-readable reason.
         runs: True when pods of it may still run.
-        is_live: True for the live attempt of its run, whose owner is gone: it may still save.
+        is_live: True for the live attempt of its run, whose owner has ended: it may still save.
     """
 
     handle: Handle
@@ -48,16 +48,16 @@ def orphans(
     server_time: float,
     ownerless: Callable[[str], str | None] = lambda _prefix: None,
 ) -> Iterator[Orphan]:
-    """Jobs of the namespace whose run in this store does not count them as its live attempt.
+    """Jobs of the namespace that are not the live attempt of their run in this store.
 
     Args:
-        backend: Of the namespace.
-        store_url: Jobs of other stores are left alone: their runs cannot be seen from here.
-        state_of: Fold of a run's events by its folder; None when there is no such run. A ProtocolError says
-            that it cannot be told, and leaves the Job alone.
+        backend: Backend of the namespace.
+        store_url: Jobs of other stores are skipped: their runs cannot be read here.
+        state_of: Fold of a run's events by its folder; None when there is no such run. It raises
+            ProtocolError when the state is unknown; the Job is then skipped.
         server_time: Clock of the API server, seconds since the epoch.
-        ownerless: Why nobody owns the live attempt of a run any more, though its events do not say so; None
-            when somebody does.
+        ownerless: Why the live attempt of a run is orphaned, when its events do not show it; None when it has
+            an owner.
     """
     for job in backend.jobs():
         metadata = job["metadata"]
@@ -81,7 +81,7 @@ def orphans(
 
 
 def _why(job: dict[str, Any], state: RunState | None) -> str | None:
-    """Why the Job is nobody's; None when it is the live attempt of its run."""
+    """Why the Job is orphaned; None when it is the live attempt of its run."""
     if state is None or not state.generation:
         return "its run is not in the store"
     labels = job["metadata"]["labels"]

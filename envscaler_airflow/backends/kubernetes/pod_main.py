@@ -1,12 +1,12 @@
-"""Starts the wrapper in the training's container, and leaves only when everything is uploaded.
+"""Starts the wrapper in the training's container, and exits only when everything is uploaded.
 
 Copied into the pod and run by the image's own python3: standard library only, Python 3.8.
 
     python3 pod_main.py --grace S --drain S -- COMMAND...
 
-Before: put the agent on PYTHONPATH before whatever the image has there, say which node this is, and wait
-until the sidecar has prepared it. After: wait until the sidecar says "done" (when this container ends, the
-kubelet ends the sidecar), and leave a termination message that says how the command ended.
+Before the command, it puts the agent first on PYTHONPATH, sets which node this is, and waits until the
+sidecar has prepared the node. After it, it waits until the sidecar reports "done" (when this container ends,
+the kubelet stops the sidecar), and writes a termination message with the command's end.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 EXIT_STOPPED = 87
-"""Source: envscaler_agent.protocol, which is not on the path yet."""
+"""Source: envscaler_agent.protocol, which cannot be imported yet."""
 POLL_S = 0.5
 NODE_S = 960.0
 """Longest wait for the sidecar, seconds. Chosen: a minute more than it waits for its store."""
 TERMINATION_LOG = Path("/dev/termination-log")
 """Source: Kubernetes, terminationMessagePath."""
 MAX_MESSAGE_BYTES = 4096
-"""Source: Kubernetes keeps so much of a termination message."""
+"""Source: Kubernetes truncates a termination message to this size."""
 
 
 def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -40,7 +40,7 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
     os.environ["ENVSCALER_NODE"] = str(index + int(options.get("--first-node", "0")))
     command = argv[split + 1 :]
-    signal.signal(signal.SIGTERM, _stopped)  # as PID 1 it would be ignored
+    signal.signal(signal.SIGTERM, _stopped)  # PID 1 ignores it by default
     await_node(spool / "node.json", sleep=sleep)
     sys.path.insert(0, here)
     from envscaler_agent.__main__ import main as wrapper  # noqa: PLC0415  # found by the line above
@@ -57,7 +57,7 @@ def _stopped(_number: int, _frame: object) -> None:
 
 
 def await_node(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> Dict[str, Any]:
-    """What the sidecar says of this node, once it has prepared it; {} when that takes too long."""
+    """The sidecar's report on this node, once it has prepared it; {} when that takes too long."""
     waited = 0.0
     while waited < NODE_S:
         body = _read(path)
@@ -77,7 +77,7 @@ def await_sidecar(spool: Path, drain_s: float, *, sleep: Callable[[float], None]
 
 
 def say_end(spool: Path, log: Path = TERMINATION_LOG) -> None:
-    """Leave the reason of the end where the cluster shows it; no output of the command goes there."""
+    """Write the reason of the end where the cluster shows it; without any output of the command."""
     ended = _read(spool / "wrapper.json").get("ended") or {}
     if not ended or not log.exists():
         return
@@ -99,4 +99,4 @@ def _read(path: Path) -> Dict[str, Any]:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # nothing is left to clean up, and a thread of a driver must not keep us
+    os._exit(status)  # nothing is left to clean up, and a thread of a driver must not block

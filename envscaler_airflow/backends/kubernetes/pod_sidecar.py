@@ -3,12 +3,12 @@
     python -m envscaler_airflow.backends.kubernetes.pod_sidecar --spool E --store URL --prefix P
         --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--most-nodes N]
 
-The sidecar claims the node by the pod's uid: what a lost pod still writes is void once another replaces it.
-Node 0 publishes its address in its status, with its choice of the checkpoint. The others take both from
-there; no DNS is needed.
+The sidecar claims the node by the pod's uid: what a lost pod still writes does not count once another pod
+replaces it. Node 0 publishes its address in its status, with its choice of the checkpoint. The others read
+both there; no DNS is needed.
 
-The kubelet sends SIGTERM when the training's container has ended, in whatever way. Then the sidecar is
-told the end if the wrapper could not, and everything that it still has is uploaded.
+The kubelet sends SIGTERM when the training's container has ended, for any reason. Then this process reports
+the end to the sidecar if the wrapper could not, and the sidecar uploads the rest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from envscaler_agent.protocol import SCHEMA, Ended, Status
 from envscaler_airflow.errors import ProtocolError
 
 BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before the sidecar is started again, seconds. Chosen: quick once, quiet in a crash loop."""
+"""Waits before the sidecar is restarted, seconds. Chosen: quick once, quiet in a crash loop."""
 SETUP_TRIES = 5
-"""Times that the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
+"""How often the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
 TURN_S = 0.5
 RENDEZVOUS_PORT = 29400
 """Source: torchrun's default for c10d."""
@@ -41,7 +41,7 @@ RENDEZVOUS_PORT = 29400
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Which node this is, and where the sidecar process works. ``most``: nodes that there may come to be."""
+    """Which node this is, and the paths of the sidecar process. ``most``: the largest number of nodes."""
 
     spool: Path
     generation: int
@@ -52,12 +52,12 @@ class Node:
 
     @property
     def is_alone(self) -> bool:
-        """True when no other node will ever look for it."""
+        """True when there will never be another node."""
         return max(self.nodes, self.most) == 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one pod; 0 when all is uploaded."""
+    """Serve one pod; 0 when everything is uploaded."""
     options = _parse(arguments)
     node = Node(
         options.spool,
@@ -103,17 +103,17 @@ def _sidecar_options(options: argparse.Namespace, node: Node) -> list[str]:
 
 
 def prepare(node: Node) -> None:
-    """Let the training, which may run as another user, write its chunks; ``node.json`` lets it start."""
+    """Let the training, which may run as another user, write chunks; ``node.json`` lets it start."""
     for folder in ("logs", "metrics"):
         here = node.spool / folder
         here.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # made by the training's side, which may write there then
+        with suppress(PermissionError):  # created by the training's side, which may then write there
             here.chmod(0o777)
     _write(node.spool / "node.json", {"node": node.node})
 
 
 def address_of(node: Node, pod_ip: str | None) -> str | None:
-    """Where the processes of all nodes find node 0; None where no other node will ever ask."""
+    """Address of node 0 for the processes of all nodes; None where there is never another node."""
     if node.is_alone or node.node != 0 or not pod_ip:
         return None
     return f"{f'[{pod_ip}]' if ':' in pod_ip else pod_ip}:{RENDEZVOUS_PORT}"
@@ -144,7 +144,7 @@ class Keeper:
         self._told = False
 
     def run(self) -> int:
-        """Until the sidecar says that everything is uploaded."""
+        """Run until the sidecar reports that everything is uploaded."""
         while not self.is_done:
             born = self._monotonic()
             process = self._start()
@@ -157,7 +157,7 @@ class Keeper:
 
     @property
     def is_done(self) -> bool:
-        """True when ``sidecar.json`` says so."""
+        """True when ``sidecar.json`` shows it."""
         try:
             body = json.loads((self._node.spool / "sidecar.json").read_bytes())
         except (OSError, ValueError):
@@ -178,14 +178,14 @@ class Keeper:
         self._deaths += 1
 
     def _look_at_end(self) -> None:
-        """Once the training's container has ended, tell its end if the wrapper could not."""
+        """Once the training's container has ended, report its end if the wrapper could not."""
         if self._ending.is_set() and not self._told:
             self._told = True
             tell_end(self._node.spool / "wrapper.json")
 
 
 def tell_end(path: Path) -> None:
-    """Complete the last status of a wrapper that was killed before it could tell its end."""
+    """Complete the last status of a wrapper that was killed before it could report its end."""
     try:
         last = Status.from_json(path.read_bytes(), where=path.name)
     except (OSError, ProtocolError):

@@ -1,4 +1,4 @@
-"""What is lost of an attempt: what lets its Jobs make pods again, and what need not go on without them."""
+"""Lost parts of an attempt: make its Jobs recreate pods, and find Jobs that need not run without them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ _NOTE = "its node does not answer, and it is overdue; given up by envscaler"
 
 
 def free_lost(cluster: Cluster, seen: Seen, *, first: int, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
-    """Set the phase of each overdue pod to Failed; names of those that were.
+    """Set the phase of each overdue pod to Failed; returns the names of these pods.
 
-    Its containers may live on though its kubelet is silent: while its status in the store changes it stays.
+    Its containers may keep running while its kubelet is silent: a pod whose status in the store changes is
+    kept.
 
-    With a podFailurePolicy such a pod stays Running for as long as its node is silent, and a forced
-    delete does not free it: the finalizer of the Job holds it (recorded, scenario 08b).
+    With a podFailurePolicy such a pod stays Running for as long as its node is silent, and a forced delete
+    does not remove it because of the Job's finalizer (recorded, scenario 08b).
     """
     freed = []
     for pod in seen.pods:
@@ -61,7 +62,7 @@ def free_lost(cluster: Cluster, seen: Seen, *, first: int, quiet_s: Mapping[int,
 def unneeded(found: Sequence[tuple[Part, Seen]]) -> list[tuple[Part, Seen]]:
     """Jobs of a mixed attempt that still run although another of it has failed or is gone.
 
-    Nodes that went as they were asked to end their Job too, and leave the others to their own end.
+    Nodes that stop on request also end their Job; the other Jobs then continue to their own end.
     """
     if not any(_has_broken(part, seen) for part, seen in found):
         return []
@@ -76,7 +77,7 @@ def _has_broken(part: Part, seen: Seen) -> bool:
 
 
 def status_of(found: Sequence[tuple[Part, Seen]]) -> AttemptStatus:
-    """All nodes of an attempt, by what is to be seen of its Jobs."""
+    """The status of all nodes of an attempt, from the state of its Jobs."""
     rest = {part.name for part, seen in unneeded(found) if seen.job and stop_asked(seen.job) is None}
     nodes = []
     for part, seen in found:

@@ -1,4 +1,4 @@
-"""Onto which nodes an offer's pods go, by the labels and taints of each kind of cluster. Pure."""
+"""Which nodes an offer's pods may run on, by the labels and taints of each kind of cluster. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ZONE = "topology.kubernetes.io/zone"
 HOST = "kubernetes.io/hostname"
 ARCH = "kubernetes.io/arch"
 UNLABELLED = "node"
-"""Instance type of nodes that do not say theirs: any node will do."""
+"""Instance type of nodes that do not report theirs: any node is accepted."""
 BY_GPU = "gpu."
-"""Begins the instance type of nodes that only name their GPU: ``gpu.NVIDIA-H100-PCIe``."""
+"""Prefix of the instance type of nodes that only name their GPU: ``gpu.NVIDIA-H100-PCIe``."""
 LOST_AFTER_S = 60
 """How long a pod stays bound to a node that does not answer. Source: issue of the backend; default is 300."""
 
@@ -46,18 +46,18 @@ SPOT: Mapping[str, Spot] = {
 }
 
 NOTICE_S: Mapping[str, int] = {"eks": 120, "karpenter": 120, "gke": 30, "aks": 30}
-"""How long before a spot node goes its cloud says so, seconds.
+"""How long before the end of a spot node its cloud announces it, seconds.
 
 Source: Amazon EC2, Spot Instance interruption notices (two minutes); Google Compute Engine, Spot VMs
 (30 s); Azure, Spot Virtual Machines (30 s).
 """
 LONGEST_NOTICE_S = max(NOTICE_S.values())
 LEAST_GRACE_S = 30
-"""Least time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
+"""Shortest time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
 
 
 def node_type(offer: Offer) -> str:
-    """Instance type of the offer's nodes, without the slice: ``g5.12xlarge`` of ``g5.12xlarge:gpu-1``."""
+    """Instance type of the offer's nodes, without the share: ``g5.12xlarge`` of ``g5.12xlarge:gpu-1``."""
     return offer.instance_type.partition(":")[0]
 
 
@@ -73,9 +73,9 @@ def gpu_resource(offer: Offer, settings: Settings) -> str | None:
 
 
 def affinity(offer: Offer, settings: Settings) -> dict[str, Any]:
-    """Required node affinity of the offer; {} when any node will do.
+    """Required node affinity of the offer; {} when any node is accepted.
 
-    Terms are alternatives, each complete in itself; what all conventions need stands in every one.
+    Terms are alternatives, each complete in itself, so every term repeats what all conventions need.
     """
     chosen = settings.node_class(offer)
     common: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ def _in(key: str, value: str) -> dict[str, Any]:
 
 
 def tolerations(offer: Offer, settings: Settings) -> list[dict[str, Any]]:
-    """Taints that the offer's pods bear, and for how long they stay on a node that does not answer."""
+    """Taints that the offer's pods tolerate, and how long they stay on a node that does not answer."""
     found: list[dict[str, Any]] = [
         {
             "key": f"node.kubernetes.io/{state}",
@@ -122,7 +122,7 @@ def tolerations(offer: Offer, settings: Settings) -> list[dict[str, Any]]:
 
 
 def borne_taints(settings: Settings, *, has_gpus: bool, is_spot: bool) -> list[dict[str, Any]]:
-    """Tolerations of the taints by which clusters keep other pods off such nodes."""
+    """Tolerations of the taints with which clusters keep other pods off such nodes."""
     found = [_bears(key, value) for key, value in GPU_TAINTS] if has_gpus else []
     if is_spot:
         marks = list(SPOT.values()) if settings.provider is None else [SPOT[settings.provider]]
@@ -137,14 +137,14 @@ def _bears(key: str, value: str | None) -> dict[str, Any]:
 
 
 def grace_s(offer: Offer, asked_s: float, settings: Settings) -> int:
-    """Whole seconds from SIGTERM to SIGKILL: as asked, at least the default, on spot within the notice."""
+    """Integer seconds from SIGTERM to SIGKILL: requested, at least the default, on spot within the notice."""
     most = NOTICE_S.get(settings.provider or "", LONGEST_NOTICE_S) if offer.capacity_type == "spot" else None
     asked = math.ceil(asked_s) if most is None else min(math.ceil(asked_s), most)
     return max(LEAST_GRACE_S, asked)
 
 
 def placement(labels: Mapping[str, str], nodes: int, settings: Settings) -> dict[str, Any]:
-    """How the nodes of one attempt, whose pods bear *labels*, stand to each other; {} for no wish."""
+    """How the nodes of one attempt, with pods labelled *labels*, are placed together or apart; {} for any."""
     if nodes == 1 or settings.cluster_spread == "none":
         return {}
     ours = {"labelSelector": {"matchLabels": {name: labels[name] for name in _OF_ATTEMPT}}}

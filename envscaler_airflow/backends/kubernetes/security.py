@@ -1,7 +1,7 @@
 """What the containers of a pod may do, and which credentials each has. Pure.
 
-The training runs code of its authors' choice: it gets no token of the cluster, no key of the store and no
-identity of the cloud. The sidecar gets them alone.
+The training runs arbitrary code: it gets no token of the cluster, no key of the store and no identity of the
+cloud. Only the sidecar gets these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rbac(
         namespace: Where stages run.
         account: Name of the service account.
         nodes: False leaves out the right to read nodes: ``cluster_prices`` then lists the available ones.
-        all_pods: True adds the right to list the pods of the whole cluster, for one that adds no nodes.
+        all_pods: True adds the right to list the pods of the whole cluster, for a cluster that adds no nodes.
     """
     shipped = [one for one in _documents("rbac.yaml") if nodes or one["kind"] not in _CLUSTER_WIDE]
     found = []
@@ -54,22 +54,23 @@ def _documents(name: str) -> list[dict[str, Any]]:
 
 
 STORE_KEYS = "/etc/envscaler-store-keys"
-"""Where the sidecar finds the keys of the run store, a file for each variable."""
+"""Path of the run store's keys in the sidecar, a file for each variable."""
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105  # a folder
 """Where client libraries look for a pod's token. Source: Kubernetes, "Access the API from a pod"."""
 TOKEN_S = 3607
 """Lifetime of the token, seconds. Source: Kubernetes gives it to tokens that it mounts by itself; the kubelet
 renews it at 80 % of that."""
 OF_STORE = "store."
-"""Before the names of the store's keys in the Secret of an attempt; no name of a variable has a dot."""
+"""Prefix of the store's keys in the Secret of an attempt; no name of a variable contains a dot."""
 _INSTEAD = "set service_account or store_secret of the cluster, by which its pods reach the run store"
 _FILES_OF_OTHERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
-"""What root in an image expects to do with files and users: unpack archives, install packages, write into
-volumes of other users. Chosen; all are among those of the "baseline" pod security standard."""
+"""Capabilities that root in an image expects for files and users: unpack archives, install packages, write
+into volumes of other users. Chosen; all are among those of the "baseline" pod security standard.
+"""
 
 
 def pod_security(user: int | None) -> dict[str, Any]:
-    """Of all containers, also of those that a pod override adds."""
+    """Security context of all containers, including those that a pod override adds."""
     seccomp: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if user is None:
         return seccomp
@@ -77,16 +78,16 @@ def pod_security(user: int | None) -> dict[str, Any]:
 
 
 def main_security(user: int | None) -> dict[str, Any]:
-    """Of the training: no capability for a *user* of the deployment's own, else those over files."""
+    """For the training: no capability with a *user* of the deployment, else those over files."""
     added = {} if user is not None else {"add": list(_FILES_OF_OTHERS)}
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **added}}
 
 
 def agent_security(user: int | None, *, reads_training: bool) -> dict[str, Any]:
-    """Of the sidecar and the installer.
+    """For the sidecar and the installer.
 
-    Without *user* the training's files belong to the user of its image, which is not known in advance. So
-    the sidecar, which must read and remove them, is root with the right over files and no other.
+    Without *user* the training's files belong to the user of its image, which is not known in advance. So the
+    sidecar, which must read and remove them, is root with the capability over files and no other.
     """
     context: dict[str, Any] = {
         "allowPrivilegeEscalation": False,
@@ -102,11 +103,11 @@ def agent_security(user: int | None, *, reads_training: bool) -> dict[str, Any]:
 
 
 def own_identity(skipped: Sequence[str]) -> dict[str, str]:
-    """Annotations by which the clouds' webhooks leave the containers *skipped* without the pod's identity.
+    """Annotations that make the clouds' webhooks give the containers *skipped* no identity of the pod.
 
-    Source: amazon-eks-pod-identity-webhook (IRSA and EKS Pod Identity), "skip-containers", by commas;
-    azure-workload-identity, "Service account labels and annotations", by semicolons. GKE has none: its
-    metadata server answers every container of a pod.
+    Source: amazon-eks-pod-identity-webhook (IRSA and EKS Pod Identity), "skip-containers", separated by
+    commas; azure-workload-identity, "Service account labels and annotations", separated by semicolons. GKE
+    has none: its metadata server answers every container of a pod.
     """
     return {
         "eks.amazonaws.com/skip-containers": ",".join(skipped),
@@ -115,7 +116,7 @@ def own_identity(skipped: Sequence[str]) -> dict[str, str]:
 
 
 def token_volume() -> dict[str, Any]:
-    """The service account's token as Kubernetes itself would mount it, for the sidecar alone."""
+    """The service account's token as Kubernetes itself would mount it, for the sidecar only."""
     sources: list[dict[str, Any]] = [
         {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_S}},
         {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
@@ -125,9 +126,9 @@ def token_volume() -> dict[str, Any]:
 
 
 def keys_volume(secret: str, names: Iterable[str] = ()) -> dict[str, Any]:
-    """The Secret with the store's keys as files, which no link to ``/proc/self/environ`` shows.
+    """The Secret with the store's keys as files, which a link to ``/proc/self/environ`` cannot expose.
 
-    *names* are those of a connection in the Secret of an attempt; () for a Secret that holds nothing else.
+    *names* are those of a connection in the Secret of an attempt; () for a Secret without other keys.
     """
     items = [{"key": OF_STORE + name, "path": name} for name in sorted(names)]
     chosen = {"items": items} if items else {}
@@ -135,7 +136,7 @@ def keys_volume(secret: str, names: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def store_keys(login: StoreLogin, settings: Settings) -> Mapping[str, str]:
-    """Keys of the store's connection that a pod's sidecar needs; {} where pods have an identity of their own.
+    """Keys of the store's connection that a pod's sidecar needs; {} if pods have their own identity.
 
     Raises:
         SpecError: It could not open the store.
@@ -153,7 +154,7 @@ class StoreFolders:
     """Folders of a run store in a volume that one pod needs.
 
     Attributes:
-        mount: Where the volume would be mounted as a whole.
+        mount: Where the whole volume would be mounted.
         store_url: URL of the store.
         prefix: The run's own folder.
         read: URIs that the stage reads: outputs of earlier stages, a checkpoint of another run.
@@ -167,7 +168,7 @@ class StoreFolders:
     def mounts(self) -> list[dict[str, Any]]:
         """The run's own folder, and read-only those of the runs that it reads; else the whole volume.
 
-        The whole one where the store does not lie in the volume, as far as its URL says.
+        The whole volume is mounted if the store's URL is outside the volume.
         """
         own = self._below(f"{self.store_url.rstrip('/')}/{self.prefix}")
         if own is None:
@@ -180,7 +181,7 @@ class StoreFolders:
         ]
 
     def _below(self, uri: str) -> str | None:
-        """The folder of *uri* in the volume; None when it lies elsewhere, or is the volume itself."""
+        """The folder of *uri* in the volume; None when it is elsewhere, or is the volume itself."""
         path = posixpath.normpath(uri.removeprefix("file://"))
         root = self.mount.rstrip("/") + "/"
         return path[len(root) :] if path.startswith(root) else None
@@ -190,6 +191,6 @@ class StoreFolders:
 
 
 def read_uris(spec: Mapping[str, Any], restore_from: str | None) -> list[str]:
-    """What a stage reads that may lie in the store of another run."""
+    """URIs that a stage reads and that may be in the store of another run."""
     sources = [str(volume.get("source") or "") for volume in spec.get("volumes") or ()]
     return [uri for uri in (*sources, restore_from or "") if uri.startswith(("file://", "/"))]

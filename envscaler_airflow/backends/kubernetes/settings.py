@@ -1,4 +1,4 @@
-"""What a deployment says once about its cluster, and every attempt goes by. Checked at birth."""
+"""A deployment's settings for its cluster, used by every attempt. Validated at creation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Provider = Literal["eks", "karpenter", "gke", "aks", "plain"]
 
 
 class NodeClass(BaseModel):
-    """A kind of node that can be had, for clusters whose nodes may not be read.
+    """An available kind of node, for clusters whose nodes may not be read.
 
     ``name`` is the offer's instance type. ``usd_per_hour`` is the price of one pod of this size.
     ``gpu_resource`` is what its pods request as GPUs, where that is not ``gpu`` of the GPU's vendor.
@@ -40,7 +40,7 @@ class NodeClass(BaseModel):
 
     @model_validator(mode="after")
     def _check_offer(self) -> Self:
-        """What no offer can be is told here, by the offer's own words."""
+        """Report here, with the messages of an offer, what is not valid in one."""
         self.offer("")
         if self.gpu_resource is not None and not is_gpu_resource(self.gpu_resource):
             raise ValueError(
@@ -50,7 +50,7 @@ class NodeClass(BaseModel):
         return self
 
     def offer(self, region: str) -> Offer:
-        """What the planner chooses from."""
+        """The offer for the planner."""
         return Offer(
             cloud="kubernetes",
             region=region,
@@ -82,34 +82,34 @@ class Settings(BaseModel):
         image_repository: Where `envscaler build` puts images of specs that install packages.
         service_account: Identity of the pods, by which the sidecar reaches the store; the training gets
             neither its token nor its role.
-        provider: Whose labels the nodes carry; None reads any.
-        region: Of the cluster in offers, where its nodes do not say theirs.
+        provider: The cloud whose labels the nodes have; None reads any.
+        region: Region of the cluster in offers, if its nodes have no label for it.
         cluster_prices: Node classes; () derives offers from the nodes themselves.
-        usd_per_hour: Price of a whole node by node pool, instance type or ``*``, for derived offers; before
-            what the cloud asks for the type, which the catalog tells.
+        usd_per_hour: Price of a whole node by node pool, instance type or ``*``, for derived offers; takes
+            precedence over the cloud's price of the type in the catalog.
         node_selector: Labels of the nodes that stages may use, such as those of a pool; {} for all.
         wait_for_node_s: Longest wait for a node; 0 on clusters that add none.
         wait_for_image_s: Longest wait for what a pod lacks: an image whose registry does not answer, a
-            Secret, a volume that is not bound or mounted, a webhook. Default chosen: it is back by then, or a
-            person must look.
-        queue: Kueue queue; the Job is made suspended and Kueue admits it.
-        priority_class: Of the pods.
-        pod_override: Pod template (metadata and spec) that is laid over ours.
-        user: User and group of all containers; None leaves the stage's image as it is, without other
-            privileges than those over files and users, and the sidecar runs as root with those over files.
+            Secret, a volume that is not bound or mounted, a webhook. Default chosen: it is available by then,
+            or a user must act.
+        queue: Kueue queue; the Job is created suspended and Kueue admits it.
+        priority_class: Priority class of the pods.
+        pod_override: Pod template (metadata and spec) that is merged over the generated one.
+        user: User and group of all containers; None keeps the user of the stage's image, with no privileges
+            except those over files and users, and the sidecar runs as root with those over files.
         pull_secrets: Names of image pull secrets.
-        cache_path: Folder of every machine that keeps buckets that were copied in, for later pods there; None
-            copies into the pod's own scratch space, since many clusters refuse ``hostPath`` volumes.
-        store_volume: Claim with the run store, or any volume source of a pod (``{"nfs": {...}}``). Of it each
-            pod gets its run's own folder, below ``store_mount``, and read-only what it reads of other runs.
-        store_mount: Where; the store's URL is then ``file://`` below it.
-        store_secret: Secret whose keys the sidecar alone reads, from files, as variables.
+        cache_path: Folder of every machine that caches copied buckets for later pods there; None copies into
+            the pod's own scratch space, because many clusters refuse ``hostPath`` volumes.
+        store_volume: Claim with the run store, or any volume source of a pod (``{"nfs": {...}}``). Each pod
+            gets its run's folder of it, below ``store_mount``, and read-only the folders that it reads of
+            other runs.
+        store_mount: Where it is mounted; the store's URL is then ``file://`` below it.
+        store_secret: Secret whose keys only the sidecar reads, from files, as variables.
         keep: ``never``, ``on-failure``, or a time (``30m``, or seconds): how long a failed pod stays for
-            people to look at. It holds no resources of its node any more, and costs nothing.
-        ttl_s: Seconds that an ended Job nobody released stays.
-        longest_s: Deadline of an attempt whose own is not nearer, seconds: its Job ends then although
-            nobody asks.
-        drain_s: Longest that uploads may take after the command ended, seconds.
+            inspection. It uses no resources of its node any more, and costs nothing.
+        ttl_s: How long an ended Job stays if it is not released, seconds.
+        longest_s: Latest deadline of an attempt, seconds: its Job then ends without a request.
+        drain_s: Longest time for uploads after the command ended, seconds.
         cluster_spread: ``zone`` keeps all nodes of an attempt in one zone, ``host`` spreads over hosts.
     """
 
@@ -160,7 +160,7 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Settings:
-        """Check *body*, as a connection's extras or a file gave it.
+        """Check *body*, from a connection's extras or a file.
 
         Raises:
             SpecError: Names every fault.
@@ -172,7 +172,7 @@ class Settings(BaseModel):
             raise SpecError(f"kubernetes: {'; '.join(faults)}", faults=faults) from err
 
     def node_class(self, offer: Offer) -> NodeClass | None:
-        """The class that *offer* was made of, None for one derived from nodes."""
+        """The class behind *offer*; None for an offer derived from nodes."""
         for item in self.cluster_prices:
             if (item.name, item.capacity_type, item.zone) == (
                 offer.instance_type,

@@ -1,4 +1,4 @@
-"""One list and one watch of Jobs and Pods for each cluster and namespace, however many runs look at it."""
+"""One list and one watch of Jobs and Pods per cluster and namespace, for any number of runs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedE
 from envscaler_airflow.errors import BackendError
 
 WATCH_S = 300
-"""Length of one watch, seconds. Chosen: the API server's own bound is 30 to 60 min; proxies cut earlier."""
+"""Length of one watch, seconds. Chosen: the API server's limit is 30 to 60 min; proxies cut earlier."""
 QUIET_S = 60.0
-"""Longest silence of a watch, seconds, until it counts as cut. Chosen: bookmarks come once a minute; the
-next list shows what was missed."""
+"""Longest silence of a watch, seconds, until it counts as lost. Chosen: bookmarks come once a minute; the
+next list has what was missed.
+"""
 STALE_S = 120.0
-"""Age of a view that could not be renewed, seconds, from which it shows nothing. Chosen: unknown is said
-then, which is never dead."""
+"""Age, in seconds, from which a view that could not be renewed returns nothing. Chosen: the state is then
+unknown, which never means dead.
+"""
 FIRST_LOOK_S = 30.0
 """Longest wait for the first list. Chosen: as for any answer."""
 IDLE_S = 900.0
-"""How long a view that nobody looks at goes on, seconds. Chosen: longer than a trigger's pause."""
+"""How long a view without readers keeps running, seconds. Chosen: longer than a trigger's pause."""
 PAGE = 20
-"""Objects in one answer of a list. Chosen: reading JSON holds all threads of a process, an event loop's too;
-a pod takes about 0.1 ms of it, and many objects at once bring on a search for garbage in all of the process
-(benchmarks/triggerer.py)."""
+"""Objects in one answer of a list. Chosen: parsing JSON blocks all threads of a process, including an event
+loop's; a pod takes about 0.1 ms, and many objects at once trigger a full garbage collection
+(benchmarks/triggerer.py).
+"""
 WARNINGS_S = 30.0
-"""Age from which the warnings of a namespace are listed anew, seconds, once for all who look. Chosen: a
-quota or a volume that is missing is shown within half a minute, by at most two calls a minute."""
+"""Age from which the warnings of a namespace are listed again, seconds, once for all readers. Chosen: a
+missing quota or volume is shown within half a minute, with at most two calls a minute.
+"""
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits after errors in a row, seconds. Chosen: an API server that comes back is not run over."""
+"""Waits after errors in a row, seconds. Chosen: they do not overload an API server that recovers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """One object as bytes: a thousand pods are a thousand objects to the garbage collector, not a million.
 
-    A newer version of it is another one, which is equal to none but itself.
+    A newer version is another instance, which is equal only to itself.
     """
 
     name: str
@@ -51,7 +55,7 @@ class Kept:
 
     @classmethod
     def of(cls, body: Json) -> Kept:
-        """Keep of *body* what anybody looks at: of a pod's spec that is little."""
+        """Keep the parts of *body* that any reader uses: only a few fields of a pod's spec."""
         metadata = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
         spec = body.get("spec") or {}
         if "containers" in spec:
@@ -67,18 +71,18 @@ class Kept:
         return cls(metadata["name"], _job_name(body), is_leaving, text)
 
     def body(self) -> Json:
-        """The object, anew for each who looks."""
+        """The object, parsed again for each reader."""
         found: Json = json.loads(self.text)
         return found
 
 
 @dataclass(slots=True)
 class Table:
-    """Objects of one kind, as list and watch say.
+    """Objects of one kind, from list and watch.
 
     Attributes:
-        path: Of the kind in the namespace.
-        version: Resource version to go on from; None before the first list.
+        path: Path of the kind in the namespace.
+        version: Resource version to continue from; None before the first list.
         items: By name.
         by_job: Pods by the name of their Job, then by their own.
     """
@@ -89,14 +93,14 @@ class Table:
     by_job: dict[str, dict[str, Kept]] = field(default_factory=dict)
 
     def fill(self, body: Json) -> None:
-        """Take a whole list, whose items are kept already."""
+        """Replace all items by those of a list."""
         self.items, self.by_job = {}, {}
         for item in body.get("items") or ():
             self._put(item)
         self.version = str(body["metadata"]["resourceVersion"])
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take one event of the watch.
+        """Apply one event of the watch.
 
         Raises:
             ExpiredError: The version is too old: list again.
@@ -122,18 +126,18 @@ class ExpiredError(BackendError):
     """The resource version of a watch is too old."""
 
     def __init__(self, message: str) -> None:
-        """A list brings a new one."""
+        """Create it with the server's message; a new list returns a current version."""
         super().__init__(message, status=410, transient=True)
 
 
 class View:
     """Jobs and pods of one namespace, kept by two threads.
 
-    Looking blocks only for the first list. What is shown is never older than :data:`STALE_S`.
+    Reading blocks only for the first list. The result is never older than :data:`STALE_S`.
 
     Attributes:
-        told: What was made of a Job and of what is beside it, by its name; see :func:`.look.steadily`.
-        lists, watches: How many were begun.
+        told: Results for a Job and the objects beside it, by its name; see :func:`.job_reader.steadily`.
+        lists, watches: How many were started.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class View:
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know nothing yet; :meth:`start` begins."""
+        """Begin empty; :meth:`start` starts the threads."""
         self._cluster = cluster
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -164,7 +168,7 @@ class View:
         self.watches = 0
 
     def start(self) -> None:
-        """Begin to list and watch."""
+        """Start to list and watch."""
         for name in self._tables:
             thread = threading.Thread(
                 target=self._keep, args=(name,), name=f"envscaler-watch-{name}", daemon=True
@@ -178,14 +182,14 @@ class View:
 
     @property
     def is_closed(self) -> bool:
-        """True when it shows nothing new any more."""
+        """True when it is not updated any more."""
         return self._ending.is_set()
 
     def attempt(self, name: str) -> tuple[Json | None, list[Json], float | None]:
         """``(job, pods, server's time)`` of the Job *name*.
 
         Raises:
-            BackendError: Nothing is known, or it is too old.
+            BackendError: The view is empty or too old.
         """
         job, pods = self.shown(name)
         with self._lock:
@@ -193,10 +197,10 @@ class View:
         return (None if job is None else job.body()), [pod.body() for pod in pods], server_time
 
     def shown(self, name: str) -> tuple[Kept | None, tuple[Kept, ...]]:
-        """The Job *name* and its pods, unread.
+        """The Job *name* and its pods, unparsed.
 
         Raises:
-            BackendError: Nothing is known, or it is too old.
+            BackendError: The view is empty or too old.
         """
         self._looked = self._monotonic()
         for table, filled in self._filled.items():
@@ -215,7 +219,7 @@ class View:
 
     def warnings(self, uid: str) -> list[Json]:
         """Warning events about the object *uid*, of the last :data:`WARNINGS_S`; [] if none may be read."""
-        if self._listing.acquire(blocking=False):  # who comes meanwhile goes by the last ones
+        if self._listing.acquire(blocking=False):  # a concurrent reader uses the previous ones
             try:
                 if self._warned_at is None or self._monotonic() - self._warned_at >= WARNINGS_S:
                     self._warned_at = self._monotonic()
@@ -245,7 +249,7 @@ class View:
         try:
             self._follow(name)
         finally:
-            self.close()  # however it ended: the next look makes another view
+            self.close()  # after any end: the next read creates another view
 
     def _follow(self, name: str) -> None:
         failed = 0
@@ -266,10 +270,10 @@ class View:
                 failed = 0
 
     def round(self, name: str) -> None:
-        """One watch of the table *name*, after a list where there is no version to go on from.
+        """One watch of the table *name*, after a list if there is no version to continue from.
 
         Raises:
-            BackendError: The server said no, or the watch was cut.
+            BackendError: The server refused, or the watch was interrupted.
         """
         table = self._tables[name]
         if table.version is None:
@@ -286,7 +290,7 @@ class View:
                 table.version = None
                 raise ExpiredError(str(err)) from err
             raise
-        self._heard[name] = self._monotonic()  # it ended as it was asked to
+        self._heard[name] = self._monotonic()  # it ended at its requested timeout
 
     def _list(self, name: str, table: Table) -> None:
         self.lists += 1
@@ -301,7 +305,7 @@ class View:
         self._filled[name].set()
 
     def _forget(self, name: str) -> None:
-        """What was told of Jobs that are gone."""
+        """Forget the results for deleted Jobs."""
         if name == "jobs":
             left = self._tables["jobs"].items
             self.told = {job: told for job, told in self.told.items() if job in left}
@@ -320,12 +324,12 @@ class View:
                 return
             try:
                 yield json.loads(line)
-            except ValueError as err:  # cut in the middle of a line
+            except ValueError as err:  # interrupted in the middle of a line
                 raise BackendError(f"{table.path}: the watch broke off: {err}", transient=True) from err
 
 
 def _job_name(body: Json) -> str:
-    """Name of the Job that a pod is of; "" for anything else."""
+    """Name of the Job that a pod belongs to; "" for anything else."""
     return str(((body.get("metadata") or {}).get("labels") or {}).get(names.JOB_NAME) or "")
 
 
@@ -334,7 +338,7 @@ _views_lock = threading.Lock()
 
 
 def shared_view(cluster: Cluster, namespace: str) -> View:
-    """The view of this process on that namespace; it begins with the first look."""
+    """This process's view on that namespace; the first call creates it."""
     key = (cluster.host, namespace)
     with _views_lock:
         view = _views.get(key)
@@ -346,7 +350,7 @@ def shared_view(cluster: Cluster, namespace: str) -> View:
 
 
 def close_views() -> None:
-    """End every view of this process, at its end or between tests."""
+    """Close every view of this process, at its end or between tests."""
     with _views_lock:
         for view in _views.values():
             view.close()

@@ -1,4 +1,4 @@
-"""Stop the Jobs of an attempt, and give back what they hold once it is over."""
+"""Stop the Jobs of an attempt, and release their resources once it is over."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import unheld
 
 RELEASED_TTL_S = 3600
-"""How long a released Job stays so that no late repeat starts it again, seconds. Chosen: longer than any
-execution of an owner lasts."""
+"""How long a released Job stays so that no late repeat restarts it, seconds. Chosen: longer than any
+execution of an owner lasts.
+"""
 STOP_DEADLINE_S = 1
 """Deadline that ends a Job at once; its record stays. Source: recorded, activeDeadlineSeconds is mutable."""
 
 
 def amend(cluster: Cluster, part: Part, patch: Mapping[str, Any]) -> bool:
-    """Patch the Job of *part*; False when that is gone by now, and its pods with it."""
+    """Patch the Job of *part*; False when it no longer exists, and its pods neither."""
     body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": part.uid}}
     try:
         cluster.patch(names.jobs(part.namespace, part.name), body)
@@ -43,7 +44,7 @@ def amend(cluster: Cluster, part: Part, patch: Mapping[str, Any]) -> bool:
 
 
 def stop_part(cluster: Cluster, part: Part, seen: Seen, *, grace_s: float) -> None:
-    """Let the Job run into a deadline now, and give its pods *grace_s* seconds."""
+    """Set a deadline that ends the Job now, and give its pods *grace_s* seconds."""
     job = seen.job
     if job is not None and job_end(job) is not None:
         return
@@ -52,8 +53,8 @@ def stop_part(cluster: Cluster, part: Part, seen: Seen, *, grace_s: float) -> No
         note = _note(part, seen, asked, grace_s)
         if not amend(cluster, part, {"metadata": {"annotations": {names.STOP: json.dumps(note)}}}):
             return
-    # Before the deadline, by which the Job would end them within the grace that they were made with; and
-    # never 0, so that the kubelet sees the end. What waits for a node has none: the deadline ends it.
+    # Before the deadline, which would end the pods with the grace that they were created with; and never 0,
+    # so that the kubelet sees the end. A pod that waits for a node has none: the deadline ends it.
     grace = max(1, math.ceil(grace_s))
     for pod in seen.pods:
         is_over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
@@ -67,7 +68,7 @@ def stop_part(cluster: Cluster, part: Part, seen: Seen, *, grace_s: float) -> No
 
 
 def _note(part: Part, seen: Seen, asked: Mapping[str, Any] | None, grace_s: float) -> Json:
-    """What the Job keeps of the stop: what it never got is not to be seen once its pods are gone."""
+    """The Job's record of the stop: what it lacked cannot be read once its pods are deleted."""
     missing = unmet(read_attempt(seen, part.nodes))
     note: Json = {**(asked or {}), "grace_s": grace_s, "at": seen.server_time}
     note |= {"unmet_kind": missing[0], "unmet": missing[1]} if missing else {}
@@ -75,7 +76,7 @@ def _note(part: Part, seen: Seen, asked: Mapping[str, Any] | None, grace_s: floa
 
 
 def release_part(cluster: Cluster, part: Part, seen: Seen, settings: Settings) -> None:
-    """Remove the pods of a Job that is over; the Job itself stays for a while as the mark that it was."""
+    """Remove the pods of a Job that is over; the Job itself stays for a while as a tombstone."""
     job = seen.job
     if job is None:
         return
@@ -101,9 +102,9 @@ def _has_succeeded(job: Mapping[str, Any]) -> bool:
 
 
 def _is_succeeding(seen: Seen, part: Part) -> bool:
-    """True when every node has succeeded: the Job controller, which comes after its pods, completes the Job.
+    """True when every node has succeeded: the Job controller will complete the Job after its pods.
 
-    A deadline would be over before it looks, and it would end the Job as failed.
+    A deadline would pass before the Job controller acts, and the Job would end as failed.
     """
     if seen.job is None or _has_succeeded(seen.job):
         return seen.job is not None
@@ -113,7 +114,7 @@ def _is_succeeding(seen: Seen, part: Part) -> bool:
 
 
 def _keeps(job: Mapping[str, Any], settings: Settings) -> int:
-    """Seconds that its pods stay for a person to look at."""
+    """How long its pods stay for inspection, seconds."""
     if settings.keep == "never" or condition(job, "Complete") is not None:
         return 0
     return settings.ttl_s if settings.keep == "on-failure" else settings.keep

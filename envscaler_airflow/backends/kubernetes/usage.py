@@ -1,4 +1,4 @@
-"""Billed time of an attempt's nodes, by the times that the cluster itself wrote. Pure."""
+"""Billed time of an attempt's nodes, from the timestamps of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
 from envscaler_airflow.backends.kubernetes.waits import first_told
 
 MADE_AGAIN_S = 60.0
-"""So much later than its Job began a node's first pod that is shown was not its first, seconds. Chosen: a Job
-makes its pods within seconds, and waits 10 s and more before it makes one again."""
+"""If the first known pod of a node is this much later than its Job's start, an earlier one existed, seconds.
+Chosen: a Job creates its pods within seconds, and waits at least 10 s before it recreates one.
+"""
 
 
 def usage_of(found: Sequence[tuple[Part, Seen]]) -> tuple[UsageInterval, ...]:
-    """Of all Jobs of an attempt. One that is gone, and its times with it, was held as long as the others."""
+    """Intervals of all Jobs of an attempt. A deleted Job, without times, is billed as long as the others."""
     held = [
         (seen.job is None, replace(one, now=seen.server_time))
         for part, seen in found
@@ -44,12 +45,12 @@ def _at_most(one: UsageInterval, until: float | None) -> UsageInterval:
 
 
 def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
-    """From the moment a pod was bound to a node to the end of its last container, one for each pod.
+    """One interval for each pod, from its binding to a node to the end of its last container.
 
-    A node whose pods are gone is billed from the Job's start to its end; one whose Job is gone, to the
-    last moment that is known: nobody wrote down more. A pod that no machine was found for costs nothing,
-    and neither does a Job that was given up before any of its pods ran. Disrupted pods are gone within
-    seconds: a node whose pod was made again was held before that one was made.
+    A node whose pods were deleted is billed from the Job's start to its end; if the Job was deleted, to the
+    last recorded time. A pod that never got a machine costs nothing, and neither does a Job that was stopped
+    before any of its pods ran. Disrupted pods are deleted within seconds: a node whose pod was recreated was
+    also allocated before.
     """
     found = [interval for pod in seen.pods if (interval := _of_pod(pod, seen)) is not None]
     known = {interval.node for interval in found} | {index_of(pod) for pod in seen.pods}
@@ -62,9 +63,9 @@ def intervals(seen: Seen, part: Part) -> tuple[UsageInterval, ...]:
 
 
 def unheld(seen: Seen, part: Part) -> list[int]:
-    """Nodes of the part that no machine was ever found for, as is to be seen now; kept with a stop.
+    """Nodes of the part that never got a machine, by the current state; recorded with a stop.
 
-    Once the Job has ended its pods are gone, and nothing tells them from those that ran.
+    Once the Job has ended its pods are deleted, and cannot be distinguished from those that ran.
     """
     if seen.job is None:
         return []
@@ -92,14 +93,14 @@ def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") or _is_over(seen):
         end = max(start, _ended_at(pod) or _job_ended_at(seen) or start)
     elif is_held(pod, seen):
-        end = max(start, seen.server_time or start)  # it is released now
+        end = max(start, seen.server_time or start)  # it is released at this time
     return UsageInterval(node, start, end)
 
 
 def _of_gone_pods(seen: Seen, part: Part) -> Iterator[UsageInterval]:
-    """From the Job's start to the first pod that is shown, of each node that the Job began with.
+    """From the Job's start to the first known pod, for each node that the Job began with.
 
-    Not where that pod is known to be the node's very first.
+    Without nodes for which that pod is known to be the very first.
     """
     job = seen.job or {}
     start, labels = (
@@ -126,7 +127,7 @@ def _was_refused_early(seen: Seen) -> bool:
 
 
 def refused_from_the_start(seen: Seen, part: Part) -> set[int]:
-    """Nodes that never had a pod, since the API server refused each; by the events of the Job."""
+    """Nodes that never had a pod, because the API server refused each; from the events of the Job."""
     if seen.made is None or not _was_refused_early(seen):
         return set()
     shown = {index for pod in seen.pods if (index := index_of(pod)) is not None}
@@ -134,7 +135,7 @@ def refused_from_the_start(seen: Seen, part: Part) -> set[int]:
 
 
 def needs_history(seen: Seen, part: Part) -> bool:
-    """True where the bill depends on whether nodes had pods before those that are shown."""
+    """True when the bill depends on whether nodes had pods before the known ones."""
     job = seen.job
     if job is None or not (job.get("status") or {}).get("startTime") or _is_late(job):
         return False
@@ -143,7 +144,7 @@ def needs_history(seen: Seen, part: Part) -> bool:
 
 
 def came_late(seen: Seen, part: Part) -> bool:
-    """True when the first pod of a node came late, after refusals, and is shown."""
+    """True when the first pod of a node came late, after refusals, and is known."""
     return (
         seen.made is not None
         and any(True for _ in _of_gone_pods(replace(seen, made=None), part))
@@ -152,7 +153,7 @@ def came_late(seen: Seen, part: Part) -> bool:
 
 
 def _is_first(pod: Json, seen: Seen) -> bool:
-    """True where the cluster says that no pod of the node was before, or its Job had none for a quota."""
+    """True when the cluster shows that the node had no earlier pod, or its Job had none due to a quota."""
     notes, index = pod["metadata"].get("annotations") or {}, index_of(pod)
     if names.INDEX_FAILURES in notes:
         return notes[names.INDEX_FAILURES] == "0" and names.INDEX_IGNORED not in notes
@@ -188,9 +189,9 @@ def _ended_at(pod: Json) -> float | None:
 
 
 def _behind_s(pod: Json) -> float:
-    """Seconds that the clock of its machine is behind the API server's, at least.
+    """Least delay of its machine's clock behind the API server's, seconds.
 
-    The kubelet takes a pod after that was bound; where its own time of that is earlier, its clock is.
+    The kubelet accepts a pod after its binding; if its timestamp is earlier, its clock is behind.
     """
     bound, taken = _bound_at(pod), timestamp((pod.get("status") or {}).get("startTime"))
     return 0.0 if bound is None or taken is None else max(0.0, bound - taken)

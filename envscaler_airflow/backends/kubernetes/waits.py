@@ -1,4 +1,4 @@
-"""What a pod waits for, and what no waiting brings. Pure."""
+"""What a pod waits for, and which waits never end by themselves. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
 )
 
 RECREATED_S = 60.0
-"""A pod that is so much younger than its Job's start replaces another, seconds. Chosen: as ``usage``."""
+"""A pod that is this much younger than its Job's start replaces another, seconds. Chosen: as ``usage``."""
 RECREATED_WAIT_S = 180.0
 """Longest wait of a recreated pod for a node, seconds. Chosen: cluster autoscalers add a node within two
-minutes or say no; then any offer with room is better than the one that was lost."""
+minutes or refuse; then any offer with capacity is better than the lost one.
+"""
 
 _BAD_IMAGE = (
     "InvalidImageName",
@@ -39,10 +40,10 @@ _NOT_THERE = re.compile(
     r"|unauthorized|401 Unauthorized|403 Forbidden|no match for platform",
     re.IGNORECASE,
 )
-"""The same, by the runtime's words: the registry answered, and has no such image for us.
+"""The same, by the runtime's message: the registry answered that it has no such image.
 
-Source: recorded (containerd: gRPC NotFound); OCI distribution specification, error codes; containerd's
-and Docker's messages. Anything else, such as a registry that does not answer, may heal.
+Source: recorded (containerd: gRPC NotFound); OCI distribution specification, error codes; containerd's and
+Docker's messages. Anything else, such as a registry that does not answer, may recover.
 """
 _REFUSED_PODS = (
     ("exceeded quota", "quota"),
@@ -56,7 +57,7 @@ _REFUSED_PODS = (
     ("denied request: ", "refused"),
     ("because it is being terminated", "refused"),
 )
-"""Why the API server takes no pod of a Job, by its own words; ``refused`` is what retrying does not change.
+"""Why the API server accepts no pod of a Job, by its message; ``refused`` is what retrying does not change.
 
 Source: recorded (quota); wording of the admission plugins PodSecurity, LimitRanger, ResourceQuota, Priority,
 NamespaceLifecycle and ValidatingAdmissionPolicy, of webhooks that deny, and of validation.
@@ -67,7 +68,7 @@ _VOLUME_ELSEWHERE = re.compile(
     r"volume node affinity conflict|PersistentVolume's node affinity|no available volume zone"
 )
 _NO_ROOM = re.compile(r"Insufficient |Too many pods|didn't satisfy|untolerated taint|unschedulable")
-"""How the scheduler names claims and volumes, and a lack of room beside them.
+"""How the scheduler names claims and volumes, and a lack of capacity beside them.
 
 Source: kube-scheduler, plugins VolumeBinding, VolumeZone, NodeResourcesFit, TaintToleration; both wordings of
 the volume's node affinity (until and from 1.33).
@@ -81,8 +82,8 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
 
     Kinds: ``scheduling``, ``capacity`` (no node within the time given), ``placement`` (no node of the offer
     reaches its volumes, within the time given), ``gated``, ``pulling``, ``image`` (the image does not exist,
-    or did not come within the time given), ``config``, ``volume``, ``refused`` (it lacks what only a person
-    brings, or what did not come within the time given), ``starting``.
+    or did not come within the time given), ``config``, ``volume``, ``refused`` (it lacks something that a
+    user must provide, or that did not come within the time given), ``starting``.
     """
     scheduled = any_condition(pod, "PodScheduled")
     if scheduled is not None and scheduled["status"] == "False":
@@ -93,7 +94,7 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
         state = container_state(one, "waiting") or {}
         reason, message = str(state.get("reason") or ""), str(state.get("message") or "")
         if reason in _BAD_IMAGE:
-            if reason == "ImagePullBackOff":  # alternates with the other: one wait is shown once
+            if reason == "ImagePullBackOff":  # alternates with the other: both are one wait
                 reason, message = "ErrImagePull", message.rpartition("ErrImagePull: ")[2]
             detail = joined(f"{reason} of {one.get('image', '')}", message)
             is_final = reason in _NEVER or _NOT_THERE.search(message) is not None
@@ -108,7 +109,7 @@ def waiting_for(pod: Json, seen: Seen) -> tuple[str, str]:
 
 
 def _unscheduled(scheduled: Json, pod: Json, seen: Seen) -> tuple[str, str]:
-    """Why a pod has no node, by the scheduler's message."""
+    """Why a pod has no node, from the scheduler's message."""
     if scheduled.get("reason") == "SchedulingGated":
         return "gated", "waits for its scheduling gates"
     text = str(scheduled.get("message") or "Unschedulable")
@@ -126,7 +127,7 @@ def _unscheduled(scheduled: Json, pod: Json, seen: Seen) -> tuple[str, str]:
 
 
 def _node_wait_s(pod: Json, seen: Seen) -> float:
-    """Longest wait of the pod for a node: shorter for one that was recreated, since its attempt may move."""
+    """Longest wait of the pod for a node: shorter for a recreated pod, because its attempt may move."""
     born = timestamp(pod["metadata"].get("creationTimestamp"))
     start = timestamp(((seen.job or {}).get("status") or {}).get("startTime"))
     is_recreated = born is not None and start is not None and born - start > RECREATED_S
@@ -134,7 +135,7 @@ def _node_wait_s(pod: Json, seen: Seen) -> float:
 
 
 def _bounded(kind: str, after: str, detail: str, pod: Json, seen: Seen) -> tuple[str, str]:
-    """*kind* until the pod has had its node for longer than what it lacks may take, then *after*."""
+    """*kind* until the pod has been on its node for longer than the limit of that wait, then *after*."""
     bound = condition(pod, "PodScheduled")
     waited = None if bound is None else since(bound.get("lastTransitionTime"), seen)
     return _until(seen.wait_for_image_s, waited, (kind, detail), after)
@@ -147,10 +148,10 @@ def _until(most_s: float, waited: float | None, now: tuple[str, str], after: str
 
 
 def refused_pod(seen: Seen) -> tuple[str, str] | None:
-    """``(kind, detail)`` of the API server's last refusal of a pod of the Job; None when it took them all.
+    """``(kind, detail)`` of the API server's last refusal of a pod of the Job; None without one.
 
-    ``quota`` waits for room, ``config`` for what may come by itself (a webhook that does not answer, a
-    service account), for as long as a pod waits for an image; ``refused`` is final.
+    ``quota`` waits for capacity. ``config`` waits, as long as for an image, for what may recover by itself (a
+    webhook that does not answer, a service account). ``refused`` is final.
     """
     events = [one for one in seen.events if one.get("reason") == "FailedCreate"]
     if not events:

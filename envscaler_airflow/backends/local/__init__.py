@@ -1,4 +1,4 @@
-"""Attempts as processes of this machine; each node in a session and cgroup of its own."""
+"""Attempts as processes of this machine; each node in its own session and cgroup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LocalBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backend on first use: node main starts without it."""
+    """Import the backend on first use, so that node main starts without it."""
     if name == "LocalBackend":
         from envscaler_airflow.backends.local.backend import LocalBackend  # noqa: PLC0415  # lazy on purpose
 

@@ -46,27 +46,29 @@ from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, 
 from envscaler_airflow.planning.offers import Offer
 
 START_PATIENCE_S = 30.0
-"""Longest wait for node main to say who it is. Chosen: a hundred times the usual, for a loaded machine."""
+"""Longest wait for node main to report its process id. Chosen: a hundred times the usual, for a loaded
+machine.
+"""
 RELEASE_PATIENCE_S = 5.0
-"""Longest wait for the guard of an ended node. Chosen likewise."""
+"""Longest wait for the guard of an ended node. Chosen: the same."""
 
 _POLL_S = 0.02
 _SUBMIT_LOCK = "submit.lock"
 _RELEASED = ".released"
 _TOMBSTONE_S = 30 * 86400.0
-"""How long a released attempt is remembered, so that no late repeat starts it anew. Chosen."""
+"""How long the name of a released attempt is kept, so that no late repeat restarts it. Chosen."""
 
 
 def default_root() -> Path:
     """``/var/tmp/envscaler-<uid>``: survives a restart of the machine, unlike /tmp."""
-    return Path(f"/var/tmp/envscaler-{os.getuid()}")  # noqa: S108  # make_root checks whose it is
+    return Path(f"/var/tmp/envscaler-{os.getuid()}")  # noqa: S108  # make_root checks its owner
 
 
 class LocalBackend:
     """Runs attempts on this machine.
 
-    Satisfies :class:`~envscaler_airflow.backends.base.Backend`. Any process of the same user on the
-    same machine can repeat every call; nothing is kept in memory.
+    Satisfies :class:`~envscaler_airflow.backends.base.Backend`. Any process of the same user on the same
+    machine can repeat every call; no state is in memory.
     """
 
     name = "local"
@@ -79,32 +81,32 @@ class LocalBackend:
         launch: Launch | None = None,
         prices: Mapping[str, float] | None = None,
     ) -> None:
-        """Keep attempts below *root*; touch nothing yet.
+        """Use *root* for attempts; touch nothing yet.
 
         Args:
             root: Folder of all attempts; None: :func:`default_root`.
-            machine: What to give out; None: what this machine has.
+            machine: The capacity to offer; None: this machine's.
             launch: How sidecar and wrapper are started; None: those of this package.
-            prices: USD per hour by slice (``cpu-2``), where shadow prices will not do.
+            prices: USD per hour by share (``cpu-2``), in place of shadow prices.
         """
-        self.root = Path(root or default_root()).resolve()  # as the agent names its folder
+        self.root = Path(root or default_root()).resolve()  # the agent's form of the path
         self._machine = machine
         self._launch = launch or Launch()
         self._prices = prices
 
     @property
     def machine(self) -> Machine:
-        """What is given out here."""
+        """The capacity that is offered here."""
         return self._machine or this_machine()
 
     def offers(self) -> tuple[Offer, ...]:
-        """Slices of this machine at shadow prices; see :func:`~.slices.slice_offers`."""
+        """Shares of this machine at shadow prices; see :func:`~.shares.slice_offers`."""
         return slice_offers(self.machine, self._prices)
 
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
-        """Nodes of each offer that fit on this machine now beside what runs but *without*, by its name.
+        """Nodes of each offer that fit on this machine now, by its name; *without* does not count as running.
 
-        Shared offers are not counted and left out. Raises BackendError.
+        Shared offers are not counted and are left out. Raises BackendError.
         """
         if not self.root.exists():  # nothing ran here yet
             taken = []
@@ -121,17 +123,18 @@ class LocalBackend:
         }
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
-        """What ``submit`` would write, as JSON and without secrets."""
+        """What ``submit`` would write, as JSON without secrets."""
         folder = PurePosixPath(self.root) / attempt_name(request)
         return render_attempt(request, folder, self._launch)
 
     def submit(self, request: AttemptRequest) -> Handle:
-        """Start the attempt, finish a start that was cut off, or adopt what runs or ran.
+        """Start the attempt, finish an interrupted start, or adopt a running or ended one.
 
         Raises:
-            CapacityError: Other attempts hold what it needs.
-            NoOfferError: The machine does not have what it asks for.
-            SpecError: A volume that this machine cannot have, or a script that would write into its folders.
+            CapacityError: Other attempts use what it needs.
+            NoOfferError: The machine does not have what it requests.
+            SpecError: A volume that this machine cannot provide, or a script that would write into its
+                folders.
             BackendError: A process could not be started, or the attempt was released.
         """
         offer = request.allocation.offer
@@ -162,7 +165,7 @@ class LocalBackend:
                     return self.handle(folder, request.allocation.nodes)
             except FileNotFoundError:
                 if folder.exists():
-                    raise  # else another process removed it while we waited for its lock
+                    raise  # otherwise another process removed it while this one waited for its lock
 
     def find(self, request: AttemptRequest) -> Handle | None:
         """The handle when any node of the attempt was started, else None."""
@@ -172,7 +175,7 @@ class LocalBackend:
         return self.handle(folder, nodes) if started else None
 
     def attempts(self) -> Iterator[Handle]:
-        """Every attempt that was started below the root and is not released, for a check of orphans."""
+        """Every attempt below the root that was started and is not released, to find orphans."""
         if not self.root.is_dir():
             return
         for folder in sorted(self.root.iterdir()):
@@ -181,13 +184,13 @@ class LocalBackend:
                 yield self.handle(folder, nodes)
 
     def observe(self, handle: Handle) -> AttemptStatus:
-        """State of every node, as far as it can be told from here."""
+        """State of every node, as far as it is known on this machine."""
         return AttemptStatus(tuple(view.status() for view in self._views(handle)))
 
     def stop(self, handle: Handle, *, grace_s: float) -> None:
-        """Ask node main for a graceful end within *grace_s* seconds; 0 kills everything now.
+        """Request a graceful stop from node main within *grace_s* seconds; 0 kills everything immediately.
 
-        From another machine there is nothing to reach: the owner's control file asks there.
+        On another machine this does nothing: there the owner's control file makes the request.
         """
         for view in self._views(handle):
             if not view.folder.is_dir() or view.end() is not None:
@@ -202,27 +205,27 @@ class LocalBackend:
                 view.main.signal(signal.SIGTERM)
 
     def take_away(self, handle: Handle, *, nodes: tuple[int, ...] | None = None) -> None:
-        """Kill *nodes* (None: all) without a word, as the loss of a spot machine would."""
+        """Kill *nodes* (None: all) without notice, as a spot interruption would."""
         for view in self._views(handle):
             if view.is_here and (nodes is None or view.node in nodes):
                 if (
                     view.main is not None and view.main.is_alive()
-                ):  # first: it would tell an end of the others
+                ):  # first: it would report the end of the others
                     os.kill(view.main.pid, signal.SIGKILL)
                 kill_all(view.survivors(), spare={os.getpid()})
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
-        """One interval for each node that was started, by node main's own times."""
+        """One interval for each node that was started, by node main's timestamps."""
         return tuple(found for view in self._views(handle) if (found := view.usage()) is not None)
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """What is kept of the output of each node, from byte *since* on."""
+        """The kept output of each node, from byte *since* on."""
         for view in self._views(handle):
             for chunk in read_output(view.folder / files.OUTPUT, (since or {}).get(view.node, 0)):
                 yield view.node, chunk
 
     def release(self, handle: Handle) -> None:
-        """Remove the folder and cgroups of an ended attempt; a live or unknown one stays."""
+        """Remove the folder and cgroups of an ended attempt; one that runs or is unknown stays."""
         is_over = self.observe(handle).is_over
         folder = Path(handle.details["folder"])
         if not is_over or folder.name != handle.name or not (folder / _SUBMIT_LOCK).exists():
@@ -239,14 +242,14 @@ class LocalBackend:
             self._bury(folder)
 
     def end_leftovers(self, claim: Claim) -> None:
-        """Kill what a node left whose main and guard died together; its slice is given out again."""
+        """Kill the remains of a node whose main and guard died together; its share becomes free again."""
         handle = self.handle(self.root / claim.attempt, claim.node + 1)
         view = self._views(handle)[claim.node]
         if view.is_here and view.run_id is not None and view.end() is None:
             kill_all(view.survivors(), spare={os.getpid()})
 
     def _bury(self, folder: Path) -> None:
-        """Remember the name, then remove the folder; what a cut in between leaves goes next time."""
+        """Write a tombstone, then remove the folder; the next call removes what an interrupted one leaves."""
         tombstones = self.root / _RELEASED
         tombstones.mkdir(exist_ok=True)
         (tombstones / folder.name).touch()
@@ -264,7 +267,7 @@ class LocalBackend:
         return views(handle, self.machine.identity)
 
     def handle(self, folder: Path, nodes: int) -> Handle:
-        """The handle of the attempt in *folder*, with what node main has said of itself so far."""
+        """The handle of the attempt in *folder*, with what node main has recorded so far."""
         bodies = [
             files.read_json(files.node_folder(folder, node) / files.NODE) or {} for node in range(nodes)
         ]
@@ -289,7 +292,7 @@ class _Start:
         self._locks: dict[int, int] = {}
 
     def finish(self) -> None:
-        """Start what is missing; all nodes get their slices, or none is started."""
+        """Start the missing nodes; all nodes get their shares, or none is started."""
         try:
             self._take_locks()
             if not self._locks:
@@ -302,7 +305,7 @@ class _Start:
                 os.close(fd)
 
     def _take_locks(self) -> None:
-        """Hold the lock of every node that was never started; wait for those just being started."""
+        """Lock every node that was never started; wait for nodes that are starting now."""
         for node in range(self._request.allocation.nodes):
             folder = files.node_folder(self._folder, node)
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -316,7 +319,7 @@ class _Start:
                     raise BackendError(f"{folder}: is locked and does not start", transient=True)
                 time.sleep(_POLL_S)
             if was_started(folder) and node in self._locks:
-                os.close(self._locks.pop(node))  # started, and over, between the two looks
+                os.close(self._locks.pop(node))  # it started and ended between the two checks
 
     def _claim(self) -> None:
         slots = Slots(self._backend.root, self._backend.machine, on_dead=self._backend.end_leftovers)
@@ -343,7 +346,7 @@ class _Start:
             files.write_json(folder / files.REQUEST, {**body, "env": {**body["env"], **meeting}, **moment})
 
     def _clear_saves(self, nodes: Iterable[int]) -> None:
-        """Empty the run's checkpoint folders, once no process of an earlier attempt can write there."""
+        """Empty the run's checkpoint folders once no process of an earlier attempt can write there."""
         folders = [saves for node in nodes if (saves := self._rendered[node].get("saves"))]
         if not folders:
             return
@@ -365,9 +368,9 @@ class _Start:
         return None
 
     def _meeting(self) -> dict[str, str]:
-        """Where the processes of several nodes find each other: a free port of this attempt alone.
+        """The rendezvous of the processes of several nodes: a free port for this attempt only.
 
-        A submit that was cut off has told some nodes already; the others are told the same.
+        An interrupted submit may have given it to some nodes already; the others get the same one.
         """
         nodes = self._request.allocation.nodes
         is_elastic = (self._request.spec.get("distributed") or {}).get("elastic")
@@ -410,7 +413,7 @@ class _Start:
             time.sleep(_POLL_S)
 
     def _burn(self, failed: int, reason: str) -> BackendError:
-        """Leave no half of an attempt: end the nodes that run, and say of the others that they never will."""
+        """Leave no partial attempt: stop the nodes that run, and record that the others will never start."""
         nodes = range(self._request.allocation.nodes)
         self._backend.stop(self._backend.handle(self._folder, len(nodes)), grace_s=0)
         folders = [files.node_folder(self._folder, node) for node in nodes]
@@ -423,7 +426,7 @@ class _Start:
 
 
 def _free_port() -> int:
-    """One that nobody listens on now. Another program may take it first; then the attempt fails to meet."""
+    """A port that no process listens on now. If another program takes it first, the rendezvous fails."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -1,10 +1,10 @@
-"""cgroups of a node: real limits, and a cage that nothing leaves by forking.
+"""cgroups of a node: real limits, and a scope that no process leaves by forking.
 
-Every hierarchy that lets us gets ``envscaler/<node>/main`` (node main, its guard, the sidecar)
-and ``envscaler/<node>/training`` (wrapper and command; here are the limits). It lies at the
-hierarchy's root where that is allowed, since below the group of an Airflow worker it would be
-ended with it. Works with version 1, version 2 and both at once; where nothing can be made the
-cage is empty, ``limits_note`` says why, and the caller uses rlimits.
+Every hierarchy that permits it gets ``envscaler/<node>/main`` (node main, its guard, the sidecar) and
+``envscaler/<node>/training`` (wrapper and command, with the limits). The groups are at the hierarchy's root
+where that is allowed, because below the group of an Airflow worker they would end with it. Version 1, version
+2 and both at once work. Where no group can be created, the scope is empty, ``limits_note`` gives the reason,
+and the caller uses rlimits.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Cage:
 
     Attributes:
         groups: The node's folder in each hierarchy.
-        unified: The one that can be killed as a whole (version 2); ``""`` without.
+        unified: The group that can be killed in one operation (version 2); ``""`` without.
         memory: The folder that limits memory and counts kills; ``""`` without.
-        limits: What holds: ``memory``, ``cpu`` to how.
-        notes: What could not be had, and why.
+        limits: The limits in force: ``memory``, ``cpu`` to how.
+        notes: What is not available, and why.
     """
 
     groups: tuple[str, ...] = ()
@@ -55,12 +55,12 @@ class Cage:
     notes: tuple[str, ...] = ()
 
     def join(self, room: Room) -> None:
-        """Put the calling process, and all that it will start, into the cage."""
+        """Put the calling process, and everything that it will start, into the scope."""
         for group in self.groups:
-            Path(group, room, "cgroup.procs").write_text("0", encoding="ascii")  # 0: the writer
+            Path(group, room, "cgroup.procs").write_text("0", encoding="ascii")  # 0: the writing process
 
     def pids(self, *rooms: Room) -> set[int]:
-        """Processes in the cage (in *rooms*, or in all)."""
+        """Processes in the scope (in *rooms*, or in all)."""
         found: set[int] = set()
         for group in self.groups:
             for room in rooms or ("main", "training"):
@@ -70,13 +70,13 @@ class Cage:
         return found - {0}
 
     def kill(self, room: Room | None = None) -> None:
-        """SIGKILL all that is in *room*, or in the whole cage, in one act where the kernel has it."""
+        """SIGKILL every process in *room*, or in the whole scope, in one operation where the kernel can."""
         if self.unified:
             with suppress(OSError):
                 Path(self.unified, room or "", "cgroup.kill").write_text("1", encoding="ascii")
 
     def oom_kills(self) -> int | None:
-        """How often the kernel killed for want of memory in the limited group; None when not counted."""
+        """How often the kernel's OOM killer acted in the limited group; None when it does not count."""
         if not self.memory:
             return None
         for name in ("memory.events", "memory.oom_control"):
@@ -88,20 +88,20 @@ class Cage:
         return None
 
     def leave(self) -> None:
-        """Put the calling process where the cage was made, so that the cage can be removed."""
+        """Move the calling process back to where the scope was created, so that the scope can be removed."""
         for group in self.groups:
             with suppress(OSError):
                 (Path(group).parent.parent / "cgroup.procs").write_text("0", encoding="ascii")
 
     def limits_said(self, asked: Mapping[str, Any]) -> str:
-        """One line for people: what holds, and what could not be had."""
+        """One human-readable line: the limits in force, and those that are not available."""
         memory = self.limits.get("memory", "rlimit" if hasattr(resource, "RLIMIT_DATA") else "none")
         cpu = self.limits.get("cpu", "affinity")
         said = f"memory {asked['memory_bytes']} bytes by {memory}, {asked['vcpus']:g} CPUs by {cpu}"
         return "; ".join((said, *self.notes))
 
     def remove(self) -> None:
-        """Remove the folders; those that still hold a process stay."""
+        """Remove the folders; those that still have a process stay."""
         for group in self.groups:
             for folder in sorted(Path(group).rglob("*"), reverse=True):
                 if folder.is_dir():
@@ -112,7 +112,7 @@ class Cage:
                     folder.rmdir()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in node.json."""
+        """JSON form, as in node.json."""
         return {
             "groups": list(self.groups),
             "unified": self.unified,
@@ -139,9 +139,9 @@ class Hierarchy:
 
     Attributes:
         path: Where it is mounted.
-        controllers: What it controls; of version 2 those that are to be had.
+        controllers: What it controls; for version 2 the available ones.
         is_unified: True for version 2.
-        own: Our own group in it, ``/`` for the root.
+        own: The calling process's group in it, ``/`` for the root.
     """
 
     path: Path
@@ -151,7 +151,7 @@ class Hierarchy:
 
 
 def hierarchies(mounts: str, own: str) -> list[Hierarchy]:
-    """Hierarchies of *mounts* (/proc/self/mounts) with our groups of *own* (/proc/self/cgroup)."""
+    """Hierarchies of *mounts* (/proc/self/mounts) with this process's groups (/proc/self/cgroup)."""
     groups = {}
     for line in own.splitlines():
         _, names, group = line.split(":", 2)
@@ -177,7 +177,7 @@ def _offered(path: Path) -> frozenset[str]:
 
 
 def build_cage(name: str, limits: Limits, *, proc: Path = Path("/proc/self")) -> Cage:
-    """Make the groups of node *name* and set its limits; never raises for want of rights or kernel."""
+    """Create the groups of node *name* and set its limits; missing rights or kernel features never raise."""
     notes: list[str] = []
     try:
         mounted = hierarchies(
@@ -203,7 +203,7 @@ def _counts_kills(group: Path) -> bool:
 
 
 def _make_group(hierarchy: Hierarchy, name: str, notes: list[str]) -> Path | None:
-    """The node's group at the root of the hierarchy, else below our own group, else None."""
+    """The node's group at the root of the hierarchy, else below this process's group, else None."""
     reason = ""
     for parent in dict.fromkeys((hierarchy.path, hierarchy.path / hierarchy.own.lstrip("/"))):
         group = parent / _PARENT / name
@@ -224,7 +224,7 @@ def _make_rooms(group: Path) -> None:
         try:
             for room in ("main", "training"):
                 (group / room).mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError:  # another node's end removed the empty parent meanwhile
+        except FileNotFoundError:  # the end of another node removed the empty parent in between
             if attempt == 2:
                 raise
         else:
@@ -232,7 +232,7 @@ def _make_rooms(group: Path) -> None:
 
 
 def _delegate(hierarchy: Hierarchy, parents: tuple[Path, ...], notes: list[str]) -> None:
-    """Hand memory and cpu of version 2 down to the node's group, where the kernel lets us."""
+    """Delegate memory and cpu of version 2 to the node's group, where the kernel permits it."""
     for controller in sorted(hierarchy.controllers):
         for parent in parents:
             try:

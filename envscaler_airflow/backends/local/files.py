@@ -1,17 +1,17 @@
 """Files of an attempt: names, atomic JSON, and locks that die with their holder.
 
-``<root>/<attempt>/n<i>/`` holds one node::
+``<root>/<attempt>/n<i>/`` contains one node::
 
-    lock          held (flock) by node main and its guard, inherited from ``submit`` without a gap
+    lock          locked (flock) by node main and its guard, inherited from ``submit`` without a gap
     request.json  what to start; no secret
     layout.json   for the sidecar
-    node.json     written by node main before it starts anything: who it is
+    node.json     written by node main before it starts anything: its identity
     stop.json     asks node main to end
     end.json      written last by node main: how the node ended
-    ballast       takes room that is given back once the training has ended, for what is still to be said
+    ballast       reserves space that is freed once the training has ended, for the final reports
     spool/ work/ root/ output/
 
-``<root>/<run>-saves/n<i>/`` has what the training saves to ``checkpoint.path``: at one place in every
+``<root>/<run>-saves/n<i>/`` has what the training saves to ``checkpoint.path``: the same path in every
 attempt of a run, empty when one begins.
 """
 
@@ -33,12 +33,12 @@ SCHEMA = "1.0"
 LOCK, REQUEST, LAYOUT = "lock", "request.json", "layout.json"
 NODE, STOP, END = "node.json", "stop.json", "end.json"
 BALLAST, BALLAST_BYTES = "ballast", 1 << 20
-"""Room that a training which fills the disk cannot have. Chosen: a hundred times the files of an end."""
+"""Space that a training cannot fill. Chosen: a hundred times the size of an end's files."""
 SAVES = "-saves"
-"""Suffix to the name of a run: the folder with its checkpoint folder, the same in every attempt."""
+"""Suffix to the name of a run, for the folder with its checkpoint folder; the same in every attempt."""
 SPOOL, WORK, ROOT, OUTPUT, SIDECAR_OUTPUT = "spool", "work", "root", "output", "sidecar-output"
 MOUNTS = "mounts"
-"""Where a command's own view of the file system is built, see mounted.py; empty for all others."""
+"""Folder in which a command's file system view is built, see mounted.py; empty for all others."""
 
 _MAX_JSON_BYTES = 1 << 22
 
@@ -51,7 +51,7 @@ def node_folder(attempt: Path, node: int) -> Path:
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
-    """Replace *path* as a whole, on disk before it is visible."""
+    """Replace *path* atomically; the data is on disk before it is visible."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
         json.dump({"schema": SCHEMA, **body}, file)
@@ -61,9 +61,9 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def reserve(folder: Path) -> None:
-    """Take the room of the ballast; on a disk that is full already there is none."""
+    """Write the ballast; without effect on a disk that is already full."""
     with suppress(OSError), (folder / BALLAST).open("wb") as file:
-        file.write(os.urandom(BALLAST_BYTES))  # not what a file system could leave out or pack
+        file.write(os.urandom(BALLAST_BYTES))  # random: a file system cannot compress it or leave it out
         file.flush()
         os.fsync(file.fileno())
 
@@ -71,10 +71,10 @@ def reserve(folder: Path) -> None:
 def read_bytes(path: Path, most: int) -> bytes | None:
     """Content of a plain file of at most *most* bytes; None when it is absent.
 
-    A training can put a pipe or a link in the place of any file that it can reach; neither holds us up.
+    A training can put a pipe or a link in the place of any file that it can reach; neither blocks this call.
 
     Raises:
-        OSError: It cannot be read, or is larger, or is no plain file.
+        OSError: It cannot be read, or is larger, or is not a plain file.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """What :func:`write_json` wrote; None when the file is absent.
 
     Raises:
-        BackendError: It is there and cannot be read.
+        BackendError: It exists and cannot be read.
     """
     try:
         text = read_bytes(path, _MAX_JSON_BYTES)
@@ -109,10 +109,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def make_root(root: Path) -> None:
-    """Make the folder of all attempts, for this user alone.
+    """Create the folder of all attempts, for this user only.
 
     Raises:
-        BackendError: It belongs to somebody else or is a link.
+        BackendError: It belongs to another user or is a link.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.lstat()
@@ -121,9 +121,9 @@ def make_root(root: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """An open descriptor that holds the lock *path*, None when another one holds it.
+    """An open descriptor with the lock on *path*; None when another process has the lock.
 
-    The lock goes with the last process that inherited the descriptor; the file is made when absent.
+    The lock ends with the last process that inherited the descriptor; the file is created when absent.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -134,7 +134,7 @@ def try_lock(path: Path) -> int | None:
             return None
         if _is_at(fd, path):
             return fd
-        os.close(fd)  # removed while we took it: the lock of a file that nobody else will find
+        os.close(fd)  # removed before it was locked: no other process will find this file
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -145,7 +145,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for the lock *path* and hold it. For short sections: whoever dies in one frees it."""
+    """Wait for the lock *path* and take it. For short sections: a process that dies in one frees it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -158,7 +158,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def lock_state(path: Path) -> LockState:
-    """Whether somebody holds the lock, without taking it from anybody.
+    """Whether a process has the lock, without taking it.
 
     Raises:
         BackendError: The file cannot be opened.

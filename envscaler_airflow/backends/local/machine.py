@@ -1,4 +1,4 @@
-"""What this machine is and has."""
+"""The identity and the resources of this machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from envscaler_airflow.catalog import canonical_gpu, nominal_memory_gb
 
 GIB = float(1 << 30)
 USABLE_MEMORY = 0.9
-"""Part of the memory that is given out in slices. Chosen: the rest is the system's and Airflow's."""
+"""Fraction of the memory that is offered in shares. Chosen: the rest is for the system and Airflow."""
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 says "no limit" as a number near 2**63."""
+"""cgroup v1 represents "no limit" as a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Identity:
 
     Attributes:
         host: Host name.
-        machine_id: Of the installed system; ``""`` when it has none.
-        boot_id: Of this boot; ``""`` when the system does not say.
-        pid_namespace: Of the process table that process ids are of; ``""`` when there is but one.
+        machine_id: Id of the installed system; ``""`` when it has none.
+        boot_id: Id of this boot; ``""`` when the system does not say.
+        pid_namespace: Id of the process table of the process ids; ``""`` when there is only one.
     """
 
     host: str
@@ -41,7 +41,7 @@ class Identity:
         return self.host == other.host and self.machine_id == other.machine_id
 
     def to_dict(self) -> dict[str, str]:
-        """JSON form, as it stands in handles."""
+        """JSON form, as handles contain it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
@@ -55,7 +55,7 @@ class Gpu:
     """One GPU of this machine.
 
     Attributes:
-        index: As CUDA_VISIBLE_DEVICES counts in PCI order.
+        index: Its number for CUDA_VISIBLE_DEVICES in PCI order.
         name: Canonical name.
         memory_gb: Nominal memory, GB.
     """
@@ -67,11 +67,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What can be given out here.
+    """The resources that are offered here.
 
     Attributes:
         cpus: CPUs that this process may use, by their numbers.
-        memory_bytes: Memory of the machine or of the container that we are in.
+        memory_bytes: Memory of the machine, or of the container that this process is in.
         gpus: GPUs that the driver shows.
         arch: ``x86_64`` or ``arm64``.
         identity: See :class:`Identity`.
@@ -84,19 +84,19 @@ class Machine:
     identity: Identity = Identity("")
 
     def __post_init__(self) -> None:
-        """Refuse a machine of nothing."""
+        """Refuse a machine without CPUs or memory."""
         if not self.cpus or self.memory_bytes <= 0:
             raise ValueError(f"a machine has CPUs and memory, got {self.cpus!r}, {self.memory_bytes!r}")
 
     @property
     def usable_memory_bytes(self) -> int:
-        """What slices may take together."""
+        """Memory for all shares together."""
         return int(self.memory_bytes * USABLE_MEMORY)
 
 
 @cache
 def this_machine() -> Machine:
-    """Look at the machine once for each process."""
+    """This machine's resources, read once per process."""
     return Machine(
         cpus=_cpus(),
         memory_bytes=_memory_bytes(),
@@ -135,7 +135,7 @@ def _arch() -> str:
 
 
 def _cpus() -> tuple[int, ...]:
-    """CPUs of our affinity, no more than a container's quota allows."""
+    """CPUs of this process's affinity, no more than a container's quota allows."""
     if hasattr(os, "sched_getaffinity"):
         cpus = tuple(sorted(os.sched_getaffinity(0)))
     else:
@@ -168,7 +168,7 @@ def _memory_bytes() -> int:
 
 def _gpus() -> tuple[Gpu, ...]:
     """What NVML shows; none without a driver."""
-    import pynvml  # noqa: PLC0415  # costs time that only a look at the machine should pay
+    import pynvml  # noqa: PLC0415  # slow; only needed to detect GPUs
 
     try:
         pynvml.nvmlInit()

@@ -3,13 +3,14 @@
     python mounted.py --root FOLDER [--bind SOURCE PATH ...] [--out SOURCE PATH ...] -- COMMAND ...
 
 The command gets a mount namespace of its own. Its root is a small file system in memory into which the
-machine's top-level folders are bound, so that ``/data`` and ``/output`` can be there without being made on
-the machine. Without root a user namespace is used, in which the user stays who he is. Where the system
-allows neither, the command runs without, and a line on stderr says so; a shell script that names such a
-path is refused there, since nothing rewrites it and it would write into the machine's own folder.
+machine's top-level folders are bound, so that ``/data`` and ``/output`` can exist without being created on
+the machine. Without root a user namespace is used, in which the user keeps the same id. Where the system
+allows neither, the command runs without it, and a line on stderr reports that; a shell script that names such
+a path is refused there, because nothing rewrites the path and the script would write into the machine's own
+folder.
 
-``--out`` is for what the training writes: where the machine has nothing in the folder above, that is mounted
-as a whole, so that the training may replace what lies at PATH.
+``--out`` is for what the training writes: if the machine has nothing in the parent folder, the whole parent
+is mounted, so that the training may replace PATH itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(words: list[str]) -> int:
-    """Mount and become the command; returns only when that fails."""
+    """Mount and exec the command; returns only when that fails."""
     end = words.index("--")
     options, command = words[:end], words[end + 1 :]
     triples = [options[at : at + 3] for at in range(2, end, 3)]
@@ -46,7 +47,7 @@ def main(words: list[str]) -> int:
             sys.stderr.write(f"envscaler: {', '.join(paths)} cannot be mounted here ({err}); {WAY_OUT}\n")
         else:
             sys.stderr.write(f"{err}\n")
-            return REFUSED  # a question whether it can be done
+            return REFUSED  # the caller only asked whether mounting works
     return become(command)
 
 
@@ -77,7 +78,7 @@ def become(command: list[str]) -> int:
 
 
 def script_paths(command: list[str], paths: list[str]) -> list[str]:
-    """Those of *paths* that the script of ``bash -c SCRIPT`` names: nothing rewrites them there."""
+    """The *paths* that the script of ``bash -c SCRIPT`` names: nothing rewrites them there."""
     if not command or os.path.basename(command[0]) not in SHELLS:
         return []
     for option, script in itertools.pairwise(command):
@@ -87,7 +88,7 @@ def script_paths(command: list[str], paths: list[str]) -> list[str]:
 
 
 def enter(root: str, triples: list[list[str]]) -> None:
-    """Let this process see each ``(option, source, path)``; the new root is built in the folder *root*.
+    """Mount each ``(option, source, path)`` for this process; the new root is built in the folder *root*.
 
     Raises:
         OSError: The system does not allow it, or a source does not exist.
@@ -114,20 +115,20 @@ def enter(root: str, triples: list[list[str]]) -> None:
 
 
 def _targets(triples: list[list[str]]) -> dict[str, str]:
-    """Source of each path that is mounted; a single file to be written among others of the machine is not."""
+    """Source of each path to mount; without single output files among others of the machine."""
     found: dict[str, str] = {}
     for option, source, path in triples:
         above, folder = os.path.dirname(path), os.path.dirname(source)
         is_own = option == "--out" and above != "/" and not (os.path.isdir(above) and os.listdir(above))
         if is_own and found.setdefault(above, folder) == folder:
-            continue  # what lies in it is there too
+            continue  # its content is there too
         if option == "--bind" or not os.path.splitext(path)[1]:
             found[path] = source
     return found
 
 
 def _keep_user() -> None:
-    """A user namespace with the same user and group: exec takes its privileges away again."""
+    """Create a user namespace with the same user and group: exec removes its privileges again."""
     uid, gid = os.geteuid(), os.getegid()
     _call("unshare", NEW_USER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -136,7 +137,7 @@ def _keep_user() -> None:
 
 
 def _mirror(source: str, target: str) -> None:
-    """Bind every entry of the folder *source* into the empty folder *target*; links stay links."""
+    """Bind every entry of the folder *source* into the empty folder *target*; links remain links."""
     with os.scandir(source) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -153,7 +154,7 @@ def _mirror(source: str, target: str) -> None:
                 os.mknod(there, stat.S_IFREG | 0o644)
             _mount(entry.path, there, BIND | REC)
         except PermissionError:
-            continue  # what this user may not reach, the command may not either
+            continue  # a folder that this user may not read is closed to the command too
 
 
 def _place(root: str, path: str, *, is_file: bool) -> str:

@@ -1,4 +1,4 @@
-"""How a node ended, told from its exit code, what the wrapper said and what the kernel counted. Pure."""
+"""How a node ended, from its exit code, the wrapper's report and the kernel's counters. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def tell_end(
     """The end of a node.
 
     Args:
-        returncode: Of the wrapper as ``subprocess`` counts; None when it had to be killed.
-        said: What the wrapper said of the command.
-        oom_kills: Kills for want of memory that the kernel counted; None: not counted.
+        returncode: Exit code of the wrapper as in ``subprocess``; None when it had to be killed.
+        said: What the wrapper reported about the command.
+        oom_kills: Out-of-memory kills that the kernel counted; None: not counted.
         ended_by: Reason and detail when node main itself ended it (deadline, end of the grace).
     """
     code = returncode if returncode is not None and returncode >= 0 else None
@@ -37,7 +37,7 @@ def tell_end(
         )
     if ended_by and ended_by[0] == "killed" and number == signal.SIGTERM:
         return NodeEnd(code, number, "stopped", "ended at the first word")
-    if ended_by and ended_by[0] == "killed" and number == signal.SIGKILL:  # the wrapper may have said it
+    if ended_by and ended_by[0] == "killed" and number == signal.SIGKILL:  # the wrapper may have reported it
         return NodeEnd(code, number, *ended_by)
     if ended_by and reason != "succeeded" and (returncode is None or ended_by[0] != "killed"):
         return NodeEnd(code, number, *ended_by)
@@ -45,7 +45,7 @@ def tell_end(
 
 
 def read_said(text: bytes | None) -> Ended | None:
-    """What the wrapper's status says of the end; None when it says nothing that can be read."""
+    """The end in the wrapper's status; None when it has none that can be read."""
     if text is None:
         return None
     try:
@@ -55,7 +55,7 @@ def read_said(text: bytes | None) -> Ended | None:
 
 
 def say_end(text: bytes | None, end: NodeEnd) -> Status:
-    """The last status of a wrapper that was killed before it could tell its end: *text*, with *end*."""
+    """The last status of a wrapper that was killed before it could report its end: *text*, with *end*."""
     try:
         last = Status.from_json(text or b"", where="wrapper.json")
     except ProtocolError:

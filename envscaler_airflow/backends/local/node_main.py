@@ -1,4 +1,4 @@
-"""Node main's work: one loop over the wrapper, the sidecar, their output and what ends them."""
+"""Node main's work: one loop over the wrapper, the sidecar, their output and what stops them."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from envscaler_airflow.backends.local.processes import ProcessId, Survivors, des
 from envscaler_airflow.errors import BackendError
 
 TURN_S = 0.5
-"""Longest time between two looks at stop.json. Chosen: a stop is felt at once, an idle node costs nothing."""
+"""Longest time between two checks of stop.json. Chosen: a stop acts quickly, an idle node costs nothing."""
 FAST_TURN_S = 0.1
-"""While the node drains. Chosen likewise."""
+"""The same while the node drains. Chosen: for a quick end."""
 ALIVE_EVERY_S = 5.0
-"""The lock file's time says when the node was last seen alive. Chosen: a loss is billed to 5 s."""
+"""The lock file's time is when the node was last seen alive. Chosen: a loss is billed to 5 s."""
 SIDECAR_BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before the sidecar is started again. Chosen: quick after one crash, quiet in a crash loop."""
+"""Waits before the sidecar is restarted. Chosen: quick after one crash, quiet in a crash loop."""
 SETUP_TRIES = 5
-"""Times that the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
+"""How often the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
 
 _CHUNK = 1 << 16
 _SIDECAR_SEGMENT_BYTES = 1 << 20
 
 
 class Clock:
-    """Wall time at the start, and seconds that no change of the wall clock bends."""
+    """Wall time at the start, and elapsed seconds that changes of the wall clock do not affect."""
 
     def __init__(self) -> None:
         """Start now."""
@@ -55,7 +55,7 @@ class Clock:
 
     @staticmethod
     def now() -> float:
-        """Seconds on a clock that runs on while the machine sleeps."""
+        """Seconds on a clock that continues while the machine sleeps."""
         return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
     def elapsed(self) -> float:
@@ -63,7 +63,7 @@ class Clock:
         return self.now() - self._zero
 
     def interval(self) -> dict[str, float]:
-        """Start and end, as end.json has them."""
+        """Start and end, in the form of end.json."""
         return {"started": self.started, "ended": self.started + self.elapsed()}
 
 
@@ -82,7 +82,7 @@ class Sidecar:
 
     @property
     def is_done(self) -> bool:
-        """True when it says that everything is uploaded, or was given up before the start."""
+        """True when it reports that everything is uploaded, or when it was abandoned before the start."""
         try:
             body = files.read_json(self._spool / "sidecar.json") or {}
         except BackendError:
@@ -90,7 +90,7 @@ class Sidecar:
         return body.get("phase") == "done" or self._due == float("inf")
 
     def keep(self) -> None:
-        """Start it when it does not run and its back-off has passed; give up on a hopeless setup."""
+        """Start it when it does not run and its back-off is over; give up on a setup that keeps crashing."""
         now = self._clock.now()
         if self.process is not None or now < self._due:
             return
@@ -102,11 +102,11 @@ class Sidecar:
         try:
             self.process = self._start()
         except (OSError, subprocess.SubprocessError) as err:
-            print(f"sidecar: {err}", flush=True)  # noqa: T201  # node.log is our standard output
+            print(f"sidecar: {err}", flush=True)  # noqa: T201  # node.log is the standard output
             self.died()
 
     def died(self) -> None:
-        """Take note of a death, and wait longer the more of them come at once."""
+        """Record a death; deaths in quick succession lengthen the wait."""
         now = self._clock.now()
         self.process = None
         if now - self._born > 2 * SIDECAR_BACK_OFF_S[-1]:
@@ -125,7 +125,7 @@ class NodeMain:
     def __init__(
         self, folder: Path, request: dict[str, Any], cage: Cage, *, guard: ProcessId | None, clock: Clock
     ) -> None:
-        """Take the node over; nothing is started yet."""
+        """Take over the node; start nothing yet."""
         self._folder = folder
         self._request = request
         self._cage = cage
@@ -145,7 +145,7 @@ class NodeMain:
         self._is_end_said = False
 
     def run(self) -> NodeEnd:
-        """Start, watch, drain, end what is left, and tell how it ended."""
+        """Start, watch, drain, stop what is left, and report how it ended."""
         self._listen()
         files.reserve(self._folder)
         self._start_wrapper()
@@ -186,7 +186,7 @@ class NodeMain:
         self._pump_from(self._wrapper, OutputWriter(self._folder / files.OUTPUT))
 
     def _confine(self) -> None:
-        """In the child, before the wrapper: cgroup, CPUs, and rlimits where no cgroup limits memory."""
+        """In the child, before the wrapper: set cgroup, CPUs, and rlimits where no cgroup limits memory."""
         with suppress(OSError):
             self._cage.join("training")
         cpus = self._request.get("cpus")
@@ -272,9 +272,9 @@ class NodeMain:
                 self._signal_wrapper(signal.SIGKILL)
 
     def _end_training(self) -> None:
-        """Nothing outlives the wrapper but the sidecar; and when the wrapper could not say its end, we do."""
+        """Kill what outlives the wrapper except the sidecar; report its end if the wrapper could not."""
         with suppress(OSError):
-            (self._folder / files.BALLAST).unlink()  # room for last words on a full disk
+            (self._folder / files.BALLAST).unlink()  # space for the final reports on a full disk
         keep = {os.getpid(), os.getppid()}
         if self._sidecar.process is not None:
             keep |= {self._sidecar.process.pid, *descendants(self._sidecar.process.pid)}
@@ -282,7 +282,7 @@ class NodeMain:
         self._say_its_end()
 
     def _say_its_end(self) -> None:
-        """Let the sidecar hear that the wrapper ended, unless that said so itself; until it is written."""
+        """Report the wrapper's end to the sidecar, unless the wrapper did; retried until it is written."""
         path = self._spool / "wrapper.json"
         text = _bytes(path)
         self._is_end_said = read_said(text) is not None
@@ -295,7 +295,7 @@ class NodeMain:
                 self._is_end_said = True
 
     def _look_at_stop(self) -> None:
-        """Take up stop.json, or a bare SIGTERM with the grace of the request."""
+        """Read stop.json, or treat a plain SIGTERM as a stop with the grace of the request."""
         try:
             stop = files.read_json(self._folder / files.STOP)
         except BackendError:
@@ -312,7 +312,7 @@ class NodeMain:
             self._end_within(self._request["grace_s"], "deadline-exceeded", detail)
 
     def _end_within(self, grace_s: float, reason: str, detail: str) -> None:
-        """Ask the wrapper once; kill all after *grace_s*. A later wish can only shorten the time."""
+        """Ask the wrapper once; kill everything after *grace_s*. Later requests only shorten the time."""
         if self._ended_by is None:
             self._ended_by = (reason, detail)
             self._kill_at = self._clock.now() + grace_s
@@ -323,7 +323,7 @@ class NodeMain:
             self._signal_wrapper(signal.SIGTERM)
 
     def _signal_wrapper(self, number: int) -> None:
-        """Not by ``Popen``, which would collect a wrapper that has just died, and nobody would hear of it."""
+        """Signal without ``Popen``, which would reap a wrapper that just died and lose its end."""
         if self._wrapper is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._wrapper.pid, number)
@@ -338,10 +338,10 @@ class NodeMain:
                 self._say_its_end()
 
     def _finish(self) -> NodeEnd:
-        """Kill what is left, read what it still said, and tell the end."""
+        """Kill what is left, read the remaining output, and report the end."""
         spare = {os.getpid(), os.getppid()}
         while kill_all(self._survivors, spare=spare, reap=self._reap):
-            self._say_alive()  # only what hangs in the kernel: the node is not over before it is gone
+            self._say_alive()  # only a process stuck in the kernel: the node ends after it
         self._reap()
         self._drain_pipes()
         return tell_end(
@@ -352,7 +352,7 @@ class NodeMain:
         )
 
     def _drain_pipes(self) -> None:
-        """Nobody writes any more: read to the end."""
+        """Read to the end; no process writes any more."""
         for key in list(self._selector.get_map().values()):
             if key.data is None:
                 continue
@@ -374,7 +374,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 LAUNCHER_S = 5.0
-"""Longest wait for the launching process to be gone, seconds. Chosen: it only has to exit."""
+"""Longest wait for the launching process to exit, seconds. Chosen: it only has to exit."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -386,11 +386,11 @@ def main(arguments: list[str] | None = None) -> int:
     os.set_inheritable(options.lock_fd, False)
     launcher = os.getpid()
     if os.fork():
-        os._exit(0)  # at once: the owner waits for this process; the node is a child of init from here on
+        os._exit(0)  # now: the owner waits for this process; from here on the node is a child of init
     os.setsid()
     until = time.monotonic() + LAUNCHER_S
     while os.getppid() == launcher and time.monotonic() < until:
-        time.sleep(0.001)  # it runs for this node too: a node that ends at once would kill it as a leftover
+        time.sleep(0.001)  # it has the node's marker: a node that ends quickly would kill it as a leftover
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _ignore)  # not SIG_IGN, which the training would inherit
     run_guard(options.folder)
@@ -398,11 +398,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """A handler that does nothing and is undone by exec."""
+    """Do nothing; exec resets this handler, unlike SIG_IGN."""
 
 
 def become_reaper() -> None:
-    """Inherit what our descendants leave behind, so that none escapes by a double fork (Linux)."""
+    """Adopt orphaned descendants, so that none escapes by a double fork (Linux)."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -428,7 +428,7 @@ def run_guard(folder: Path) -> None:
     os.waitpid(pid, 0)
     survivors = Survivors(str(folder / files.SPOOL), guard, cage)
     while kill_all(survivors, spare={os.getpid()}, reap=reap):
-        pass  # only what hangs in the kernel: the node is not over before it is gone
+        pass  # only a process stuck in the kernel: the node ends after it
     cage.leave()
     cage.remove()
 
@@ -441,7 +441,7 @@ def reap() -> None:
 
 
 def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId | None) -> int:
-    """Run node main; whatever goes wrong in it is written down as the node's end."""
+    """Run node main; any failure in it is recorded as the node's end."""
     become_reaper()
     clock = Clock()
     me = ProcessId.of(os.getpid())
@@ -459,7 +459,7 @@ def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId
         files.write_json(folder / files.NODE, body)
         node = NodeMain(folder, request, cage, guard=guard, clock=clock)
         end = node.run()
-    except Exception as err:  # noqa: BLE001  # the outermost edge: an end without a word would look like a loss
+    except Exception as err:  # noqa: BLE001  # the outermost edge: an unreported end would look like a loss
         traceback.print_exc(file=sys.stderr)
         end = NodeEnd(None, None, "setup-failed" if node is None else "failed", f"node main: {err!r}"[:500])
         survivors = Survivors(str(folder / files.SPOOL), guard, cage, me)

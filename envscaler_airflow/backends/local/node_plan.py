@@ -19,10 +19,10 @@ from envscaler_airflow.backends.local.shares import asked_memory
 from envscaler_airflow.backends.local.volumes import absolute_paths, host_source, mounting
 
 DRAIN_S = 3600.0
-"""Longest that uploads may take after the command ended, seconds. Chosen: 100 GB at 30 MB/s."""
+"""Longest time for uploads after the command ended, seconds. Chosen: 100 GB at 30 MB/s."""
 
 UPLOAD_S = 5.0
-"""Part of the grace that is left for the last uploads, seconds. Chosen: as the agent does under a kubelet."""
+"""Part of the grace reserved for the last uploads, seconds. Chosen: as the agent does under a kubelet."""
 
 _SLUG_CHARACTERS = 60
 
@@ -32,10 +32,10 @@ class Launch:
     """How sidecar and wrapper are started, and how long uploads may take.
 
     Attributes:
-        sidecar: Command to which the sidecar's options are appended; () for the interpreter's own.
-        wrapper: Command to which ``run --spool E -- COMMAND`` is appended; () likewise.
-        drain_s: Longest that uploads may take after the command ended, seconds.
-        cgroups: False: limits by rlimits alone, and no cage for what leaves session and parent.
+        sidecar: Command to which the sidecar's options are appended; () for the interpreter's default.
+        wrapper: Command to which ``run --spool E -- COMMAND`` is appended; () for the same default.
+        drain_s: Longest time for uploads after the command ended, seconds.
+        cgroups: False: only rlimits, and no cgroup scope for processes that leave session and parent.
     """
 
     sidecar: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PathMap:
-    """Absolute paths of the spec and where they lie on this machine, longest first."""
+    """Absolute paths of the spec and their paths on this machine, longest first."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 
@@ -59,9 +59,9 @@ class PathMap:
         saves: str | None = None,
         saves_root: PurePosixPath | None = None,
     ) -> PathMap:
-        """Map each absolute path ``/x/y`` to ``<root>/x/y``; relative ones are left as they are.
+        """Map each absolute path ``/x/y`` to ``<root>/x/y``; relative ones are unchanged.
 
-        *saves*, and what lies above or below it, lies below *saves_root* instead.
+        *saves*, its parents and its content are below *saves_root* instead.
         """
         absolute = {posixpath.normpath(path) for path in paths if path.startswith("/")}
         ordered = sorted(absolute, key=lambda path: (-len(path), path))
@@ -70,7 +70,7 @@ class PathMap:
         return cls(tuple((path, str(roots[path] / path.lstrip("/"))) for path in ordered))
 
     def path(self, path: str) -> str:
-        """Where *path* lies: itself when no mapped path is it or holds it."""
+        """Where *path* is on this machine: unchanged when neither it nor a parent is mapped."""
         for original, local in self.pairs:
             if path.rstrip("/") == original:
                 return local
@@ -87,7 +87,7 @@ class PathMap:
 
 
 def _related(paths: set[str], saves: str) -> set[str]:
-    """Those of *paths* that are *saves*, hold it, or lie in what does."""
+    """Those of *paths* that are *saves*, contain it, or are in it."""
     tops = {path for path in paths if path == saves or saves.startswith(f"{path.rstrip('/')}/")}
     return {
         path for path in paths if any(path == top or path.startswith(f"{top.rstrip('/')}/") for top in tops)
@@ -95,7 +95,7 @@ def _related(paths: set[str], saves: str) -> set[str]:
 
 
 def run_name(request: AttemptRequest) -> str:
-    """Common to all attempts of a run: label, hash of store and run."""
+    """The part common to all attempts of a run: label, hash of store and run."""
     key = f"{request.store_url}\0{request.run_prefix}".encode()
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", request.run_label).strip("-")[:_SLUG_CHARACTERS] or "run"
     return f"{slug}-{hashlib.sha256(key).hexdigest()[:12]}"
@@ -109,8 +109,7 @@ def attempt_name(request: AttemptRequest) -> str:
 def render_attempt(request: AttemptRequest, folder: PurePosixPath, launch: Launch) -> dict[str, Any]:
     """Everything that ``submit`` would write below *folder*, without secrets.
 
-    What only the moment tells (which CPUs and GPUs are free, the inherited environment) is added by
-    ``submit`` and by node main.
+    ``submit`` and node main add what is known only then: the free CPUs and GPUs, the inherited environment.
 
     Raises:
         SpecError: The sidecar could not open the store.
@@ -146,7 +145,7 @@ class _Node:
         object.__setattr__(self, "paths", mapped)
 
     def _saves(self) -> PurePosixPath:
-        """Where the checkpoint folder lies: at one place in every attempt, as trainings remember paths."""
+        """Path of the checkpoint folder: the same in every attempt, because trainings store paths."""
         return self.folder.parent.parent / f"{run_name(self.request)}{files.SAVES}" / self.folder.name
 
     def render(self) -> dict[str, Any]:
@@ -181,7 +180,7 @@ class _Node:
         }
 
     def _mounted(self) -> list[str]:
-        """What lets the command find its paths where the spec says; [] when the spec names none."""
+        """The command that mounts the spec's paths; [] when the spec names none."""
         options: list[str] = []
         for option, path in absolute_paths(self.spec):
             options += [option, self._local(path), path]
@@ -209,7 +208,7 @@ class _Node:
         return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
     def _limits(self) -> dict[str, Any]:
-        """The spec's memory limit, no more than the slice; the slice where the spec has none."""
+        """The spec's memory limit, at most the share's; the share's where the spec has none."""
         offer = self.request.allocation.offer
         slice_bytes = int(offer.memory_gib * GIB)
         asked = asked_memory((self.spec.get("resources") or {}).get("limits") or {})
@@ -242,7 +241,7 @@ class _Node:
         return env
 
     def _input(self, uri: str) -> str:
-        """Where an input lies when a volume brings it, else its URI."""
+        """The path of an input that a volume brings, else its URI."""
         for volume in self.spec.get("volumes") or ():
             if volume.get("source") == uri:
                 return self._local(str(volume["mount_path"]))

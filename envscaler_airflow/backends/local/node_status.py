@@ -1,4 +1,4 @@
-"""What can be told of a node from here, and what cannot: out of sight is never dead."""
+"""What this machine knows about a node, and what not: an unreachable node is never dead."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class NodeView:
     Attributes:
         node: Index.
         folder: Its folder.
-        identity: Of the machine, boot and process table that it was started in.
-        here: Ours.
-        run_id: Unique id of the start; None when the handle was made before the node was there.
-        main, guard: Its two processes, as the handle has them.
+        identity: Machine, boot and process table that it was started in.
+        here: This process's.
+        run_id: Unique id of the start; None when the handle is older than the node.
+        main, guard: Its two processes, from the handle.
     """
 
     node: int
@@ -40,7 +40,7 @@ class NodeView:
 
     @classmethod
     def of(cls, handle: Handle, node: int, here: Identity) -> NodeView:
-        """Look at *node*; what the handle does not hold yet comes from node.json."""
+        """Build the view of *node*; node.json provides what the handle does not contain yet."""
         details = handle.details
         folder = files.node_folder(Path(details["folder"]), node)
         body = details["nodes"][node] or {}
@@ -58,13 +58,13 @@ class NodeView:
 
     @property
     def is_here(self) -> bool:
-        """True when its process ids mean something here."""
+        """True when its process ids are valid here."""
         ours, theirs = self.here, self.identity
         same_boot = ours.is_same_host(theirs) and ours.boot_id == theirs.boot_id
         return same_boot and ours.pid_namespace == theirs.pid_namespace
 
     def end(self) -> dict[str, Any] | None:
-        """What end.json says of this very start, else None."""
+        """The content of end.json for this start, else None."""
         body = files.read_json(self.folder / files.END)
         return body if body is not None and self.run_id in (None, body.get("id")) else None
 
@@ -75,7 +75,7 @@ class NodeView:
         return Survivors(str(self.folder / files.SPOOL), self.guard, cage, self.main)
 
     def is_held(self) -> bool:
-        """True when node main or its guard lives, or the attempt is being started."""
+        """True when node main or its guard runs, or the attempt is being started."""
         return files.lock_state(self.folder / files.LOCK) == "held"
 
     def is_live(self) -> bool:
@@ -94,10 +94,10 @@ class NodeView:
         if self.is_live():
             is_up = (self.folder / files.SPOOL / "start.json").exists()
             return NodeStatus(self.node, "running" if is_up else "starting")
-        end = self.end()  # written between the first look and the last breath
+        end = self.end()  # written between the first check and its exit
         if end is not None:
             return _ended(self.node, end)
-        if self.is_held():  # closed before a process is seen to be gone; so these are only out of sight
+        if self.is_held():  # unlocked before a process is seen to end; so these are only unreachable
             return NodeStatus(self.node, "unknown", detail="its lock is held, its processes are not shown")
         return self._without_main()
 
@@ -122,10 +122,10 @@ class NodeView:
         return NodeStatus(self.node, "lost", reason="killed", detail="its processes are gone without an end")
 
     def usage(self) -> UsageInterval | None:
-        """From its own start to its own end; a lost one ends when it was last seen alive.
+        """From its own start to its own end; a lost node ends when it was last seen alive.
 
         Raises:
-            BackendError: It was started, and what it said of itself is gone.
+            BackendError: It was started, and its records no longer exist.
         """
         body = files.read_json(self.folder / files.NODE)
         if body is None and self.run_id is not None:
@@ -145,7 +145,7 @@ class NodeView:
 
 
 def was_started(folder: Path) -> bool:
-    """True when node main has taken the node over once, or never will."""
+    """True when node main has ever taken over the node, or never will."""
     return (folder / files.NODE).exists() or (folder / files.END).exists()
 
 

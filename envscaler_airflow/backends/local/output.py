@@ -8,7 +8,7 @@ from pathlib import Path
 
 SEGMENT_BYTES = 4 << 20
 KEPT_SEGMENTS = 4
-"""At most 16 MiB for each node stay on the machine. Chosen: the whole log is in the store."""
+"""At most 16 MiB per node stay on the machine. Chosen: the whole log is in the store."""
 
 _READ_BYTES = 1 << 16
 
@@ -19,7 +19,7 @@ class OutputWriter:
     def __init__(
         self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, kept_segments: int = KEPT_SEGMENTS
     ) -> None:
-        """Write into *folder*, which is made when absent, after what is there."""
+        """Write into *folder*, created when absent, after the existing output."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._segment_bytes = segment_bytes
@@ -28,7 +28,7 @@ class OutputWriter:
         self._file = _segment(folder, self._offset).open("ab", buffering=0)
 
     def write(self, chunk: bytes) -> None:
-        """Append; a disk that is full loses the bytes and never the caller."""
+        """Append; on a full disk the bytes are lost and the caller continues."""
         if self._used >= self._segment_bytes:
             self._turn()
         with suppress(OSError):
@@ -49,7 +49,7 @@ class OutputWriter:
 
 
 def read_output(folder: Path, since: int) -> Iterator[bytes]:
-    """Bytes from offset *since* on; those that are gone by rotation are skipped."""
+    """Bytes from offset *since* on; those that rotation removed are skipped."""
     for offset, path in _segments(folder):
         try:
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Processes of a node: who they are, who is left, and how they are ended."""
+"""Processes of a node: how they are identified, found and killed."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class ProcessId:
     start: int
 
     def is_alive(self) -> bool:
-        """True while this very process runs. One that only waits to be reaped does not."""
+        """True while this process runs. One that only waits to be reaped does not."""
         return process_start(self.pid) == self.start
 
     def signal(self, number: int) -> None:
-        """Send *number* unless the process is gone."""
+        """Send *number* unless the process has ended."""
         if self.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def to_dict(self) -> dict[str, int]:
-        """JSON form, as it stands in node.json and in handles."""
+        """JSON form, as in node.json and in handles."""
         return {"pid": self.pid, "start": self.start}
 
     @classmethod
     def from_dict(cls, body: Any) -> ProcessId | None:
-        """Read what :meth:`to_dict` wrote; None when it is not there."""
+        """Read what :meth:`to_dict` wrote; None when it is absent."""
         try:
             return cls(int(body["pid"]), int(body["start"]))
         except (KeyError, TypeError, ValueError):
@@ -55,13 +55,13 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """Name a process that runs now; None when it does not."""
+        """Identify a running process; None when *pid* does not run."""
         start = process_start(pid)
         return None if start is None else cls(pid, start)
 
 
 def process_start(pid: int) -> int | None:
-    """Start time of a running process in ticks since boot; None when it is gone or a zombie."""
+    """Start time of a running process in ticks since boot; None when it has ended or is a zombie."""
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
         return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
@@ -75,7 +75,7 @@ def process_start(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on; the name before them may hold anything."""
+    """Fields of /proc/PID/stat from the state on; the name before them may contain any character."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -85,13 +85,13 @@ def _stat(pid: int) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """Where to look for what is left of a node.
+    """Where to look for the remaining processes of a node.
 
     Attributes:
         spool: The node's spool folder, value of :data:`MARKER`.
         guard: Leader of the node's session; None when unknown.
-        cage: The node's cgroups, which nothing leaves by forking.
-        main: Node main; it and its guard inherit what their descendants leave behind.
+        cage: The node's cgroups, which no process leaves by forking.
+        main: Node main; it and its guard adopt the orphans of their descendants.
     """
 
     spool: str
@@ -126,7 +126,7 @@ class Survivors:
         return found
 
     def _session(self) -> int | None:
-        """Session id of the node; None when another process has that number by now."""
+        """Session id of the node; None when another process has that number now."""
         if self.guard is None or process_start(self.guard.pid) not in (None, self.guard.start):
             return None
         return self.guard.pid
@@ -152,10 +152,10 @@ def kill_all(
     patience_s: float = 10.0,
     reap: Callable[[], None] = lambda: None,
 ) -> set[ProcessId]:
-    """SIGKILL everything of the node until nothing is left; what outlives *patience_s* is returned.
+    """SIGKILL every process of the node until none is left; returns those that outlive *patience_s*.
 
-    *reap* is called in every turn, so that a parent collects its dead children. Only a process
-    that hangs in the kernel (a dead network disk) outlives it.
+    *reap* is called in every turn, so that a parent collects its dead children. Only a process that is stuck
+    in the kernel (a dead network disk) survives.
     """
     spared = set(spare)
     until = time.monotonic() + patience_s

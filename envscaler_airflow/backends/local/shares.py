@@ -1,4 +1,4 @@
-"""Offers of this machine, and what a spec asks beyond it. Pure."""
+"""Offers of this machine, and what a spec requests beyond it. Pure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
 
 SHARED_SUFFIX = "-shared"
-"""An offer of this kind is not counted: it shares the machine with whatever else runs."""
+"""An offer of this kind is not counted: it shares the machine with everything else that runs."""
 
 
 def is_shared(offer: Offer) -> bool:
-    """True for an offer that says itself that it shares."""
+    """True for an offer that is marked as shared."""
     return offer.instance_type.endswith(SHARED_SUFFIX)
 
 
 def slice_offers(machine: Machine, prices: Mapping[str, float] | None = None) -> tuple[Offer, ...]:
-    """``local/cpu-1``, ``local/cpu-2``, ... up to all CPUs; ``local/gpu-1``, ... where there are GPUs.
+    """``local/cpu-1``, ``local/cpu-2``, ... up to all CPUs; ``local/gpu-1``, ... where the machine has GPUs.
 
-    Counts are powers of two and the full count. Memory, and CPUs of a GPU slice, are in proportion.
-    The price is a shadow price: that of the nearest published cloud type, by the slice's share of it;
-    *prices* (USD per hour by name, such as ``cpu-2``) stand in its place.
+    Counts are powers of two and the full count. Memory, and CPUs of a GPU share, are in proportion. The price
+    is a shadow price: that of the nearest published cloud type, scaled to this machine's share; *prices* (USD
+    per hour by name, such as ``cpu-2``) replace it.
     """
     cpus, usable_gib = len(machine.cpus), machine.usable_memory_bytes / GIB
     shadow = shadow_offer(cpus, machine.memory_bytes / GIB, arch=machine.arch)
@@ -92,10 +92,10 @@ def _offer(
 
 
 def shortfalls(spec: Mapping[str, Any], machine: Machine) -> list[str]:
-    """What *spec* asks for and *machine* can never give; one sentence each, [] when it fits.
+    """What *spec* requests and *machine* can never provide; one sentence each, [] when it fits.
 
-    Of alternatives (``any_of``, ``ordered``) one that fits is enough; when none does, the one that
-    misses least is told.
+    Of alternatives (``any_of``, ``ordered``) one that fits is enough; when none does, the closest one is
+    reported.
 
     Args:
         spec: Resolved spec as JSON.
@@ -145,7 +145,7 @@ def _gpu_shortfalls(gpu: Mapping[str, Any] | None, machine: Machine) -> list[str
 
 
 def allocation_shortfalls(allocation: Allocation, machine: Machine) -> list[str]:
-    """What all nodes of *allocation* take together beyond the whole machine; [] when it fits."""
+    """What all nodes of *allocation* need together beyond the whole machine; [] when it fits."""
     offer, nodes = allocation.offer, allocation.nodes
     if is_shared(offer):
         return []
@@ -163,16 +163,16 @@ def allocation_shortfalls(allocation: Allocation, machine: Machine) -> list[str]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one node holds of the machine.
+    """The part of the machine that one node uses.
 
     Attributes:
         attempt: Folder name of the attempt.
         node: Index of the node.
-        vcpus: CPUs that count as taken.
-        memory_bytes: Memory that counts as taken.
-        cpus: CPUs that the training is pinned to; () for a shared slice, which is not pinned.
+        vcpus: CPUs that it uses.
+        memory_bytes: Memory that it uses.
+        cpus: CPUs that the training is pinned to; () for a shared offer, which is not pinned.
         gpus: GPUs that it sees.
-        run: Folder of the run in the store, to be shown; "" where an older version claimed.
+        run: Folder of the run in the store, to display; "" if an older version wrote the claim.
     """
 
     attempt: str
@@ -190,7 +190,7 @@ class Claim:
         return f"{run} (node {self.node})"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in the table."""
+        """JSON form, as in the table."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
@@ -216,9 +216,9 @@ class Slots:
     def __init__(
         self, root: Path, machine: Machine, *, on_dead: Callable[[Claim], None] = lambda _claim: None
     ) -> None:
-        """Count below *root*, which other machines may share: the table's name carries the host's.
+        """Count below *root*, which other machines may share: the table's name contains the host's.
 
-        *on_dead* is called once for each claim whose holder died, before its slice is given out.
+        *on_dead* is called once for each claim whose holder died, before its share is allocated again.
         """
         self._root = root
         self._on_dead = on_dead
@@ -230,10 +230,10 @@ class Slots:
     def claim(
         self, attempt: str, allocation: Allocation, nodes: Iterable[int], *, run: str = ""
     ) -> dict[int, Claim]:
-        """Take slices for *nodes* of *run*, all or none. Their node locks are held by the caller.
+        """Allocate shares for *nodes* of *run*, all or none. The caller has locked the nodes.
 
         Raises:
-            CapacityError: Not enough is free now; says what is taken.
+            CapacityError: Not enough is free now; the message says what is used.
         """
         with files.locked(self._lock):
             claims = self._claims()
@@ -247,7 +247,7 @@ class Slots:
             return made
 
     def live(self) -> list[Claim]:
-        """Claims whose holders live."""
+        """Claims whose holders are alive."""
         with files.locked(self._lock):
             return [claim for claim in self._read() if self._is_live(claim)]
 
@@ -282,7 +282,7 @@ def room(offer: Offer, *, machine: Machine, taken: Iterable[Claim]) -> int:
 
 
 def fit(attempt: str, node: int, allocation: Allocation, *, machine: Machine, taken: list[Claim]) -> Claim:
-    """The slice that *node* gets beside those *taken*: the CPUs and GPUs that fewest others have.
+    """The share that *node* gets beside those *taken*: the CPUs and GPUs with the fewest other users.
 
     Raises:
         CapacityError: Not enough is free.

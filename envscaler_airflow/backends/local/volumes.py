@@ -1,4 +1,4 @@
-"""Which volumes a stage can have on this machine, and where it finds those that are not copied."""
+"""Which volumes this machine can provide to a stage, and where the ones are that are not copied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def volume_faults(
     has_path: Callable[[str], bool] = exists,
     is_mounted: Callable[[str], bool] = os.path.ismount,
 ) -> list[str]:
-    """What this machine lacks of *volumes*, as a resolved spec's JSON has them; one sentence each."""
+    """The parts of *volumes* (a resolved spec's JSON) that this machine lacks; one sentence each."""
     told = ((volume["name"], _fault(volume, has_path, is_mounted)) for volume in volumes)
     return [f"volumes: {name}: {fault}" for name, fault in told if fault is not None]
 
@@ -48,7 +48,7 @@ def _fault(
 
 
 def host_source(volume: Mapping[str, Any]) -> str | None:
-    """What the sidecar is told: an export lies where the machine has mounted it, at the spec's own path."""
+    """The source for the sidecar: an export is where the machine has mounted it, at the spec's path."""
     source: str | None = volume.get("source")
     return f"{HOST}{volume['mount_path']}" if source is not None and source.startswith("nfs:") else source
 
@@ -63,13 +63,13 @@ def absolute_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def mounting(root: str) -> list[str]:
-    """The command that mounts, by this interpreter and nothing of the stage's environment."""
+    """The command that mounts; it uses this interpreter and nothing of the stage's environment."""
     return [sys.executable, "-I", "-S", mount_main.__file__, "--root", root]
 
 
 @functools.cache
 def no_mounts() -> str | None:
-    """Why this machine allows no mount namespaces, None when it does; asked once, by making one."""
+    """Why this machine allows no mount namespaces; None when it does. Checked once, by creating one."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*mounting(folder), "--", "true"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -79,14 +79,14 @@ def no_mounts() -> str | None:
 def mount_faults(
     spec: Mapping[str, Any], command: Sequence[str], *, why: Callable[[], str | None] = no_mounts
 ) -> list[str]:
-    """A shell script that names paths of the spec, on a machine where it would meet the machine's own."""
+    """The fault of a shell script that names paths of the spec where they are the machine's own."""
     named = mount_main.script_paths(list(command), [path for _, path in absolute_paths(spec)])
     reason = why() if named else None
     return [] if reason is None else [f"entrypoint: {mount_main.refusal(named, reason)}"]
 
 
 def mount_warnings(spec: Mapping[str, Any], *, why: Callable[[], str | None] = no_mounts) -> list[str]:
-    """What code that opens a path of the spec itself meets on a machine without mounts."""
+    """What happens, on a machine without mounts, to code that opens a path of the spec itself."""
     paths = [path for _, path in absolute_paths(spec)]
     reason = why() if paths else None
     if reason is None:
