@@ -1,8 +1,7 @@
-"""Offers and GPU facts with a source and a date for each price.
+"""Offers and GPU facts, with a source and a date for each price.
 
-Small for now: the on-demand list prices that the local backend needs as shadow
-prices. ``price_rows`` reads a packaged table, and ``shadow_offer`` names the
-nearest type.
+The package is small for now: it has the on-demand list prices that the local backend needs as shadow
+prices. ``price_rows`` reads a packaged table, and ``shadow_offer`` returns the nearest instance type.
 """
 
 from envscaler_airflow.catalog.accelerators import canonical_gpu, nominal_memory_gb

@@ -1,7 +1,7 @@
-"""GPUs of a cluster's node, by the resource that pods request them as. Pure.
+"""GPUs of a cluster's node, by the resource name under which pods request them. Pure.
 
 A device plugin offers whole GPUs, shares of them (time slicing, MPS) or partitions (MIG, AMD's compute
-partitions), on one node under several names.
+partitions). One node may offer several of these under different names.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from envscaler_airflow.envspec.gpus import MEMORY_GB, canonical, vendor_of
 
 _LARGER = {"A100": "A100-80GB", "V100": "V100-32GB"}
-"""Models sold with two memory sizes: the smaller by its name, and the name of the larger."""
+"""Models sold with two memory sizes: the smaller one under the model's name, and the name of the larger."""
 _INSTINCT = re.compile(r"MI\d+[A-Z]?\Z")
-"""A model of AMD Instinct, whose boards are named ``MI250X OAM``."""
+"""A model of AMD Instinct, whose boards have names such as ``MI250X OAM``."""
 
 
 def canonical_gpu(driver_name: str, memory_gb: float | None = None) -> str:
     """``NVIDIA A100-SXM4-80GB`` becomes ``A100-80GB``, ``Tesla T4`` becomes ``T4``.
 
     Args:
-        driver_name: As NVML or nvidia-smi says it.
-        memory_gb: Total memory of one GPU, GB; tells two sizes of a model apart when the name does not.
+        driver_name: Name that NVML or nvidia-smi reports.
+        memory_gb: Total memory of one GPU, GB; distinguishes two sizes of a model when the name does not.
     """
     name = re.sub(r"^((NVIDIA|Tesla|Quadro|GeForce|AMD|Instinct)\s+)+", "", driver_name.strip())
     words = re.split(r"[-\s]", name)
@@ -36,14 +36,14 @@ def canonical_gpu(driver_name: str, memory_gb: float | None = None) -> str:
 
 
 def nominal_memory_gb(name: str, measured_gb: float) -> float:
-    """The vendor's figure for a canonical name, what was measured for one that is not known."""
+    """The vendor's figure for a canonical name; the measured value for an unknown name."""
     return float(MEMORY_GB.get(name, round(measured_gb, 1)))
 
 
 GPU_PRODUCT = "nvidia.com/gpu.product"
 """Source: NVIDIA GPU feature discovery."""
 UNNAMED_GPU = "GPU"
-"""Name of a GPU that no label names: GPU feature discovery is not installed there."""
+"""Name of a GPU without a label for it: GPU feature discovery is not installed on the node."""
 _UNNAMED = {"nvidia": UNNAMED_GPU, "amd": "AMD-GPU", "intel": "Intel-GPU"}
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "nvidia": (
@@ -61,7 +61,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "intel": ("gpu.intel.com/product",),
 }
-"""Labels with the model's name.
+"""Labels that contain the model's name.
 
 Source: GPU feature discovery; AMD GPU Operator, node labeller; Intel device plugins, NFD rules; GKE;
 Karpenter; EKS; AKS.
@@ -71,10 +71,11 @@ _GB = ("amd.com/gpu.vram", "beta.amd.com/gpu.vram")
 _SHARED = "-SHARED"
 _STRATEGY = ("nvidia.com/gpu.sharing-strategy", "cloud.google.com/gke-gpu-sharing-strategy")
 _SHARES = ("nvidia.com/gpu.replicas", "cloud.google.com/gke-max-shared-clients-per-gpu")
-"""How a device plugin offers one GPU to several pods: time slicing or MPS, and to how many.
+"""Labels for how a device plugin shares one GPU between pods (time slicing or MPS), and between how many.
 
 Source: NVIDIA device plugin for Kubernetes, "Shared access to GPUs", and GPU feature discovery; GKE, "Share
-GPUs with multiple workloads". A pod gets one share, whatever it asks for: more is refused, or no more time.
+GPUs with multiple workloads". A pod gets one share even if it requests more: the plugin refuses more, or
+grants no more time.
 """
 _REAL_GPUS = (
     "nvidia.com/gpu.count",
@@ -82,17 +83,21 @@ _REAL_GPUS = (
     "eks.amazonaws.com/instance-gpu-count",
     "cloud.google.com/gke-accelerator-count",
 )
-"""GPUs that the machine has, whatever its device plugin counts. Of MIG slices the first counts the slices."""
+"""GPUs of the machine, regardless of the count of its device plugin. With MIG the first label counts
+partitions.
+"""
 _INTEL_COUNT = re.compile(r"gpu\.intel\.com/device-id\.[0-9a-f-]+\.count\Z")
-"""The same of Intel's, one label per model. Source: Intel device plugins, NFD rules."""
+"""The same for Intel, with one label per model. Source: Intel device plugins, NFD rules."""
 _PARTITION = "cloud.google.com/gke-gpu-partition-size"
 _AMD_PARTITION = ("amd.com/gpu.compute-memory-partition", "amd.com/compute-partition")
 _MIG = re.compile(r"(\d+)g\.(\d+)gb", re.IGNORECASE)
-"""A MIG profile: slices of compute and GB. Source: NVIDIA Multi-Instance GPU user guide."""
+"""A MIG profile: number of compute slices of MIG, and GB. Source: NVIDIA Multi-Instance GPU user guide."""
 _MIG_SLICES = 7
-"""Slices of compute of one GPU. Source: the same guide."""
+"""Number of compute slices of MIG in one GPU. Source: the same guide."""
 _XPX = {"spx": 1, "dpx": 2, "tpx": 3, "qpx": 4, "cpx": 8}
-"""Parts of a GPU by AMD's compute partition. Source: AMD, MI300X compute and memory partition modes."""
+"""Number of parts of a GPU by AMD's compute partition. Source: AMD, MI300X compute and memory partition
+modes.
+"""
 _RESOURCE = re.compile(
     r"(?P<domain>nvidia\.com)/(?P<slice>gpu|gpu\.shared|mig-(?P<mig>\d+g\.\d+gb(?:\.me(?:\.all)?)?)(?:\.shared)?)\Z"
     r"|(?P<amd>amd\.com)/(?P<amd_slice>gpu|(?P<xpx>[sdtqc]px)_nps\d)\Z"
@@ -107,15 +112,15 @@ Source: NVIDIA device plugin (``renameByDefault``, MIG strategies single and mix
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a pod gets as one unit of a resource.
+    """The GPU, share or partition that a pod gets as one unit of a resource.
 
     Attributes:
-        resource: As pods request it: ``nvidia.com/mig-1g.5gb``.
+        resource: Name under which pods request it: ``nvidia.com/mig-1g.5gb``.
         count: Units that can be allocated on the node.
-        name: Canonical; of a share or a partition a name of its own.
-        memory_gb: Nominal; None is unknown.
-        of_gpu: Part of one GPU that a unit is, as money goes; 1 for a whole one.
-        is_single: True where a pod gets one unit at most, whatever it requests.
+        name: Canonical name; a share or a partition has its own name.
+        memory_gb: Nominal memory; None if unknown.
+        of_gpu: Fraction of one GPU's price that a unit costs; 1 for a whole GPU.
+        is_single: True if a pod gets at most one unit even if it requests more.
     """
 
     resource: str
@@ -127,7 +132,7 @@ class Accelerator:
 
     @property
     def per_pod(self) -> int:
-        """Units that a pod gets at most."""
+        """Largest number of units that a pod gets."""
         return min(1, self.count) if self.is_single else self.count
 
     @property
@@ -137,7 +142,7 @@ class Accelerator:
 
 
 def is_gpu_resource(name: str) -> bool:
-    """True for the name of a resource that is GPUs, shares or partitions of them."""
+    """True for the name of a resource that consists of GPUs, or of shares or partitions of them."""
     return _RESOURCE.match(name) is not None
 
 
@@ -147,10 +152,10 @@ def slice_name(resource: str) -> str:
 
 
 def resource_of(unit: str, gpu_name: str) -> str:
-    """The resource that :func:`slice_name` made *unit* of; ``gpu`` is of the GPU's vendor.
+    """The resource from which :func:`slice_name` made *unit*; ``gpu`` belongs to the GPU's vendor.
 
     Raises:
-        ValueError: It is of no such resource.
+        ValueError: *unit* does not belong to any of these resources.
     """
     domains = {"nvidia": "nvidia.com", "amd": "amd.com", "intel": "gpu.intel.com"}
     first = domains[vendor_of(gpu_name)]
@@ -166,9 +171,9 @@ def accelerators(
     """The GPUs of a node, by resource: whole ones first, then by name.
 
     Args:
-        labels: Of the node.
-        allocatable: Its status.
-        amount: Reads a quantity; 0 where it is none.
+        labels: Labels of the node.
+        allocatable: ``allocatable`` of the node's status.
+        amount: Reads a quantity; returns 0 for anything else.
     """
     matches = ((_RESOURCE.match(name), int(amount(text))) for name, text in allocatable.items())
     found = [_read(match, count, labels) for match, count in matches if match is not None and count > 0]
@@ -190,7 +195,7 @@ def _read(match: re.Match[str], count: int, labels: Mapping[str, str]) -> Accele
 
 
 def _nvidia(resource: str, count: int, labels: Mapping[str, str]) -> Accelerator:
-    """Whole GPUs, shares of them, or MIG slices that are offered as GPUs (strategy ``single``, GKE)."""
+    """Whole GPUs, shares of them, or MIG partitions that are offered as GPUs (strategy ``single``, GKE)."""
     name, memory = _whole(labels, "nvidia")
     profile = labels.get(_PARTITION) or name.partition("-MIG-")[2]
     if profile:
@@ -204,7 +209,7 @@ def _nvidia(resource: str, count: int, labels: Mapping[str, str]) -> Accelerator
 
 
 def _mig(resource: str, count: int, profile: str, labels: Mapping[str, str]) -> Accelerator:
-    """Slices under a resource of their own (strategy ``mixed``), and shares of those."""
+    """MIG partitions under their own resource name (strategy ``mixed``), and shares of those."""
     name, memory = _named_slice(labels, profile)
     text = labels.get(f"{resource.removesuffix('.shared')}.replicas", "")
     shares = int(text) if text.isdigit() else 1
@@ -227,7 +232,7 @@ def _mig_part(profile: str) -> float:
 
 
 def _shares(resource: str, count: int, labels: Mapping[str, str]) -> int:
-    """Pods that each GPU of the resource is shared by."""
+    """Number of pods that share each GPU of the resource."""
     told = int(text) if (text := _first(labels, _SHARES)) and text.isdigit() else 1
     strategy = _first(labels, _STRATEGY)
     real = int(text) if (text := _first(labels, _REAL_GPUS)) and text.isdigit() else None
@@ -254,7 +259,7 @@ def _amd(resource: str, count: int, partition: str, labels: Mapping[str, str]) -
 
 
 def _amd_partition(labels: Mapping[str, str]) -> str:
-    """How GPUs are cut that the plugin still counts as ``amd.com/gpu``: ``cpx``; "" for whole ones."""
+    """Partition mode of GPUs that the plugin still counts as ``amd.com/gpu``: ``cpx``; "" for whole ones."""
     return (_first(labels, _AMD_PARTITION) or "").lower().partition("_")[0]
 
 
@@ -267,7 +272,7 @@ def _intel(resource: str, count: int, labels: Mapping[str, str]) -> Accelerator:
 
 
 def _whole(labels: Mapping[str, str], vendor: str) -> tuple[str, float | None]:
-    """Name and memory of a whole GPU of the vendor."""
+    """Name and memory of a whole GPU of *vendor*."""
     said = _first(labels, _NAMES[vendor])
     measured = _measured_gb(labels, vendor)
     if said is None:
@@ -288,7 +293,7 @@ def _measured_gb(labels: Mapping[str, str], vendor: str) -> float | None:
         text = _first(labels, _GB) or ""
         return float(text[:-1]) if re.fullmatch(r"\d{1,6}G", text) else None
     mib = _first(labels, _MIB) if vendor == "nvidia" else None
-    # Discovery reports MiB, which for a GPU of 80 GB are about 81,000.
+    # Discovery reports MiB, about 81,000 for a GPU of 80 GB.
     return round(float(mib) * 1.048576 / 1000, 1) if mib and re.fullmatch(r"\d+", mib) else None
 
 

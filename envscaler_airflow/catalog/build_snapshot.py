@@ -1,8 +1,8 @@
 """Make the packaged snapshot from tables of offers.
 
-Run it by ``python -m envscaler_airflow.catalog.build_snapshot FOLDER``.
+Run it with ``python -m envscaler_airflow.catalog.build_snapshot FOLDER``.
 
-For those who maintain the package; users refresh prices instead.
+It is for maintainers of the package; users refresh prices instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from envscaler_airflow.clouds.aws import read_machine
 from envscaler_airflow.planning.table import Machine, OfferTable
 
 LABEL = "published list prices, packaged (AWS 2026-07-20, Azure 2026-06-18, GCP 2026-08-03)"
-"""Said with each plan that is made of the snapshot."""
+"""Label shown with each plan that uses the snapshot."""
 
 _LAMBDA = "Lambda price in skypilot-catalog v8 at 0f407038"
 _NEBIUS = "Nebius price in skypilot-catalog v8 at 0082b043"
@@ -38,7 +38,7 @@ PUBLISHED = Published(
         ): "Alibaba Cloud list price of 2024-10-10, at 7.1 CNY a USD (CNY assumed)",
     }
 )
-"""Kinds of price in the tables that somebody published, with their dates; every other is left unknown."""
+"""Published kinds of price in the tables, with their dates; every other kind is treated as unknown."""
 
 
 AWS_TYPES = "DescribeInstanceTypes, as recorded in moto 5.2.5"
@@ -64,7 +64,7 @@ def main(folder: Path, aws_types: Path | None, out: Path | None) -> None:
 
 
 def read_machines(path: Path, table: OfferTable) -> dict[tuple[str, str], Machine]:
-    """Facts of the AWS types of *table*, from answers of DescribeInstanceTypes by type."""
+    """Facts of the AWS types of *table*, from responses of DescribeInstanceTypes by type."""
     body = json.loads(gzip.decompress(path.read_bytes()))
     names = {kind.instance_type for kind in table.kinds if kind.cloud == "aws"}
     return {("aws", name): read_machine(body[name], source=AWS_TYPES) for name in sorted(names & body.keys())}

@@ -17,7 +17,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.table import RISKS, Kind, OfferTable, Row, build_table
 
 EXERCISE = "exercise, not prices"
-"""Label of a table that is taken as it is."""
+"""Label of a table that is used unchanged."""
 
 COLUMNS = (
     "cloud",
@@ -39,29 +39,29 @@ COLUMNS = (
 _NEEDED = COLUMNS[:12]
 _MAX_FAULTS = 20
 _MOST = 1e12
-"""No number of a machine is larger. Chosen: products of such numbers with nodes and hours stay finite."""
+"""Upper limit for a machine's numbers. Chosen: products of such numbers with nodes and hours stay finite."""
 
 
 class Published(NamedTuple):
-    """Which kinds of price are published ones, and what is said of each.
+    """Which kinds of price are published, and the source to show for each.
 
     Attributes:
-        sources: By cloud and ``price_kind`` or ``spot_price_kind``; a kind that is not here is no price.
+        sources: Source text by cloud and ``price_kind`` or ``spot_price_kind``; other kinds are not prices.
     """
 
     sources: Mapping[tuple[str, str], str]
 
 
 def read_tables(path: Path, *, published: Published | None = None, label: str = EXERCISE) -> OfferTable:
-    """Every ``*.csv`` and ``*.csv.gz`` of a folder, or one such file.
+    """Read every ``*.csv`` and ``*.csv.gz`` of a folder, or one such file.
 
     Args:
         path: File or folder.
-        published: Take prices of these kinds alone; None: every number as it stands.
-        label: Said with each plan made of it.
+        published: Accept only prices of these kinds; None accepts every number.
+        label: Label shown with each plan that uses the table.
 
     Raises:
-        SpecError: There is no table, or one that cannot be read; says which column or line.
+        SpecError: There is no table, or a table cannot be read; names the column or line.
     """
     reader = _Reader(published)
     for file in _files(path):
@@ -81,7 +81,7 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 class _Reader:
-    """Collects rows of several tables, and what was refused in them."""
+    """Collects rows of several tables and the rejected values in them."""
 
     def __init__(self, published: Published | None) -> None:
         self.published = published
@@ -149,13 +149,13 @@ class _Reader:
             self.gpus.append(AttachedGpu(cloud, kind.gpu_name, int(kind.gpus), kind.gpu_memory_gb, row))
 
     def _source(self, cloud: str, kind: str) -> str | None:
-        """What to say of a price of this kind; None: it is none."""
+        """Source to show for a price of this kind; None if the kind is not a price."""
         if self.published is None:
             return f"{EXERCISE} ({kind})" if kind else EXERCISE
         return self.published.sources.get((cloud, kind))
 
     def _price(self, name: str, number: int, text: str) -> float | None:
-        """USD; None when empty, or refused: a price of a cloud is a finite number above 0."""
+        """USD; None if empty or rejected. A cloud's price must be a finite number above 0."""
         if not text:
             return None
         value = _number(text)
@@ -174,7 +174,7 @@ class _Reader:
             return None
         memory_gb = _number(cells[8]) if cells[8] else None
         if gpus >= 1:
-            memory_gb = MEMORY_GB.get(cells[6], memory_gb or None)  # tables give usable memory for some
+            memory_gb = MEMORY_GB.get(cells[6], memory_gb or None)  # some tables give usable memory
         return Kind(cells[0], cells[3], vcpus, memory, cells[6] or None, gpus, memory_gb, cells[11] or None)
 
     def refuse(self, name: str, number: int, text: str) -> None:
@@ -195,7 +195,7 @@ class _Reader:
 
 
 def _number(text: str) -> float | None:
-    """A number of a machine, which is not negative; None for anything else."""
+    """A number of a machine, >= 0; None for anything else."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Packaged facts of GPUs and of common jobs; the README beside them says where each is from."""
+"""Packaged facts of GPUs and of common jobs; the README in this folder gives the source of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _text(name: str) -> str:
 
 @cache
 def gpu_facts() -> dict[str, Gpu]:
-    """Datasheets by canonical name."""
+    """Datasheet facts of GPUs by canonical name."""
     lines = [line for line in _text("gpus.csv").splitlines() if not line.startswith("#")]
     return {
         cells["gpu"]: Gpu(
@@ -46,7 +46,7 @@ def job(name: str) -> Job:
     """One of :func:`jobs`.
 
     Raises:
-        SpecError: There is none of that name; lists them.
+        SpecError: There is no job of that name; lists the names.
     """
     found = jobs().get(name)
     if found is None:

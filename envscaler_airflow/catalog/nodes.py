@@ -33,7 +33,7 @@ SPOT_LABELS: Mapping[str, tuple[str, str]] = {
     "aks": ("kubernetes.azure.com/scalesetpriority", "spot"),
     "plain": ("envscaler.io/capacity-type", "spot"),
 }
-"""Labels that say spot. Source: documentation of EKS, Karpenter, GKE, AKS; the last is ours."""
+"""Labels that mark spot nodes. Source: documentation of EKS, Karpenter, GKE, AKS; the last is ours."""
 
 _ARCHES = {"amd64": "x86_64", "arm64": "arm64"}
 GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
@@ -41,14 +41,16 @@ GPU_TAINTS: tuple[tuple[str, str | None], ...] = (
     ("amd.com/gpu", None),
     ("sku", "gpu"),
 )
-"""Taints that keep other pods off GPU nodes: GKE and the GPU operator, AMD's, AKS' documented one."""
+"""Taints that keep other pods off GPU nodes: of GKE and the GPU operator, of AMD, and as AKS documents."""
 SPOT_TAINTED = ("gke", "aks")
-"""Conventions of :data:`SPOT_LABELS` by which spot nodes bear the same as a taint. Source: GKE, AKS."""
+"""Conventions of :data:`SPOT_LABELS` that also put a taint of the same name on spot nodes. Source: GKE,
+AKS.
+"""
 _VIRTUAL = (("type", "virtual-kubelet"), ("eks.amazonaws.com/compute-type", "fargate"))
-"""Labels of nodes that are not machines. Source: Virtual Kubelet; EKS Fargate."""
+"""Labels of virtual nodes. Source: Virtual Kubelet; EKS Fargate."""
 
 _MOST = 2.0**60
-"""Amounts from here on are none of a node. Chosen: an exbibyte, in bytes."""
+"""Amounts from here on are not valid for a node. Chosen: an exbibyte, in bytes."""
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i)?)\Z")
 _SUFFIXES = {
@@ -60,19 +62,19 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """What a node object says that counts for whoever puts pods there.
+    """The facts of a node object that matter for scheduling pods on it.
 
     Attributes:
-        name: Of the node.
-        vcpus, memory_gib: What can be allocated; 0 where the object does not say it readably.
-        is_usable: It takes pods: not cordoned, and not said to be unready.
-        capacity_type: By the labels of any convention.
-        instance_type, region, zone, pool: None where no label says it.
-        cloud: As the catalog names it, by the node's provider; None for another, or none.
-        arch: As an offer names it.
-        gpus: By resource, whole ones first; () without.
-        gpu_product: As feature discovery says it.
-        runs_linux: False for a node of another system or architecture, and for a virtual node.
+        name: Name of the node.
+        vcpus, memory_gib: Allocatable amounts; 0 if absent or not parseable.
+        is_usable: The node accepts pods: it is not cordoned and not reported as unready.
+        capacity_type: Capacity type, from the labels of any convention.
+        instance_type, region, zone, pool: None without a label for it.
+        cloud: The catalog's name of the node's provider; None if unknown or absent.
+        arch: Architecture, as in offers.
+        gpus: GPUs by resource, whole ones first; () without GPUs.
+        gpu_product: Product name that GPU feature discovery reports.
+        runs_linux: False for another operating system or architecture, and for a virtual node.
     """
 
     name: str
@@ -93,13 +95,13 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class NodePool:
-    """Nodes that are alike.
+    """Equivalent nodes.
 
     Attributes:
-        offer: One of them: what can be allocated on the smallest, at the owner's or the cloud's price.
-        nodes: How many there are.
-        names: Of the nodes.
-        pool: Name of the node pool, where a label says it.
+        offer: One node: the allocatable amounts of the smallest, at the owner's or the cloud's price.
+        nodes: Number of nodes.
+        names: Names of the nodes.
+        pool: Name of the node pool, if a label gives it.
     """
 
     offer: Offer
@@ -109,10 +111,10 @@ class NodePool:
 
 
 def quantity(text: str) -> float:
-    """Value of a Kubernetes quantity as a server writes it: ``3920m``, ``16Gi``, ``8``.
+    """Value of a Kubernetes quantity as the API server writes it: ``3920m``, ``16Gi``, ``8``.
 
     Raises:
-        ValueError: It is none.
+        ValueError: *text* is not a quantity.
 
     Source: Kubernetes API reference, Quantity.
     """
@@ -124,7 +126,7 @@ def quantity(text: str) -> float:
 
 
 def read_node(node: Mapping[str, Any]) -> ClusterNode:
-    """What *node* says, as the API server gives it."""
+    """Extract the facts of *node*, an object of the API server."""
     meta, spec, status = (node.get(part) or {} for part in ("metadata", "spec", "status"))
     found, labels = status.get("allocatable") or {}, meta.get("labels") or {}
     gpus = accelerators(labels, found, _amount)
@@ -149,13 +151,13 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
 
 
 def _cloud_of(provider_id: str) -> str | None:
-    """As the catalog names it: ``gcp`` of ``gce://project/us-central1-a/vm``."""
+    """The catalog's name of a provider: ``gcp`` for ``gce://project/us-central1-a/vm``."""
     scheme = provider_id.partition(":")[0]
     return next((name for name, one in all_clouds().items() if scheme and one.provider_id == scheme), None)
 
 
 def keeps_off(item: Mapping[str, Any]) -> str | None:
-    """Why that node takes no pod of a stage: ``has the taint dedicated=web``; None where it does."""
+    """Why the node accepts no pod of a stage: ``has the taint dedicated=web``; None if it accepts them."""
     node = read_node(item)
     if not node.runs_linux:
         return "is not a Linux machine of a known architecture that takes pods"
@@ -169,7 +171,7 @@ def keeps_off(item: Mapping[str, Any]) -> str | None:
 
 
 def bears(taint: Mapping[str, Any], node: ClusterNode) -> bool:
-    """True when pods of ours that suit *node* bear that taint of it, or it keeps none off."""
+    """True when our pods that fit *node* tolerate its taint, or the taint does not repel pods."""
     if taint.get("effect") not in ("NoSchedule", "NoExecute"):
         return True
     key, value = taint.get("key"), taint.get("value")
@@ -180,7 +182,7 @@ def bears(taint: Mapping[str, Any], node: ClusterNode) -> bool:
 
 
 def _runs_linux(labels: Mapping[str, str], allocatable: Mapping[str, Any]) -> bool:
-    """True for a machine with Linux on an architecture of ours that may hold a pod; as far as it says."""
+    """True if the node may run Linux pods on a supported architecture, as far as it reports this."""
     arch = labels.get("kubernetes.io/arch", "")
     is_ours = labels.get("kubernetes.io/os", "linux") == "linux" and (not arch or arch in _ARCHES)
     is_virtual = any(labels.get(key) == value for key, value in _VIRTUAL)
@@ -193,17 +195,17 @@ def node_pools(
     prices: OfferTable | None = None,
     cluster_prices: Mapping[str, float] | None = None,
 ) -> list[NodePool]:
-    """Schedulable nodes by place, type, capacity type and GPU.
+    """Group schedulable nodes by place, type, capacity type and GPU.
 
     Args:
-        nodes: Node objects as the API server gives them. Those that are cordoned or not ready are left out,
-            and those on which no pod of ours would run: for their taints, system or architecture.
+        nodes: Node objects of the API server. Nodes that are cordoned or not ready are skipped. So are nodes
+            whose taints, operating system or architecture exclude our pods.
         prices: Offers of clouds: the price of a node of the same instance type, region and capacity type.
-        cluster_prices: USD an hour of a node by pool, instance type or ``*``: what one pays oneself. These
-            go before the clouds'.
+        cluster_prices: USD an hour of a node by pool, instance type or ``*``: what you pay yourself. These
+            take precedence over the clouds' prices.
 
     Returns:
-        Pools by offer name. A price that neither tells is unknown.
+        Pools by offer name. A price in neither source is unknown.
     """
     alike: dict[tuple[str, str | None], list[tuple[Offer, ClusterNode]]] = {}
     for item in nodes:
@@ -216,7 +218,7 @@ def node_pools(
     pools = []
     for (name, gpu_name), found in alike.items():
         if gpu_name is None and name in with_gpus:
-            continue  # nodes whose device plugin is not up yet: what the others of their type have tells more
+            continue  # the device plugin is not up yet; other nodes of this type report more
         usd, source = _dearest((node for _, node in found), prices, cluster_prices or {})
         offer = replace(
             found[0][0],
@@ -234,7 +236,7 @@ def node_pools(
 def _dearest(
     nodes: Iterable[ClusterNode], prices: OfferTable | None, cluster_prices: Mapping[str, float]
 ) -> tuple[float | None, str]:
-    """The highest price of alike nodes, which may be of several pools; unknown where that of one is."""
+    """The highest price of equivalent nodes, which may be in several pools; unknown if one of them is."""
     alike = {
         replace(node, name="", vcpus=0.0, memory_gib=0.0) if node.instance_type else node for node in nodes
     }
@@ -267,12 +269,12 @@ def _type_of(node: ClusterNode) -> str:
 def node_price(
     node: ClusterNode, *, prices: OfferTable | None, cluster_prices: Mapping[str, float]
 ) -> tuple[float | None, str]:
-    """USD an hour of all of *node*, and where that is from; None where neither tells it.
+    """USD an hour of all of *node*, and the source; None if neither source has a price.
 
     Args:
         node: The node.
         prices: Offers of clouds: the price of the same instance type, place and capacity type.
-        cluster_prices: The owner's, by pool, instance type or ``*``; these go before the clouds'.
+        cluster_prices: The owner's prices, by pool, instance type or ``*``; these take precedence.
     """
     for key in (node.pool, _type_of(node), "*"):
         if key is not None and key in cluster_prices:
@@ -304,7 +306,7 @@ def _first(labels: Mapping[str, str], names: Iterable[str]) -> str | None:
 
 
 def _amount(value: object) -> float:
-    """What can be allocated; 0 when it is not said, or not readably."""
+    """The allocatable amount; 0 if absent or not parseable."""
     try:
         found = quantity(str(value))
     except ValueError:

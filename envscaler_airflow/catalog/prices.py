@@ -1,4 +1,4 @@
-"""Live prices over the snapshot: the last good value with its age, and no leap taken on trust."""
+"""Live prices over the snapshot: the last good value with its age. Outliers wait for a person's approval."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.planning.table import CAPACITIES, Kind, Machine, OfferTable, Row, build_table
 
 LEAP = 5.0
-"""A price so many times the last one, or that part of it, is not believed. Chosen: spot prices
-move by tens of percent within days, list prices hardly; what multiplies is a unit or currency gone wrong."""
+"""A price is an outlier if it is this many times the last one, or less than that fraction of it. Chosen: spot
+prices move by tens of percent within days, list prices hardly; a wrong unit or currency multiplies a price.
+"""
 
 LEAST_SPOT_SHARE = 1 / 50
-"""A first spot price below this share of the on-demand price is not believed. Chosen: clouds state
-savings of 91 % at most."""
+"""A first spot price below this share of the on-demand price is an outlier. Chosen: clouds state
+savings of 91 % at most.
+"""
 
 LEAST_USD = 0.0002
-"""A price below this is not believed of any machine. Chosen: the smallest ones of all clouds cost several
-times that; stand-ins of clouds answer 0.00001."""
+"""Any machine's price below this is an outlier. Chosen: the cheapest machines of all clouds cost several
+times that; test doubles of clouds return 0.00001.
+"""
 
 HOUR_S = 3600.0
 
@@ -42,13 +45,13 @@ TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
 
 @dataclass(frozen=True, slots=True)
 class Price(Record):
-    """A price and when it was last seen, seconds since the epoch of this machine's clock."""
+    """A price and the time when it was last seen, seconds since the epoch of this machine's clock."""
 
     usd: float
     at: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no price."""
+        """Reject an invalid price."""
         check_finite(usd=self.usd, at=self.at)
         if self.usd == 0:
             raise ValueError("usd must be > 0")
@@ -56,21 +59,21 @@ class Price(Record):
 
 @dataclass(frozen=True, slots=True)
 class Book(Record):
-    """Prices of one region of one cloud, as they were last known.
+    """The price list of one region of one cloud, as last known.
 
     Attributes:
-        at: When the feed last answered; None: never.
-        source: Of the feed.
-        prices: Last good ones by :attr:`Quote.key`.
-        quarantined: Prices that leapt, by the same key; the last good one goes on.
-        kinds: Machines that the feed told of.
+        at: Time of the feed's last response; None if it never responded.
+        source: Source of the feed.
+        prices: Last good prices by :attr:`Quote.key`.
+        quarantined: Outliers, by the same key; the last good price stays in use.
+        kinds: Machines that the feed reported.
         zones: Zones by instance type.
         risks: Index into RISKS by instance type.
-        error: Why the newest refresh failed; None: it did not.
-        failed_at: When.
-        notes: What the feed left out.
-        machines: What else it told of instance types, as :class:`Machine` has it.
-        left_out: Prices that the newest answer did not have: those last seen go on, with their date.
+        error: Why the newest refresh failed; None if it succeeded.
+        failed_at: Time of that failure.
+        notes: What the feed skipped.
+        machines: Other facts that it reported of instance types, as :class:`Machine`.
+        left_out: Prices absent from the newest response: the last seen ones stay in use, with their date.
     """
 
     cloud: str
@@ -89,7 +92,7 @@ class Book(Record):
     left_out: int = 0
 
     def words(self, now: float) -> str:
-        """One line for people: how old, what failed, what is in quarantine."""
+        """One human-readable line: the age, the failure, and the quarantined prices."""
         age = "never answered" if self.at is None else f"{(now - self.at) / HOUR_S:.1f} h old"
         text = f"{self.cloud} {self.region} {age}"
         if self.error is not None and self.failed_at is not None:
@@ -103,7 +106,7 @@ class Book(Record):
 
 
 def known_prices(table: OfferTable, cloud: str, region: str) -> dict[str, float]:
-    """Prices that *table* has for a region, by :attr:`Quote.key`: first live ones are held against them."""
+    """Prices of *table* for a region, by :attr:`Quote.key`: the first live prices are compared with them."""
     found: dict[str, float] = {}
     for number, kind in enumerate(table.kinds):
         if kind.cloud != cloud:
@@ -122,7 +125,7 @@ def known_prices(table: OfferTable, cloud: str, region: str) -> dict[str, float]
 
 
 def gpu_of(kind: Kind) -> str:
-    """``T4:1`` for attached GPUs, as quotes have it."""
+    """Name of attached GPUs as in quotes, ``T4:1``."""
     return f"{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
 
 
@@ -134,14 +137,14 @@ def refreshed(
     known: Mapping[str, float],
     trust_leaps: bool = False,
 ) -> Book:
-    """The book after an answer: each price against the last good one, else against *known*.
+    """The price list after a response; checks each price against the last good one, or *known*.
 
     Args:
-        last: Before; None: none.
-        fetched: The answer.
+        last: The previous price list; None if there is none.
+        fetched: The response.
         now: Seconds since the epoch.
         known: Prices of the snapshot.
-        trust_leaps: Take prices that leapt: a person has looked at them.
+        trust_leaps: Accept outliers, because a person has checked them.
     """
     before = {} if last is None else dict(last.prices)
     prices, quarantined = before.copy(), {}
@@ -185,11 +188,11 @@ def _leaps(quote: Quote, old: float | None, on_demand: float | None) -> bool:
 
 
 def committed_usd(prices: Mapping[str, Any], offer: Offer) -> dict[str, float]:
-    """USD an hour of *offer* under each commitment that the *prices* of a book know of, shortest first.
+    """USD an hour of *offer* under each commitment in the *prices* of a price list, shortest first.
 
     Args:
-        prices: As they stand in the book's JSON form.
-        offer: On demand.
+        prices: Prices in the JSON form of the price list.
+        offer: An on-demand offer.
     """
     gpu = f"{offer.gpu_name}:{offer.gpus}" if offer.is_attached else ""
     found: dict[str, float] = {}
@@ -202,12 +205,12 @@ def committed_usd(prices: Mapping[str, Any], offer: Offer) -> dict[str, float]:
 
 
 def unanswered(last: Book | None, cloud: str, region: str, error: str, *, now: float) -> Book:
-    """The book after a failure: nothing but the failure is new."""
+    """The price list after a failure: only the failure is updated."""
     return replace(last or Book(cloud, region), error=error, failed_at=now)
 
 
 def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
-    """*table* with the books' prices over its own, and the machines that only they know."""
+    """*table* with the prices of *books* taking precedence, and with machines that only *books* have."""
     by_place = {(book.cloud, book.region): book for book in books}
     rows: dict[Kind, dict[tuple[str, str], Row]] = {}
     for number, kind in enumerate(table.kinds):
@@ -228,14 +231,14 @@ def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
 
 
 def _dated(machine: Machine, book: Book) -> Machine:
-    """With the day on which the feed told it."""
+    """*machine* with the date on which the feed reported it."""
     if book.at is None:
         return machine
     return machine._replace(source=f"{machine.source}, {datetime.fromtimestamp(book.at, UTC):%Y-%m-%d}")
 
 
 def _joined(old: Machine, new: Machine) -> Machine:
-    """What *new* tells, and of the rest what was known."""
+    """The facts of *new*, and those of *old* that *new* lacks."""
     told = {name: value for name, value in new._asdict().items() if value is not None and name != "source"}
     is_all_new = all(getattr(old, name) is None or name in told for name in Machine._fields[:-1])
     if not told:
@@ -305,21 +308,21 @@ _BOOK = re.compile(r"prices-.*\.json\Z")
 
 
 class PriceCache:
-    """Books of live prices in *folder*; each file is replaced as a whole."""
+    """Price lists of live prices in *folder*; each file is replaced atomically."""
 
     def __init__(self, folder: Path) -> None:
-        """Touch nothing yet."""
+        """Store the path; read and write nothing yet."""
         self.folder = folder
 
     def _path(self, cloud: str, region: str) -> Path:
         return self.folder / f"prices-{quote(cloud, safe='')}-{quote(region, safe='')}.json"
 
     def book(self, cloud: str, region: str) -> Book | None:
-        """The book of a region; None when there is none, or it is torn."""
+        """The price list of a region; None when it is absent or torn."""
         return _read_book(self._path(cloud, region))
 
     def books(self) -> list[Book]:
-        """All of them."""
+        """All price lists."""
         try:
             files = sorted(self.folder.iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -330,7 +333,7 @@ class PriceCache:
         return [book for book in found if book is not None]
 
     def commitments(self, offers: Iterable[Offer]) -> dict[str, dict[str, float]]:
-        """USD an hour under a commitment, by offer name, of on-demand offers whose region was refreshed."""
+        """USD an hour under a commitment, by offer name, for on-demand offers whose region was refreshed."""
         found: dict[str, dict[str, float]] = {}
         kept: dict[Path, Mapping[str, Any]] = {}
         for offer in offers:
@@ -345,7 +348,7 @@ class PriceCache:
     def refresh(
         self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_leaps: bool = False
     ) -> Book:
-        """Ask *feed* for a region and keep what it says; when it fails, keep what was, and that it failed."""
+        """Fetch and store the prices of a region; on failure keep the old ones and record the failure."""
         failure = ""
         try:
             fetched = feed.fetch(region)
@@ -363,7 +366,7 @@ class PriceCache:
         return book
 
     def compile(self) -> OfferTable:
-        """Make the catalog of the snapshot and all books anew; it is what the next look-up loads."""
+        """Rebuild the catalog from the snapshot and all price lists; the next query loads it."""
         with self._alone():
             books = self.books()
             table = with_books(packaged(), books)
@@ -377,7 +380,7 @@ class PriceCache:
         return table
 
     def load(self, *, now: float) -> OfferTable | None:
-        """The compiled catalog, labelled with the age of each book; None: there is none of this version."""
+        """The compiled catalog, labelled with the age of each price list; None if this version has none."""
         try:
             index = json.loads((self.folder / INDEX).read_bytes())
             if index["snapshot"] != _snapshot_sum():
@@ -392,7 +395,7 @@ class PriceCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process changes books or catalog meanwhile, so none is made of what the other replaces."""
+        """Lock out other processes that change price lists or the catalog, so that both stay consistent."""
         path = self.folder / LOCK
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -403,13 +406,13 @@ class PriceCache:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as err:
-                # A network share without locks: each file is still replaced as a whole.
+                # A network share without locks: each file is still replaced atomically.
                 if err.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise _not_kept(path, err) from err
             yield
 
     def _write(self, path: Path, data: bytes) -> None:
-        new = self.folder / f"{path.name}.new"  # what a killed process left of it is written over
+        new = self.folder / f"{path.name}.new"  # overwrites what a killed process left
         try:
             new.write_bytes(data)
             new.replace(path)
@@ -430,7 +433,7 @@ def _read_book(path: Path) -> Book | None:
 
 
 def _read_prices(path: Path) -> Mapping[str, Any]:
-    """The prices of a book without the rest of it, which a plan has no time for."""
+    """The prices of a price list without its other parts, because a plan must load fast."""
     try:
         prices = json.loads(path.read_bytes()).get("prices")
     except (OSError, ValueError, AttributeError):

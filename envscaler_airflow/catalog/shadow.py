@@ -1,4 +1,4 @@
-"""Shadow prices: what a slice of a machine of one's own would cost in a cloud."""
+"""Shadow prices: what a share of your own machine would cost in a cloud."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def shadow_offer(
 ) -> Offer | None:
     """The published on-demand type nearest to a machine; None when no type has its GPU.
 
-    Nearest is the least sum of |log2| ratios: of GPUs per node first, then of vCPUs and memory
-    together. Equal distances go to the cheaper, then to the first name.
+    The nearest type has the smallest sum of |log2| ratios: of GPUs per node first, then of vCPUs and memory
+    together. Ties go to the cheaper type, then to the first name.
 
     Args:
-        vcpus: Of the whole machine, > 0.
-        memory_gib: Of the whole machine, > 0.
+        vcpus: vCPUs of the whole machine, > 0.
+        memory_gib: Memory of the whole machine, > 0.
         gpu_name: Canonical name; None without GPU.
         gpus: GPUs of the whole machine.
-        arch: ``x86_64`` or ``arm64``; types of the same one only.
+        arch: ``x86_64`` or ``arm64``; only types of the same architecture match.
     """
 
     def distance(offer: Offer) -> tuple[float, float, float, str]:
@@ -39,7 +39,7 @@ def shadow_offer(
 
 
 def scaled_price(shadow: Offer, *, vcpus: float, gpus: int = 0) -> float | None:
-    """USD per hour of a slice: the type's price times the slice's share of its GPUs, else of its vCPUs."""
+    """USD per hour of a share: the type's price times its share of the GPUs, or without GPUs of the vCPUs."""
     if shadow.usd_per_hour is None:
         return None
     share = gpus / shadow.gpus if shadow.gpus else vcpus / shadow.vcpus

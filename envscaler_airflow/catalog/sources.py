@@ -19,15 +19,15 @@ from envscaler_airflow.user_folders import cache_folder
 
 
 def cache_dir() -> Path:
-    """``ENVSCALER_CACHE``, else ``envscaler`` in the user's cache folder."""
+    """``ENVSCALER_CACHE``, or ``envscaler`` in the user's cache folder."""
     own = os.environ.get("ENVSCALER_CACHE")
     return Path(own) if own else cache_folder()
 
 
 def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> OfferTable:
-    """The packaged offers under live prices, or those of the tables at *path* with their numbers as they are.
+    """The packaged offers with live prices, or the unchanged offers of the tables at *path*.
 
-    Tables are read once and kept in *cache* in the compact form, by size and time of change.
+    Tables are parsed once and stored in *cache* in compact form, keyed by size and modification time.
 
     Raises:
         SpecError: The tables cannot be read.
@@ -66,7 +66,7 @@ def _has_books(folder: Path) -> bool:
 
 
 def has_live_prices(folder: Path) -> bool:
-    """True when somebody refreshed prices there, and they can be looked at."""
+    """True when a refresh stored prices in *folder* that can be read."""
     try:
         return (folder / "catalog.json").exists()
     except OSError:
@@ -88,7 +88,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _keep(path: Path, data: bytes) -> None:
-    """Best effort: a cache that cannot be written costs time only."""
+    """Best effort: an unwritable cache only costs time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -105,12 +105,12 @@ def _names(value: object) -> frozenset[str]:
 
 
 def read_scope(path: Path | None, clouds: Collection[str] | None) -> Scope:
-    """Scope of a file ``{"aws": ["us-east-1", ...], ...}``, and of clouds by name.
+    """Build the scope from a file ``{"aws": ["us-east-1", ...], ...}`` and from names of clouds.
 
     A cloud that the file does not name is out of scope.
 
     Raises:
-        SpecError: The file is no such thing, or no cloud is left.
+        SpecError: The file does not have this form, or no cloud is left.
     """
     if path is None:
         return Scope(clouds=None if clouds is None else frozenset(clouds))

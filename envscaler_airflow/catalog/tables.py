@@ -32,7 +32,7 @@ _COLUMNS = {
 
 
 def pack(table: OfferTable) -> bytes:
-    """*table* as bytes: magic, length of the head, head (JSON), columns (little-endian), compressed."""
+    """Serialize *table*: magic, length of the head, head (JSON), columns (little-endian), compressed."""
     columns = {name: _little(getattr(table, name)) for name in _COLUMNS}
     head = {
         "kinds": [list(kind) for kind in table.kinds],
@@ -52,7 +52,7 @@ def unpack(data: bytes, *, name: str = "catalog") -> OfferTable:
     """Read what :func:`pack` wrote.
 
     Raises:
-        SpecError: It is no such file, or torn.
+        SpecError: The data is not such a file, or is torn.
     """
     if not data.startswith(MAGIC):
         raise SpecError(f"{name}: no table of offers of this version; make it again")
@@ -95,7 +95,7 @@ def _read(code: str, data: memoryview) -> array[int] | array[float]:
 
 @cache
 def packaged() -> OfferTable:
-    """The snapshot that comes with the package; its README says where each value is from."""
+    """The snapshot that comes with the package; its README gives the source of each value."""
     data = resources.files("envscaler_airflow.catalog").joinpath(SNAPSHOT).read_bytes()
     return unpack(data, name=SNAPSHOT)
 
@@ -117,7 +117,7 @@ class PriceRow:
     """A published on-demand price.
 
     Attributes:
-        offer: One node of it, with price and source.
+        offer: One node of the type, with price and source.
         arch: ``x86_64`` or ``arm64``.
     """
 
@@ -127,7 +127,7 @@ class PriceRow:
 
 @cache
 def price_rows() -> tuple[PriceRow, ...]:
-    """Every row of the packaged table, in its order."""
+    """Every row of the packaged table, in order."""
     text = resources.files("envscaler_airflow.catalog").joinpath(_TABLE).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return tuple(_row(cells) for cells in csv.DictReader(lines))

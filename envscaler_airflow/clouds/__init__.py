@@ -1,7 +1,7 @@
-"""One object per cloud, and the registry that finds them by entry point, in this package and in others.
+"""One object per cloud, and the registry that finds them by entry point in all installed packages.
 
 A cloud is a module with a :class:`Cloud` and an entry point that names it. Its SDK and its HTTP client are
-imported when its prices are asked for, not before.
+imported only when its prices are requested.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Access:
         login: User or key id.
         secret: API key or password.
         token: Bearer token.
-        session: Of the cloud's own SDK, such as ``boto3.Session``.
-        endpoint_url: Of a stand-in for the cloud's API; None: the cloud's own.
-        verify: False trusts any certificate; text is the path of the certificates to trust.
+        session: Session of the cloud's own SDK, such as ``boto3.Session``.
+        endpoint_url: URL of a substitute for the cloud's API; None for the cloud's own.
+        verify: False trusts any certificate; a string is the path of the certificates to trust.
     """
 
     login: str | None = None
@@ -48,14 +48,14 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceList:
-    """Where live prices of a cloud come from.
+    """Source of a cloud's live prices.
 
     Attributes:
-        open: Makes the feed without a request. Raises SpecError where a credential is missing.
-        regions: Refreshed when the packaged snapshot has no region of the cloud. The first one serves as the
-            test of a connection.
-        conn_type: Type of the Airflow connections that hold its credentials; "": it needs none.
-        conn_id: The usual one of them; None: there is no usual one.
+        open: Creates the feed without a request. Raises SpecError if a credential is missing.
+        regions: Regions to refresh if the packaged snapshot has no region of the cloud. The connection test
+            uses the first one.
+        conn_type: Type of the Airflow connections with its credentials; "" if it needs none.
+        conn_id: Default connection; None if there is none.
     """
 
     open: Callable[[Access], PriceFeed]
@@ -69,17 +69,17 @@ Attached = Callable[[Mapping[Kind, Iterable[Row]], Iterable[AttachedGpu]], Mappi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cloud:
-    """The facts of one cloud; an unknown fact keeps its default.
+    """The facts of one cloud; unknown facts keep their defaults.
 
     Attributes:
-        name: In offers, scopes and ``--cloud``; lower-case letters.
-        tariff: Charges besides the price of a machine.
+        name: Name in offers, scopes and ``--cloud``; lower-case letters.
+        tariff: Charges in addition to the price of a machine.
         refusals: Error codes for missing capacity and for exceeded quotas.
         schemes: URL schemes of its object store.
         burstable: Matches names of instance types that share or throttle their vCPUs.
-        attached: Combines hosts with GPUs that are sold apart from them; None: the cloud sells none.
+        attached: Combines hosts with GPUs that are sold separately; None if the cloud sells none so.
         provider_id: Scheme of ``providerID`` on its Kubernetes nodes.
-        prices: Live prices; None: the packaged snapshot has all that is known.
+        prices: Live prices; None if only the packaged snapshot has prices.
     """
 
     name: str
@@ -94,9 +94,9 @@ class Cloud:
 
 @cache
 def all_clouds() -> Mapping[str, Cloud]:
-    """Installed clouds by name, sorted; read once. This package's own win over others of the same name.
+    """Installed clouds by name, sorted; read once. This package's clouds override others of the same name.
 
-    A cloud that fails to load is left out with a warning: a broken package must not end a run.
+    A cloud that fails to load is skipped with a warning: a broken package must not end a run.
     """
     found: dict[str, Cloud] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda one: one.value.startswith(f"{__name__}.")):
@@ -113,20 +113,20 @@ def all_clouds() -> Mapping[str, Cloud]:
 
 
 def tariffs() -> Tariffs:
-    """Charges besides the price of a machine, by cloud."""
+    """Charges in addition to the price of a machine, by cloud."""
     return {name: cloud.tariff for name, cloud in all_clouds().items()}
 
 
 def schemes() -> Mapping[str, str]:
-    """Cloud by URL scheme of an object store. S3 elsewhere than on AWS has no region of any offer."""
+    """Cloud by URL scheme of an object store. S3 outside of AWS is not in a region of any offer."""
     return {scheme: name for name, cloud in all_clouds().items() for scheme in cloud.schemes}
 
 
 def refusals() -> Refusals:
-    """Error codes of all clouds: a cluster reports those of the cloud below it."""
+    """Error codes of all clouds: a cluster reports the codes of the cloud that it runs on."""
     return {code: what for cloud in all_clouds().values() for code, what in cloud.refusals.items()}
 
 
 def price_lists() -> Mapping[str, PriceList]:
-    """Sources of live prices, by cloud; clouds without one are left out."""
+    """Sources of live prices, by cloud; clouds without one are omitted."""
     return {name: cloud.prices for name, cloud in all_clouds().items() if cloud.prices is not None}

@@ -1,4 +1,4 @@
-"""Alibaba Cloud: prices of the packaged snapshot alone."""
+"""Alibaba Cloud: prices only from the packaged snapshot."""
 
 from __future__ import annotations
 
@@ -15,5 +15,6 @@ CLOUD = Cloud(
     burstable=re.compile(r"ecs\.t\d"),
     provider_id="alicloud",
 )
-"""Source: the page named, and the list price of data out of the cloud (recalled 2026-11, not re-read).
-Refusals: ECS, error codes."""
+"""Source: the named page, and the list price of data out of the cloud (recalled 2026-11, not re-read).
+Refusals: ECS, error codes.
+"""

@@ -1,9 +1,9 @@
-"""AWS: Price List Query API, spot price history, Spot Advisor, instance types and where they are offered.
+"""AWS: Price List Query API, spot price history, Spot Advisor, instance types and their zones.
 
 Sources: docs.aws.amazon.com/aws-cost-management (AWSPriceListService.GetProducts) and
 docs.aws.amazon.com/AWSEC2/latest/APIReference. Instance types and offerings are tested against moto, which
-replays recorded ones; the rest against answers written after those documents. Never run against the live
-service.
+replays recorded responses; the rest against responses written from those documents. Not yet tested against
+the live service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envscaler_airflow.planning.billing import Billing, Tariff
 from envscaler_airflow.planning.table import Kind, Machine
 
 PRICING_REGION = "us-east-1"
-"""The Price List Query API answers for every region from here."""
+"""Region whose Price List Query API has the prices of every region."""
 
 ADVISOR_URL = "https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json"
 PRODUCT = {
@@ -39,12 +39,13 @@ _ORDINARY = {
     "operation": "RunInstances",
     "licenseModel": "No License required",
 }
-"""What distinguishes capacity blocks, other operations and own licences; absent counts as ordinary.
+"""Attributes that distinguish capacity blocks, other operations and own licences; absent counts as ordinary.
 
-Source: docs.aws.amazon.com/awsaccountbilling/latest/aboutv2, "Reading the service price list files"."""
+Source: docs.aws.amazon.com/awsaccountbilling/latest/aboutv2, "Reading the service price list files".
+"""
 TERMS: Mapping[str, Commitment] = {"1yr": "1y", "3yr": "3y"}
 _STRANGE = (ValueError, KeyError, TypeError, AttributeError)
-"""What answers of another shape than AWS documents end in."""
+"""Errors that a response raises if its shape differs from AWS' documentation."""
 
 _ARCHES = {"x86_64": "x86_64", "arm64": "arm64"}
 
@@ -55,7 +56,7 @@ class AwsPrices:
     cloud = "aws"
 
     def __init__(self, access: Access, *, caller: Caller | None = None) -> None:
-        """Use the session of *access*, else the machine's identity; *caller* fetches Spot Advisor."""
+        """Use the session of *access*, or the machine's identity; *caller* fetches Spot Advisor."""
         url = access.endpoint_url
         self._access = access
         self._advisor_url = f"{url}/spot-advisor-data.json" if url else ADVISOR_URL
@@ -87,7 +88,7 @@ class AwsPrices:
         )
 
     def _call(self, service: str, region: str, work: Any) -> Any:
-        """*work* with a client of *service*; errors of the SDK become ours."""
+        """Call *work* with a client of *service*; convert errors of the SDK to ours."""
         try:
             import boto3  # noqa: PLC0415  (an extra; only who asks AWS needs it)
             from botocore.config import Config  # noqa: PLC0415  (as above)
@@ -102,7 +103,7 @@ class AwsPrices:
             retries={"mode": "standard", "total_max_attempts": 2},
         )
         session: Any = self._access.session or boto3.Session()
-        verify = None if self._access.verify is True else self._access.verify  # None: AWS_CA_BUNDLE counts
+        verify = None if self._access.verify is True else self._access.verify  # None: AWS_CA_BUNDLE applies
         try:
             client = session.client(
                 service,
@@ -131,7 +132,7 @@ class AwsPrices:
             self._advice = body["spot_advisor"]
         try:
             linux = self._advice.get(region, {}).get("Linux", {})
-            # Its five ranges are numbered 0 to 4; index 0 of ours is "unknown".
+            # Spot Advisor numbers its five ranges 0 to 4; our index 0 is "unknown".
             return {name: int(item["r"]) + 1 for name, item in linux.items() if item.get("r") in range(5)}
         except _STRANGE as err:
             raise BackendError(f"AWS Spot Advisor in {region}: {err}", transient=True) from err
@@ -167,7 +168,7 @@ def read_product(product: Mapping[str, Any], region: str) -> Iterator[Quote]:
 
 
 def _current(terms: Iterable[Mapping[str, Any]], now: datetime) -> list[Mapping[str, Any]]:
-    """The newest of *terms* in force *now*; the list names future ones, too."""
+    """The newest of *terms* in force *now*; the list also contains future ones."""
     held = [term for term in terms if is_in_force(term.get("effectiveDate"), None, now)]
     return sorted(held, key=lambda term: str(term.get("effectiveDate") or ""))[-1:]
 
@@ -175,7 +176,7 @@ def _current(terms: Iterable[Mapping[str, Any]], now: datetime) -> list[Mapping[
 def _hourly(term: Mapping[str, Any]) -> Iterator[float]:
     for dimension in term.get("priceDimensions", {}).values():
         if dimension.get("beginRange") not in (None, "0"):
-            continue  # a price of larger amounts
+            continue  # a price for larger quantities
         usd = usd_of(dimension.get("pricePerUnit", {}).get("USD"))
         if usd is not None and dimension.get("unit") in ("Hrs", "Hours"):
             yield usd
@@ -199,7 +200,7 @@ def _spot(api: Any, region: str) -> Iterator[Quote]:
 
 
 def _types(api: Any) -> tuple[tuple[Kind, ...], dict[str, Machine]]:
-    """Machines, and what else is told of them."""
+    """Machines, and other facts that AWS reports of them."""
     kinds, machines = [], {}
     for page in api.get_paginator("describe_instance_types").paginate():
         for item in page["InstanceTypes"]:
@@ -211,7 +212,7 @@ def _types(api: Any) -> tuple[tuple[Kind, ...], dict[str, Machine]]:
 
 
 def read_machine(item: Mapping[str, Any], *, source: str = "DescribeInstanceTypes") -> Machine:
-    """Network, disks and processor of ``DescribeInstanceTypes``, as far as they are told."""
+    """Network, disks and processor from ``DescribeInstanceTypes``, as far as AWS reports them."""
     cards = (item.get("NetworkInfo") or {}).get("NetworkCards") or ()
     always = [_amount(card.get("BaselineBandwidthInGbps")) for card in cards]
     peaks = [_amount(card.get("PeakBandwidthInGbps")) for card in cards]
@@ -237,7 +238,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def read_type(item: Mapping[str, Any]) -> Kind | None:
-    """A machine of ``DescribeInstanceTypes``; None for one with a part of a GPU, or that tells no size."""
+    """A machine of ``DescribeInstanceTypes``; None for one with a part of a GPU, or without a size."""
     arches = [_ARCHES[name] for name in item["ProcessorInfo"]["SupportedArchitectures"] if name in _ARCHES]
     vcpus, memory_mib = item["VCpuInfo"]["DefaultVCpus"], item["MemoryInfo"]["SizeInMiB"]
     gpus = item.get("GpuInfo", {}).get("Gpus", [])

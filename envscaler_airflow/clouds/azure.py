@@ -1,7 +1,7 @@
-"""Azure Retail Prices: no account is needed.
+"""Azure Retail Prices; this API needs no account.
 
 Source: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices. Tested against
-answers written after that page; never run against the live service.
+responses written from that page; not yet tested against the live service.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _OTHER = re.compile(
     r"Low Priority|Expired|Promo",
     re.IGNORECASE,
 )
-"""Products and meters with the same armSkuName that are not a Linux virtual machine's ordinary price:
-classic cloud services, hosts, licences, discontinued products. Source: names in Azure Retail Prices."""
+"""Products and meters with the same armSkuName that are not the ordinary price of a Linux virtual machine:
+classic cloud services, hosts, licences, discontinued products. Source: names in Azure Retail Prices.
+"""
 _HOURLY = frozenset({"1 Hour", "1/Hour"})
 
 
@@ -38,7 +39,7 @@ class AzurePrices:
     def __init__(
         self, access: Access, *, caller: Caller | None = None, clock: Callable[[], datetime] = utc_now
     ) -> None:
-        """Take a caller, or make one."""
+        """Use *caller*, or create one."""
         self._caller = caller or Caller()
         self._clock = clock
         self._url = access.endpoint_url or URL
@@ -72,14 +73,14 @@ class AzurePrices:
             if not isinstance(page, dict) or not isinstance(page.get("Items"), list):
                 raise BackendError("Azure Retail Prices: the answer has no Items", transient=True)
             yield from (item for item in page["Items"] if isinstance(item, dict))
-            url, params = page.get("NextPageLink") or None, None  # the link carries the query
+            url, params = page.get("NextPageLink") or None, None  # the link contains the query
             if not isinstance(url, str | None):
                 raise BackendError(f"Azure Retail Prices: {url!r:.100} is no address", transient=True)
         raise BackendError(f"Azure Retail Prices: more than {MAX_PAGES} pages", transient=True)
 
 
 def _rank(item: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Of two meters of one machine the higher counts: a VM's by name, of the primary region, the newest."""
+    """Rank of a meter among those of one machine: a VM's by name, of the primary region, the newest."""
     begins = instant(item.get("effectiveStartDate"))
     is_machine = str(item.get("productName") or "").startswith("Virtual Machines")
     is_primary = item.get("isPrimaryMeterRegion") is not False
@@ -87,7 +88,7 @@ def _rank(item: Mapping[str, Any]) -> tuple[bool, bool, float]:
 
 
 def read_item(item: Mapping[str, Any], *, now: datetime | None = None) -> Quote | None:
-    """One meter as a quote; None for other services, systems and units, and prices not in force *now*."""
+    """Convert a meter to a quote; None for other services, systems, units, and prices not in force *now*."""
     name, sku, product = (str(item.get(key) or "") for key in ("armSkuName", "skuName", "productName"))
     usd = usd_of(item.get("retailPrice"), currency=item.get("currencyCode"))
     words = f"{product} | {sku} | {item.get('meterName') or ''}"

@@ -1,4 +1,4 @@
-"""What a cloud's price feed gives, and what its answers may not be."""
+"""What a cloud's price feed returns, and checks of its responses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Quote(NamedTuple):
 
     Attributes:
         zone: "" for the whole region.
-        gpu: Attached GPU, ``T4:1``; "" for a host as it is.
-        commitment: Term of a committed price, which is for reports alone; "" for none.
+        gpu: Attached GPU, ``T4:1``; "" for a host without one.
+        commitment: Term of a committed price, which is only for reports; "" for none.
     """
 
     instance_type: str
@@ -33,24 +33,24 @@ class Quote(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What one price is compared with the next by."""
+        """Key by which a price is compared with the next one."""
         where = f"{self.region}|{self.zone}"
         return f"{self.instance_type}|{self.gpu}|{where}|{self.capacity}|{self.commitment}"
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What one feed gave for one region.
+    """What a feed returned for one region.
 
     Attributes:
-        cloud, region: Of what.
+        cloud, region: Cloud and region of the prices.
         quotes: Prices.
-        source: Where they are from, without the date.
-        kinds: Machines that the region has, where the feed tells.
-        zones: Zones by instance type, where the feed tells.
+        source: Source of the prices, without the date.
+        kinds: Machines of the region, if the feed reports them.
+        zones: Zones by instance type, if the feed reports them.
         risks: Index into :data:`~envscaler_airflow.planning.table.RISKS` by instance type.
-        notes: What was left out and why, for people.
-        machines: What else the feed tells of instance types.
+        notes: What was skipped and why, human-readable.
+        machines: Other facts that the feed reports of instance types.
     """
 
     cloud: str
@@ -80,15 +80,15 @@ class PriceFeed(Protocol):
     cloud: str
 
     def fetch(self, region: str) -> Fetched:
-        """Every price of the region.
+        """Fetch every price of the region.
 
         Raises:
-            BackendError: The cloud said no, nothing, or what cannot be read.
+            BackendError: The cloud refused, did not respond, or sent an unreadable response.
         """
 
 
 def instant(value: object) -> datetime | None:
-    """A time of a price list, UTC; None when none is given, or it is not a time."""
+    """Parse a time of a price list as UTC; None if it is absent or not a time."""
     if not isinstance(value, str) or not value:
         return None
     try:
@@ -99,20 +99,20 @@ def instant(value: object) -> datetime | None:
 
 
 def is_in_force(begin: object, end: object, now: datetime) -> bool:
-    """True for a price in force at *now*; a list keeps ended prices and names future ones."""
+    """True for a price in force at *now*; a list also contains ended and future prices."""
     begins, ends = instant(begin), instant(end)
     return (begins is None or begins <= now) and (ends is None or now < ends)
 
 
 def utc_now() -> datetime:
-    """The clock of price feeds where none is given."""
+    """The default clock of price feeds."""
     return datetime.now(UTC)
 
 
 def usd_of(value: object, *, currency: object = "USD") -> float | None:
-    """A price as a number; None when it is none: empty, NaN, negative, zero, not in USD.
+    """Parse a price; None if it is not one: empty, NaN, negative, zero, or not in USD.
 
-    Zero is "not sold so" in price lists and never a price.
+    In price lists zero means "not sold like this", never a price.
     """
     if currency != "USD" or isinstance(value, bool) or not isinstance(value, str | int | float):
         return None

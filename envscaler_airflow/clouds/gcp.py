@@ -1,8 +1,8 @@
-"""GCP's Cloud Billing Catalog: prices of cores, memory and GPUs, summed to machines.
+"""GCP's Cloud Billing Catalog: prices of cores, memory and GPUs, summed per machine.
 
 Source: cloud.google.com/billing/docs/reference/rest/v1/services.skus/list (service 6F81-5844-456A is
-Compute Engine); an API key or a token is needed. Tested against answers written after that page; never run
-against the live service.
+Compute Engine); an API key or a token is needed. Tested against responses written from that page; not yet
+tested against the live service.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _USAGE: Mapping[str, tuple[CapacityType, Commitment]] = {
     "Commit3Yr": ("on-demand", "3y"),
 }
 _PARTLY = ("e2-micro", "e2-small", "e2-medium", "f1-micro", "g1-small")
-"""Share a core: their vCPUs are not what is billed."""
+"""Shared-core types: their vCPUs are not the billed quantity."""
 
 MOST: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "T4": {1: (48, 312), 2: (48, 312), 4: (96, 624)},
@@ -58,17 +58,17 @@ MOST: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "V100": {1: (12, 78), 2: (24, 156), 4: (48, 312), 8: (96, 624)},
     "P100": {1: (16, 104), 2: (32, 208), 4: (64, 208)},
 }
-"""Most vCPUs and GiB of an N1 host by GPU and count.
+"""Largest vCPUs and GiB of an N1 host by GPU and count.
 
-Source: cloud.google.com/compute/docs/gpus, "N1 machine types with GPUs attached" (recalled; four P100
-with 96 vCPUs exist in two zones only and are left out).
+Source: cloud.google.com/compute/docs/gpus, "N1 machine types with GPUs attached" (recalled; four P100 with 96
+vCPUs exist in two zones only and are omitted).
 """
 
 _Parts = dict[tuple[str, str, CapacityType, Commitment], float]
 
 
 class GcpPrices:
-    """Machines that the catalog knows, at the sum of the prices of their parts."""
+    """Machines of the catalog, each priced as the sum of its parts."""
 
     cloud = "gcp"
 
@@ -88,7 +88,7 @@ class GcpPrices:
         self._kinds = tuple(kind for kind in known if kind.cloud == "gcp")
         self._caller = caller or Caller()
         self._url = access.endpoint_url or URL
-        # In a header and not in the address, which is logged.
+        # In a header, because URLs are logged.
         if access.secret:
             self._caller.headers["X-Goog-Api-Key"] = access.secret
         if access.token:
@@ -124,7 +124,7 @@ class GcpPrices:
 def read_parts(skus: Iterable[Mapping[str, Any]], region: str) -> tuple[_Parts, int]:
     """USD an hour of a core, a GiB and a GPU by (family or GPU, part, capacity, term).
 
-    And how many prices were not in USD.
+    Also returns the number of prices that were not in USD.
     """
     parts: _Parts = {}
     strange = 0
@@ -159,14 +159,14 @@ def _which(sku: Mapping[str, Any]) -> tuple[str, str, CapacityType, Commitment] 
 
 
 def _current(prices: list[Any], now: datetime) -> Any:
-    """The newest of *prices* in force *now*; without times the last one."""
+    """The newest of *prices* in force *now*; if none has a time, the last one."""
     held = [item for item in prices if is_in_force(item.get("effectiveTime"), None, now)]
     dated = [item for item in held if instant(item.get("effectiveTime")) is not None]
     return max(dated, key=lambda item: instant(item["effectiveTime"]) or now) if dated else held[-1]
 
 
 def _unit_price(sku: Mapping[str, Any]) -> tuple[float | None, object]:
-    """USD an hour of one unit, of the last tier: the first ones are what is free."""
+    """USD an hour of one unit in the last tier: the first tiers are free."""
     try:
         expression = _current(sku["pricingInfo"], utc_now())["pricingExpression"]
         price = expression["tieredRates"][-1]["unitPrice"]
@@ -181,7 +181,7 @@ def _unit_price(sku: Mapping[str, Any]) -> tuple[float | None, object]:
 
 
 def sum_parts(kind: Kind, region: str, parts: _Parts) -> Iterator[Quote]:
-    """Prices of one machine: cores, memory and GPUs together, where each of them is known."""
+    """Prices of one machine: cores, memory and GPUs together, if all of them are known."""
     if kind.instance_type in _PARTLY:
         return
     family = kind.instance_type.partition("-")[0]
@@ -204,7 +204,7 @@ def sum_parts(kind: Kind, region: str, parts: _Parts) -> Iterator[Quote]:
 def attached(hosts: Mapping[Kind, Iterable[Row]], gpus: Iterable[AttachedGpu]) -> dict[Kind, list[Row]]:
     """Every N1 host with the GPUs that may be attached to it, in the zones that have both.
 
-    A price is known when both parts are. Spot needs a spot price of both.
+    A price is known when both parts have one. A spot price needs a spot price of both.
     """
     by_zone: dict[str, list[tuple[Kind, Row]]] = {}
     for kind, rows in hosts.items():

@@ -1,4 +1,4 @@
-"""HTTP to clouds that need no SDK."""
+"""HTTP for clouds whose API needs no SDK."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ if TYPE_CHECKING:
     import httpx
 
 TIMEOUT_S = 20.0
-"""A cloud that says nothing for so long has failed. Chosen: below the 30 s of a worker's patience."""
+"""A cloud that does not respond for this long has failed. Chosen: below the 30 s that a worker waits."""
 
 PAGE_S = 60.0
-"""A page that has not come as a whole after so long has failed, though bytes trickle in. Chosen: the largest
-pages have a few megabytes."""
+"""A page that is incomplete after this long has failed, even if bytes still trickle in. Chosen: the largest
+pages have a few megabytes.
+"""
 
 PAGE_BYTES = 64 << 20
-"""A page with more bytes is none. Chosen: ten times the largest one."""
+"""A page with more bytes is rejected. Chosen: ten times the largest one."""
 
 PAUSES_S = (0.5, 2.0)
-"""Pauses before a page is asked for again after 429 or 5xx. Chosen: a person waits for it."""
+"""Pauses before a page is requested again after 429 or 5xx. Chosen: a user waits for it."""
 
 MAX_PAGES = 2000
-"""Pages of one answer; more is an endless loop. Chosen: all of Azure has fewer."""
+"""Largest number of pages of one response; more is an endless loop. Chosen: all of Azure has fewer."""
 
 
 class Caller:
-    """Asks for JSON over HTTP: in time, and again when that may help.
+    """Fetches JSON over HTTP with time limits and retries.
 
-    Connections live as long as ``with``.
+    Connections are open for the duration of the ``with`` block.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Caller:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take a client, or make one whose requests end in time."""
+        """Use *client*, or create one whose requests time out."""
         self.headers: dict[str, str] = {}
         self._given = client
         self._client = client
@@ -58,16 +59,16 @@ class Caller:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close them, unless they are the giver's."""
+        """Close the connections, unless the caller passed the client."""
         if self._client is not None and self._given is None:
             self._client.close()
             self._client = None
 
     def json(self, url: str, what: str, params: Mapping[str, str] | None = None) -> Any:
-        """The JSON at *url*.
+        """Fetch the JSON at *url*.
 
         Raises:
-            BackendError: No answer, an error, or no JSON; ``transient`` when it may pass.
+            BackendError: There is no response, an error, or invalid JSON; ``transient`` if a retry may help.
         """
         for pause_s in (*PAUSES_S, None):
             try:
@@ -100,7 +101,7 @@ class Caller:
             raise BackendError(f"{what}: the answer is no whole JSON: {err}", transient=True) from err
 
     def _content(self, answer: httpx.Response, what: str) -> bytes:
-        """The body, while it comes in time and within bounds."""
+        """The body, if it arrives within the limits of time and size."""
         begun, parts, size = self._clock(), [], 0
         for part in answer.iter_bytes():
             parts.append(part)

@@ -1,4 +1,4 @@
-"""Lambda: prices of the packaged snapshot alone."""
+"""Lambda: prices only from the packaged snapshot."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ CLOUD = Cloud(
     name="lambda",
     tariff=Tariff(Billing(60.0, source="Lambda on-demand pricing: by the minute"), usd_per_gib_out=0.0),
 )
-"""Source: the page named, which states no charge for data out (recalled 2026-11, not re-read)."""
+"""Source: the named page, which states no charge for data out (recalled 2026-11, not re-read)."""

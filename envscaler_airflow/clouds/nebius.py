@@ -1,4 +1,4 @@
-"""Nebius: prices of the packaged snapshot alone."""
+"""Nebius: prices only from the packaged snapshot."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ CLOUD = Cloud(
     name="nebius",
     tariff=Tariff(Billing(1.0, source="Nebius compute pricing: by the second"), usd_per_gib_out=0.0),
 )
-"""Source: the page named, which states no charge for data out (recalled 2026-11, not re-read)."""
+"""Source: the named page, which states no charge for data out (recalled 2026-11, not re-read)."""

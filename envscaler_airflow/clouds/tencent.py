@@ -1,4 +1,4 @@
-"""Tencent Cloud: prices of the packaged snapshot alone."""
+"""Tencent Cloud: prices only from the packaged snapshot."""
 
 from __future__ import annotations
 
@@ -15,5 +15,6 @@ CLOUD = Cloud(
     schemes=("cos",),
     provider_id="qcloud",
 )
-"""Source: the page named (recalled 2026-11, not re-read); what data cost to leave it is not known.
-Refusals: CVM, error codes."""
+"""Source: the named page (recalled 2026-11, not re-read); the price of data out of the cloud is unknown.
+Refusals: CVM, error codes.
+"""

@@ -1,7 +1,7 @@
-"""Composition: a spec over the documents that it extends and the modules that it uses.
+"""Composition: merge a spec with the documents that it extends and the modules that it uses.
 
-Order, lowest first: what ``extends`` names from left to right, each with its own bases below it,
-then ``modules`` from left to right, then the document itself; then the chosen target's overlay.
+Order, lowest precedence first: the documents in ``extends`` from left to right, each above its own bases;
+``modules`` from left to right; the document itself; the overlay of the selected target.
 
 Rules, by the kind of the two values:
 
@@ -31,13 +31,13 @@ from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.errors import SpecError
 
 Registry = Callable[[str], "str | os.PathLike[str]"]
-"""Turns ``registry://team/name@1.2`` into the path of a local file; SpecError when it has none."""
+"""Turns ``registry://team/name@1.2`` into the path of a local file; raises SpecError if there is none."""
 
 MAX_FILES = 64
-"""Documents in one spec. Chosen: more is a loop that changes its name."""
+"""Largest number of documents in one spec. Chosen: more is a loop that changes its name."""
 UNION_LISTS = frozenset({"system_packages", "packages", "extra_index_urls", "channels"})
 NAMED_LISTS = {"env": "name", "volumes": "name", "runtimes": "type"}
-"""Lists merged by the value of this field of their items."""
+"""Lists that are merged by this field of their items."""
 
 _REGISTRY = re.compile(
     r"registry://[a-z0-9][a-z0-9_-]*(/[a-z0-9][a-z0-9._-]*){1,3}"
@@ -50,8 +50,8 @@ class Composition:
     """The documents of one spec, lowest first.
 
     Attributes:
-        documents: Each less ``extends`` and ``modules``.
-        folders: File, as shown, to the folder that holds it.
+        documents: Each without ``extends`` and ``modules``.
+        folders: Displayed file name to the folder that contains the file.
     """
 
     documents: list[Node] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Composition:
 
 
 def gather(path: str | os.PathLike[str], faults: Faults, *, registry: Registry | None = None) -> Composition:
-    """Read *path* and all that it builds on."""
+    """Read *path* and every document that it builds on."""
     found = Composition()
     gatherer = _Gatherer(found, faults, registry)
     if str(path).startswith("registry:"):
@@ -77,7 +77,7 @@ class _Gatherer:
     files: int = 0
 
     def take(self, path: Path, shown: str, *, root: Path | None, above: tuple[Path, ...]) -> None:
-        """Add *path* above its own bases. *root*: folder that the files may not leave."""
+        """Add *path* above its own bases. Its files may not leave the folder *root*."""
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as err:
@@ -172,7 +172,7 @@ def _is_plain_file_reference(reference: str) -> bool:
 
 
 def merge(below: Node, above: Node, name: str = "") -> Node:
-    """*above* over *below*, by the rules at the head of this file. *name*: field that both stand under."""
+    """Merge *above* over *below*, by the rules at the top of this file. *name* is the field of both."""
     if above.resets:
         return above
     if below.is_map and above.is_map:
@@ -212,7 +212,7 @@ def _key(item: Node, field_name: str) -> str | None:
 
 
 def prune(node: Node) -> Node:
-    """*node* less the entries that ``null`` removed."""
+    """Remove the entries of *node* that ``null`` deletes."""
     if node.is_map:
         kept = {
             key: prune(item) for key, item in node.value.items() if item.value is not None or item.is_broken

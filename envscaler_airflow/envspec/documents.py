@@ -1,8 +1,8 @@
-"""Read one YAML or JSON document into nodes that know their file, line and path.
+"""Read one YAML or JSON document into nodes that record their file, line and path.
 
-PyYAML parses; this module applies the core schema of YAML 1.2 to plain scalars. A scalar that readers of
-YAML 1.1 take for something else (``10:30``, ``yes``, ``010``, ``on:`` as a key) is a fault that names
-the trap, so that every reader agrees on the file. Size, depth, aliases and number of values are bounded.
+PyYAML parses; this module applies the core schema of YAML 1.2 to plain scalars. A scalar that YAML 1.1
+parsers read differently (``10:30``, ``yes``, ``010``, ``on:`` as a key) is a fault that explains the
+ambiguity. So every parser reads the file the same way. Size, depth, aliases and number of values are bounded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MAX_BYTES = 128 * 1024
 MAX_DEPTH = 32
 """Deepest nesting. Chosen: the deepest field of the models is at 8."""
 MAX_NODES = 20_000
-"""Values after aliases are expanded. Chosen: a 64-node spec with 500 variables has 2,000."""
+"""Largest number of values after alias expansion. Chosen: a 64-node spec with 500 variables has 2,000."""
 MAX_ALIASES = 200
-"""Uses of anchors. Chosen likewise."""
+"""Largest number of aliases. Chosen for the same reason."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's parser, which PyYAML's wheels bring: 200 lines in 1.1 ms instead of 6.9 ms in Python.
+"""libyaml's parser, which PyYAML's wheels include: 200 lines in 1.1 ms instead of 6.9 ms in Python.
 
-ruamel.yaml 0.19 takes 10.9 ms, reads ``1_000`` and ``0b11`` as numbers, and would stand beside PyYAML, which
-Airflow itself requires.
+ruamel.yaml 0.19 takes 10.9 ms, reads ``1_000`` and ``0b11`` as numbers, and would be a second parser, because
+Airflow requires PyYAML.
 """
 
 Scalar = str | int | float | bool | None
@@ -64,27 +64,27 @@ _TRAPS = {
     "octal": '{0:.40} is octal for YAML 1.1; write "{0:.40}", or the number without the leading 0',
     "base60": '{0:.40} without quotes is a number of base 60 for YAML 1.1; write "{0:.40}"',
     "infinite": "{0} is no finite number; write one, or leave the field out",
-    "large": "{0:.20}... is too large a number; write at most 15 digits, or quote it",  # doubles end at 2**53
+    "large": "{0:.20}... is too large a number; write at most 15 digits, or quote it",  # doubles: 2**53
 }
-"""Plain scalars that readers of YAML and JSON do not agree on, and what to write instead."""
+"""Plain scalars that YAML and JSON parsers read differently, and what to write instead."""
 _TAGS = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq")))
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|(?:^|\s)#.*")
-"""What of a line is in quotes or a comment."""
+"""The quoted parts and the comment of a line."""
 _UNQUOTED = 'a template without quotes; write it in quotes: "{{ parameters.x }}"'
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value and where it was written.
+    """One value and its place in the source.
 
     Attributes:
         value: A scalar, a dict of nodes or a list of nodes.
-        file: As the user named it.
-        line: Line of its key, or of the item; from 1.
-        path: ``volumes[0].mount_path``, in the file.
-        raw: Text of a plain scalar as it stands in the file; None otherwise.
-        resets: In a merge it replaces what is below it instead of joining it.
-        is_broken: A fault was already reported for it; later checks keep silent.
+        file: File name as the user gave it.
+        line: Line of its key, or of the list item; from 1.
+        path: Path in the file, such as ``volumes[0].mount_path``.
+        raw: Source text of a plain scalar; None otherwise.
+        resets: In a merge, it replaces the lower value instead of being merged with it.
+        is_broken: A fault was already reported for it; later checks skip it.
     """
 
     value: Any
@@ -106,16 +106,16 @@ class Node:
         return isinstance(self.value, list)
 
     def get(self, name: str) -> Node | None:
-        """Entry *name* of a map; None when it is absent or this is no map."""
+        """Entry *name* of a map; None when it is absent or this node is not a map."""
         found = self.value.get(name) if isinstance(self.value, dict) else None
         return found if isinstance(found, Node) else None
 
     def with_value(self, value: Any) -> Node:
-        """The same place with another value."""
+        """A copy at the same place with another value."""
         return replace(self, value=value, raw=None)
 
     def without(self, *names: str) -> Node:
-        """A map less *names*."""
+        """A copy of this map without *names*."""
         return self.with_value({key: item for key, item in self.value.items() if key not in names})
 
     def entry_path(self, name: str | int) -> str:
@@ -123,7 +123,7 @@ class Node:
         return _join(self.path, name)
 
     def each(self, change: Callable[[Node, str | int], Any]) -> Any:
-        """The value with *change* of each entry and its name or index; a scalar as it is."""
+        """Apply *change* to each entry with its name or index; a scalar is returned unchanged."""
         if isinstance(self.value, dict):
             return {key: change(item, key) for key, item in self.value.items()}
         if isinstance(self.value, list):
@@ -131,11 +131,11 @@ class Node:
         return self.value
 
     def plain(self) -> Any:
-        """The value without places."""
+        """The value without source places."""
         return self.each(lambda item, _: item.plain())
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it."""
+        """Yield this node and all nodes below it."""
         yield self
         items = self.value.values() if self.is_map else self.value if self.is_list else ()
         for item in items:
@@ -143,7 +143,7 @@ class Node:
 
 
 def node_of(value: Any, at: Node, name: str | int | None = None) -> Node:
-    """*value* (plain or nodes) as a node at the place of *at*, or of its entry *name*."""
+    """Wrap *value* (plain or nodes) as a node at the place of *at*, or of its entry *name*."""
     path = at.path if name is None else at.entry_path(name)
     if isinstance(value, Node):
         return value
@@ -166,8 +166,8 @@ def read_file(path: Path, faults: Faults, *, shown_as: str) -> Node | None:
 
 
 def read_text(text: str, faults: Faults, *, file: str = "spec") -> Node | None:
-    """The document in *text*, a map; None when it cannot be read."""
-    if text.lstrip().startswith("{"):  # JSON may be indented by tabs; YAML, and PyYAML's Python parser, not
+    """The document in *text*, which must be a map; None when it is unreadable."""
+    if text.lstrip().startswith("{"):  # JSON may use tabs; YAML and PyYAML's Python parser do not
         text = re.sub(r"^\t+", lambda tabs: " " * len(tabs[0]), text, flags=re.MULTILINE)
     try:
         return _Reader(text, file, faults).read()
@@ -181,7 +181,7 @@ def read_text(text: str, faults: Faults, *, file: str = "spec") -> Node | None:
 
 
 class _UnreadableError(Exception):
-    """No node can be made; its arguments are the line, the path and the text of the fault."""
+    """No node can be created; the arguments are the line, the path and the text of the fault."""
 
 
 def _text_of(path: Path) -> str:
@@ -205,12 +205,12 @@ def _text_of(path: Path) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, which a pipe may never get."""
+    """Open a file without blocking on a pipe that may never get a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _syntax_fault(err: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str, str]:
-    """Line, path and text for what the parser refuses."""
+    """Line, path and text for a syntax error of the parser."""
     mark = err.problem_mark or err.context_mark
     first = err.context_mark.line if err.context_mark else 0
     last = mark.line if mark else first
@@ -224,12 +224,12 @@ def _syntax_fault(err: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str
 
 
 def _has_bare_template(line: str) -> bool:
-    """True when *line* has a template outside of quotes, which YAML reads as a map in a map."""
+    """True when *line* has an unquoted template, which YAML reads as a nested map."""
     return "{{" in _QUOTED.sub("", line)
 
 
 class _Reader:
-    """Builds nodes from the parser's events; the parser does not recurse, and this to ``MAX_DEPTH`` only."""
+    """Builds nodes from the parser's events. It recurses to ``MAX_DEPTH``; the parser does not recurse."""
 
     def __init__(self, text: str, file: str, faults: Faults) -> None:
         self.events = yaml.parse(text, Loader=LOADER)
@@ -365,7 +365,7 @@ def _kind(text: str) -> str:
 
 
 def _resolve(text: str) -> tuple[Scalar, str | None]:
-    """Value of a plain scalar by the core schema of YAML 1.2, and the trap that it is, if any."""
+    """Value of a plain scalar by the core schema of YAML 1.2, and a message if it is ambiguous."""
     kind = _kind(text)
     if kind in _TRAPS:
         return text, _TRAPS[kind].format(text)
@@ -376,7 +376,7 @@ def _resolve(text: str) -> tuple[Scalar, str | None]:
 
 
 def _moved(node: Node, path: str, line: int) -> Node:
-    """A copy of *node* as the value at *path*; what is below keeps the lines where it stands."""
+    """A copy of *node* as the value at *path*; the nodes below keep their lines."""
     value = node.each(lambda item, name: _moved(item, _join(path, name), item.line))
     return replace(node, value=value, path=path, line=line)
 

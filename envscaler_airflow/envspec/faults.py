@@ -1,4 +1,4 @@
-"""Faults of a spec: collected, shown all at once, each with file, line, path and what to write."""
+"""Faults of a spec: collected, then shown together, each with file, line, path and what to write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envscaler_airflow.envspec.literals import mask
 from envscaler_airflow.errors import SpecError
 
 MAX_FAULTS = 100
-"""Faults kept of one load; more are counted only. Chosen: nobody reads a hundred."""
+"""Largest number of faults kept per load; the others are only counted. Chosen: no one reads a hundred."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -17,10 +17,10 @@ class Fault:
     """One thing to change.
 
     Attributes:
-        file: As the user named it; ``spec`` when the text came from no file.
+        file: File name as the user gave it; ``spec`` if the text did not come from a file.
         line: From 1; 0 when there is none.
-        path: ``resources.requests.memory``; ``""`` for the whole document.
-        text: What was got and what to write.
+        path: ``resources.requests.memory``; ``""`` for the document itself.
+        text: The problem and what to write.
     """
 
     file: str
@@ -42,7 +42,7 @@ class Faults:
     left_out: int = 0
 
     def add(self, file: str, line: int, path: str, text: str) -> None:
-        """Note a fault, secrets starred out; the same one twice is one."""
+        """Record a fault with secrets masked; the same fault is recorded once."""
         fault = Fault(file, line, mask(path), mask(text))
         if fault in self.found:
             return
@@ -52,15 +52,15 @@ class Faults:
         self.found[fault] = None
 
     def extend(self, others: Iterable[Fault]) -> None:
-        """Take over the faults of another collector."""
+        """Add the faults of another collector."""
         for fault in others:
             self.add(fault.file, fault.line, fault.path, fault.text)
 
     def raise_if_any(self) -> None:
-        """Raise them all, in the order of files and lines.
+        """Raise all faults, in the order of files and lines.
 
         Raises:
-            SpecError: At least one fault was noted.
+            SpecError: At least one fault was recorded.
         """
         if not self.found:
             return

@@ -1,4 +1,4 @@
-"""Field types of the models: each reads one text and says what to write when it cannot be carried out."""
+"""Field types of the models: each parses one text and reports what to write if it is invalid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TEXT = 65536
 
 
 def fault(text: str, *, at: str = "") -> PydanticCustomError:
-    """A fault of a model's validator, at its field *at* (``requests.cpu``)."""
+    """Create a fault for a model's validator, at its field *at* (``requests.cpu``)."""
     return PydanticCustomError("spec", "{text}", {"text": text, "at": at})
 
 
@@ -65,7 +65,7 @@ def _matching(pattern: str, what: str) -> Callable[[str], str]:
 
 
 def _matched(pattern: str, what: str, *, example: str, max_length: int = 253) -> Any:
-    """A text that *pattern* matches as a whole."""
+    """A text that *pattern* must match completely."""
     bound = StringConstraints(min_length=1, max_length=max_length)
     return Annotated[str, bound, AfterValidator(_matching(pattern, what)), Field(examples=[example])]
 
@@ -125,7 +125,7 @@ Argument = Annotated[
     str, BeforeValidator(_scalar_text, json_schema_input_type=str | int | float | bool),
     StringConstraints(max_length=MAX_TEXT), AfterValidator(_text),
 ]  # fmt: skip
-"""An argument or a variable's value; scalars are taken as they were written."""
+"""An argument or a variable's value; scalars keep their source text."""
 Cpu = Annotated[
     str,
     BeforeValidator(_quantity(cpu_cores), json_schema_input_type=str | int | float),
@@ -141,7 +141,7 @@ Duration = Annotated[str, BeforeValidator(_duration), Field(examples=["10m", "1h
 AbsolutePath = Annotated[Line, AfterValidator(_absolute), Field(examples=["/output/model"])]
 LocalPath = Annotated[Line, AfterValidator(_local), Field(examples=["."])]
 Count = Annotated[int, Field(strict=True, ge=1, le=100_000)]
-"""A whole number from 1."""
+"""An integer, at least 1."""
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e12, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]

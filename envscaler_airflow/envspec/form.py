@@ -1,6 +1,6 @@
 """The trigger form: a spec's parameters as JSON schemas.
 
-Imports no pydantic and no Jinja2: DAG files call it.
+This module imports neither pydantic nor Jinja2, because DAG files call it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from envscaler_airflow.envspec.parameters import declare
 def spec_params(
     path: str | os.PathLike[str], *, registry: Registry | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Each parameter of the spec in *path* as a JSON schema; ``default`` is absent when a value is required.
+    """Return each parameter of the spec in *path* as a JSON schema; a required one has no ``default``.
 
     Raises:
-        SpecError: The spec cannot be read, or its parameters are wrong.
+        SpecError: The spec cannot be read, or its parameters are invalid.
     """
     faults = Faults()
     block: Node | None = None

@@ -1,4 +1,4 @@
-"""GPU names: the catalog's canonical ones, and what people call them elsewhere."""
+"""GPU names: the catalog's canonical names, and the names that other tools and vendors use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SIZES: dict[str, tuple[str, ...]] = {
 """Models sold with several memory sizes, smallest first."""
 
 _EITHER_SIZE = frozenset({"nvidia-a100"})
-"""Aliases that name a model and no size."""
+"""Aliases that name a model without its size."""
 
 _ALIASES: dict[str, str] = {
     "a100-40gb": "A100",
@@ -78,7 +78,7 @@ _ALIASES: dict[str, str] = {
 }
 _BY_LOWER = {name.lower(): name for name in MEMORY_GB} | _ALIASES
 _BY_BARE = {re.sub(r"[^a-z0-9]", "", name): found for name, found in _BY_LOWER.items()}
-"""The same without what separates words: ``rtx4090`` for ``RTX 4090``."""
+"""The aliases without word separators: ``rtx4090`` for ``RTX 4090``."""
 _PREFIX = re.compile(r"(nvidia-)?(tesla-|geforce-)?(amd-)?(instinct-)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}\Z")
 _SHARE = re.compile(
@@ -91,19 +91,19 @@ Source: NVIDIA Multi-Instance GPU user guide (profiles); AMD, compute partitioni
 _OF_AMD = re.compile(r"MI\d|Radeon|AMD\b", re.IGNORECASE)
 _OF_INTEL = re.compile(r"Intel\b", re.IGNORECASE)
 _SUFFIXED = re.compile(r"(s|d|x|g|e|ti|super|max-?q|laptop|nvl|sxm[0-9]?|pcie|hbm[0-9]e?)\Z")
-"""What vendors append to a model's name for another of its kind. Source: NVIDIA's and AMD's product lists."""
+"""Suffixes with which vendors name variants of a model. Source: NVIDIA's and AMD's product lists."""
 _OTHER_MODELS = frozenset({"gb200", "gb300", "mi300a", "mi325a", "l40g"})
-"""Models that differ from one in the catalog by a letter. Source: the vendors' datasheets."""
+"""Models whose names differ from one in the catalog by a letter. Source: the vendors' datasheets."""
 
 
 def canonical(name: str) -> str | None:
-    """Catalog's name of *name*, whatever its case and vendor; None when it is not in the catalog."""
+    """Canonical name of *name*, ignoring case and vendor; None when it is not in the catalog."""
     key = _key(name)
     return _BY_LOWER.get(key) or _BY_LOWER.get(_less_vendor(key)) or _BY_BARE.get(_bare(_less_vendor(key)))
 
 
 def nearest(name: str) -> str | None:
-    """The catalog's name that is spelt most like *name*; None when none is."""
+    """The catalog's name with the most similar spelling; None when none is close."""
     near = difflib.get_close_matches(_less_vendor(_key(name)), _BY_LOWER, n=1, cutoff=0.8)
     return _BY_LOWER[near[0]] if near else None
 
@@ -128,19 +128,19 @@ def vendor_of(name: str) -> str:
 
 
 def is_share(name: str) -> bool:
-    """True for the name of a part of a GPU: of a shared or a partitioned one."""
+    """True for the name of a part of a GPU: a share or a partition."""
     return _SHARE.match(name) is not None
 
 
 def resolve(name: str, memory_gb: float | None = None) -> tuple[str, ...]:
-    """Canonical names that *name* means, at least *memory_gb* each.
+    """Canonical names that *name* can mean, each with at least *memory_gb*.
 
-    ``nvidia-a100`` names a model of two sizes: both fit, and 40 GB is counted on unless *memory_gb*
-    says more. A name of one size with a larger *memory_gb* means the larger sibling. Of a part of a GPU
-    *memory_gb* is the part's, which no name tells.
+    ``nvidia-a100`` names a model with two sizes: both match, and planning assumes 40 GB unless *memory_gb* is
+    larger. A name of one size with a larger *memory_gb* means the larger model. For a part of a GPU,
+    *memory_gb* is the part's memory, which its name does not give.
 
     Raises:
-        ValueError: A misspelt name, or no size of the model has that much memory.
+        ValueError: The name is misspelt, or no size of the model has that much memory.
     """
     part = _SHARE.match(name.strip())
     if part is not None:
@@ -161,10 +161,10 @@ def resolve(name: str, memory_gb: float | None = None) -> tuple[str, ...]:
 
 
 def _unknown(name: str) -> str:
-    """A name that the catalog lacks is kept, without vendor and spaces, unless it is a typing error.
+    """Keep a name that is not in the catalog, without vendor and spaces, unless it looks misspelt.
 
-    Another number is another model (``RTX 4080``, ``H20``), and so is a suffix that vendors use
-    (``V100S``); other letters around the same numbers are misspelt (``A100-80G``).
+    A different number is another model (``RTX 4080``, ``H20``), and so is a vendor's suffix (``V100S``).
+    Other letters around the same numbers are a misspelling (``A100-80G``).
     """
     key = _less_vendor(_key(name))
     begin = _PREFIX.match(_key(name))

@@ -1,4 +1,4 @@
-"""What looks like a secret, by its name, its form, or the place where it stands."""
+"""Detect secrets by their name, their form, or the place where they are written."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _FIELDS = (
     # learn.microsoft.com/azure/storage/common/storage-configure-connection-string
     r"(?i:\b(?:account|sharedaccess|shared_access)_?key\s*=\s*)[A-Za-z0-9+/]{20,}={0,2}",
     r"(?i:\bsharedaccesssignature\s*=\s*)\S{20,}",
-    # RFC 9110, section 11.6.2; a word of small letters alone is prose
+    # RFC 9110, section 11.6.2; a word in lower case is prose
     (
         r"(?i:\b(?:bearer|authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token|apikey))\s+)"
         r"(?:[A-Za-z._~+/-]{0,100}[0-9]|[a-z]{1,100}[A-Z])[A-Za-z0-9._~+/=-]{6,}"
@@ -84,36 +84,37 @@ _FIELDS = (
 
 @cache
 def _shapes() -> Any:
-    """All of them; RE2 finds them in linear time, whatever the text."""
+    """All patterns; RE2 searches them in linear time in any text."""
     import re2  # noqa: PLC0415  (10 ms that most DAG files do without)
 
     return re2.compile("|".join((*_BLOCKS, *_PREFIXES, *_ADDRESSES, *_FIELDS)))
 
 
 def has_known_form(text: str) -> bool:
-    """True when a secret of a known form stands anywhere in *text*."""
+    """True when *text* contains a secret of a known form."""
     return _shapes().search(_encodable(text)) is not None
 
 
 def blank(text: str, mark: str = "***") -> str:
-    """*text* with each secret of a known form replaced by *mark*."""
+    """Replace each secret of a known form in *text* with *mark*."""
     return str(_shapes().sub(mark, _encodable(text)))
 
 
 def _encodable(text: str) -> str:
-    """*text* without lone surrogates, which RE2 cannot take."""
+    """Remove lone surrogates, which RE2 does not accept."""
     return text.encode("utf-8", "replace").decode()
 
 
 _BARE = re.compile(r"[A-Za-z0-9/+]{40}")
 _KINDS = (str.islower, str.isupper, str.isdigit)
 _MIN_TURNS = 14
-"""Changes between small letters, capitals, digits and signs in 40 characters. Chosen: words and paths
-have fewer than ten; keys have 22 to 32, and the one of AWS' own examples has 16."""
+"""Changes between lower case, upper case, digits and signs in 40 characters. Chosen: words and paths
+have fewer than ten; keys have 22 to 32, and the key in AWS' own examples has 16.
+"""
 
 
 def is_bare_aws_key(text: str) -> bool:
-    """True for 40 characters as AWS makes secret access keys; not for a hash, a path or base64 of a text.
+    """True for 40 characters in the form of AWS secret access keys; not for a hash, a path or base64 text.
 
     Source: the form of detect-secrets' AWS rule, ``[0-9a-zA-Z/+]{40}``.
     """
@@ -193,7 +194,7 @@ _SECRET_ENDS = (
     "authtoken",
     "accesstoken",
 )
-"""Ends of words that are written together, such as PGPASSWORD."""
+"""Ends of compound words such as PGPASSWORD."""
 _HARMLESS_BEFORE_TOKEN = frozenset(
     {
         "each",
@@ -221,7 +222,7 @@ _HARMLESS_BEFORE_TOKEN = frozenset(
         "unknown",
     }
 )
-"""Words before TOKEN that make it a token of text."""
+"""Words before TOKEN that mark it as a token of text."""
 _HARMLESS_LAST = frozenset(
     {
         "dir", "file", "name", "path", "ttl", "type", "url", "id", "count", "limit", "length", "env", "var",
@@ -229,7 +230,7 @@ _HARMLESS_LAST = frozenset(
         "enabled", "required",
     }
 )  # fmt: skip
-"""Last words that make it no secret itself. Access key ids are recognised by their shape."""
+"""Last words that mark a name as not secret. Access key ids are recognised by their form."""
 _SWITCHES = frozenset({"true", "false", "yes", "no", "on", "off", "none", "null", "auto"})
 _HEADER = re.compile(r"([A-Za-z][A-Za-z-]{1,60}):\s+(?:[A-Za-z]+\s+)?(\S{6,})\Z")
 _HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"})
@@ -237,12 +238,12 @@ _PART = re.compile(r"(?:^|[;&])\s*([A-Za-z][A-Za-z0-9_ -]{1,60}?)\s*=\s*([^;&]{1
 _PAIR = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_.-]{1,60})[\"']\s*:\s*[\"']([^\"']{1,500})[\"']")
 _QUERY = re.compile(r"[?&]([A-Za-z_][A-Za-z0-9_.-]{0,60})=([^\s&#\"']+)")
 _MAX_JSON = 100_000
-"""Longest text that is read as JSON, characters. Chosen: more than an environment can hold."""
+"""Longest text that is parsed as JSON, characters. Chosen: longer than an environment variable can be."""
 
 _USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{0,20}):(?://|\\\\)([^\s/?#'\"@]{0,4096})@")
 _TAKEN_FROM_ELSEWHERE = re.compile(r"[\"']?(\$.*|`.*|\{\{.*\}\}|<[^>]*>|/\S*)\Z", re.DOTALL)
 _NO_SECRET_SCHEMES = frozenset({"abfs", "abfss", "wasb", "wasbs"})
-"""Schemes that write ``container@account``."""
+"""Schemes whose URLs contain ``container@account``."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -260,7 +261,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def has_secret_shape(text: str) -> bool:
-    """True when *text* is or contains a key of a known form: in JSON, a connection string, a header."""
+    """True when *text* contains a key of a known form, also in JSON, a connection string or a header."""
     text = text.strip()
     return (
         has_known_form(text)
@@ -270,7 +271,7 @@ def has_secret_shape(text: str) -> bool:
 
 
 def _named_values(text: str) -> Iterator[tuple[str, object]]:
-    """Names with their values in JSON, ``Server=x;Password=y``, URLs' queries, and ``X-Auth-Token: x``."""
+    """Yield names and values in JSON, ``Server=x;Password=y``, query strings, and ``X-Auth-Token: x``."""
     if text[:1] in ("{", "[") and len(text) <= _MAX_JSON:
         with contextlib.suppress(ValueError, RecursionError):
             yield from _json_values(json.loads(text), 0)
@@ -289,7 +290,7 @@ def _json_values(value: Any, depth: int) -> Iterator[tuple[str, object]]:
         for key, item in value.items():
             if isinstance(item, (dict, list)):
                 yield from _json_values(item, depth + 1)
-            else:  # "auth" of Docker's config.json is user and password
+            else:  # "auth" in Docker's config.json is user and password
                 yield ("password" if key == "auth" and isinstance(item, str) else str(key)), item
     elif isinstance(value, list) and depth < 40:
         for item in value:
@@ -297,12 +298,12 @@ def _json_values(value: Any, depth: int) -> Iterator[tuple[str, object]]:
 
 
 def has_userinfo(text: str) -> bool:
-    """True when *text* holds a URL with a user or password; ``ssh://git@host`` alone is none."""
+    """True when *text* contains a URL with a user or password; ``ssh://git@host`` does not count."""
     return any(not _is_plain_user(scheme, userinfo) for scheme, userinfo in _USERINFO.findall(text))
 
 
 def is_literal(value: object) -> bool:
-    """True for a value that could be a secret: text, or a number; not a switch, a path or ``$NAME``."""
+    """True for a value that could be a secret: a text or number, but not a boolean, a path or ``$NAME``."""
     if value is None or isinstance(value, bool):
         return False
     text = str(value).strip()
@@ -317,7 +318,7 @@ def looks_secret(name: str, value: object) -> bool:
 
 
 def mask(text: str) -> str:
-    """*text* with secrets of a known shape and users of URLs starred out."""
+    """Mask secrets of a known form and the user part of URLs in *text*."""
     return _USERINFO.sub(_mask_userinfo, blank(text))
 
 

@@ -29,11 +29,11 @@ TARGETS = ("local", "docker", "kubernetes", "vm")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A spec and where each value of it came from.
+    """A spec and the source of each of its values.
 
     Attributes:
         spec: The resolved spec.
-        sources: Path of each written value to ``file:line``.
+        sources: Path of each value in the source to ``file:line``.
     """
 
     spec: EnvSpec
@@ -48,17 +48,18 @@ def load_spec(
     inputs: Mapping[str, str] | None = None,
     registry: Registry | None = None,
 ) -> EnvSpec:
-    """The spec in *path*, resolved.
+    """Load and resolve the spec in *path*.
 
     Args:
         path: The YAML or JSON document.
-        parameters: Values over the spec's defaults; text is read as the parameter's type.
-        target: Variant; None checks every variant that the spec has and returns it without one.
-        inputs: URI of each input. None: not known yet, ``{{ inputs.x }}`` stays as it is.
+        parameters: Values that override the spec's defaults; text is parsed as the parameter's type.
+        target: Target whose overlay to apply; None checks every target and returns the spec without an
+            overlay.
+        inputs: URI of each input. None if not known yet; ``{{ inputs.x }}`` is then left unchanged.
         registry: Finds the file of a ``registry://`` reference.
 
     Raises:
-        SpecError: Every fault at once, one for each line of the message and in ``faults``.
+        SpecError: The spec has faults; the message has one per line, and ``faults`` has all of them.
     """
     return load_with_sources(
         path, parameters=parameters, target=target, inputs=inputs, registry=registry
@@ -73,7 +74,7 @@ def load_with_sources(
     inputs: Mapping[str, str] | None = None,
     registry: Registry | None = None,
 ) -> Loaded:
-    """:func:`load_spec`, and the file and line that each value came from.
+    """Load a spec as :func:`load_spec` does, with the file and line of each value.
 
     Raises:
         SpecError: As :func:`load_spec`.
@@ -100,10 +101,10 @@ def load_with_sources(
 
 
 def spec_hash(spec: EnvSpec) -> str:
-    """64 hex digits over what runs: the resolved spec with parameters and inputs.
+    """64 hex digits over everything that affects the run: the resolved spec with parameters and inputs.
 
-    Description, target's name, warnings and the folders that paths are relative to are left out: they
-    change nothing of what runs, and a new version of a DAG bundle has other folders.
+    The hash skips the description, the target's name, warnings, and the folders that paths are relative to.
+    These do not affect the run, and a new version of a DAG bundle has other folders.
     """
     body = {key: value for key, value in spec.to_dict().items() if key not in UNHASHED_FIELDS}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -131,7 +132,7 @@ def _known_targets(composition: Composition) -> list[str]:
 
 
 class _Resolver:
-    """Resolves the documents of one spec for one target after the other."""
+    """Resolves the documents of one spec for one target after another."""
 
     def __init__(
         self, composition: Composition, given: dict[str, Any], inputs: Mapping[str, str] | None
@@ -172,7 +173,7 @@ class _Resolver:
         return None if spec is None else Loaded(_complete(spec), _sources(tree))
 
     def check_used(self, names: Names, faults: Faults) -> None:
-        """An input that the spec does not name reaches no training: a typo would be silent."""
+        """Report inputs that the spec does not use: otherwise a typo would go unnoticed."""
         taken = set(names.used_inputs) | (names.declared or frozenset())
         for name in sorted(set(self.inputs or {}) - taken):
             known = ", ".join(sorted(taken)) or "none"
@@ -226,7 +227,7 @@ class _Resolver:
 
 
 def _listed_names(node: Node) -> list[str] | None:
-    """Names in a list, or the keys of a map; None when it is neither."""
+    """Names in a list, or the keys of a map; None for anything else."""
     if node.is_map:
         return list(node.value)
     if node.is_list and all(isinstance(item.value, str) for item in node.value):
@@ -235,7 +236,7 @@ def _listed_names(node: Node) -> list[str] | None:
 
 
 def _with_gpu_limit(tree: Node) -> Node:
-    """Kubernetes' rule for GPUs: a limit alone is the request too; a removed request removes the limit."""
+    """Apply Kubernetes' GPU rule: a limit alone is also the request; deleting the request deletes it."""
     resources = tree.get("resources")
     limits = resources.get("limits") if resources is not None else None
     limit = limits.get("gpu") if limits is not None else None
@@ -257,7 +258,7 @@ def _with_gpu_limit(tree: Node) -> Node:
 
 
 def _expand_alternatives(tree: Node) -> Node:
-    """Each entry of ``any_of`` and ``ordered`` over what stands beside it, so that it is complete."""
+    """Complete each entry of ``any_of`` and ``ordered`` with the fields next to it."""
     resources = tree.get("resources")
     if resources is None or not resources.is_map:
         return tree
@@ -272,7 +273,7 @@ def _expand_alternatives(tree: Node) -> Node:
 
 
 def _with_nodes(tree: Node) -> Node:
-    """``distributed.node_count`` is ``num_nodes``, said elsewhere."""
+    """Use ``distributed.node_count`` as ``num_nodes`` if that is absent."""
     distributed = tree.get("distributed")
     count = distributed.get("node_count") if distributed is not None else None
     if count is None or tree.get("num_nodes") is not None:
@@ -281,7 +282,7 @@ def _with_nodes(tree: Node) -> Node:
 
 
 def _complete(spec: EnvSpec) -> EnvSpec:
-    """Fill in what follows from other fields, and warn of what contradicts."""
+    """Fill in fields that follow from others, and warn about contradictions."""
     update: dict[str, Any] = {"warnings": tuple(_warnings(spec))}
     if spec.scaling is not None:
         bounds = spec.node_bounds

@@ -24,10 +24,10 @@ TYPES = ("integer", "number", "string", "boolean", "enum", "duration", "quantity
 MAX_TEXT = 4096
 """Longest text value, characters. Chosen: a command line."""
 MAX_NUMBER = 1e15
-"""Larger numbers do not survive JSON as doubles."""
+"""Larger numbers lose precision as JSON doubles."""
 
 BROKEN: Any = object()
-"""Value of a parameter at fault: what names it is not checked further."""
+"""Value of an invalid parameter: expressions that use it are not checked further."""
 
 _FIELDS = (
     "type", "default", "minimum", "maximum", "exclusive_minimum", "exclusive_maximum",
@@ -55,15 +55,15 @@ class Parameter:
     """One declared parameter.
 
     Attributes:
-        name: As templates say it.
+        name: Name in templates.
         type: One of :data:`TYPES`.
-        default: None when a value must be given.
-        minimum, maximum: Bounds of numbers, durations and quantities, as written; None: none.
-        exclusive_minimum, exclusive_maximum: The same, themselves outside.
+        default: Default value; None if a value is required.
+        minimum, maximum: Bounds of numbers, durations and quantities, as written; None if unbounded.
+        exclusive_minimum, exclusive_maximum: The same, but the bound itself is not allowed.
         values: The allowed values of an enum.
         title, description: Shown in the form.
-        pattern: Regular expression (RE2) that a string must match as a whole; None: none.
-        node: Where it is declared.
+        pattern: Regular expression (RE2) that a string must match completely; None if absent.
+        node: Node of the declaration.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Parameter:
     pattern: str | None = None
 
     def read(self, value: Any) -> Any:
-        """*value* (also text, as ``--set`` gives it) as this parameter's type.
+        """Convert *value* (or its text, from ``--set``) to this parameter's type.
 
         Raises:
-            ValueError: Wrong type or out of bounds; says what to write.
+            ValueError: The type is wrong or the value is out of bounds; says what to write.
         """
         found = _READERS[self.type](self, value)
         self._check_bounds(found, value)
@@ -100,7 +100,7 @@ class Parameter:
                 raise ValueError(f"{value!r:.60} is out of bounds; write {words} {bound}")
 
     def to_json_schema(self) -> dict[str, Any]:
-        """The parameter as JSON schema with its default, as Airflow's ``Param`` takes it."""
+        """JSON schema of the parameter with its default, as Airflow's ``Param`` accepts it."""
         schema: dict[str, Any] = {"type": _SCHEMA_TYPES[self.type]}
         if self.type == "enum":
             schema = {"enum": list(self.values)}
@@ -133,7 +133,7 @@ def _camel(name: str) -> str:
 
 
 def declare(root: Node | None, faults: Faults) -> dict[str, Parameter | None]:
-    """Read the ``parameters`` block; *root* is None when there is none. A parameter at fault is None."""
+    """Read the ``parameters`` block; *root* is None if there is none. An invalid parameter is None."""
     if root is None or root.value is None:
         return {}
     if not root.is_map:
@@ -298,9 +298,9 @@ def _json_type(value: Any) -> str:
 def resolve(
     declared: Mapping[str, Parameter | None], given: Mapping[str, Any], faults: Faults
 ) -> dict[str, Any]:
-    """Values of all parameters: *given* ones over defaults; None given means the default.
+    """Return the values of all parameters; *given* values override defaults; None means the default.
 
-    A parameter at fault is :data:`BROKEN`, so that what names it is told no second fault.
+    An invalid parameter is :data:`BROKEN`, so that its uses do not report a second fault.
     """
     for name in given:
         if name not in declared:
@@ -357,7 +357,7 @@ def _read_number(_: Parameter | None, value: Any) -> float:
             raise ValueError(f"{value!r:.60} is no number; write one such as 0.1") from None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r:.60} is no number; write one such as 0.1")  # noqa: TRY004 (one kind for all)
-    if not abs(value) < MAX_NUMBER:  # NaN too
+    if not abs(value) < MAX_NUMBER:  # also NaN
         raise ValueError("is no finite number below 1e15; write one such as 0.1")
     return value
 
@@ -417,7 +417,7 @@ def _read_quantity(_: Parameter | None, value: Any) -> Any:
 
 
 def _quantity_size(value: Any) -> float:
-    """A cpu quantity when it has no unit or ``m``, else memory."""
+    """A cpu quantity if it has no unit or ``m``, otherwise memory."""
     text = str(value)
     is_cpu = not isinstance(value, str) or text.endswith("m") or text[-1:].isdigit()
     return cpu_cores(value) if is_cpu else float(memory_bytes(value))

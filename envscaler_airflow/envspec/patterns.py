@@ -1,10 +1,10 @@
-"""Patterns of parameters: matched in linear time here, and given to Airflow only where that is linear there.
+"""Patterns of parameters: matched here in linear time, and passed to Airflow only if linear there too.
 
-RE2 matches any pattern in linear time. Airflow's form and API server match by Python's ``re``, which
-backtracks: some patterns take it longer than a day for 41 characters. A pattern is given to them
-only when it is deterministic: at each character at most one part of it can go on, in one way, so that nothing
-is tried twice (the strongly one-unambiguous expressions of Brüggemann-Klein and Wood, 1998, by Glushkov's
-automaton), or when it has a single loop over one character.
+RE2 matches any pattern in linear time. Airflow's form and API server use Python's ``re``, which backtracks:
+some patterns need more than a day for 41 characters. A pattern is passed to them only in two cases. Either it
+is deterministic: at each character at most one part can continue, in one way, so no alternative is retried
+(the strongly one-unambiguous expressions of Brüggemann-Klein and Wood, 1998, found with Glushkov's
+automaton). Or it has a single loop over one character.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from itertools import pairwise
 from typing import Any
 
 MAX_PATTERN = 500
-"""Longest pattern, characters. Chosen: the longest that the docs of known form generators show has 120."""
+"""Longest pattern, characters. Chosen: the longest in the docs of known form generators has 120."""
 _MAX_POSITIONS = 400
-"""Characters that an expanded pattern may name. Chosen: ``[a-z]{1,253}`` fits."""
+"""Largest number of positions in an expanded pattern. Chosen: ``[a-z]{1,253}`` fits."""
 _MAX_CHOICES = 64
-"""Ways through a pattern with one loop. Chosen: six optional parts."""
+"""Largest number of paths through a pattern with one loop. Chosen: six optional parts."""
 _ANY = (1 << 129) - 1
-"""Every character: one bit for each of ASCII, and one for all others."""
+"""The set of all characters: one bit for each ASCII character, and one for all others."""
 _OTHER = 1 << 128
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:@%+=,-")
-"""Characters that no shell gives a meaning, after Python's ``shlex.quote``, plus letters beyond ASCII."""
+"""Characters without a special meaning in any shell, after Python's ``shlex.quote``, plus non-ASCII
+letters.
+"""
 
 
 @cache
 def compiled(pattern: str) -> Any:
-    """*pattern* for :func:`matches`.
+    """Compile *pattern* for :func:`matches`.
 
     Raises:
-        ValueError: It is too long, not valid, or cannot be matched in linear time.
+        ValueError: *pattern* is too long, not valid, or cannot be matched in linear time.
     """
     import re2  # noqa: PLC0415  (10 ms that most DAG files do without)
 
@@ -58,20 +60,20 @@ def compiled(pattern: str) -> Any:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """True when *pattern* matches *text* as a whole."""
+    """True when *pattern* matches *text* completely."""
     return compiled(pattern).fullmatch(text) is not None
 
 
 @cache
 def is_safe_elsewhere(pattern: str) -> bool:
-    """True when a matcher that backtracks needs time linear in the text, too; False when unsure."""
+    """True when a backtracking matcher also needs linear time; False when unsure."""
     walked = _walk(pattern)
     return walked is not None and (walked.is_deterministic or walked.has_one_loop)
 
 
 @cache
 def is_shell_safe(pattern: str) -> bool:
-    """True when no text that *pattern* matches means anything to a shell; False when unsure."""
+    """True when no matching text has a special meaning in a shell; False when unsure."""
     walked = _walk(pattern)
     if walked is None:
         return False
@@ -81,7 +83,7 @@ def is_shell_safe(pattern: str) -> bool:
 
 @dataclass(slots=True)
 class _Part:
-    """Positions at which a part of a pattern can begin and end."""
+    """Positions at which a part of a pattern can start and end."""
 
     first: frozenset[int]
     last: frozenset[int]
@@ -102,12 +104,12 @@ class _Walk:
 
     @property
     def is_deterministic(self) -> bool:
-        """No character can be matched by two parts, nor by one part in two ways, as in ``(a+)+``."""
+        """True if no two parts, nor one part in two ways as in ``(a+)+``, can match the same character."""
         return not self.is_twofold and all(map(self._are_apart, (self.first, *self.follow)))
 
     @property
     def has_one_loop(self) -> bool:
-        """One part repeats, which is one character, beside a few choices: each end of it is tried once."""
+        """True if at most one part, a single character, repeats, with few choices: each end is tried once."""
         return self.loops <= 1 and self.has_simple_loops and self.choices <= _MAX_CHOICES
 
     def _are_apart(self, positions: Iterable[int]) -> bool:
@@ -157,7 +159,7 @@ class _Walk:
 
     def either(self, parts: list[_Part]) -> _Part:
         self.choices *= len(parts)
-        self.is_twofold |= sum(part.is_nullable for part in parts) > 1  # nothing is matched by either
+        self.is_twofold |= sum(part.is_nullable for part in parts) > 1  # several parts match the empty text
         return _Part(
             frozenset().union(*(part.first for part in parts)),
             frozenset().union(*(part.last for part in parts)),
@@ -165,7 +167,7 @@ class _Walk:
         )
 
     def repeated(self, low: int, high: Any, items: Any) -> _Part:
-        """``x{2,4}`` is ``xx(x(x)?)?``, and ``x{2,}`` is ``xx`` of which the last may come again."""
+        """Expand ``x{2,4}`` to ``xx(x(x)?)?``, and ``x{2,}`` to ``xx`` whose last part may repeat."""
         is_endless = str(high) == "MAXREPEAT"
         count = max(low, 1) if is_endless else int(high)
         before = (len(self.sets), self.choices)
@@ -196,11 +198,11 @@ class _Walk:
 
 
 class _UnsureError(Exception):
-    """The pattern has a part that is not understood here."""
+    """This module does not support a part of the pattern."""
 
 
 def _walk(pattern: str) -> _Walk | None:
-    parser: Any = import_module("re._parser")  # the tree that ``re`` itself runs
+    parser: Any = import_module("re._parser")  # the parse tree that ``re`` uses
     walk = _Walk()
     try:
         whole = walk.sequence(parser.parse(pattern))
@@ -211,7 +213,7 @@ def _walk(pattern: str) -> _Walk | None:
 
 
 def _chars(name: str, value: Any) -> int:
-    """Characters of one position, rather too many than too few."""
+    """The set of characters of one position; may contain too many but never too few."""
     if name == "LITERAL":
         return _bit(value)
     if name == "NOT_LITERAL":

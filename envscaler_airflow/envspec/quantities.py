@@ -1,6 +1,6 @@
-"""Quantities as people write them: cpu and memory by Kubernetes' rules, durations, GPU memory.
+"""Quantities in specs: cpu and memory by Kubernetes' rules, durations, GPU memory.
 
-Each function reads one value and raises ValueError whose text says what to write instead.
+Each function parses one value and raises a ValueError that says what to write instead.
 
 Source:
     https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/ (suffixes).
@@ -13,17 +13,17 @@ import re
 from decimal import ROUND_CEILING, Decimal
 
 MAX_CORES = 100_000
-"""Chosen: no machine and no sum of ours has more; a typing error does."""
+"""Chosen: no machine and no total of ours has more cores; a typing error does."""
 MIN_MEMORY_BYTES = 1 << 20
-"""1Mi. Chosen: a smaller request is a wrong unit; no Python starts in it."""
+"""1Mi. Chosen: a smaller request has a wrong unit; Python does not start in it."""
 MAX_MEMORY_BYTES = 1 << 50
 """1Pi per node. Chosen: ten times the largest machine on offer."""
 MAX_DURATION_S = 366 * 86400.0
-"""A year. Chosen: longer is a wrong unit."""
+"""A year. Chosen: a longer duration has a wrong unit."""
 MAX_GPU_MEMORY_GB = 4096.0
 """Chosen: ten times the largest GPU of 2026."""
 GPU_MEMORY_USABLE = 0.93
-"""Part of the nominal GPU memory that sizing counts on. Chosen: driver and context take the rest."""
+"""Fraction of the nominal GPU memory that sizing assumes. Chosen: driver and context use the rest."""
 
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -37,7 +37,7 @@ def cpu_cores(value: str | float) -> float:
     """Cores of a Kubernetes cpu quantity: ``8``, ``"0.5"`` and ``"500m"``.
 
     Raises:
-        ValueError: Not a cpu quantity, finer than 1m, or more than :data:`MAX_CORES`.
+        ValueError: The value is not a cpu quantity, finer than 1m, or more than :data:`MAX_CORES`.
     """
     digits, unit = _split(value, "cpu: write 8, 0.5 or 500m")
     if unit not in ("", "m"):
@@ -53,11 +53,11 @@ def cpu_cores(value: str | float) -> float:
 def memory_bytes(value: str | float) -> int:
     """Bytes of a Kubernetes memory quantity with a unit: ``"4Gi"``, ``"512Mi"``, ``"32G"``.
 
-    Bare numbers (bytes in Kubernetes) and ``512m`` (half a byte there) are refused: both are
-    mistakes in every spec that has them.
+    Bare numbers (bytes in Kubernetes) and ``512m`` (half a byte there) are rejected: in a spec both are
+    always mistakes.
 
     Raises:
-        ValueError: No unit, an unknown one, or outside 1Mi to 1Pi.
+        ValueError: The unit is absent or unknown, or the value is outside 1Mi to 1Pi.
     """
     digits, unit = _split(value, "memory: write 4Gi or 512Mi")
     number = _plain(digits)
@@ -78,9 +78,9 @@ def duration_s(value: str) -> float:
     """Seconds of a duration: ``"10m"``, ``"1h30m"``, ``"90s"``, ``"500ms"``, ``"2d"``.
 
     Raises:
-        ValueError: No unit, units out of order, or more than a year.
+        ValueError: The unit is absent, units are out of order, or the value is more than a year.
     """
-    if not isinstance(value, str):  # pydantic takes ValueError
+    if not isinstance(value, str):  # pydantic handles ValueError
         number = value if isinstance(value, int) and not isinstance(value, bool) else 10
         fix = f'write it with a unit in quotes: "{number}s", "10m"'
         raise ValueError(f"{_shown(value)} is no duration; {fix}")  # noqa: TRY004 (pydantic takes ValueError)
@@ -117,7 +117,7 @@ def gpu_memory_gb(value: str | float) -> float:
     """Nominal memory of one GPU: ``141Gi``, ``141GB`` and ``141`` all mean the vendor's 141.
 
     Raises:
-        ValueError: Another unit, or out of range.
+        ValueError: The unit is another one, or the value is out of range.
     """
     digits, unit = _split(value, "GPU memory: write 80GB")
     if unit not in ("", "G", "GB", "Gi", "GiB"):

@@ -1,4 +1,4 @@
-"""JSON Schema of a spec document, for editors that complete and check ``envscaler.yaml``."""
+"""JSON Schema of a spec document, for completion and validation of ``envscaler.yaml`` in editors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _parameter() -> dict[str, Any]:
 
 
 def _with_templates(node: Any) -> Any:
-    """Allow a template and ``null`` (it removes) wherever a scalar or a choice stands."""
+    """Allow a template and ``null`` (which deletes) for every scalar or choice."""
     if isinstance(node, list):
         return [_with_templates(item) for item in node]
     if not isinstance(node, dict):

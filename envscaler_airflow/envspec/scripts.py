@@ -1,4 +1,4 @@
-"""Words of a command that are programs of their own, as those of ``bash -c`` and ``python -c``."""
+"""Words of a command that are themselves programs, as those of ``bash -c`` and ``python -c``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ ScriptKind = Literal["shell", "code"]
 
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh", "rbash", "yash", "osh"})
 _OTHER_SHELLS = frozenset({"fish", "csh", "tcsh", "nu", "elvish", "xonsh"})
-"""Shells whose quotes are not those of POSIX (in fish ``\\'`` is a quote within quotes), so that the filter
-``quote`` does not hold there."""
+"""Shells whose quoting differs from POSIX (in fish ``\\'`` is a quote within quotes), so that the filter
+``quote`` does not work there.
+"""
 _BY_COMMAND = frozenset({"su", "runuser", "flock", "script", "sg"})
-"""Programs that hand the text after ``-c`` to a shell."""
+"""Programs that pass the text after ``-c`` to a shell."""
 _REST_IS_SCRIPT = frozenset({"eval", "ssh", "watch", "parallel"})
-"""Programs that join all that follows and hand it to a shell."""
+"""Programs that join all following words and pass them to a shell."""
 _SCRIPT_FIRST = {"awk": "-[Fv]", "gawk": "-[Fv]", "mawk": "-[Fv]", "nawk": "-[Fv]", "sed": "-[lE]"}
 """Programs whose first word that is not an option is code that can run commands, and options with a value."""
 _CODE_FLAGS = {
@@ -40,11 +41,11 @@ _CODE_FLAGS = {
     "lua": r"-e",
     "deno": r"eval",
 }
-"""Flag after which each interpreter takes code, from its manual page."""
+"""Flag after which each interpreter expects code, from its manual page."""
 _ATTACHED = re.compile(r"(-[cCeE]|--[a-z]+(?==)).+", re.DOTALL)
-"""Code in the word of its flag: ``-cprint(1)``, ``--eval=f()``."""
+"""Code attached to its flag: ``-cprint(1)``, ``--eval=f()``."""
 _ENDS_OPTIONS = frozenset({"python", "pypy"})
-"""Interpreters that hand all that follows the first code to it."""
+"""Interpreters that pass everything after the first code to it as arguments."""
 _COMMAND = r"-[a-z]*c|--command"
 _TAKES_VALUE = re.compile(r"[-+][A-Za-z]*o|--rcfile|--init-file|-O")
 _VERSION = re.compile(r"[0-9.]+\Z")
@@ -70,7 +71,7 @@ def scripts(words: Sequence[object]) -> Iterator[tuple[int, ScriptKind]]:
 
 
 def _code(texts: Sequence[str], index: int) -> Iterator[int]:
-    """Words of code that the interpreter at *index* is given."""
+    """Words of code that are passed to the interpreter at *index*."""
     program = _VERSION.sub("", texts[index].rpartition("/")[2])
     found = list(_after(texts, index + 1, flag)) if (flag := _CODE_FLAGS.get(program)) else []
     if not found and (takes_value := _SCRIPT_FIRST.get(program)):
@@ -102,5 +103,5 @@ def _after(texts: Sequence[str], start: int, flag: str) -> Iterator[int]:
         elif (attached := _ATTACHED.fullmatch(texts[at])) and re.fullmatch(flag, attached[1]):
             yield at
         elif texts[at][:1] != "-" and flag != _COMMAND:
-            return  # the program's own file: what follows are its arguments
+            return  # the program's own file: its arguments follow
         at += 1

@@ -1,4 +1,4 @@
-"""Secrets only by reference: what looks like a literal one is a fault, and references are read here."""
+"""Secrets only by reference: report values that look like literal secrets, and parse references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLAG_IN_SCRIPT = re.compile(
     r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]{0,60})(?:=|\s+)(\"[^\"]*\"|'[^']*'|[^\s\"';|&]+)"
 )
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][A-Za-z0-9_.-]{0,200})=([^\s(]+)\Z")
-"""``db.password=x``, as Hydra and Helm take it."""
+"""``db.password=x``, as Hydra and Helm accept it."""
 _ASSIGNED_IN_SHELL = re.compile(r"(?:^|[\s;])([A-Za-z_][A-Za-z0-9_.]{0,200})=([^\s\"'(),;]+)(?=[\s;]|$)")
 _USER_FLAGS = frozenset(
     {"-u", "--user", "--proxy-user", "-U", "--userpwd", "--http-user", "-n", "--auth", "-a"}
@@ -46,7 +46,7 @@ _PASSWORD_FLAGS = tuple(
         ("openssl", r"-pass(?:in|out)?\s+pass:"),
     )
 )
-"""Short flags by which programs take a password, from their manual pages."""
+"""Short flags with which programs accept a password, from their manual pages."""
 _USER_AND_PASSWORD = re.compile(r"[\"']?[^\s:/$\"'{<]+:(?!/)([^\s]+)\Z")
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?\Z", re.DOTALL)
 _ASSIGNED = re.compile(r"(?:\b([A-Z][A-Z0-9_]*)|[?&]([A-Za-z_]+))=(\S+)")
@@ -59,7 +59,7 @@ _REFERENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where a secret is taken from, never the secret.
+    """The source of a secret, never its value.
 
     Attributes:
         kind: ``secret`` (Kubernetes), ``env`` (of the worker), ``connection`` or ``variable`` (Airflow).
@@ -79,11 +79,11 @@ class Reference:
 def parse_reference(text: str, *, variable: str | None = None) -> Reference:
     """Read ``secret:NAME/key``, ``env:NAME``, ``connection:ID/field`` or ``variable:NAME``.
 
-    ``secret:NAME`` without a key takes *variable* in lower kebab case less the words that it shares
-    with NAME: WANDB_API_KEY of wandb-secret is ``api-key``.
+    ``secret:NAME`` without a key uses *variable* in lower kebab case, without the words that NAME also has:
+    WANDB_API_KEY of wandb-secret is ``api-key``.
 
     Raises:
-        ValueError: Another form; the text is not repeated, it may be a secret.
+        ValueError: The text has another form; the message does not repeat it, because it may be a secret.
     """
     match = _REFERENCE.match(text)
     if match is None:
@@ -99,7 +99,7 @@ def parse_reference(text: str, *, variable: str | None = None) -> Reference:
 
 
 def secret_key(variable: str, secret: str) -> str:
-    """Key of *secret* that *variable* takes when none is named: ``api-key`` of wandb for WANDB_API_KEY."""
+    """Default key of *secret* for *variable*: ``api-key`` of wandb for WANDB_API_KEY."""
     words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", variable) if word]
     shared = set(re.split(r"[^a-z0-9]+", secret.lower()))
     kept = list(words)
@@ -109,7 +109,7 @@ def secret_key(variable: str, secret: str) -> str:
 
 
 def check_secrets(root: Node, faults: Faults) -> None:
-    """Note a fault for every literal that looks like a secret; its text is in no message."""
+    """Record a fault for every literal that looks like a secret; messages never contain its text."""
     for node in root.walk():
         if isinstance(node.value, str):
             _check_text(node, faults)
@@ -159,7 +159,7 @@ def _check_map(node: Node, faults: Faults) -> None:
 
 
 def _check_arguments(node: Node, faults: Faults) -> None:
-    """``--api-key abc``, ``db.password=abc`` and ``-u user:abc`` in a list, and within its scripts."""
+    """Check ``--api-key abc``, ``db.password=abc`` and ``-u user:abc`` in a list, and in its scripts."""
     words = [item.value for item in node.value]
     kinds = dict(scripts(words))
     is_for_users = any(isinstance(word, str) and _USER_PROGRAMS.search(word) for word in words)
@@ -180,7 +180,7 @@ def _check_arguments(node: Node, faults: Faults) -> None:
 
 
 def _is_secret_argument(text: str, after: object, *, is_for_users: bool) -> bool:
-    """Whether *text*, followed by *after*, hands a secret to the program."""
+    """True when *text*, followed by *after*, passes a secret to the program."""
     if override := _OVERRIDE.match(text):
         return is_secret_name(override[1].rpartition(".")[2]) and is_literal(override[2])
     flag, assigned, literal = text.partition("=")
@@ -198,7 +198,7 @@ def _is_secret_argument(text: str, after: object, *, is_for_users: bool) -> bool
 
 
 def _is_user_and_password(value: object, *, is_sure: bool) -> bool:
-    """``user:pass``; without a program that takes it so, not ``1000:1000`` and ``nobody:nogroup``."""
+    """True for ``user:pass``; unless *is_sure*, not for ``1000:1000`` and ``nobody:nogroup``."""
     match = _USER_AND_PASSWORD.match(value) if isinstance(value, str) else None
     if match is None or not is_literal(match[1]):
         return False
@@ -207,7 +207,7 @@ def _is_user_and_password(value: object, *, is_sure: bool) -> bool:
 
 
 def _gives_secret(text: str, *, is_shell: bool) -> bool:
-    """The same within a text of several words."""
+    """True when a text of several words passes a secret to a program."""
     if any(is_secret_name(flag) and _is_given(value) for flag, value in _FLAG_IN_SCRIPT.findall(text)):
         return True
     if any(_is_given(value) for flag in _PASSWORD_FLAGS for value in flag.findall(text)):

@@ -1,8 +1,8 @@
-"""What people type never becomes a part of a script: templates within ``bash -c`` and ``python -c``.
+"""User input never becomes part of a script: templates within ``bash -c`` and ``python -c``.
 
-Any user who may trigger the DAG fills in a text parameter, and need not be allowed to read the stage's
-secrets. Within a script it is accepted when it can hold nothing that a shell acts on: one of ``values``, a
-``pattern`` without such characters, or quoted by the filter ``quote`` where quoting works.
+Any user who may trigger the DAG can fill in a text parameter, even one who may not read the stage's secrets.
+A script may contain a parameter only if its value cannot have a special meaning in a shell: it is one of
+``values``, its ``pattern`` excludes such characters, or the filter ``quote`` quotes it where quoting works.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from envscaler_airflow.envspec.templates import EXPRESSION, Names, parse
 
 _NUMERIC_FILTERS = frozenset({"abs", "length", "round"})
 _PLAIN_INPUT = re.compile(r"[A-Za-z0-9_./:@%+=,-]*\Z")
-"""Characters that no shell gives a meaning, after Python's ``shlex.quote``."""
+"""Characters without a special meaning in any shell, after Python's ``shlex.quote``."""
 
 
 def check_scripts(root: Node, declared: Mapping[str, Parameter | None], names: Names, faults: Faults) -> None:
-    """Note a fault for every template in a script whose value could be a command."""
+    """Record a fault for every template in a script whose value could be a command."""
     free = {name for name, item in declared.items() if item is not None and not _is_plain(item)}
     free_inputs = {name for name, uri in (names.inputs or {}).items() if not _PLAIN_INPUT.match(str(uri))}
     for node in root.walk():
@@ -36,9 +36,9 @@ def check_scripts(root: Node, declared: Mapping[str, Parameter | None], names: N
 
 
 def _is_plain(parameter: Parameter) -> bool:
-    """True when no value of it means anything to a shell."""
+    """True when no value of *parameter* has a special meaning in a shell."""
     if parameter.type != "string":
-        return True  # numbers, switches, durations, sizes, and what the spec's author listed
+        return True  # numbers, booleans, durations, sizes, and values that the spec's author listed
     return parameter.pattern is not None and patterns.is_shell_safe(parameter.pattern)
 
 
@@ -74,11 +74,11 @@ def _words(group: str, name: str, kind: ScriptKind, place: str) -> str:
 
 
 def _unquoted(text: str, *, can_quote: bool) -> Iterator[tuple[str, str]]:
-    """Entries of ``parameters`` and ``inputs`` that reach the result of expression *text* as they are."""
+    """Entries of ``parameters`` and ``inputs`` that the result of expression *text* contains unquoted."""
     try:
         tree = parse("{{" + text + "}}")
     except TemplateError:
-        return  # reported where it is rendered
+        return  # rendering reports it
     for output in tree.find_all(nodes.Output):
         for part in output.nodes:
             yield from _reaching(part, can_quote=can_quote)
@@ -90,7 +90,7 @@ def _reaching(node: nodes.Node, *, can_quote: bool) -> Iterator[tuple[str, str]]
         yield node.node.name, str(member)
         return
     if isinstance(node, (nodes.Compare, nodes.Not, nodes.Test)):
-        return  # a switch
+        return  # a boolean
     if isinstance(node, nodes.Filter) and (
         node.name in _NUMERIC_FILTERS or (can_quote and node.name == "quote")
     ):
@@ -102,7 +102,7 @@ def _reaching(node: nodes.Node, *, can_quote: bool) -> Iterator[tuple[str, str]]
 
 
 def contexts(script: str, mark: str = "\ue000") -> list[str]:
-    """Where each *mark* of a shell script stands: ``plain``, or in which quotes or other special place.
+    """Context of each *mark* in a shell script: ``plain``, or the quotes or other special place around it.
 
     Source: POSIX.1-2024, Shell Command Language, 2.2 Quoting and 2.6.3 Command Substitution.
     """
@@ -110,7 +110,7 @@ def contexts(script: str, mark: str = "\ue000") -> list[str]:
 
 
 class _Reader:
-    """Reads a script once, with a stack of the quotes and substitutions that are open."""
+    """Reads a script once, with a stack of the open quotes and substitutions."""
 
     def __init__(self, script: str, mark: str) -> None:
         self.script, self.mark, self.at = script, mark, 0
@@ -164,7 +164,7 @@ class _Reader:
         return self._opened(char) or 1
 
     def _opened(self, char: str) -> int:
-        """Open a substitution that begins here, in quotes or not; 0 when none does."""
+        """Open a substitution that starts here, in quotes or not; 0 when none starts."""
         ahead = self.script[self.at : self.at + 3]
         if ahead == "$((":
             self.open += ["arithmetic", "arithmetic"]

@@ -1,8 +1,8 @@
-"""What users know from elsewhere, turned into the spec's own form before documents are merged.
+"""Convert forms that users know from other tools to the spec's own form before documents are merged.
 
 SkyPilot's ``accelerators``, ``cpus``, ``memory``, ``any_of``, ``ordered``, ``use_spot``, ``infra``,
 ``disk_size`` and ``disk_tier``, dstack's ``gpu`` and ranges, directly under ``resources``; a map for
-``env``; text for ``entrypoint``. Places are kept, so that later faults name what the user wrote.
+``env``; text for ``entrypoint``. Nodes keep their places, so that later faults name what the user wrote.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _HERE = ("cpus", "cpu", "memory", "gpu", "accelerators", "infra", "use_spot")
 
 
 def normalise(document: Node, faults: Faults) -> Node:
-    """*document* and the overlays of its targets in the spec's own form."""
+    """Convert *document* and its target overlays to the spec's own form."""
     return _Normaliser(faults).document(document)
 
 
 def split_commands(document: Node, faults: Faults) -> Node:
-    """*document* with each ``entrypoint`` that is text as a list of words.
+    """Split each ``entrypoint`` of *document* that is text into a list of words.
 
-    Before templates are filled in: a parameter's value stays one word, whatever is in it.
+    This happens before templates are rendered, so a parameter's value always stays one word.
     """
     entries = dict(document.value)
     if "entrypoint" in entries and isinstance(entries["entrypoint"].value, str):
@@ -66,7 +66,7 @@ def _split(node: Node, faults: Faults) -> Node:
 
 
 class _Normaliser:
-    """One pass over one document; what it cannot read is a fault, and is left out or marked broken."""
+    """One pass over one document; unreadable values are faults, and are dropped or marked broken."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -97,7 +97,7 @@ class _Normaliser:
         return document.with_value(entries)
 
     def hoist_capacity(self, entries: dict[str, Node], capacity: Node) -> None:
-        """``use_spot`` is the stage's ``capacity``, said elsewhere."""
+        """Convert ``use_spot`` to the stage's ``capacity``."""
         said = entries.get("capacity")
         if said is not None and said.value not in (None, "auto", capacity.value):
             self.fault(
@@ -122,7 +122,7 @@ class _Normaliser:
         return self.document(node.without("extends", "modules", "targets", "version"))
 
     def env(self, node: Node) -> Node:
-        """A map of names to values as a list of entries, and scalars as they were written."""
+        """Convert a map of names to values to a list of entries; scalars keep their source text."""
         if node.is_map:
             items = [
                 node_of({"name": key, "value": _text(item)}, item)
@@ -180,7 +180,7 @@ class _Normaliser:
         return node.with_value(entries)
 
     def move_requests(self, node: Node, requests: dict[str, Node]) -> None:
-        """``cpus``, ``memory`` and ``gpu`` directly under ``resources``."""
+        """Move ``cpus``, ``memory`` and ``gpu`` from ``resources`` to ``requests``."""
         for said, name in (("cpus", "cpu"), ("cpu", "cpu"), ("memory", "memory"), ("gpu", "gpu")):
             item = node.get(said)
             if item is None:
@@ -191,7 +191,7 @@ class _Normaliser:
             requests[name] = item
 
     def take_infra(self, node: Node, entries: dict[str, Node], _: dict[str, Node]) -> None:
-        """``aws/us-east-1/us-east-1a``; ``*`` is any."""
+        """Convert ``aws/us-east-1/us-east-1a``; ``*`` means any."""
         parts = node.value.split("/") if isinstance(node.value, str) else []
         if not 1 <= len(parts) <= 3 or not all(parts):
             self.fault(
@@ -217,7 +217,7 @@ class _Normaliser:
         entries["capacity"] = node.with_value("spot" if node.value else "on-demand")
 
     def take_accelerators(self, node: Node, entries: dict[str, Node], requests: dict[str, Node]) -> None:
-        """``A100:8``; a list is ordered, a map or set is any of."""
+        """Convert ``A100:8``; a list is ordered, a map or set means any of them."""
         if "gpu" in requests:
             self.fault(node, f"is said twice, also as {requests['gpu'].path}; write one of them")
             return
@@ -258,7 +258,7 @@ class _Normaliser:
         ])  # fmt: skip
 
     def at_least(self, node: Node) -> Node:
-        """``4+`` and ``4..`` are requests of at least 4, as every request is."""
+        """Convert ``4+`` and ``4..`` to 4, because every request is a minimum."""
         if not isinstance(node.value, str):
             return node
         text = node.value.strip()
@@ -272,7 +272,7 @@ class _Normaliser:
         return node.with_value(low) if dots else node
 
     def gpu(self, node: Node) -> Node:
-        """A count, ``A100:8``, ``A100:80GB:2``, ``24GB`` or a map."""
+        """Convert a count, ``A100:8``, ``A100:80GB:2``, ``24GB`` or a map."""
         if isinstance(node.value, str):
             body = self.gpu_text(node)
         elif isinstance(node.value, int) and not isinstance(node.value, bool):
@@ -288,7 +288,7 @@ class _Normaliser:
             self.split_memory(memory, body)
         if body.get("count") is not None and isinstance(body["count"].value, str):
             body["count"] = self.count(body["count"])
-        # A whole GPU in one word replaces the one below it; a map joins it.
+        # A complete GPU in one word replaces the lower value; a map is merged with it.
         return replace(node.with_value(body), resets=node.resets or isinstance(node.value, str))
 
     def gpu_text(self, node: Node) -> dict[str, Node]:
@@ -303,7 +303,7 @@ class _Normaliser:
         return body
 
     def split_memory(self, node: Node, body: dict[str, Node]) -> None:
-        """``24GB..80GB`` is a minimum and a maximum."""
+        """Split ``24GB..80GB`` into a minimum and a maximum."""
         low, dots, high = node.value.partition("..")
         body["memory"] = node.with_value(low.strip().removesuffix("+"))
         if dots and high.strip():
@@ -320,7 +320,7 @@ class _Normaliser:
         return node
 
     def disk(self, entries: dict[str, Node]) -> None:
-        """A bare ``disk_size`` is in GB, as in SkyPilot."""
+        """Read a bare ``disk_size`` as GB, as SkyPilot does."""
         size = entries.get("disk_size")
         if size is None:
             return
@@ -332,7 +332,7 @@ class _Normaliser:
 
 
 def _text(node: Node) -> Node:
-    """A scalar as the text that it was written as: ``4`` and ``false``."""
+    """The source text of a scalar, such as ``4`` and ``false``."""
     value: Any = node.value
     if value is None or isinstance(value, (str, dict, list)):
         return node

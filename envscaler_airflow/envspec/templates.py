@@ -1,9 +1,9 @@
-"""Templates in a spec: expressions over parameters and inputs, nothing else.
+"""Templates in a spec: only expressions over parameters and inputs.
 
 ``{{ parameters.x }}``, ``{{ .parameters.x }}`` and ``{{ inputs.x }}``, with arithmetic, comparison,
-``if``/``else`` and a few filters. No calls, no statements, no attribute of anything but the two maps:
-the syntax tree is checked against a list before it runs in Jinja2's sandbox. A string that is one
-expression takes the expression's type.
+``if``/``else`` and a few filters. Calls, statements, and attributes of anything except the two maps are not
+allowed: the syntax tree is checked against a list before it runs in Jinja2's sandbox. A string that is a
+single expression gets the expression's type.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.envspec.parameters import BROKEN, MAX_NUMBER
 
 MAX_TEMPLATE = 10_000
-"""Longest text with a template, characters. Chosen: an entrypoint's script, several times."""
+"""Longest text with a template, characters. Chosen: several times an entrypoint's script."""
 
 _FILTERS = ("abs", "default", "length", "lower", "quote", "round", "string", "trim", "upper")
 MAX_DEPTH = 40
-"""Deepest expression. Chosen: people write 5."""
+"""Deepest expression. Chosen: users write up to 5."""
 _ALLOWED: tuple[type[nodes.Node], ...] = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Const,
     nodes.Filter, nodes.Keyword, nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not,
@@ -41,7 +41,7 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 class _Env(ImmutableSandboxedEnvironment):
-    """Expressions only; numbers stay small, and multiplication and ``%`` take numbers alone."""
+    """Jinja2 environment for expressions; numbers stay small, and ``*`` and ``%`` accept only numbers."""
 
     intercepted_binops = frozenset({"*", "%", "/", "//", "+", "-"})
 
@@ -56,14 +56,14 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _round(value: float, digits: int = 0) -> float:
-    """Jinja's own takes any power of ten, however large."""
+    """Round with a limited number of digits; Jinja2's own filter accepts any power of ten."""
     if not _is_number(value) or not isinstance(digits, int) or not 0 <= digits <= 15:
         raise TemplateError("round takes a number, and 0 to 15 digits")
     return round(value, digits) if digits else round(value)
 
 
 def _quote(value: object) -> str:
-    """As one word of a shell."""
+    """Quote a value as one word of a shell."""
     if not isinstance(value, (str, int, float)):
         raise TemplateError("quote takes text")
     return shlex.quote(str(value))
@@ -82,10 +82,10 @@ _ENV = _environment()
 
 
 def parse(text: str) -> nodes.Template:
-    """The tree of template *text*, unchecked.
+    """Parse template *text* without checking its expressions.
 
     Raises:
-        TemplateError: It is not a valid template.
+        TemplateError: *text* is not a valid template.
     """
     return _ENV.parse(_without_go_dots(text))
 
@@ -96,13 +96,13 @@ def _without_go_dots(text: str) -> str:
 
 @dataclass(slots=True)
 class Names:
-    """What templates may name.
+    """Names that templates may use.
 
     Attributes:
-        parameters: Values by name.
-        inputs: URI by name; None when they are not known yet, and ``{{ inputs.x }}`` stays as it is.
+        parameters: Parameter values by name.
+        inputs: URI by name; None if not known yet, and ``{{ inputs.x }}`` is then left unchanged.
         declared: Input names that the spec declares; None when it declares none.
-        used_inputs: Filled with every input that a template names.
+        used_inputs: Collects every input that a template uses.
     """
 
     parameters: Mapping[str, Any]
@@ -112,7 +112,7 @@ class Names:
 
 
 def render(root: Node, names: Names, faults: Faults) -> Node:
-    """*root* with every template replaced by its value."""
+    """Replace every template in *root* with its value."""
     if isinstance(root.value, dict):
         return replace(root, value={key: _entry(root, key, names, faults) for key in root.value})
     if isinstance(root.value, list):
@@ -141,7 +141,7 @@ def _scalar(node: Node, names: Names, faults: Faults) -> Node:
 
 
 class _Entries:
-    """A map whose entries are all that a template sees: ``parameters.items`` is an entry, never a method."""
+    """A map that exposes only its entries to templates: ``parameters.items`` is an entry, never a method."""
 
     __slots__ = ("_values",)
 
@@ -153,11 +153,11 @@ class _Entries:
 
 
 class _TemplateFaultError(ValueError):
-    """What is wrong with a template."""
+    """A fault of a template."""
 
 
 class _BrokenParameterError(_TemplateFaultError):
-    """The template names a parameter whose fault is told already."""
+    """The template uses a parameter whose fault was already reported."""
 
 
 def _evaluate(text: str, names: Names) -> Any:
@@ -274,7 +274,7 @@ def _run(tree: nodes.Template, source: str, names: Names) -> Any:
 
 
 def _single_expression(tree: nodes.Template) -> nodes.Expr | None:
-    """The expression of a template that is nothing else."""
+    """The expression of a template that consists of only one expression."""
     if len(tree.body) == 1 and isinstance(tree.body[0], nodes.Output):
         parts = tree.body[0].nodes
         if len(parts) == 1 and not isinstance(parts[0], nodes.TemplateData):

@@ -1,4 +1,4 @@
-"""From a tree of nodes, or plain JSON, to an EnvSpec; pydantic's errors become faults with places."""
+"""Convert a tree of nodes, or plain JSON, to an EnvSpec; pydantic's errors become faults with places."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _FOREIGN = {
     "interval": "every",
     "policies": "policy",
 }
-"""What other tools call our fields."""
+"""Names that other tools use for our fields."""
 _HIDDEN = "a hidden value"
 _DOCUMENT_FIELDS = ("extends", "modules", "parameters", "targets", "inputs")
 _SHORT_FORMS = ("accelerators", "cpus", "memory", "gpu", "infra", "use_spot")
 
 
 def validate(tree: Node, faults: Faults, *, resolved: Mapping[str, Any]) -> EnvSpec | None:
-    """The spec in *tree* with the *resolved* fields; None when faults were noted."""
+    """Validate *tree* with the *resolved* fields; None if it has faults."""
     for name in RESOLVED_FIELDS:
         item = tree.get(name)
         if item is not None and name not in _DOCUMENT_FIELDS:
@@ -65,10 +65,10 @@ def validate(tree: Node, faults: Faults, *, resolved: Mapping[str, Any]) -> EnvS
 
 
 def from_dict(body: Mapping[str, Any]) -> EnvSpec:
-    """Read a frozen spec; fields that this version does not know are ignored.
+    """Read a frozen spec; unknown fields are ignored.
 
     Raises:
-        SpecError: Every fault of it.
+        SpecError: The spec has faults; reports all of them.
     """
     _check_plain(body, 0)
     tree = node_of(dict(body), Node(None))
@@ -128,7 +128,7 @@ def _parts(at: str) -> list[str | int]:
 
 
 def _find(tree: Node, location: list[Any]) -> tuple[Node, list[Any]]:
-    """Deepest node of *location*, and the parts that are not written."""
+    """Deepest existing node of *location*, and the absent parts below it."""
     node = tree
     for index, part in enumerate(location):
         below = node.get(part) if isinstance(part, str) else None
@@ -183,7 +183,7 @@ _MAPS = {
     "scaling": "{policy: cost-to-finish}",
     "base": '{image: "python:3.11-slim"}',
 }
-"""What a map of a field looks like, for those who wrote something else."""
+"""Examples of fields that are maps, for users who wrote another type."""
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:
@@ -250,7 +250,7 @@ def _hidden_if_secret(text: str, value: Any, name: str) -> str:
 
 
 def _example(location: list[Any]) -> str:
-    """An example of the field at *location*, as YAML's flow style; ``""`` when there is none."""
+    """An example of the field at *location*, in YAML's flow style; ``""`` when there is none."""
     model = _model_at(location[:-1])
     field = model.model_fields.get(str(location[-1])) if model is not None and location else None
     if field is None:
@@ -271,7 +271,7 @@ def _annotated_metadata(hint: Any) -> list[Any]:
 
 
 def _model_at(location: list[Any]) -> type[BaseModel] | None:
-    """The model that holds the fields at *location*."""
+    """The model that contains the fields at *location*."""
     hint: Any = EnvSpec
     for part in location:
         if not (isinstance(hint, type) and issubclass(hint, BaseModel)):

@@ -1,4 +1,4 @@
-"""Credentials of indexes and certificates to trust, as files that live as long as one call."""
+"""Credentials for package indexes and trusted certificates, as files that exist for one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envscaler_airflow.images.plain_files import read_plain
 from envscaler_airflow.images.requirements import Requirements
 
 MAX_CA_BYTES = 1 << 24
-"""Largest file of certificates, bytes. Chosen: all roots that Debian ships are 0.2 MB."""
+"""Largest certificate file, bytes. Chosen: all roots that Debian ships are 0.2 MB."""
 
 
 @contextmanager
@@ -24,10 +24,10 @@ def index_access(
     ca_file: Path | None = None,
     resolve_secret: Callable[[str], str] | None = None,
 ) -> Iterator[dict[str, str]]:
-    """Variables by which an installer on this machine reaches the runtime's indexes.
+    """Environment variables with which an installer on this machine reaches the runtime's indexes.
 
     Raises:
-        SpecError: Credentials cannot be resolved, or *ca_file* holds no certificate.
+        SpecError: Credentials cannot be resolved, or *ca_file* contains no certificate.
     """
     with tempfile.TemporaryDirectory() as name:
         env: dict[str, str] = {}
@@ -41,7 +41,7 @@ def index_access(
 
 
 def netrc(requirements: Requirements, value: str) -> str:
-    """A netrc file for the hosts of the runtime's indexes. *value* is ``user:password``, or a token alone."""
+    """A netrc file for the hosts of the runtime's indexes. *value* is ``user:password``, or only a token."""
     runtime = requirements.runtime
     urls = [runtime.index_url, *runtime.extra_index_urls] if runtime is not None else []
     hosts = dict.fromkeys(host for url in urls if url and (host := urlsplit(url).hostname))
@@ -54,10 +54,10 @@ def netrc(requirements: Requirements, value: str) -> str:
 
 
 def ca_bundle(path: Path) -> str:
-    """The system's certificates and those of *path*.
+    """The system's certificates plus those of *path*.
 
     Raises:
-        SpecError: *path* holds no certificate.
+        SpecError: *path* contains no certificate.
     """
     try:
         own = read_plain(path, MAX_CA_BYTES)
@@ -75,7 +75,7 @@ def resolved(reference: str, resolve_secret: Callable[[str], str] | None) -> str
     """Value of *reference*, ``user:password`` or a token.
 
     Raises:
-        SpecError: It cannot be resolved here, or is no one word.
+        SpecError: The reference cannot be resolved here, or its value is not a single word.
     """
     if resolve_secret is None:
         raise SpecError(f"{reference}: credentials cannot be resolved here; build where they can")
@@ -88,7 +88,7 @@ def resolved(reference: str, resolve_secret: Callable[[str], str] | None) -> str
 
 
 def private_file(path: Path, text: str) -> Path:
-    """Write *text* to the new file *path*, which only its owner reads."""
+    """Write *text* to the new file *path*, which only its owner can read."""
     path.touch(mode=0o600)
     path.write_text(text, encoding="utf-8")
     return path

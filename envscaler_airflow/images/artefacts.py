@@ -1,4 +1,4 @@
-"""What rendering gives: named texts, and the quoting that keeps a value a value."""
+"""The result of rendering: named texts, and quoting that prevents values from being interpreted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(:[A-Za-z0-9_./-]+)*\Z")
-"""Texts that every version of YAML reads as text when they are not one of the words below."""
+"""Strings that every version of YAML reads as text, unless they are one of the words below."""
 _NOT_TEXT = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n", "t", "f", "nan", "inf"))
 
 
@@ -31,10 +31,10 @@ class Artefact:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever another YAML reader could take for a number or a truth value (``1e3``, ``0o17``)."""
+    """Quotes any string that another YAML reader could read as a number or boolean (``1e3``, ``0o17``)."""
 
     def ignore_aliases(self, _data: Any) -> bool:
-        """Write equal parts twice: anchors hide what is meant."""
+        """Write equal parts twice, because anchors are hard to read."""
         return True
 
 
@@ -50,7 +50,7 @@ _Dumper.add_representer(str, _text)
 
 
 def yaml_text(*documents: Mapping[str, Any]) -> str:
-    """*documents* as YAML, in the order of their keys; any string stays that string."""
+    """Write *documents* as YAML, in the order of their keys; every string stays a string."""
     parts = [
         yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=False)
         for document in documents
@@ -59,15 +59,15 @@ def yaml_text(*documents: Mapping[str, Any]) -> str:
 
 
 def json_words(words: Iterable[str]) -> str:
-    """The exec form of a Dockerfile: JSON, which nothing expands."""
+    """The exec form of a Dockerfile: JSON, in which nothing is expanded."""
     return json.dumps(list(words))
 
 
 def dockerfile_value(text: str) -> str:
-    """*text* quoted for ENV and LABEL: one line, nothing expanded.
+    """Quote *text* for ENV and LABEL: one line, without expansion.
 
     Raises:
-        ValueError: It has several lines, which a Dockerfile cannot hold.
+        ValueError: *text* has several lines, which a Dockerfile value cannot have.
     """
     if "\n" in text or "\r" in text:
         raise ValueError("has several lines")
@@ -76,5 +76,5 @@ def dockerfile_value(text: str) -> str:
 
 
 def comment(lines: Sequence[str]) -> str:
-    """*lines* as comments of a shell, YAML or Dockerfile; none can leave its line."""
+    """*lines* as comments of a shell, YAML or Dockerfile; a line break cannot end the comment."""
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""What common base images hold, and how packages are installed on them: a small table, no network."""
+"""What common base images contain, and how to install packages on them: a small table, no network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DISTROS: dict[str, tuple[str, Family]] = {
     "amazonlinux": ("amazonlinux:2023", "dnf"),
     "alpine": ("alpine:3.20", "apk"),
 }
-"""Image and package manager of a distribution without a version. Chosen: long-term releases."""
+"""Image and package manager of a distribution named without a version. Chosen: long-term releases."""
 
 _CODENAMES = {"bookworm": "12", "bullseye": "11", "trixie": "13", "jammy": "22.04", "noble": "24.04"}
 
@@ -45,9 +45,9 @@ class BaseFacts:
     """What is known of a base before it is pulled.
 
     Attributes:
-        image: Name to build from.
-        family: Its package manager.
-        provides: Packages that it holds, name to version; ``python`` and ``cuda`` among them.
+        image: Image name to build from.
+        family: Family of its package manager.
+        provides: Packages in the image, name to version, including ``python`` and ``cuda``.
         is_known: False when the package manager is a guess.
     """
 
@@ -58,7 +58,7 @@ class BaseFacts:
 
     @property
     def python(self) -> str | None:
-        """Version of the Python that its packages are for; None without one."""
+        """Version of the Python for which its packages are installed; None without one."""
         return self.provides.get("python")
 
     @property
@@ -68,10 +68,10 @@ class BaseFacts:
 
     @property
     def packages(self) -> dict[str, str]:
-        """Python packages that it holds, canonical name to version.
+        """Python packages in the image, canonical name to version.
 
         Raises:
-            SpecError: A version that is none.
+            SpecError: A version is invalid.
         """
         found: dict[str, str] = {}
         for name, version in self.provides.items():
@@ -84,14 +84,14 @@ class BaseFacts:
         return found
 
     def has_python(self, version: str | None) -> bool:
-        """True when its own Python serves a stage that asks for *version* (None: any)."""
+        """True when its own Python satisfies a stage that requests *version* (None: any)."""
         if self.python is None:
             return bool(self.packages)
         return version is None or _is_within(version, self.python) or _is_within(self.python, version)
 
 
 def _is_within(version: str, wider: str) -> bool:
-    """3.10.12 is within 3.10 and 3."""
+    """Version prefix match: 3.10.12 is within 3.10 and 3."""
     return f"{version}.".startswith(f"{wider}.")
 
 
@@ -100,7 +100,7 @@ _HAS_FETCHERS = re.compile(r"(?:^|/)(?:python|buildpack-deps):(?!.*(?:slim|alpin
 
 
 def fetching_packages(programs: Collection[str], known: BaseFacts) -> tuple[str, ...]:
-    """System packages for *programs* that fetch requirements, on a base that may lack them."""
+    """System packages for *programs* that fetch requirements, on a base that may not have them."""
     if not programs or _HAS_FETCHERS.search(known.image):
         return ()
     names = {"openssh-client": "openssh-clients"} if known.family == "dnf" else {}
@@ -108,16 +108,16 @@ def fetching_packages(programs: Collection[str], known: BaseFacts) -> tuple[str,
 
 
 NOT_PACKAGES = ("python", "cuda", "cudnn", "driver")
-"""Names in ``base.provides`` that are no Python packages."""
+"""Names in ``base.provides`` that are not Python packages."""
 DEFAULT_IMAGE = "debian:12-slim"
-"""Base of a spec that names none. Chosen: small, and the ordinary wheels run on it."""
+"""Base of a spec without one. Chosen: small, and ordinary wheels run on it."""
 
 
 def facts(base: Base | None) -> BaseFacts:
-    """What is known of *base*; ``base.provides`` over the table.
+    """Return what is known of *base*; ``base.provides`` overrides the table.
 
     Raises:
-        SpecError: A distribution that is not known.
+        SpecError: The distribution is unknown.
     """
     if base is None:
         return BaseFacts(DEFAULT_IMAGE, "apt")
@@ -162,7 +162,7 @@ def _family(image: str) -> Family | None:
 
 
 def _provides(image: str) -> dict[str, str]:
-    """Tags that say what is inside: CUDA's, Python's, PyTorch's own and NVIDIA's PyTorch images."""
+    """Read versions from the tags of CUDA's, Python's, PyTorch's and NVIDIA's PyTorch images."""
     plain = image.partition("@")[0]
     if match := re.search(r"nvcr\.io/nvidia/pytorch:([0-9]{2}\.[0-9]{2})-py3", plain):
         return dict(_NGC_PYTORCH.get(match[1], {"python": "3"}))

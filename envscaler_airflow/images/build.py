@@ -1,4 +1,4 @@
-"""Build the image of a stage: only when its content is new, layer by layer, with a readable log."""
+"""Build a stage's image only if its content changed, layer by layer, with a readable log."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from envscaler_airflow.images.stage_image import slug
 from envscaler_airflow.user_folders import cache_folder
 
 CONTENT = "io.envscaler.content"
-"""Label that holds the hash of the build context: an image that has it needs no build."""
+"""Label with the hash of the build context: an image that has it needs no build."""
 TAIL = 30
-"""Lines of the log that stand in the message of a failed build. Chosen: a compiler's error fits."""
+"""Lines of the log in the message of a failed build. Chosen: a compiler's error fits."""
 
 _STEP = re.compile(
     r"(?:\[\d+/\d+\] )?STEP (?P<n>\d+)/(?P<of>\d+): (?P<what>.*)"
     r"|#\d+ \[(?:[\w.-]+ )?(?P<dn>\d+)/(?P<dof>\d+)\] (?P<dwhat>.*)"
 )
-"""A step in the output of buildah, or of docker's BuildKit."""
+"""A step in the output of buildah or docker's BuildKit."""
 _IMAGE_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][\w.-]{0,127})?"
 )
@@ -46,13 +46,13 @@ def default_logs() -> Path:
 
 
 def mirrors() -> dict[str, str]:
-    """Build arguments for where installers come from: ENVSCALER_UV_IMAGE and ENVSCALER_MICROMAMBA_IMAGE."""
+    """Build arguments that name the installers' images: ENVSCALER_UV_IMAGE and ENVSCALER_MICROMAMBA_IMAGE."""
     names = ("UV_IMAGE", "MICROMAMBA_IMAGE")
     return {name: value for name in names if (value := os.environ.get(f"ENVSCALER_{name}"))}
 
 
 def configured_bases() -> tuple[str, ...]:
-    """Globs of ENVSCALER_ALLOWED_BASES, which hold for every build on this machine."""
+    """Globs of ENVSCALER_ALLOWED_BASES, which apply to every build on this machine."""
     return tuple(
         part.strip() for part in os.environ.get("ENVSCALER_ALLOWED_BASES", "").split(",") if part.strip()
     )
@@ -64,14 +64,14 @@ class BuildOptions:
 
     Attributes:
         name: Name with or without tag; None for the stage's. Without tag the content's hash is the tag.
-        is_shared: Look for it in its registry too, since it is meant to be there.
-        pull: Ask for a newer base even when one is here.
-        cache: Repository that layers are shared by.
-        ca_file: Certificates to trust besides the system's, such as those of a proxy.
+        is_shared: Also look for the image in its registry, because it should be there.
+        pull: Pull a newer base even if one is on this machine.
+        cache: Repository for shared layers.
+        ca_file: Additional certificates to trust, such as those of a proxy.
         tls_verify: False for a registry without TLS.
         args: Build arguments, such as UV_IMAGE.
-        allowed_bases: Globs of which the base must match one; () allows all.
-        base_digest: The base's digest, of a lock; None for what is here or in its registry.
+        allowed_bases: The base must match one of these globs; () allows all.
+        base_digest: The base's digest from a lock; None to use the image on this machine or in its registry.
         logs: Folder of logs.
     """
 
@@ -92,13 +92,13 @@ class Built:
     """An image of a stage.
 
     Attributes:
-        name: Its whole name.
-        image: What the builder says of it.
+        name: Full name of the image.
+        image: What the builder reports of it.
         content: Hash of its context.
         base: Name of the base.
         base_digest: Digest of the base; None for one that was never in a registry.
         is_new: False when nothing had to be built.
-        digest: In its registry; None when it was not pushed.
+        digest: Digest in its registry; None when it was not pushed.
         log: File of the build's output; None when nothing was built.
         seconds: Time of the build.
     """
@@ -123,14 +123,15 @@ def build_image(
     say: Callable[[str], None],
     resolve_secret: Callable[[str], str] | None = None,
 ) -> Built:
-    """The image of *spec*; unchanged input builds nothing.
+    """Build the image of *spec*, unless its input is unchanged.
 
-    *say* is told each step, one line each. *resolve_secret* turns a reference (``env:NAME``) into its
+    *say* is called with one line for each step. *resolve_secret* turns a reference (``env:NAME``) into its
     value, which private indexes and bases need.
 
     Raises:
-        SpecError: The base is not allowed or not to be had, or a step fails; the log's end is told.
-        BackendError: The image was built and is not there.
+        SpecError: The base is not allowed or not available, or a step fails; the message has the end of the
+            log.
+        BackendError: The image was built but is missing.
     """
     check_options(spec, options)
     with tempfile.TemporaryDirectory(prefix="envscaler-build-") as name:
@@ -157,10 +158,10 @@ def build_image(
 
 
 def push_image(builder: Builder, built: Built, options: BuildOptions) -> Built:
-    """Send *built* to its registry; it comes back with its digest there.
+    """Push *built* to its registry; return it with its digest.
 
     Raises:
-        BackendError: It cannot be pushed.
+        BackendError: The push failed.
     """
     with tempfile.TemporaryDirectory() as name:
         env = {}
@@ -172,7 +173,7 @@ def push_image(builder: Builder, built: Built, options: BuildOptions) -> Built:
 
 @dataclass(frozen=True, slots=True)
 class _Kit:
-    """Files of one build that are in no context and no layer."""
+    """Files of one build that are neither in a context nor in a layer."""
 
     files: Mapping[str, Path]
     access: Access
@@ -218,10 +219,10 @@ class _Kit:
 
 
 def check_base(spec: EnvSpec, allowed: tuple[str, ...]) -> None:
-    """Refuse a base that no glob of *allowed* matches; () allows all.
+    """Raise if no glob of *allowed* matches the base; () allows all.
 
     Raises:
-        SpecError: It is not allowed.
+        SpecError: The base is not allowed.
     """
     image = facts(spec.base).image
     if allowed and not any(fnmatch.fnmatchcase(image, pattern) for pattern in allowed):
@@ -231,11 +232,11 @@ def check_base(spec: EnvSpec, allowed: tuple[str, ...]) -> None:
 
 
 def check_options(spec: EnvSpec, options: BuildOptions) -> None:
-    """Refuse what cannot be built, before anything is fetched for it.
+    """Raise for options that cannot be built, before anything is fetched.
 
     Raises:
-        SpecError: The base is not allowed; the image's name, or that of the repository of layers, is none; or
-            it is to be pushed, and its name is of this machine alone.
+        SpecError: The base is not allowed; the name of the image or of the layer repository is invalid; or
+            the image should be pushed but its name has no registry.
     """
     check_base(spec, options.allowed_bases)
     for option, name in (("-t", options.name), ("--cache", options.cache)):
@@ -267,7 +268,7 @@ def _auth_text(image: str, value: str) -> str:
 
 
 def qualified(image: str) -> str:
-    """*image* with its registry: builders without a daemon know no short names."""
+    """*image* with its registry, because builders without a daemon do not know short names."""
     if _has_registry(image):
         return image
     return f"docker.io/{image}" if "/" in image else f"docker.io/library/{image}"
@@ -283,7 +284,7 @@ def _is_remote(image: str) -> bool:
 
 
 def _pinned(image: str, digest: str) -> str:
-    """A tag beside a digest is what not every builder reads."""
+    """Replace the tag with the digest, because not every builder accepts both."""
     if "@" in image:
         return image
     name, colon, tag = image.rpartition(":")
@@ -293,7 +294,7 @@ def _pinned(image: str, digest: str) -> str:
 def _bring_base(
     spec: EnvSpec, builder: Builder, options: BuildOptions, access: Access
 ) -> tuple[str, str | None]:
-    """Name and digest of the base, which is on this machine afterwards."""
+    """Make the base available on this machine; return its name and digest."""
     base = qualified(facts(spec.base).image)
     if options.base_digest is not None and _is_remote(base):
         base = _pinned(base, options.base_digest)
@@ -319,7 +320,7 @@ def _name(spec: EnvSpec, options: BuildOptions, context: Context) -> str:
 def _existing(
     builder: Builder, name: str, content: str, options: BuildOptions, access: Access
 ) -> Image | None:
-    """The image of this content, here or (when it goes there anyway) in its registry."""
+    """The image with this content, on this machine or (if it belongs there) in its registry."""
     image = builder.inspect(name)
     if image is None and options.is_shared and _is_remote(name) and builder.pull(name, access) is None:
         image = builder.inspect(name)
@@ -360,7 +361,7 @@ def carry_out(
 
 
 def step_of(line: str) -> str | None:
-    """``[3/12] RUN apt-get ...`` of a builder's line; None for any other."""
+    """``[3/12] RUN apt-get ...`` of a builder's output line; None for any other line."""
     match = _STEP.match(line)
     if match is None:
         return (
@@ -378,16 +379,16 @@ def step_of(line: str) -> str | None:
 
 
 SEVERITIES = ("low", "medium", "high", "critical")
-"""From the least on, as both programs name them."""
+"""Severities in ascending order, as both scanners name them."""
 TIMEOUT_S = 1800.0
-"""Longest scan, seconds. Chosen: the database of vulnerabilities is loaded first."""
+"""Longest scan, seconds. Chosen: the scanner downloads its vulnerability database first."""
 
 
 def find_scanner() -> str:
     """Path of trivy or grype.
 
     Raises:
-        SpecError: Neither is installed; an unscanned image never passes.
+        SpecError: Neither is installed. An unscanned image never passes.
     """
     program = find_program("trivy", "grype")
     if program is None:
@@ -396,10 +397,10 @@ def find_scanner() -> str:
 
 
 def scan_image(builder: Builder, image: str, *, severity: str = "high") -> str:
-    """The scanner's report when nothing of *severity* or above was found.
+    """Return the scanner's report if it found nothing of *severity* or above.
 
     Raises:
-        SpecError: Something was found, or no scanner is installed.
+        SpecError: The scanner found something, or no scanner is installed.
         BackendError: The scanner failed.
     """
     program = find_scanner()
@@ -416,9 +417,11 @@ def scan_image(builder: Builder, image: str, *, severity: str = "high") -> str:
 
 
 _TRIVY_FOUND = 10
-"""Exit code that we ask trivy for."""
+"""Exit code that we pass to trivy for findings."""
 _GRYPE_FOUND = "discovered vulnerabilities at or above the severity threshold"
-"""What grype says; its exit code differs by version. Source: anchore/grype, grype/grypeerr/errors.go."""
+"""What grype prints for findings; its exit code differs by version. Source: anchore/grype,
+grype/grypeerr/errors.go.
+"""
 
 
 def _has_findings(program: str, done: Output) -> bool:

@@ -11,13 +11,13 @@ from envscaler_airflow.images.requirements import MAIN, Requirements
 from envscaler_airflow.images.venv import install_command, python_version
 
 DEFAULT_CHANNELS = ("conda-forge",)
-"""Channels of a runtime that names none. Chosen: free for every use."""
+"""Channels of a runtime that names none. Chosen: free for any use."""
 
 
 def render_conda(spec: EnvSpec, requirements: Requirements) -> list[Artefact]:
-    """``environment.yml``: conda's packages, and pip's below ``pip``.
+    """``environment.yml`` with conda's packages, and pip's packages below ``pip``.
 
-    Packages of ``package_manager: conda`` are conda's; those of a requirements file are always pip's.
+    With ``package_manager: conda``, ``packages`` are conda's; a requirements file is always pip's.
     """
     runtime = requirements.runtime
     is_conda = runtime is not None and runtime.package_manager == "conda"

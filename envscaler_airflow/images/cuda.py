@@ -1,4 +1,4 @@
-"""The chain wheel, CUDA, driver, GPU architecture, GPU memory: every link that does not hold."""
+"""The chain of wheel, CUDA, driver, GPU architecture and GPU memory: finds every broken link."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CAPABILITY: dict[str, float] = {
 """Compute capability by canonical name. Source: NVIDIA, CUDA GPU Compute Capability."""
 
 MIN_DRIVER: dict[int, int] = {11: 450, 12: 525, 13: 580}
-"""Least driver branch by CUDA major. Source: NVIDIA, CUDA Compatibility, Minor Version Compatibility."""
+"""Minimum driver branch by CUDA major. Source: NVIDIA, CUDA Compatibility, Minor Version Compatibility."""
 
 ARCHITECTURES: dict[str, tuple[float, float]] = {
     "11.7": (3.7, 8.6), "11.8": (3.7, 9.0), "12.1": (5.0, 9.0), "12.4": (5.0, 9.0), "12.6": (5.0, 9.0),
     "12.8": (7.5, 12.0), "12.9": (7.0, 12.0), "13.0": (7.5, 12.0), "13.2": (7.5, 12.0),
 }  # fmt: skip
-"""Least and most compute capability that PyTorch's wheels of a CUDA version hold kernels for.
+"""Minimum and maximum compute capability with kernels in PyTorch's wheels of a CUDA version.
 
 Source: pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix", and .ci/manywheel/build_cuda.sh.
 """
@@ -43,7 +43,7 @@ WHEELS: dict[str, tuple[str, ...]] = {
     "2.7": ("12.6", "11.8", "12.8"), "2.8": ("12.8", "12.6", "12.9"), "2.9": ("12.8", "12.6", "13.0"),
     "2.10": ("12.8", "12.6", "13.0"),
 }  # fmt: skip
-"""CUDA versions that wheels of a PyTorch version exist for; the first is that of the ordinary index.
+"""CUDA versions with wheels of a PyTorch version; the first is that of the default index.
 
 Source: pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix"; PyTorch, Previous Versions.
 """
@@ -51,13 +51,13 @@ Source: pytorch/pytorch RELEASE.md, "PyTorch CUDA Support Matrix"; PyTorch, Prev
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is known of the chain; None is unknown and breaks nothing.
+    """The known parts of the chain; None is unknown and breaks no link.
 
     Attributes:
         torch: PyTorch's version.
-        cuda: CUDA version that it, or the base, is built for.
+        cuda: CUDA version for which it, or the base, is built.
         gpu: Canonical name of the GPU.
-        gpu_memory_gb: Nominal memory of one, GB.
+        gpu_memory_gb: Nominal memory of one GPU, GB.
         driver: The machine's driver, such as ``535.104.05``.
     """
 
@@ -68,12 +68,12 @@ class Chain:
     driver: str | None = None
 
     def on(self, gpu: str, *, memory_gb: float | None = None, driver: str | None = None) -> Chain:
-        """The same software on a GPU of this name."""
+        """Return the same software on a GPU of this name."""
         return replace(self, gpu=gpu, gpu_memory_gb=memory_gb, driver=driver)
 
 
 def software(spec: EnvSpec, requirements: Requirements, versions: Mapping[str, str] | None = None) -> Chain:
-    """PyTorch and CUDA of the stage: from resolved *versions*, else what is pinned, else the base's."""
+    """PyTorch and CUDA of the stage: resolved *versions* first, then pinned ones, then the base's."""
     known = facts(spec.base)
     pinned = requirements.pinned("torch", python_version(spec))
     torch = (versions or {}).get("torch") or _version_of(pinned) or known.provides.get("torch")
@@ -86,7 +86,7 @@ def software(spec: EnvSpec, requirements: Requirements, versions: Mapping[str, s
 
 
 def _version_of(pinned: Requirement | None) -> str | None:
-    """The version that a pin names, or the name of the wheel at its address."""
+    """The version that a pin names, or the version in the name of the wheel at its address."""
     if pinned is None:
         return None
     if pinned.url is not None:
@@ -96,7 +96,7 @@ def _version_of(pinned: Requirement | None) -> str | None:
 
 
 def _wheel_cuda(torch: str, urls: Sequence[str]) -> str | None:
-    """From the local version (``+cu118``), else the newest of the indexes *urls*, else the ordinary one's."""
+    """From the local version (``+cu118``), or the newest of the indexes *urls*, or the default index."""
     if match := re.search(r"\+cu([0-9]{2})([0-9]+)", torch):
         return f"{match[1]}.{match[2]}"
     found = [match for url in urls if (match := re.search(r"/cu([0-9]{2})([0-9]+)(?=/|\Z)", url))]
@@ -112,18 +112,18 @@ def _wheel_cuda(torch: str, urls: Sequence[str]) -> str | None:
 
 
 def broken_links(chain: Chain, spec: EnvSpec) -> list[str]:
-    """Each link of *chain* that does not hold for *spec*, with what would."""
+    """Each link of *chain* that is broken for *spec*, with the fix."""
     return broken_software(chain) + _memory(chain, spec)
 
 
 def broken_software(chain: Chain) -> list[str]:
-    """The links between wheel, CUDA, driver and architecture that do not hold."""
+    """The broken links between wheel, CUDA, driver and architecture."""
     found = []
     capability = CAPABILITY.get(chain.gpu or "")
     bounds = ARCHITECTURES.get(_minor(chain.cuda)) if chain.cuda is not None else None
     if chain.cuda is not None and bounds is not None and capability is not None:
         low, high = bounds
-        if capability < low or int(capability) > int(high):  # kernels run on later minors of their major
+        if capability < low or int(capability) > int(high):  # kernels also run on later minors of their major
             what = f"torch {chain.torch} built for CUDA {chain.cuda}" if chain.torch else f"CUDA {chain.cuda}"
             found.append(
                 f"{what} has no kernels for {chain.gpu} (compute capability {capability:g}); "
@@ -141,7 +141,7 @@ def broken_software(chain: Chain) -> list[str]:
 
 
 def software_faults(spec: EnvSpec, requirements: Requirements) -> Callable[[str], str | None] | None:
-    """Tells of a GPU, by its name, why the stage's software has no use of it; None: nothing is known."""
+    """Return a function that tells why the software cannot use a GPU of a name; None if nothing is known."""
     chain = software(spec, requirements)
     if chain.cuda is None:
         return None
@@ -154,7 +154,7 @@ def software_faults(spec: EnvSpec, requirements: Requirements) -> Callable[[str]
 
 
 def broken_for(spec: EnvSpec, chain: Chain) -> list[str]:
-    """The links that break on every GPU that the spec allows; [] while one of them would do."""
+    """Links that break on every GPU that the spec allows; [] if at least one GPU works."""
     names = [
         name for need in spec.resources.alternatives if need.requests.gpu for name in need.requests.gpu.type
     ]

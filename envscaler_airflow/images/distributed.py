@@ -1,4 +1,4 @@
-"""Several processes: the launcher's command, and the global batch kept by accumulation. Pure."""
+"""Multi-process training: the launcher's command, and gradient accumulation for the global batch. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ PORT = 29400
 
 
 ELASTIC_RESTARTS = 100
-"""Starts of the processes that an elastic launch makes by itself when a node goes. Chosen: a node that goes
-costs one, and what fails at every start is ended by the owner's own count long before."""
+"""Restarts that an elastic launch makes by itself after it loses a node. Chosen: each lost node costs one,
+and the owner's own count ends a training that always fails long before this.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How one world size makes the global batch.
+    """How one world size splits the global batch.
 
-    ``micro x replicas x accumulation = global_batch``; the micro batch is the same for every size, so
-    that memory and the kernels' speed do not change with the number of nodes.
+    ``micro x replicas x accumulation = global_batch``; the micro batch is the same for every size, so memory
+    and kernel speed do not depend on the number of nodes.
 
     Attributes:
         nodes: Number of nodes.
-        world_size: Processes in all.
+        world_size: Total number of processes.
         replicas: Copies of the model: world size / model_parallel.
-        micro: Samples of one copy in one pass.
-        accumulation: Passes between two steps of the optimiser.
+        micro: Samples per copy and pass.
+        accumulation: Passes per optimiser step.
     """
 
     nodes: int
@@ -41,12 +42,12 @@ class Batch:
 
 
 def batches(spec: EnvSpec) -> tuple[Batch, ...]:
-    """The batch of every number of nodes within the stage's bounds; () without ``global_batch``.
+    """The batch for every number of nodes within the stage's bounds; () without ``global_batch``.
 
-    The micro batch is the largest that divides what each size gives to one copy of the model.
+    The micro batch is the largest divisor of the samples per copy of the model at every size.
 
     Raises:
-        SpecError: A size to which the global batch does not divide; every such size is named.
+        SpecError: The global batch is not divisible at some sizes; names all of them.
     """
     distributed = spec.distributed
     if distributed is None or distributed.global_batch is None:
@@ -80,10 +81,10 @@ def _cannot(total: int, parallel: int, broken: Sequence[tuple[int, int]]) -> str
 
 
 def batch_env(spec: EnvSpec, nodes: int) -> dict[str, str]:
-    """What the training reads: micro batch and accumulation of *nodes* nodes; {} without ``global_batch``.
+    """Micro batch and accumulation for *nodes* nodes as variables; {} without ``global_batch``.
 
     Raises:
-        SpecError: As :func:`batches`, or *nodes* makes no whole copy of the model.
+        SpecError: As :func:`batches`, or *nodes* nodes do not fit a complete copy of the model.
     """
     found = {batch.nodes: batch for batch in batches(spec)}
     if not found:
@@ -102,13 +103,14 @@ def batch_env(spec: EnvSpec, nodes: int) -> dict[str, str]:
 def launch_command(
     spec: EnvSpec, nodes: int, *, endpoint: str = f"127.0.0.1:{PORT}", node_rank: str | None = None
 ) -> tuple[str, ...]:
-    """The entrypoint below its launcher, as each of *nodes* nodes runs it.
+    """The entrypoint with its launcher, as each of *nodes* nodes runs it.
 
     Args:
         spec: The stage.
         nodes: Number of nodes.
-        endpoint: ``host:port`` of node 0, where the processes find each other.
-        node_rank: Text that becomes the node's number (``$(NODE)`` on Kubernetes); None lets c10d number.
+        endpoint: ``host:port`` of node 0, used for the rendezvous.
+        node_rank: Text that expands to the node's rank (``$(NODE)`` on Kubernetes); None lets c10d assign
+            ranks.
 
     torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process.
     """
@@ -149,10 +151,10 @@ def _torchrun(
 
 
 def _program(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
-    """True and the script for ``python script.py ...``, False and all words for any other program.
+    """Return True and the script for ``python script.py ...``, False and all words for any other program.
 
-    ``python -m package`` keeps ``-m``, which all launchers take too; other options of the interpreter
-    (``-u``) make it any other program.
+    ``python -m package`` keeps ``-m``, which all launchers accept too. With other interpreter options
+    (``-u``) it counts as any other program.
     """
     first = words[0].rpartition("/")[2]
     if first in ("python", "python3") and len(words) > 1 and (words[1] == "-m" or words[1][:1] != "-"):

@@ -1,8 +1,8 @@
 """A layered, cache-friendly, non-root Dockerfile. Pure.
 
-Layers, by how often they change: base, system packages, user, Python, requirements, the agent, the
-stage's code, then what costs no layer (variables, labels, command). No secret is in any of them:
-credentials are build secrets, which are mounted for one command and stored nowhere.
+Layers are ordered by how often they change: base, system packages, user, Python, requirements, the agent, the
+stage's code, then instructions without a layer (variables, labels, command). No layer contains a secret:
+credentials are build secrets, which are mounted for one command and not stored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from envscaler_airflow.images.requirements import FOLDER, MAIN, Requirements
 from envscaler_airflow.images.venv import install_command, python_version
 
 UID = 10001
-"""User that the stage runs as. Chosen: above what distributions give out, so that no base has it."""
+"""User that the stage runs as. Chosen: above the ids that distributions assign, so that no base uses it."""
 UV_IMAGE = "docker.io/astral/uv:0.13.9"
-"""Where the installer comes from when the base has no such Python; ``--build-arg UV_IMAGE`` replaces it."""
+"""Image of the installer if the base does not have this Python; ``--build-arg UV_IMAGE`` replaces it."""
 MICROMAMBA_IMAGE = "docker.io/mambaorg/micromamba:2.0.5"
-"""Same for conda's packages, ``--build-arg MICROMAMBA_IMAGE``."""
+"""The same for conda's packages; ``--build-arg MICROMAMBA_IMAGE`` replaces it."""
 CREDENTIALS = "index-credentials"
-"""Build secret that holds a netrc file for private indexes."""
+"""Build secret with a netrc file for private indexes."""
 CA = "ca-file"
-"""Build secret that holds the certificates to trust, of a proxy of one's own."""
+"""Build secret with the certificates to trust, such as those of your own proxy."""
 APP = "/app"
 """Folder of the stage's code in the image."""
 AGENT = "/opt/envscaler"
@@ -70,13 +70,13 @@ DOCKERIGNORE = """\
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """What rendering needs beside the spec.
+    """What rendering needs in addition to the spec.
 
     Attributes:
-        base: What to build from when it is known more exactly than the spec says, such as by its digest.
-        has_ca: True when the build gets certificates to trust by the build secret ``ca-file``.
-        has_agent: True when the context holds the agent below ``envscaler/``.
-        has_workdir: True when the context holds the code below ``work/``.
+        base: Image to build from if it is known more exactly than in the spec, such as by its digest.
+        has_ca: True when the build secret ``ca-file`` provides certificates to trust.
+        has_agent: True when the context contains the agent below ``envscaler/``.
+        has_workdir: True when the context contains the code below ``work/``.
     """
 
     base: str | None = None
@@ -88,7 +88,7 @@ class ImageOptions:
 def render_dockerfile(
     spec: EnvSpec, requirements: Requirements, options: ImageOptions | None = None
 ) -> list[Artefact]:
-    """``Dockerfile``, ``.dockerignore`` and the files that it copies."""
+    """Render ``Dockerfile``, ``.dockerignore`` and the files that the Dockerfile copies."""
     options = options or ImageOptions()
     known = facts(spec.base)
     python = _Python.of(spec, requirements, known)
@@ -120,7 +120,7 @@ def render_dockerfile(
 
 
 def needs_build(spec: EnvSpec) -> bool:
-    """True when the base alone is not the environment."""
+    """True when the base alone does not provide the environment."""
     return bool(spec.system_packages or spec.runtimes or spec.workdir or spec.base is None)
 
 
@@ -154,7 +154,7 @@ def _run(mounts: str, command: str, *, has_ca: bool = False, has_credentials: bo
 
 
 def _packages(spec: EnvSpec, known: BaseFacts, requirements: Requirements) -> tuple[str, ...]:
-    """System packages of the spec, and those by which requirements are fetched that the base may lack."""
+    """System packages of the spec, and those needed to fetch requirements that the base may not have."""
     written = {text.partition("=")[0] for text in spec.system_packages}
     added = [name for name in fetching_packages(requirements.programs, known) if name not in written]
     return (*spec.system_packages, *added)
@@ -165,7 +165,7 @@ def _system_packages(packages: tuple[str, ...], known: BaseFacts, *, has_ca: boo
         return ""
     command = install_command(known.family, packages)
     if known.family == "apt":
-        # Debian's images delete what they downloaded; the cache is a mount, which no layer holds.
+        # Debian's images delete downloads; the cache is a mount, which is in no layer.
         ca = f" -o Acquire::https::CaInfo=/run/secrets/{CA}" if has_ca else ""
         command = command.replace("apt-get install", f"apt-get{ca} install", 1)
         steps = [
@@ -174,13 +174,13 @@ def _system_packages(packages: tuple[str, ...], known: BaseFacts, *, has_ca: boo
             f"DEBIAN_FRONTEND=noninteractive {command}",
         ]
         return _run(_APT_CACHE, " && \\\n    ".join(steps), has_ca=has_ca)
-    if known.family == "dnf" and has_ca:  # libcurl, by which it loads, reads none of the variables
+    if known.family == "dnf" and has_ca:  # dnf's libcurl ignores CA variables
         command = command.replace("dnf install", f"dnf install --setopt=sslcacert=/run/secrets/{CA}", 1)
     return _run(_DNF_CACHE if known.family == "dnf" else _APK_CACHE, command, has_ca=has_ca)
 
 
 def _user() -> str:
-    """Written without useradd: small bases have none."""
+    """Create the user without useradd, which small bases do not have."""
     home = "/home/envscaler"
     return (
         f"RUN echo 'envscaler:x:{UID}:{UID}::{home}:/bin/sh' >> /etc/passwd && \\\n"
@@ -191,7 +191,7 @@ def _user() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Python:
-    """How Python and its packages come in: ``base`` (the base's own), ``uv``, ``conda`` or ``none``."""
+    """Source of Python and its packages: ``base`` (the base's own), ``uv``, ``conda`` or ``none``."""
 
     kind: str
     version: str
@@ -237,7 +237,7 @@ class _Python:
             ) + _run(_PIP_CACHE, f"uv venv --python {self.version} /opt/venv", has_ca=has_ca)
         if requirements.is_empty:
             return text
-        # What the base holds is in no lock and needs no hash: the lock is complete without it.
+        # A lock contains neither the base's packages nor their hashes; it is complete without them.
         no_deps = " --no-deps" if self.kind == "base" else ""
         hashes = f" --require-hashes{no_deps}" if requirements.locked is not None else ""
         install = (
@@ -285,7 +285,7 @@ def _labels(spec: EnvSpec) -> str:
 
 
 def _command(spec: EnvSpec) -> str:
-    """The exec form, in place of the base's own; CMD is emptied so that no default arguments follow."""
+    """The exec form instead of the base's entrypoint; CMD is emptied, so no default arguments follow."""
     if not spec.entrypoint:
         return ""
     return f"ENTRYPOINT {json_words(spec.entrypoint)}\nCMD []\n"

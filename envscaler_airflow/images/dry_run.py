@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from envscaler_airflow.planning.offers import Offer
 
 TARGETS = ("local", "docker", "kubernetes", "vm")
-"""What ``missing_on`` looks at."""
+"""Targets that :func:`missing_on` can check."""
 _KEYS = "{{range $key, $value := .data}}{{$key}}\n{{end}}"
-"""Names the keys of a secret and none of its values."""
+"""Template that prints the keys of a secret but not its values."""
 _ABSENT = ("notfound", "not found")
 
 
@@ -51,19 +51,19 @@ def missing_on(
     kubectl: Callable[[list[str]], Output] | None = None,
     store_url: str | None = None,
 ) -> list[str]:
-    """What *target* lacks for *spec*, one sentence each with what to do; [] when nothing is known to lack.
+    """List what *target* lacks for *spec*, one sentence each with the fix; [] if nothing is known to lack.
 
     Args:
         target: ``local``, ``docker``, ``kubernetes`` or ``vm``.
         spec: The stage, resolved for that target.
-        requirements: Its Python packages; None reads them from where the spec was loaded.
-        here: This machine; None looks at it.
-        kubectl: Asks the cluster; None is the installed program with its own context.
-        store_url: Run store whose packages are looked for too; None leaves that out.
+        requirements: Its Python packages; None reads them from the folder of the spec.
+        here: This machine's facts; None collects them.
+        kubectl: Queries the cluster; None uses the installed program with its current context.
+        store_url: Run store whose packages are checked too; None skips this check.
 
     Raises:
-        SpecError: Another target.
-        BackendError: The cluster cannot be asked.
+        SpecError: *target* is another one.
+        BackendError: The cluster cannot be queried.
     """
     if target not in TARGETS:
         raise SpecError(f"--target {target!r:.60}: write one of {', '.join(TARGETS)}")
@@ -76,10 +76,10 @@ def missing_on(
 
 
 def cluster_offers(kubectl: Callable[[list[str]], Output] | None = None) -> tuple[Offer, ...]:
-    """What the nodes of kubectl's cluster offer, by what they say of themselves.
+    """Offers of the nodes of kubectl's cluster, based on their node objects.
 
     Raises:
-        BackendError: The cluster cannot be asked.
+        BackendError: The cluster cannot be queried.
     """
     from envscaler_airflow.backends.kubernetes.offers import derived_offers  # noqa: PLC0415 (only who asks a cluster)
     from envscaler_airflow.backends.kubernetes.settings import Settings  # noqa: PLC0415 (as above)
@@ -96,7 +96,7 @@ def _on_rented(spec: EnvSpec) -> list[str]:
 
 
 def _here(target: str, spec: EnvSpec, requirements: Requirements | None, machine: Here) -> list[str]:
-    if target == "local":  # where slices of it are given out
+    if target == "local":  # where shares of it are allocated
         machine = replace(machine, memory_bytes=int(machine.memory_bytes * USABLE_MEMORY))
     wanted = read_requirements(spec) if requirements is None else requirements
     found = [
@@ -128,12 +128,12 @@ def missing_packages(spec: EnvSpec, machine: Here) -> list[str]:
 
 
 def best_fit(spec: EnvSpec, machine: Here) -> Resources:
-    """Of several alternatives the one of which *machine* lacks least; the first of equals."""
+    """Of several alternatives the one of which *machine* lacks least; ties go to the first."""
     return min(spec.resources.alternatives, key=lambda need: len(lacks(need, machine)))
 
 
 def lacks(need: Resources, machine: Here) -> list[str]:
-    """Cores, memory, disk and GPUs of *need* that *machine* lacks, one sentence each."""
+    """Cores, memory, disk and GPUs of *need* that *machine* does not have, one sentence each."""
     found = []
     asked = need.requests
     if asked.cpu_cores is not None and asked.cpu_cores > machine.cpus:
@@ -178,7 +178,7 @@ def _chain(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str
 
 
 def lacking_volumes(spec: EnvSpec, machine: Here) -> list[str]:
-    """Volumes that *machine* cannot give to a process or container, one sentence each."""
+    """Volumes that *machine* cannot provide to a process or container, one sentence each."""
     volumes = [volume.model_dump(mode="json") for volume in spec.volumes]
     return volume_faults(volumes, has_path=machine.has_path, is_mounted=machine.is_mounted)
 
@@ -218,7 +218,7 @@ def _on_cluster(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[s
 
 
 def _secrets(spec: EnvSpec) -> dict[str, set[str]]:
-    """Name of each secret that the manifest reads to the keys that it needs."""
+    """The keys that the manifest needs of each secret, by the secret's name."""
     own = f"{resource_name(spec.name)}-env"
     found: dict[str, set[str]] = {}
     for item in spec.env:
@@ -262,7 +262,7 @@ def _raise_unless_absent(done: Output) -> None:
 
 
 def _last_line(text: str) -> str:
-    """What kubectl says in the end; above it stands each try's log."""
+    """The last line of kubectl's output; the lines above it log each try."""
     return text.strip().rpartition("\n")[2]
 
 
@@ -271,7 +271,7 @@ def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[
 
     items = [item for item in _nodes(kubectl) if is_usable(item)]
     nodes = [_Node(kind.gpu, room) for item in items for kind, room in kinds_of(item).items()]
-    # Several pods of a stage may share a node: one that fits is enough to start, and a cluster may grow.
+    # Pods of a stage may share a node, and a cluster may grow: one node that fits is enough to start.
     if any(node.fits(need) for need in spec.resources.alternatives for node in nodes):
         return []
     need = spec.resources.alternatives[0].requests
@@ -297,7 +297,7 @@ def _gpu_text(gpu: Gpu | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node of a cluster: its GPUs, as far as its labels say, and what a training can have of it."""
+    """A node of a cluster: its GPUs as its labels report them, and what a training can allocate on it."""
 
     gpu: Accelerator | None
     room: Room
@@ -315,7 +315,7 @@ class _Node:
         if is_share(self.gpu.name):
             return self.gpu.name in gpu.type
         has_gb = MEMORY_GB.get(self.gpu.name)
-        if has_gb is None:  # nothing is known of them
+        if has_gb is None:  # their memory is unknown
             return True
         is_large = gpu.memory_gb is None or has_gb >= gpu.memory_gb
         return is_large and (not gpu.type or self.gpu.name in gpu.type)

@@ -9,14 +9,14 @@ from pathlib import Path
 from envscaler_airflow.errors import SpecError
 
 SUFFIX = ".template"
-"""Of every file of a template, so that no tool takes it for a module of the package."""
+"""Suffix of every file of a template, so that no tool treats it as a module of the package."""
 
 PYTHON = "@PYTHON@"
-"""In a template: the Python of this machine, which needs no download."""
+"""Placeholder in a template for this machine's Python version, which needs no download."""
 
 
 def _python() -> str:
-    """Version of this Python, as far as the module ``envscaler/python`` knows it."""
+    """Version of this Python, limited to those that the module ``envscaler/python`` supports."""
     return f"3.{min(max(sys.version_info.minor, 10), 13)}"
 
 
@@ -27,10 +27,10 @@ def template_names() -> list[str]:
 
 
 def write_template(name: str, folder: Path, *, overwrite: bool = False) -> list[Path]:
-    """Write the files of template *name* into *folder*; nothing when one of them exists.
+    """Write the files of template *name* into *folder*; write nothing if one of them exists.
 
     Raises:
-        SpecError: There is no such template, or a file exists.
+        SpecError: The template does not exist, or a file exists.
     """
     if name not in template_names():
         raise SpecError(f"template {name!r:.60} is not known; write one of {', '.join(template_names())}")

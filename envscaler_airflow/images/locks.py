@@ -1,4 +1,4 @@
-"""What a run's environment was, exactly, so that it can be made again: ``lock.json``."""
+"""The exact environment of a run, so that it can be recreated: ``lock.json``."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _VERSIONS: dict[Family, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """An environment, exactly. None is unknown.
+    """An exact environment. None is unknown.
 
     Attributes:
-        name: The stage's.
+        name: Name of the stage.
         python: Python version.
-        requirements: Versions with hashes of every Python package; None when they were not resolved.
+        requirements: Versions with hashes of every Python package; None if they were not resolved.
         base: Name of the base; None for the machine itself.
-        base_digest: Its digest; None when it was never in a registry.
-        system_packages: Name to version; None when nobody looked.
+        base_digest: Digest of the base; None if it was never in a registry.
+        system_packages: Name to version; None if they were not queried.
         image: Name of the image; None for a virtual environment.
-        image_digest: Its digest in its registry.
-        driver: The GPU driver seen.
-        gpus: Names of the GPUs seen.
+        image_digest: Digest of the image in its registry.
+        driver: Version of the GPU driver.
+        gpus: Names of the GPUs.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Lock:
     gpus: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """JSON, with the packages' versions readable beside the hashed text."""
+        """JSON, with readable package versions next to the hashed text."""
         body: dict[str, Any] = {"schema": SCHEMA}
         body |= {name: getattr(self, name) for name in self.__slots__}
         body["gpus"] = list(self.gpus)
@@ -74,7 +74,7 @@ class Lock:
         """Read what :meth:`to_text` wrote; unknown fields are ignored.
 
         Raises:
-            ProtocolError: It is no lock, or of another version.
+            ProtocolError: *text* is not a lock, or is of another version.
         """
         try:
             body = json.loads(text)
@@ -90,11 +90,11 @@ class Lock:
 
 
 def read_lock(text: str, store: Store | None = None, prefix: str | None = None) -> Lock:
-    """The lock in the file *text*, or of the run *prefix* of *store*.
+    """Read the lock in the file *text*, or of the run *prefix* of *store*.
 
     Raises:
-        SpecError: There is none.
-        ProtocolError: It cannot be read.
+        SpecError: There is no lock.
+        ProtocolError: The lock cannot be read.
     """
     if prefix is None or store is None:
         try:
@@ -110,7 +110,7 @@ def read_lock(text: str, store: Store | None = None, prefix: str | None = None) 
 
 
 def container_image(store: Store, prefix: str) -> str | None:
-    """Image of a run in a container of this machine, which keeps a lock and no events; None for others.
+    """Image of a run in a container of this machine, which stores a lock and no events; None for others.
 
     Raises:
         StoreError: The store cannot be read.
@@ -121,10 +121,10 @@ def container_image(store: Store, prefix: str) -> str | None:
 
 
 def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[EnvSpec, Requirements]:
-    """*spec* and its packages held to *lock*.
+    """Pin *spec* and its packages to *lock*.
 
     Raises:
-        SpecError: The lock is of another environment: other Python, or packages that it does not name.
+        SpecError: The lock is of another environment: the Python version differs, or it lacks packages.
     """
     if python_version(spec) != lock.python:
         raise SpecError(
@@ -140,7 +140,7 @@ def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[E
     if absent and lock.image is not None:
         raise SpecError(f"--locked: the lock has no version of {', '.join(absent)}; run without it")
     if known is not None:
-        # What a run on a machine found missing, and did without, is in no lock.
+        # A run on a machine records in its lock only packages that were installed there.
         exact = tuple(f"{name}={known[name]}" if name in known else name for name in names)
         spec = spec.model_copy(update={"system_packages": exact})
     if lock.requirements is not None and not requirements.is_empty:
@@ -152,7 +152,7 @@ def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[E
 
 
 def system_versions(spec: EnvSpec, builder: Builder, image: str) -> dict[str, str] | None:
-    """Versions of the stage's system packages in *image*; None when the image does not tell."""
+    """Versions of the stage's system packages in *image*; None if the image cannot report them."""
     names = [text.partition("=")[0] for text in spec.system_packages]
     if not names:
         return {}
@@ -164,7 +164,7 @@ def system_versions(spec: EnvSpec, builder: Builder, image: str) -> dict[str, st
 
 
 def parse_versions(lines: list[str], names: list[str]) -> dict[str, str]:
-    """``name=version`` (dpkg, rpm) or ``name-version`` (apk) lines as a dict."""
+    """Parse ``name=version`` (dpkg, rpm) or ``name-version`` (apk) lines."""
     found = {}
     for line in lines:
         name, equals, version = line.strip().partition("=")

@@ -1,4 +1,4 @@
-"""What ``run`` needs on this machine beside its sizes: code, programs, an installer, packages of extras."""
+"""What ``run`` needs on this machine in addition to resources: code, programs, an installer, extras."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUERIES: dict[str, tuple[str, ...]] = {
     "rpm": ("--query", "--queryformat", "%{VERSION}-%{RELEASE}\n"),
     "apk": ("info", "--installed", "--verbose"),
 }
-"""How a system is asked for one package, by the program that knows."""
+"""Command that queries the system for one package, by program."""
 
 
 def has_variable(name: str) -> bool:
@@ -37,7 +37,7 @@ def has_variable(name: str) -> bool:
 
 
 def installed_versions(names: Sequence[str]) -> dict[str, str] | None:
-    """Version of each of *names* that the system has installed; None when nobody can tell."""
+    """Version of each installed package of *names*; None if no package manager can report them."""
     found = ((path, words) for program, words in _QUERIES.items() if (path := find_program(program)))
     path, words = next(found, (None, ()))
     if path is None:
@@ -48,7 +48,7 @@ def installed_versions(names: Sequence[str]) -> dict[str, str] | None:
 
 
 def _version(name: str, told: str) -> str | None:
-    """Of ``installed 1:2.39``, ``2.39-1`` or ``name-2.39-r0``; None for what is configured away."""
+    """Parse ``installed 1:2.39``, ``2.39-1`` or ``name-2.39-r0``; None for a package that was removed."""
     words = told.split()
     if len(words) > 1:
         return words[1] if words[0] == "installed" else None
@@ -75,13 +75,13 @@ def driver_version() -> str | None:
 
 
 def has_docker() -> bool:
-    """True when a docker daemon answers that can build."""
+    """True when a docker daemon responds that can build."""
     program = find_program("docker")
     return program is not None and Docker(program).fault() is None
 
 
 def has_uv() -> bool:
-    """True when uv is installed, by the extra ``build`` or otherwise."""
+    """True when uv is installed, through the extra ``build`` or otherwise."""
     try:
         uv_program()
     except SpecError:
@@ -95,7 +95,7 @@ def has_program(name: str) -> bool:
 
 
 def python_of(version: str) -> str | None:
-    """Path of a Python of that version, ``3.11``, this process's own first; None without one."""
+    """Path of a Python of that version, ``3.11``; prefers this process's own; None without one."""
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return sys.executable
     return find_program(f"python{version}")
@@ -103,23 +103,23 @@ def python_of(version: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """This machine.
+    """The facts of this machine.
 
     Attributes:
-        cpus: Cores that can be used.
+        cpus: Usable cores.
         memory_bytes: Memory.
-        disk_bytes: Free space where runs are laid out.
-        gpus: GPUs that the driver shows.
-        driver: Its version; None without one.
-        family: Package manager; None when it is not known.
-        has_path: Tells whether a path exists.
-        is_mounted: Tells whether something is mounted at a path.
-        has_variable: Tells whether the environment has a variable.
-        installed_versions: Versions of the system packages that are there; None when no tool reports them.
-        has_docker: Tells whether a docker daemon answers.
-        has_uv: Tells whether uv is installed.
-        has_program: Tells whether a program is on the path.
-        python_of: Path of a Python of a version that is installed; None without one.
+        disk_bytes: Free space in the folder of runs.
+        gpus: GPUs that the driver reports.
+        driver: Version of the GPU driver; None without one.
+        family: Family of the package manager; None if unknown.
+        has_path: Returns whether a path exists.
+        is_mounted: Returns whether something is mounted at a path.
+        has_variable: Returns whether the environment has a variable.
+        installed_versions: Returns versions of installed system packages; None if no tool reports them.
+        has_docker: Returns whether a docker daemon responds.
+        has_uv: Returns whether uv is installed.
+        has_program: Returns whether a program is on the path.
+        python_of: Returns the path of an installed Python of a version; None without one.
     """
 
     cpus: int
@@ -137,7 +137,7 @@ class Here:
     python_of: Callable[[str], str | None] = field(default=python_of)
 
     def absent_packages(self, wanted: Sequence[str]) -> list[str] | None:
-        """Those of *wanted* (``git``, ``git=1:2.39``, ``git=1:2.*``) that are not here; None: not known."""
+        """Packages of *wanted* (``git``, ``git=1:2.39``, ``git=1:2.*``) that are absent; None if unknown."""
         asked = {text: text.partition("=") for text in wanted}
         versions = self.installed_versions([name for name, _, _ in asked.values()])
         if versions is None:
@@ -150,7 +150,7 @@ class Here:
 
 
 def look_here() -> Here:
-    """Look at this machine."""
+    """Collect the facts of this machine."""
     machine = this_machine()
     return Here(
         cpus=len(machine.cpus),
@@ -162,15 +162,15 @@ def look_here() -> Here:
 
 
 _PROGRAMS = {"openssh-client": "ssh", "mercurial": "hg", "subversion": "svn", "breezy": "bzr"}
-"""Program of each system package that fetches requirements, where it has another name."""
+"""Program of each system package that fetches requirements, if its name differs."""
 INSTALL_UV = "run `pip install 'envscaler-airflow[build]'`, or install uv"
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "oss", "hdfs")
-"""Schemes of volumes that a package of an extra, or of the user's, opens."""
+"""Schemes of volumes that need a package of an extra, or of the user's."""
 
 
 def lacking_code(spec: EnvSpec) -> list[str]:
-    """A workdir or a script that is not there, one sentence each with what to write."""
+    """A workdir or script that does not exist, one sentence each with what to write."""
     if not spec.entrypoint:
         return ["entrypoint: is empty; write entrypoint: [python, train.py]"]
     folder = spec.resolve_path("workdir")
@@ -179,7 +179,7 @@ def lacking_code(spec: EnvSpec) -> list[str]:
     script = _script(spec.entrypoint)
     if script is None:
         return []
-    if script.is_absolute():  # a volume, or a folder of the image, may bring it
+    if script.is_absolute():  # a volume, or a folder of the image, may provide it
         is_brought = any(script.is_relative_to(volume.mount_path) for volume in spec.volumes)
         return [] if is_brought or script.is_file() else [_absent(script)]
     if folder is None:
@@ -204,7 +204,7 @@ def _absent(script: Path) -> str:
 
 
 def lacking_program(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
-    """A command that is not here and looks misspelt; [] where packages or code of the stage may bring it."""
+    """A command that is absent and looks misspelt; [] if packages or code of the stage may provide it."""
     program = spec.entrypoint[0] if spec.entrypoint else "python"
     is_brought = "/" in program or program.endswith(".py") or not requirements.is_empty
     if is_brought or _PYTHON.fullmatch(program) or machine.has_program(program):
@@ -214,7 +214,7 @@ def lacking_program(spec: EnvSpec, requirements: Requirements, machine: Here) ->
 
 
 def lacking_inputs(spec: EnvSpec) -> list[str]:
-    """Inputs that the spec uses and that were not given."""
+    """Inputs that the spec uses but that were not given."""
     return [
         f"inputs: {name} is not given; add --input {name}=URI, as an earlier stage prints it"
         for name in spec.input_names
@@ -223,7 +223,7 @@ def lacking_inputs(spec: EnvSpec) -> list[str]:
 
 
 def _script(entrypoint: tuple[str, ...]) -> Path | None:
-    """The Python file that is run; None where another thing is."""
+    """The Python file that the entrypoint runs; None for any other program."""
     program, *words = entrypoint
     if program.endswith(".py"):
         return Path(program)
@@ -235,7 +235,7 @@ def _script(entrypoint: tuple[str, ...]) -> Path | None:
 
 
 def lacking_tools(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:
-    """What makes the stage's own environment and is not here: uv, or the Python."""
+    """Absent tools that create the stage's own environment: uv, or the Python."""
     if requirements.runtime is None:
         return []
     if requirements.runtime.package_manager == "conda":
@@ -254,9 +254,9 @@ def lacking_tools(spec: EnvSpec, requirements: Requirements, machine: Here) -> l
 
 
 def local_source_faults(spec: EnvSpec) -> list[str]:
-    """Volumes of a scheme that this machine cannot open, one fault each; known without asking any store.
+    """Volumes of a scheme that this machine cannot open, one fault each; found without any request.
 
-    Object stores of the extras are left to ``dry-run``: another machine may have the extra.
+    ``dry-run`` checks object stores of the extras, because another machine may have the extra.
     """
     if (spec.target or "local") != "local":
         return []
@@ -276,7 +276,7 @@ def _has_module(name: str) -> bool:
 
 
 def lacking_extras(spec: EnvSpec, store_url: str | None) -> list[str]:
-    """Packages that open the run store or a volume and are not installed."""
+    """Packages that open the run store or a volume but are not installed."""
     urls = {} if store_url is None else {"store": store_url}
     for volume in spec.volumes:
         scheme, separator, _ = str(volume.source).partition("://")

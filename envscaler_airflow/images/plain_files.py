@@ -1,4 +1,4 @@
-"""Files that a person names: read when they are plain ones, so that no pipe, device or size holds us up."""
+"""Read files that a user names, but only regular files, so that no pipe, device or size blocks us."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks; that of UTF-16 begins that of UTF-32, so the longer ones come first."""
+"""Byte order marks; UTF-32's begins with that of UTF-16, so the longer ones come first."""
 
 
 def real_path(path: Path) -> Path:
-    """Where *path* leads, every link of it followed.
+    """Resolve *path* with every link followed.
 
     Raises:
-        OSError: Its links lead round in a circle.
+        OSError: Its links form a loop.
     """
     try:
         return path.resolve()
-    except RuntimeError as err:  # as Python before 3.13 says it
+    except RuntimeError as err:  # as Python before 3.13 reports it
         raise OSError(errno.ELOOP, "its links lead round in a circle") from err
 
 
 def read_plain(path: Path, most: int) -> str:
-    """Text of *path*, at most *most* bytes of UTF-8, or of what a byte order mark says.
+    """Read the text of *path*, at most *most* bytes, as UTF-8 or as its byte order mark declares.
 
-    Editors on Windows begin files with a mark, and PowerShell writes UTF-16.
+    Editors on Windows write such a mark, and PowerShell writes UTF-16.
 
     Raises:
-        OSError: It cannot be read, is larger, or is no plain file.
-        UnicodeDecodeError: It is neither.
+        OSError: The file cannot be read, is larger, or is not a regular file.
+        UnicodeDecodeError: The text is in neither encoding.
     """
     data = read_bytes(real_path(path), most)
     if data is None:

@@ -1,4 +1,4 @@
-"""The plain manifests of a stage: an Indexed Job, and a Service by which nodes find each other. Pure."""
+"""The plain manifests of a stage: an Indexed Job, and a Service for the rendezvous of nodes. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envscaler_airflow.images.distributed import PORT, batch_env, launch_command
 from envscaler_airflow.images.dockerfile import UID
 
 GPU_MEMORY_SHARE = 0.93
-"""Memory that a GPU reports, as a share of the vendor's figure, at least. Chosen: as sizing does."""
+"""Minimum memory that a GPU reports, as a share of the vendor's figure. Chosen: as sizing does."""
 
 PRODUCTS: dict[str, tuple[str, ...]] = {
     "A10": ("NVIDIA-A10",),
@@ -36,20 +36,20 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 }
 """Label ``nvidia.com/gpu.product`` by canonical name: the driver's product name with dashes for spaces.
 
-Source: NVIDIA GPU feature discovery, labels; product names as NVML gives them.
+Source: NVIDIA GPU feature discovery, labels; product names as NVML reports them.
 """
 
 
 def render_kubernetes(
     spec: EnvSpec, image: str, *, namespace: str | None = None, is_built: bool = True
 ) -> list[Artefact]:
-    """``job.yaml``: what ``kubectl apply -f`` takes.
+    """Render ``job.yaml`` for ``kubectl apply -f``.
 
     Args:
         spec: The stage; the lower bound of ``num_nodes`` is rendered.
-        image: The stage's image, or the base when nothing is built.
-        namespace: Where it runs; None for the context's own.
-        is_built: True for an image made from this spec, which runs as its non-root user.
+        image: The stage's image, or the base if no image is built.
+        namespace: Namespace of the Job; None for the context's namespace.
+        is_built: True for an image built from this spec, which runs as its non-root user.
     """
     documents = kubernetes_documents(spec, image, namespace=namespace, is_built=is_built)
     return [Artefact("job.yaml", comment(_notes(spec)) + yaml_text(*documents))]
@@ -71,7 +71,7 @@ def kubernetes_documents(
 
 
 def _job_spec(nodes: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """Disruptions do not count: only the lost pod is made again."""
+    """Job spec that ignores disruptions: only the lost pod is recreated."""
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     return {
         "completionMode": "Indexed",
@@ -84,7 +84,7 @@ def _job_spec(nodes: int, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _service(metadata: dict[str, Any], name: str) -> dict[str, Any]:
-    """Headless, so that nodes find each other by name."""
+    """A headless Service, so that nodes can resolve each other by name."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -99,7 +99,7 @@ def _service(metadata: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def resource_name(name: str) -> str:
-    """*name* as a DNS label of at most 52 characters, so that a pod's number still fits behind it."""
+    """*name* as a DNS label of at most 52 characters, which leaves space for a pod's index."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if plain == name and len(plain) <= 52:
         return plain
@@ -144,7 +144,7 @@ def _without_empty(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _escaped(words: tuple[str, ...]) -> list[str]:
-    """``$(NAME)`` of the user's own is no reference of Kubernetes: only ours is left to expand."""
+    """Escape the user's own ``$(NAME)``, so that Kubernetes only expands ours."""
     ours = "$(JOB_COMPLETION_INDEX)"
     return [
         word if word.endswith(f"={ours}") and word.startswith("--") else word.replace("$(", "$$(")
@@ -182,7 +182,7 @@ def _resources(need: Resources) -> dict[str, Any]:
 
 
 def _gpu_resource(gpu: Gpu) -> str:
-    """By the vendor: of Intel's the driver is not known, and most have ``i915``."""
+    """The resource of the GPU's vendor. For Intel the driver is unknown; most GPUs use ``i915``."""
     vendor = gpu.vendor or (vendor_of(gpu.type[0]) if gpu.type else "nvidia")
     return {"amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}.get(vendor, "nvidia.com/gpu")
 
@@ -223,7 +223,7 @@ def _source(volume: Volume) -> dict[str, Any]:
 
 
 def _shm_bytes(spec: EnvSpec, need: Resources) -> int | None:
-    """As asked; else half of the memory request for GPUs or several processes. Chosen: data loaders, NCCL."""
+    """The requested size, or half of the memory for GPUs or several processes. Chosen: data loaders, NCCL."""
     if need.shm_bytes is not None:
         return need.shm_bytes
     if need.requests.gpu is None and spec.processes_per_node == 1:

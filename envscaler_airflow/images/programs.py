@@ -1,4 +1,4 @@
-"""External programs: started without a shell, bounded in time, their output kept for people and for locks."""
+"""External programs: started without a shell, with a time limit, and with captured output."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from envscaler_airflow.errors import BackendError, SpecError
 
 KILL_AFTER_S = 10.0
-"""Grace of a program that is past its time, seconds. Chosen."""
+"""Grace period of a program after its time limit, seconds. Chosen."""
 _LOOK_S = 0.5
-"""Silence after which a program is looked at, seconds: others may keep its output open. Chosen."""
+"""Silence after which to check whether a program ended, seconds: others may keep its output open. Chosen."""
 _CHUNK_BYTES = 1 << 16
-"""Read at once. Source: pipe(7), the capacity of a pipe."""
+"""Bytes per read. Source: pipe(7), the capacity of a pipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a program left.
+    """The result of a program.
 
     Attributes:
         code: Its exit code.
@@ -45,10 +45,10 @@ def run_program(
     timeout_s: float = 600.0,
     stdin: str | None = None,
 ) -> Output:
-    """Run *words* to their end; *env* is added to this process's own.
+    """Run *words* to completion; *env* is added to this process's environment.
 
     Raises:
-        BackendError: It cannot be started, or was not ready after *timeout_s*.
+        BackendError: The program cannot be started, or did not end within *timeout_s*.
     """
     try:
         done = subprocess.run(
@@ -66,17 +66,17 @@ def stream_program(
     words: Sequence[str], on_line: Callable[[str], None], *, cwd: Path | None = None,
     env: Mapping[str, str] | None = None, fifo: Path | None = None,
 ) -> int:  # fmt: skip
-    """Run *words*, both outputs as one, and hand over each line as it comes; the exit code.
+    """Run *words*, pass each line of the merged outputs to *on_line*, and return the exit code.
 
     Args:
         words: The program and its arguments.
         on_line: Called with each line.
         cwd: Its working directory.
-        env: Added to this process's own.
-        fifo: Made here and used in place of a nameless pipe: what writes to it is heard as well.
+        env: Added to this process's environment.
+        fifo: Created here and used instead of an anonymous pipe, so that other processes can write to it too.
 
     Raises:
-        BackendError: It cannot be started.
+        BackendError: The program cannot be started.
     """
     read, write = os.pipe() if fifo is None else _open_fifo(fifo)
     try:
@@ -106,7 +106,7 @@ def stream_program(
 
 
 def _lines(read: int, process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Lines without their ends, until all have closed it, or *process* is over and nobody writes."""
+    """Yield lines without line ends until all writers close, or *process* ended and no one writes."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     rest = ""
     while True:
@@ -124,16 +124,16 @@ def _lines(read: int, process: subprocess.Popen[bytes]) -> Iterator[str]:
 
 
 def _open_fifo(path: Path) -> tuple[int, int]:
-    """Its ends for reading and writing; whoever sees it may write."""
+    """Create the FIFO and open both ends; every local user who can see it may write to it."""
     os.mkfifo(path)
     path.chmod(0o666)
-    read = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # to block would be to wait for a writer
+    read = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # blocking would wait for a writer
     os.set_blocking(read, True)
     return read, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def find_program(*names: str) -> str | None:
-    """Path of the first of *names* that is installed; None without one."""
+    """Path of the first installed program of *names*; None without one."""
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
@@ -141,7 +141,7 @@ def uv_program() -> str:
     """Path of uv, which comes with this package's extra ``build``.
 
     Raises:
-        SpecError: It is not installed.
+        SpecError: uv is not installed.
     """
     try:
         from uv import find_uv_bin  # noqa: PLC0415 (only what resolves or installs needs it)

@@ -1,7 +1,7 @@
-"""The registry of shared specs and modules: versioned, immutable, on a run store's URL, cached.
+"""The registry of shared specs and modules: versioned, immutable, stored on a run store's URL, cached.
 
-``registry.v1/<name>/<version>.json`` holds one document. It is created exclusively and never written
-again, so a version means the same for ever and of two publishers one wins.
+``registry.v1/<name>/<version>.json`` contains one document. It is created exclusively and never rewritten. So
+a version never changes, and exactly one of two publishers wins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PART = re.compile(
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class Version:
-    """``1.2.3`` or ``1.2.3-rc.1``; build metadata, which orders nothing, is refused.
+    """``1.2.3`` or ``1.2.3-rc.1``; build metadata is rejected, because it does not affect the order.
 
     Source: Semantic Versioning 2.0.0, sections 2, 9 and 11.
     """
@@ -52,10 +52,10 @@ class Version:
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Read *text*.
+        """Parse *text*.
 
         Raises:
-            SpecError: It is no such version.
+            SpecError: *text* is not a valid version.
         """
         match = _VERSION.match(text)
         if match is None:
@@ -69,7 +69,7 @@ class Version:
         return f"{text}-{'.'.join(self.pre)}" if self.pre else text
 
     def __lt__(self, other: Version) -> bool:
-        """A pre-release comes before its release; its parts are compared as numbers, then as text."""
+        """Compare as in semantic versioning: a pre-release precedes its release, numbers precede text."""
         return self._key() < other._key()
 
     def _key(self) -> tuple[tuple[int, int, int], bool, tuple[tuple[bool, int, str], ...]]:
@@ -83,13 +83,13 @@ class Version:
 
 
 def newest(found: Iterable[Version], wanted: str | None) -> Version | None:
-    """The newest of *found* within the range *wanted*; None when none is.
+    """The newest of *found* within the range *wanted*; None if there is none.
 
     ``1.2`` is 1.2.x, ``1`` is 1.x, ``^1.2`` up to the next major, ``~1.2.3`` up to the next minor,
-    ``>=1.2,<2`` both, ``*`` or None anything. A pre-release counts only when the range names one.
+    ``>=1.2,<2`` means both, ``*`` or None any version. A pre-release counts only when the range names one.
 
     Raises:
-        SpecError: *wanted* is no range.
+        SpecError: *wanted* is not a valid range.
     """
     checks = _checks(wanted)
     has_pre = wanted is not None and "-" in wanted
@@ -98,7 +98,7 @@ def newest(found: Iterable[Version], wanted: str | None) -> Version | None:
 
 
 def exact(wanted: str | None) -> Version | None:
-    """The version when *wanted* names exactly one, else None."""
+    """The version if *wanted* names exactly one, otherwise None."""
     return Version.parse(wanted) if wanted is not None and _VERSION.match(wanted) else None
 
 
@@ -130,7 +130,7 @@ def _check(part: str, whole: str) -> list[Callable[[Version], bool]]:
 
 
 def _above(sign: str, numbers: list[int]) -> tuple[int, int, int]:
-    """The first version that a part no longer means."""
+    """The first version after the range of a part."""
     major, minor, patch = [*numbers, 0, 0][:3]
     if sign == "^":
         if major or len(numbers) == 1:
@@ -148,7 +148,7 @@ FOLDER = "registry.v1"
 MAX_BYTES = 1 << 20
 """Largest document, bytes. Chosen: a spec is some kilobytes."""
 SHIPPED = "envscaler"
-"""Team of the modules that come with the package; nobody publishes there."""
+"""Team of the modules that come with the package; publishing there is refused."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(/[a-z0-9][a-z0-9._-]*){1,3}\Z")
 _REFERENCE = re.compile(r"(?:registry://)?(?P<name>[^@]+)(?:@(?P<wanted>.+))?\Z")
@@ -162,10 +162,10 @@ class Entry:
         name: ``team/pytorch``.
         version: Its version.
         text: The YAML document.
-        sha256: Of the text.
-        by: Who published it, as their machine says.
-        at: When, seconds since the epoch by their clock; None for what is shipped.
-        writer: uuid of the act of publishing.
+        sha256: Hash of the text.
+        by: User who published it, as reported by the user's machine.
+        at: Time of publication by that machine's clock, seconds since the epoch; None for shipped modules.
+        writer: uuid of this publication.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Entry:
 
     @property
     def published(self) -> str:
-        """When it was published, for a sentence; empty for what is shipped."""
+        """When it was published, as part of a sentence; empty for shipped modules."""
         return "" if self.at is None else time.strftime(" on %Y-%m-%d %H:%M UTC", time.gmtime(self.at))
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,10 +190,10 @@ class Entry:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Entry:
-        """Read what :meth:`to_dict` gave.
+        """Read what :meth:`to_dict` returned.
 
         Raises:
-            ProtocolError: It is torn, of another version, or its text is not what its hash says.
+            ProtocolError: The entry is torn or of another version, or its text does not match its hash.
         """
         try:
             body = json.loads(data)
@@ -211,10 +211,10 @@ class Entry:
 
 
 def split_reference(reference: str) -> tuple[str, str | None]:
-    """Name and range of ``registry://team/name@1.2`` (the scheme may be left out).
+    """Split ``registry://team/name@1.2`` into name and range (the scheme is optional).
 
     Raises:
-        SpecError: It is no such reference.
+        SpecError: *reference* does not have this form.
     """
     match = _REFERENCE.match(reference)
     if match is None or not _NAME.match(match["name"]) or ".." in match["name"]:
@@ -228,7 +228,7 @@ def default_cache() -> Path:
 
 
 class SpecRegistry:
-    """Publishes and finds documents. Called with a reference, it gives the path of a local copy."""
+    """Publishes and finds documents. Calling it with a reference returns the path of a local copy."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class SpecRegistry:
         cache: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Use the store that *open_store* opens when it is needed, and copies in *cache*."""
+        """Use the store that *open_store* opens on first use, and copies in *cache*."""
         self._open_store = open_store
         self._store: Store | None = None
         self._cache = cache or default_cache()
@@ -245,17 +245,17 @@ class SpecRegistry:
 
     @property
     def store(self) -> Store:
-        """The store, opened at the first need."""
+        """The store, opened on first use."""
         if self._store is None:
             self._store = self._open_store()
         return self._store
 
     def publish(self, name: str, version: str, text: str, *, by: str | None = None) -> Entry:
-        """Publish *text*; the same text again is no error.
+        """Publish *text*; publishing the same text again succeeds.
 
         Raises:
-            SpecError: The name or version is none, or the version exists with other text.
-            StoreError: It cannot be told whether it is published.
+            SpecError: The name or version is invalid, or the version exists with other text.
+            StoreError: It is unknown whether the document was published.
         """
         checked, wanted = split_reference(name)
         if wanted is not None or checked.startswith(f"{SHIPPED}/"):
@@ -276,7 +276,7 @@ class SpecRegistry:
         return entry if is_new else self._settle(entry, path)
 
     def _settle(self, entry: Entry, path: str, why: str = "") -> Entry:
-        """Who won: read back what is there."""
+        """Read back which publisher won."""
         there = self._read(path)
         if there is None:
             uri = self.store.uri(path)
@@ -304,11 +304,11 @@ class SpecRegistry:
         return sorted(_versions(self.store.children(f"{FOLDER}/{_folder(name)}")))
 
     def find(self, reference: str) -> Entry:
-        """The newest entry that *reference* allows; from the cache where that is enough or all there is.
+        """The newest entry that *reference* allows; from the cache if that is enough, or the store fails.
 
         Raises:
-            SpecError: There is none; the message names the versions that there are.
-            StoreError: The store cannot be read and the cache has none.
+            SpecError: No version matches; the message names the available ones.
+            StoreError: The store cannot be read and the cache has no match.
         """
         name, wanted = split_reference(reference)
         if name.startswith(f"{SHIPPED}/"):
@@ -336,10 +336,10 @@ class SpecRegistry:
         return self._cached(name, version) or self._fetch(name, version)
 
     def pull(self, reference: str) -> Path:
-        """Path of a local copy of what *reference* names, for :func:`spec.load_spec`.
+        """Path of a local copy of the document *reference*, for :func:`spec.load_spec`.
 
         Raises:
-            SpecError: As :meth:`find`, and when the store cannot be read.
+            SpecError: As :meth:`find`, or the store cannot be read.
         """
         try:
             entry = self.find(reference)
@@ -354,7 +354,7 @@ class SpecRegistry:
     __call__ = pull
 
     def _kept(self, name: str, wanted: str | None) -> Entry | None:
-        """The newest one of the cache, for want of the store."""
+        """The newest matching entry of the cache, used when the store is unavailable."""
         folder = self._copy(name, Version(0, 0, 0)).parent
         cached = _versions(path.name for path in folder.glob("*.json")) if folder.is_dir() else []
         version = newest(cached, wanted)
@@ -382,7 +382,7 @@ class SpecRegistry:
             return None
 
     def _copy(self, name: str, version: Version) -> Path:
-        """A folder for each store: the same name may mean another document elsewhere."""
+        """Path in a folder for each store, because another store may have another document of this name."""
         is_shipped = name.startswith(f"{SHIPPED}/")
         place = SHIPPED if is_shipped else hashlib.sha256(self.store.url.encode()).hexdigest()[:16]
         return self._cache / place / _folder(name) / f"{version}.json"
@@ -461,12 +461,12 @@ _WRAPPER = "version: v1\nname: check\nextends: [./document.yaml]\n"
 def check_document(
     path: Path, *, parameters: Mapping[str, str], registry: Callable[[str], str | Path]
 ) -> str:
-    """Text of the spec or module in *path*, when it may be published.
+    """Return the text of the spec or module in *path* if it may be published.
 
-    It is loaded as the base of an empty spec, so that a module without a name is checked too.
+    The document is loaded as the base of an empty spec, so that a module without a name is checked too.
 
     Raises:
-        SpecError: Its faults; or it names files, which the registry does not hold.
+        SpecError: The document has faults, or it refers to files, which the registry does not store.
     """
     try:
         text = read_plain(path, MAX_BYTES)
@@ -487,7 +487,7 @@ def check_document(
 
 
 def _files_named(text: str, where: str) -> list[str]:
-    """References to files beside the document: nobody else has them. Broken YAML is the loader's to tell."""
+    """References to local files, which other users do not have. The loader reports broken YAML."""
     try:
         body = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):

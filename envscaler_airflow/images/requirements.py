@@ -1,4 +1,4 @@
-"""Python packages of a runtime as one requirements file, and the files of the user that it names."""
+"""Python packages of a runtime as one requirements file, and the user's files that it includes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _FOREIGN: Mapping[str, str] = {
     "pipfile": "run `pipenv requirements > requirements.txt` and name that file",
     "pipfile.lock": "run `pipenv requirements > requirements.txt` and name that file",
 }
-"""Files of other tools, and how pip's is made of them; each tool's own documentation of its export."""
+"""Files of other tools, and how to convert them for pip. Source: each tool's documentation of its export."""
 
 
 def joined(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; one that ends with a backslash goes on in the next, as pip reads them."""
+    """Logical lines with their numbers; as in pip, a trailing backslash continues a line."""
     begun, parts = 1, list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         begun = begun if parts else number
@@ -61,19 +61,19 @@ def joined(text: str) -> Iterator[tuple[int, str]]:
 
 
 def plain_lines(text: str) -> Iterator[str]:
-    """The same less comments and empty ones."""
+    """The same lines without comments and empty lines."""
     for _, line in joined(text):
         if kept := without_comment(line):
             yield kept
 
 
 def without_comment(line: str) -> str:
-    """*line* up to its comment, which begins a line or stands behind a space."""
+    """*line* without its comment, which starts at the line's start or after a space."""
     return _COMMENT.sub("", line).strip()
 
 
 def without_editable(text: str) -> str:
-    """*text* with ``-e git+...#egg=name`` as ``name @ git+...``, which an image and uv can install, too."""
+    """Rewrite ``-e git+...#egg=name`` as ``name @ git+...``, which an image and uv can also install."""
     return "".join(map(_without_editable, text.splitlines(keepends=True)))
 
 
@@ -96,7 +96,7 @@ def _less(url: str, egg: str) -> str:
 
 
 def foreign_format(name: str, text: str) -> str | None:
-    """What to write in place of a file that is another tool's; None for one of pip's."""
+    """What to write instead of a file in another tool's format; None for pip's format."""
     lower = PurePath(name).name.lower()
     if lower in _FOREIGN:
         return f"is not a requirements file of pip; {_FOREIGN[lower]}"
@@ -108,7 +108,7 @@ def foreign_format(name: str, text: str) -> str | None:
 
 
 def _conda_fix(text: str) -> str:
-    """The file's own channels and packages, as the spec takes them."""
+    """The channels and packages of the file, in the form of the spec."""
     try:
         body: Any = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -133,11 +133,11 @@ def _conda_fix(text: str) -> str:
 
 
 def line_fault(line: str, *, has_index: bool) -> str | None:
-    """Why neither pip nor uv can install what *line* says, and what to write; None when they may.
+    """Why neither pip nor uv can install *line*, and what to write instead; None if they may.
 
     Args:
-        line: Less comments.
-        has_index: True when some other place than PyPI is named.
+        line: A line without comments.
+        has_index: True when the files name an index other than PyPI.
     """
     if _CONDA_PIN.match(line):
         name, version = line.split("=")[:2]
@@ -161,7 +161,7 @@ def _unreadable(line: str) -> str | None:
     if words[0] in ("pip", "pip3", "!pip", "%pip", "conda") and len(words) > 2:
         return f"{line!r:.80} is a command; write the packages alone, one on each line"
     if re.search(r"\.(whl|tar\.gz|zip)\b", line) or "/" in words[0] or "\\" in words[0] or "$" in line:
-        return None  # a path or a variable, which is looked at elsewhere
+        return None  # a path or a variable, which is checked elsewhere
     try:
         Requirement(line)
     except InvalidRequirement as err:
@@ -170,7 +170,7 @@ def _unreadable(line: str) -> str | None:
 
 
 def requirement_of(line: str) -> Requirement | None:
-    """The requirement of a line less comments and its own options; None when it is none."""
+    """The requirement of a line without comments and options; None if it is not a requirement."""
     option = _OPTION.search(line)
     try:
         return Requirement(line[: option.start()] if option else line)
@@ -199,7 +199,7 @@ def index_urls(line: str) -> list[str]:
 
 
 def programs_of(line: str) -> set[str]:
-    """System packages by which pip fetches what *line* names: git, and ssh where it goes by that."""
+    """System packages with which pip fetches what *line* names: git, and ssh if the address uses it."""
     found = re.match(r"(?:[^@]*@\s*|\s*(?:-e|--editable)[ =]\s*)?(git|hg|svn|bzr)\+([a-z]+)", line)
     if found is None:
         return set()
@@ -213,11 +213,11 @@ MAIN = "requirements.txt"
 MAX_BYTES = 1 << 20
 """Largest requirements file read, bytes. Chosen: ten thousand pinned packages with hashes."""
 MAX_FILES = 32
-"""Most files that one names. Chosen."""
+"""Most files that a requirements file includes. Chosen."""
 
 _INCLUDE = re.compile(r"\s*(-r|--requirement|-c|--constraint)[ =]?\s*(?P<path>\S.*)")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._+-]+\Z")
-"""Names that a requirements file can hold without quotes, which installers read in different ways."""
+"""Names that need no quotes in a requirements file; installers parse quotes differently."""
 _INDEX = re.compile(r"\s*(--(extra-)?index-url|--find-links|-f|-i|--no-index|--trusted-host)([ =]|\s*$)")
 _LOCAL = re.compile(r"\s*(-e\b|--editable|\.{1,2}/|\.(\[|\s*\Z)|/|file:)")
 _OF_CONDA = re.compile(r"\s*([A-Za-z0-9._-]+)\s*@\s*file:")
@@ -225,13 +225,13 @@ _OF_CONDA = re.compile(r"\s*([A-Za-z0-9._-]+)\s*@\s*file:")
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a runtime installs.
+    """The packages that a runtime installs.
 
     Attributes:
         runtime: The runtime; None when the stage has none.
         files: The user's requirements files, path below their folder to text.
-        main: Which of them the spec names; None without.
-        locked: Text with exact versions and hashes that replaces them all; None when not locked.
+        main: Name of the file that the spec names; None without one.
+        locked: Text with exact versions and hashes that replaces all files; None when not locked.
     """
 
     runtime: Runtime | None = None
@@ -241,7 +241,7 @@ class Requirements:
 
     @property
     def is_empty(self) -> bool:
-        """True when nothing is to be installed."""
+        """True when there is nothing to install."""
         return self.locked is None and self.main is None and not (self.runtime and self.runtime.packages)
 
     @property
@@ -253,15 +253,15 @@ class Requirements:
 
     @property
     def has_conda_packages(self) -> bool:
-        """True when some are conda's, which no lock of ours holds."""
+        """True when some packages are conda's, which our locks do not contain."""
         runtime = self.runtime
         return runtime is not None and runtime.package_manager == "conda" and bool(runtime.packages)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical names of pip's packages that are written without a marker and without an address.
+        """Canonical names of pip's packages that have neither a marker nor an address.
 
-        Those of files that the user's file includes are left out: they may be constraints.
+        Files that the user's file includes are skipped, because they may be constraints.
         """
         runtime = self.runtime
         texts = [] if runtime is None or self.has_conda_packages else list(runtime.packages)
@@ -272,7 +272,7 @@ class Requirements:
 
     @property
     def lines(self) -> list[str]:
-        """What the files and ``packages`` of pip say, less comments; a lock in their place."""
+        """Lines of the files and of pip's ``packages``, without comments; with a lock, its lines instead."""
         if self.locked is not None:
             return list(plain_lines(self.locked))
         of_runtime = [] if self.runtime is None or self.has_conda_packages else list(self.runtime.packages)
@@ -280,7 +280,7 @@ class Requirements:
 
     @property
     def index_urls(self) -> list[str]:
-        """Every place beside PyPI that packages come from."""
+        """Every package source other than PyPI."""
         runtime = self.runtime
         own = [runtime.index_url or "", *runtime.extra_index_urls] if runtime is not None else []
         lines = [line for text in self.files.values() for line in plain_lines(text)]
@@ -288,7 +288,7 @@ class Requirements:
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """System packages that fetch what is named by an address: git, and ssh where it goes by that."""
+        """System packages that fetch requirements from addresses: git, and ssh if an address uses it."""
         return tuple(sorted({name for line in self.lines for name in programs_of(line)}))
 
     def pinned(self, name: str, python: str) -> Requirement | None:
@@ -302,7 +302,7 @@ class Requirements:
         return None
 
     def artefacts(self) -> list[Artefact]:
-        """``requirements.txt`` and the files that it names; [] when nothing is to be installed."""
+        """``requirements.txt`` and the files that it includes; [] when there is nothing to install."""
         if self.is_empty:
             return []
         if self.locked is not None:
@@ -311,11 +311,11 @@ class Requirements:
         return [Artefact(MAIN, self.text()), *copies]
 
     def with_lock(self, locked: str) -> Requirements:
-        """The same, with exact versions and hashes in place of what was written."""
+        """A copy with exact versions and hashes instead of the written requirements."""
         return replace(self, locked=locked)
 
     def text(self) -> str:
-        """The combined file, which names the user's by ``-r``; a lock keeps only where packages come from."""
+        """The combined file, which includes the user's file with ``-r``; a lock keeps only the indexes."""
         runtime = self.runtime
         if runtime is None:
             return self.locked or ""
@@ -331,10 +331,10 @@ class Requirements:
 
 
 def check_packages(runtime: Runtime) -> list[str]:
-    """``packages`` of *runtime*, each read as a requirement, so that none is an option or a path.
+    """Check that all ``packages`` of *runtime* are requirements, not options or paths, and return them.
 
     Raises:
-        SpecError: One is no requirement, or holds a password.
+        SpecError: A package is not a valid requirement, or contains a password.
     """
     if runtime.package_manager == "conda":
         return list(runtime.packages)
@@ -353,11 +353,11 @@ def check_packages(runtime: Runtime) -> list[str]:
 
 
 def read_requirements(spec: EnvSpec) -> Requirements:
-    """The requirements of *spec*'s Python runtime with its files, read from where the spec was loaded.
+    """Read the requirements of *spec*'s Python runtime and its files, relative to the spec's folder.
 
     Raises:
-        SpecError: A file is absent, too large, no UTF-8, outside the folder, names a local package, or
-            holds a password.
+        SpecError: A file is absent, too large, not UTF-8, or outside the folder, or it names a local package
+            or contains a password.
     """
     for index, runtime in enumerate(spec.runtimes):
         path = spec.resolve_path(f"runtimes[{index}].requirements")
@@ -377,7 +377,7 @@ def read_requirements(spec: EnvSpec) -> Requirements:
 
 
 def _check_lines(found: Requirements) -> None:
-    """Raise SpecError with every line that no installer can take."""
+    """Raise SpecError with every line that no installer accepts."""
     has_index = bool(found.index_urls)
     faults = [
         f"{name}:{number}: {fault}"
@@ -422,7 +422,7 @@ def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
 
 
 def _included(text: str, where: str) -> str:
-    """Name of the file that ``-r`` or ``-c`` is followed by."""
+    """Name of the file after ``-r`` or ``-c``."""
     try:
         return shlex.split(text, comments=True)[0]
     except (ValueError, IndexError) as err:

@@ -1,7 +1,7 @@
-"""Conflicts before the build: packages are resolved for the stage's Python and platform, none installed.
+"""Find conflicts before the build: resolve packages for the stage's Python and platform, install none.
 
-uv's resolver decides for pip and uv, a conda program's dry run for conda. What the base is known to
-hold takes part as packages that exist in that version alone, since an index need not have them.
+pip and uv use uv's resolver, conda uses a conda program's dry run. The known packages of the base take part
+as packages that exist in only that version, because an index may not have them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from envscaler_airflow.images.requirements import MAIN, Requirements
 from envscaler_airflow.images.venv import python_version
 
 TIMEOUT_S = 120.0
-"""Longest resolution, seconds. Chosen: a cold cache on a slow line; warm ones take one or two."""
+"""Longest resolution, seconds. Chosen: a cold cache on a slow line; a warm one takes one or two."""
 _UNREACHABLE = re.compile(
     r"failed to fetch|error sending request|dns error|connection|timed? ?out|could not connect|offline",
     re.IGNORECASE,
@@ -35,11 +35,11 @@ _UNREACHABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        kind: ``conflict`` stops a build; ``unchecked`` says what could not be looked at and why.
-        text: With the chain of who needs what, where there is one.
+        kind: ``conflict`` stops a build; ``unchecked`` names what could not be checked and why.
+        text: Message, with the chain of requirements if there is one.
     """
 
     kind: Literal["conflict", "unchecked"]
@@ -51,7 +51,7 @@ class Resolution:
     """Exact versions.
 
     Attributes:
-        text: A requirements file with versions, with hashes when asked for, less what the base holds.
+        text: A requirements file with versions, and with hashes if requested, without the base's packages.
     """
 
     text: str
@@ -69,27 +69,26 @@ def resolve(
     spec: EnvSpec, requirements: Requirements, *, hashes: bool = False, with_base: bool = True,
     platform: str = "linux", env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S,
 ) -> Resolution:  # fmt: skip
-    """Exact versions of the stage's Python packages.
+    """Resolve exact versions of the stage's Python packages.
 
     Args:
         spec: The stage.
         requirements: Its packages.
         hashes: True to lock every file by its sha256.
-        with_base: False for an environment of its own, which sees nothing of the base.
+        with_base: False for a separate environment, which does not see the base's packages.
         platform: uv's name of the platform that the stage runs on.
         env: Added to the resolver's environment, such as NETRC for private indexes.
-        timeout_s: Longest time.
+        timeout_s: Time limit.
 
     Raises:
-        SpecError: They cannot be had together, and the message is the chain of who needs what; or they are
-            conda's.
+        SpecError: The packages conflict (the message is the chain of requirements), or they are conda's.
         BackendError: The index cannot be reached.
     """
     if requirements.is_empty:
         return Resolution("")
     if requirements.locked is not None:
         return Resolution(requirements.locked)
-    if requirements.has_conda_packages:  # pip's index has others by the same names
+    if requirements.has_conda_packages:  # pip's index has other packages under the same names
         raise SpecError(
             "runtimes: package_manager: conda's packages cannot be locked; "
             "leave --lock out, or write pip or uv"
@@ -114,7 +113,7 @@ def resolve(
 def find_conflicts(
     spec: EnvSpec, requirements: Requirements, *, with_base: bool = True, env: Mapping[str, str] | None = None
 ) -> list[Finding]:
-    """Everything that keeps the packages from being installed together, conda's and pip's in one report."""
+    """Report everything that prevents installing the packages together, for conda and pip."""
     findings: list[Finding] = []
     runtime = requirements.runtime
     if runtime is not None and runtime.package_manager == "conda":
@@ -131,7 +130,7 @@ def find_conflicts(
 
 
 def _held(spec: EnvSpec, requirements: Requirements) -> dict[str, str]:
-    """Python packages of the base, when its Python is the stage's."""
+    """Python packages of the base, if the stage uses the base's Python."""
     known = facts(spec.base)
     version = None if requirements.runtime is None else requirements.runtime.version
     return known.packages if known.has_python(version) else {}
@@ -152,7 +151,7 @@ def _lay_out(folder: Path, requirements: Requirements, held: Mapping[str, str]) 
 
 
 def _write_wheel(folder: Path, name: str, version: str) -> None:
-    """A wheel without content, so that the resolver knows the version that the base holds."""
+    """Write an empty wheel, from which the resolver learns the version that the base contains."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as file:
@@ -170,7 +169,7 @@ def _held_options(held: Mapping[str, str]) -> list[str]:
 
 
 def strategy(requirements: Requirements) -> list[str]:
-    """What pip does: the best version of all indexes; uv takes the first index that has the package."""
+    """Options to search all indexes as pip does; by default uv stops at the first index with a package."""
     is_pip = requirements.runtime is None or requirements.runtime.package_manager == "pip"
     return ["--index-strategy=unsafe-best-match"] if is_pip else []
 

@@ -55,7 +55,7 @@ _UNITS: tuple[tuple[Any, str, str], ...] = (
     (kinds.LocalPath, "path", ""),
     (kinds.WebUrl, "URL", ""),
 )
-"""Field types with a meaning of their own: what is written, and its unit."""
+"""Field types that have their own text in the reference: what to write, and its unit."""
 _PLAIN = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
 _MADE_UP = {"integer": "2", "number": "0.5", "boolean": "true"}
 
@@ -124,11 +124,11 @@ _BY_FIELD: dict[str, str] = {
     "Speedup.source": "measured on 2026-01-10",
     "Metrics.log_patterns": "{loss: 'loss ([0-9.]+)'}",
 }
-"""Examples where the field's type has none that fits."""
+"""Examples for fields whose type has no fitting example."""
 
 
 def schema_text() -> str:
-    """The JSON Schema, as it is shipped."""
+    """The JSON Schema, as shipped."""
     return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"
 
 
@@ -140,7 +140,7 @@ def reference_text() -> str:
 
 @cache
 def _parts() -> dict[str, dict[str, Any]]:
-    """JSON Schemas of the document and its parts, by model, as pydantic makes them of resolved specs."""
+    """JSON Schemas of the document and its parts, by model, as pydantic creates them from resolved specs."""
     document = EnvSpec.model_json_schema(mode="serialization")
     document["properties"] = {
         name: field for name, field in document["properties"].items() if name not in RESOLVED_FIELDS
@@ -176,7 +176,7 @@ def _units() -> list[tuple[dict[str, Any], str, str]]:
 
 
 def _kind(field: dict[str, Any]) -> tuple[str, str]:
-    """What is written, and its unit."""
+    """What to write, and its unit."""
     field = _present(field)
     bare = {key: item for key, item in field.items() if key not in ("title", "default")}
     for schema, kind, unit in _units():
@@ -212,7 +212,7 @@ def _default(field: dict[str, Any]) -> str:
 
 
 def _example(name: str, field: dict[str, Any]) -> str:
-    """What stands beside the field *name*, or in its type; else the first choice or a plain value."""
+    """Example of the field *name* or of its type; otherwise the first choice or a plain value."""
     field = _present(field)
     if name in _BY_FIELD or "examples" in field:
         return _shown(_BY_FIELD.get(name) or field["examples"][0])

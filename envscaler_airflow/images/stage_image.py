@@ -1,4 +1,4 @@
-"""Which image a stage runs in, where images are pulled by name."""
+"""Which image a stage runs in, for backends that pull images by name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from envscaler_airflow.images.requirements import Requirements, read_requirement
 from envscaler_airflow.images.targets import render
 
 TAG_DIGITS = 16
-"""Hex digits of a tag. Chosen: as many as the tags by content have."""
+"""Hex digits of a tag. Chosen: as many as content tags have."""
 
 
 def image_name(spec: EnvSpec, requirements: Requirements, repository: str) -> str:
-    """``REPOSITORY/NAME:env-HASH`` of what `envscaler build` makes of *spec*.
+    """``REPOSITORY/NAME:env-HASH`` of the image that `envscaler build` builds from *spec*.
 
-    The hash is over what is installed and on what, as the Dockerfile says it: told without a builder, and the
-    same for every version of the code, which comes with each run.
+    The hash covers the Dockerfile: the base and the installed packages. It needs no builder, and is the same
+    for every version of the code, which each run ships separately.
 
     Raises:
-        SpecError: The spec cannot be an image.
+        SpecError: The spec cannot be built as an image.
     """
     digest = hashlib.sha256()
     for item in render("dockerfile", spec, requirements):
@@ -30,18 +30,18 @@ def image_name(spec: EnvSpec, requirements: Requirements, repository: str) -> st
 
 
 def slug(name: str) -> str:
-    """A stage's name as a part of an image's."""
+    """A stage's name as part of an image name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "stage"
 
 
 def with_image(spec: EnvSpec, *, image: str | None, repository: str | None) -> EnvSpec:
-    """*spec* with the image that a run of it takes as its base; the code comes with the run.
+    """Return *spec* with the image of its runs as its base; each run ships the code separately.
 
-    *image* where the deployment names one for all stages; the base where nothing is installed on it; else
-    what `envscaler build` puts into *repository*.
+    This is *image*, if the deployment sets one for all stages; the base, if nothing is installed on it;
+    otherwise the image that `envscaler build` pushes to *repository*.
 
     Raises:
-        SpecError: Nothing says which image it is.
+        SpecError: The image is not known.
     """
     if image is not None:
         return _based_on(image, spec)

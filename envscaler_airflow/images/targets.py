@@ -19,9 +19,9 @@ from envscaler_airflow.images.userdata import render_vm
 from envscaler_airflow.images.venv import render_venv
 
 RENDERINGS = ("spec", "conda", "venv", "dockerfile", "kubernetes", "vm")
-"""What ``envscaler render --target`` takes."""
+"""Values of ``envscaler render --target``."""
 VARIANTS = {"dockerfile": "docker", "kubernetes": "kubernetes", "vm": "vm", "venv": "local", "conda": "local"}
-"""The spec's target overlay that a rendering is of."""
+"""The spec's target overlay that a rendering uses."""
 
 
 def render(
@@ -32,17 +32,17 @@ def render(
     image: str | None = None,
     options: ImageOptions | None = None,
 ) -> list[Artefact]:
-    """The artefacts of *target*, one of :data:`RENDERINGS` but ``spec``.
+    """The artefacts of *target*, one of :data:`RENDERINGS` except ``spec``.
 
     Args:
-        target: Which rendering.
+        target: Name of the rendering.
         spec: The resolved stage.
         requirements: Its Python packages, as read or locked.
         image: Name of the stage's image for ``kubernetes`` and ``vm``; None for the base.
-        options: What is known of the image's base and context.
+        options: Known facts of the image's base and context.
 
     Raises:
-        SpecError: The target cannot hold what the spec says, or the global batch cannot be kept.
+        SpecError: The target cannot express the spec, or the global batch is not divisible.
     """
     batches(spec)
     if target == "conda":
@@ -62,7 +62,7 @@ def base_image(spec: EnvSpec) -> str:
     """The image of a stage that needs no build.
 
     Raises:
-        SpecError: It needs one, so that the name must be given.
+        SpecError: The stage needs a build, so an image name is required.
     """
     if spec.base is not None and spec.base.image is not None and not needs_build(spec):
         return str(spec.base.image)
@@ -73,7 +73,7 @@ def base_image(spec: EnvSpec) -> str:
 
 
 def render_spec(loaded: Loaded) -> list[Artefact]:
-    """The composed spec less its defaults, and in comments the file and line that each value came from."""
+    """The composed spec without defaults; comments give the file and line of each value."""
     body = loaded.spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     resolved = ("base_dirs", "warnings", "input_names")
     shown = {key: value for key, value in body.items() if key not in resolved}

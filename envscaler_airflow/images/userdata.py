@@ -1,7 +1,7 @@
 """cloud-init user-data of a stage on a virtual machine. Pure.
 
-A base image means a container: the machine pulls the stage's image and runs it. A base of a
-distribution alone means the machine itself: packages, a virtual environment, the command.
+With a base image, the machine pulls the stage's image and runs a container. With only a distribution as base,
+the stage runs on the machine itself: packages, a virtual environment, the command.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from envscaler_airflow.images.venv import render_venv
 HOME = "/opt/envscaler/stage"
 """Folder of the stage's files on the machine."""
 SECRETS = "/run/envscaler/secrets.env"
-"""``NAME=value`` lines that whoever starts the machine puts there; user-data is readable to all on it."""
+"""``NAME=value`` lines that the user puts there, because every process on the machine can read user-data."""
 NODE_FILE = "/run/envscaler/node.env"
-"""ENVSCALER_NODE and ENVSCALER_RENDEZVOUS, which only the start of the other nodes tells."""
+"""ENVSCALER_NODE and ENVSCALER_RENDEZVOUS, which are known only when the nodes start."""
 MAX_BYTES = 16384
 """Largest user-data. Source: Amazon EC2, user data is limited to 16 KB in raw form."""
 PACK_ABOVE = 2048
-"""Files above this many bytes are compressed. Chosen: keeps the usual ones readable."""
+"""Files above this many bytes are compressed. Chosen: usual files stay readable."""
 
 
 def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = None) -> list[Artefact]:
     """``user-data``: a ``#cloud-config`` document.
 
     Raises:
-        SpecError: A volume that a machine cannot have, or more than a provider takes.
+        SpecError: A machine cannot mount a volume, or the user-data is larger than a provider accepts.
     """
     _check_volumes(spec)
     is_container = image is not None or (spec.base is not None and spec.base.image is not None)
@@ -92,7 +92,7 @@ def _file(name: str, text: str) -> dict[str, Any]:
 
 
 def _host_path(volume: Volume) -> str:
-    """Where a volume lies on the machine: a container gets it from there."""
+    """Path of a volume on the machine, from which a container mounts it."""
     return volume.location if volume.kind == "hostPath" else volume.mount_path
 
 
@@ -114,7 +114,7 @@ def _mounts(spec: EnvSpec) -> list[list[str]]:
 
 
 def _command(spec: EnvSpec) -> str:
-    """The launcher's command; node and rendezvous are the machine's own variables."""
+    """The launcher's command; it reads node and rendezvous from the machine's own variables."""
     nodes = spec.num_nodes.min
     endpoint, rank = "ENVSCALER_RENDEZVOUS_HOST:29400", "ENVSCALER_NODE_RANK"
     words = launch_command(spec, nodes, endpoint=endpoint, node_rank=rank if nodes > 1 else None)
@@ -123,7 +123,7 @@ def _command(spec: EnvSpec) -> str:
 
 
 def _word(word: str, rank: str) -> str:
-    """Quote *word*; the two marks of the launcher become variables."""
+    """Quote *word*; the launcher's two placeholders become variables."""
     if word.startswith("--") and word.endswith(f"={rank}"):
         return f'{shlex.quote(word.removesuffix(rank))}"$ENVSCALER_NODE"'
     if word.startswith("--") and "=ENVSCALER_RENDEZVOUS_HOST" in word:
@@ -134,7 +134,7 @@ def _word(word: str, rank: str) -> str:
 
 
 def _nvidia_gpus(spec: EnvSpec) -> int:
-    """GPUs that a driver of NVIDIA is for; drivers of others come with the machine's image."""
+    """Number of GPUs that need NVIDIA's driver; drivers of other vendors come with the machine's image."""
     need = spec.resources.alternatives[0].requests.gpu
     if need is None:
         return 0
@@ -190,7 +190,7 @@ systemctl restart docker
 
 
 def gpu_script(*, is_container: bool) -> str:
-    """Installs driver and, for containers, the toolkit by which Docker hands GPUs out; ends at what fails."""
+    """Script that installs the GPU driver and, for containers, Docker's GPU toolkit; stops on failure."""
     head = _GPU_HEAD.replace("{more}", " and Docker's way to them" if is_container else "")
     return head + (_TOOLKIT if is_container else "")
 

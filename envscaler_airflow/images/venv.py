@@ -10,7 +10,7 @@ from envscaler_airflow.images.bases import Family, facts
 from envscaler_airflow.images.requirements import MAIN, Requirements
 
 DEFAULT_PYTHON = "3.11"
-"""Python of a stage that names none. Chosen: the oldest that the provider itself runs on."""
+"""Python of a stage that names none. Chosen: the oldest that the provider itself supports."""
 
 _SCRIPT = """\
 #!/bin/sh
@@ -27,7 +27,7 @@ if command -v uv >/dev/null 2>&1; then
 
 
 def render_venv(spec: EnvSpec, requirements: Requirements) -> list[Artefact]:
-    """``venv.sh`` makes the environment beside itself, ``env.sh`` sets its variables."""
+    """``venv.sh`` creates the environment in its own folder, ``env.sh`` sets its variables."""
     version = python_version(spec)
     hashes = " --require-hashes" if requirements.locked is not None else ""
     has_packages = not requirements.is_empty
@@ -49,14 +49,14 @@ def render_venv(spec: EnvSpec, requirements: Requirements) -> list[Artefact]:
 
 
 def python_version(spec: EnvSpec) -> str:
-    """Python of the stage: as written, else the base's, else the default."""
+    """Python of the stage: from the spec, or the base's, or the default."""
     written = next((runtime.version for runtime in spec.runtimes if runtime.version), None)
     of_base = facts(spec.base).python or ""
     return written or (of_base if "." in of_base else DEFAULT_PYTHON)
 
 
 def env_script(spec: EnvSpec) -> str:
-    """Plain variables as exports; a reference is named and never resolved here."""
+    """Plain variables as exports; a reference is listed by name and never resolved here."""
     lines = [
         f"export {item.name}={shlex.quote(item.value)}\n"
         if item.value is not None

@@ -1,4 +1,4 @@
-"""Virtual environments of the local target: made once for each content, then used again."""
+"""Virtual environments of the local target: created once for each content, then reused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from envscaler_airflow.images.venv import python_version
 from envscaler_airflow.user_folders import cache_folder
 
 LOCK = "envscaler/requirements.lock"
-"""File in an environment: the exact versions with hashes that it was made from."""
+"""File in an environment: the exact versions with hashes from which it was created."""
 READY = ".envscaler-ready"
-"""File in a finished environment; one without it was interrupted and is made anew."""
+"""File in a finished environment; an environment without it was interrupted and is recreated."""
 TIMEOUT_S = 3600.0
 """Longest installation, seconds. Chosen: several gigabytes of wheels on a slow line."""
 
@@ -41,20 +41,20 @@ def ensure(
     env: Mapping[str, str] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Path of the Python of *spec*'s environment, which is made when its content is new.
+    """Path of the Python of *spec*'s environment, which is created if its content is new.
 
-    The content is the Python version, the platform's uv, and the text of every requirements file.
+    The content is the Python version, the machine's architecture, and the text of every requirements file.
 
     Args:
         spec: The stage.
-        cache: Folder of all environments; None for the user's.
-        requirements: Its packages; None reads them from where the spec was loaded.
+        cache: Folder of all environments; None for the user's default.
+        requirements: Its packages; None reads them from the folder of the spec.
         env: Added to the installer's environment, such as NETRC.
-        say: Told what is done, one line each.
+        say: Called with one line for each step.
 
     Raises:
-        SpecError: The packages cannot be installed; the installer's own words are in the message.
-        BackendError: The installer cannot be started or is not ready in time.
+        SpecError: The packages cannot be installed; the message has the installer's output.
+        BackendError: The installer cannot be started or does not end in time.
     """
     wanted = read_requirements(spec) if requirements is None else requirements
     if wanted.runtime is not None and wanted.runtime.package_manager == "conda":
@@ -74,12 +74,12 @@ def ensure(
 
 
 def _is_ready(folder: Path) -> bool:
-    """False also when the Python that it was made with has gone from this machine."""
+    """False also if the Python that created it is gone from this machine."""
     return (folder / READY).is_file() and (folder / "bin" / "python").exists()
 
 
 def environment_key(spec: EnvSpec, requirements: Requirements) -> str:
-    """24 hex digits over what an environment is made of."""
+    """24 hex digits over the content of an environment."""
     files = [(item.name, item.text) for item in requirements.artefacts()]
     body = json.dumps([python_version(spec), files, os.uname().machine], sort_keys=True)
     return hashlib.sha256(body.encode()).hexdigest()[:24]
@@ -89,7 +89,7 @@ def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[
     if not requirements.needs_installer and not has_uv():
         _make_bare(spec, requirements, folder)
         return
-    # First what can fail without leaving anything.
+    # Resolve first: it can fail without leaving files behind.
     locked = resolve(spec, requirements, hashes=True, with_base=False, platform=_platform(), env=env).text
     uv = uv_program()
     words = [uv, "venv", "--quiet", "--no-project", "--python", python_version(spec), str(folder)]
@@ -118,7 +118,7 @@ def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[
 
 
 def _make_bare(spec: EnvSpec, requirements: Requirements, folder: Path) -> None:
-    """Without packages, and so without uv: by Python's own ``venv``."""
+    """Create an environment without packages with Python's own ``venv``, so without uv."""
     version = python_version(spec)
     python = python_of(version)
     if python is None:
@@ -133,7 +133,7 @@ def _make_bare(spec: EnvSpec, requirements: Requirements, folder: Path) -> None:
 
 
 def locked_requirements(python: Path) -> str:
-    """Exact versions with hashes that the environment of *python* was made from."""
+    """Exact versions with hashes from which the environment of *python* was created."""
     return (python.parent.parent / LOCK).read_text(encoding="utf-8")
 
 
@@ -146,7 +146,7 @@ def installed(python: Path) -> dict[str, str]:
     """Name to version of every package of the environment of *python*.
 
     Raises:
-        BackendError: It cannot be told.
+        BackendError: The versions cannot be read.
     """
     done = run_program([uv_program(), "pip", "list", "--quiet", "--format=json", "--python", str(python)])
     if done.code != 0:
@@ -165,7 +165,7 @@ def _count(requirements: Requirements) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One maker at a time; the lock is the kernel's, so that a killed one leaves none."""
+    """Lock out concurrent creators. The kernel owns the lock, so a killed process leaves none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -173,4 +173,4 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _quiet(_line: str) -> None:
-    """Say nothing."""
+    """Discard a line."""

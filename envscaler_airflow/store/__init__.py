@@ -1,4 +1,4 @@
-"""The run directory on ``file://``, ``s3://`` and fsspec URLs."""
+"""The run directory in a store: ``file://``, ``s3://`` and fsspec URLs."""
 
 from envscaler_airflow.store.base import Store, check_store, deployment_of, for_run, open_store
 from envscaler_airflow.store.events import EventLog

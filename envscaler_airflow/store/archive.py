@@ -1,13 +1,13 @@
 """The user's code, shipped with a run: a deterministic, content-hashed ``tar.zst``.
 
-Packing leaves out what ``.gitignore`` files leave out (nested ones and those of the folders above,
-up to the repository's root) unless git's index lists it, and always ``.git``, caches, virtual
-environments, and the run store where that lies in the folder. Equal content gives an equal hash:
-names are sorted; times, owners and modes carry nothing but the executable bit.
+Packing skips what ``.gitignore`` files exclude, unless git's index lists it. Nested ignore files count, and
+so do those of parent folders up to the repository's root. Packing always skips ``.git``, caches, virtual
+environments, and the run store if it is inside the folder. Equal content gives an equal hash: names are
+sorted, times and owners are constant, and modes keep only the executable bit.
 
-Symbolic links are kept as links when they are relative and stay inside the folder. Links that are
-absolute or lead outside are refused when packing (the machine that unpacks has no such place) and
-when unpacking. Sockets, pipes and devices are left out when packing and refused when unpacking.
+Symbolic links stay links when they are relative and stay inside the folder. Packing and unpacking both
+refuse links that are absolute or lead outside, because the machine that unpacks has no such path. Sockets,
+pipes and devices are skipped when packing and refused when unpacking.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ ALWAYS_LEFT_OUT = frozenset(
         "node_modules",
     }
 )
-"""Folders that no training reads from its code. Chosen: what the usual .gitignore templates name."""
+"""Folders that no training reads as code. Chosen: the names in the usual .gitignore templates."""
 MAX_BYTES = 256 << 20
 """Largest archive, unpacked bytes. Chosen: code, not data; data belongs in volumes."""
 MAX_FILES = 50_000
-"""Most entries of an archive. Chosen: ten times a large monorepo's Python package."""
+"""Largest number of entries in an archive. Chosen: ten times a large monorepo's Python package."""
 _TRIES = 3
-"""Times that a folder is packed while files vanish from it. Chosen: an editor or a log rotation is done by
-then; a retry that goes on with a running attempt must not fail for a temporary file."""
+"""Attempts to pack a folder while files vanish from it. Chosen: an editor or a log rotation finishes within
+them; a retry that continues a running attempt must not fail because of a temporary file.
+"""
 _LEVEL = 6  # zstd level; chosen: source text packs in well under a second
 
 
@@ -68,10 +69,10 @@ class Archive:
     """A packed folder.
 
     Attributes:
-        path: Where the archive lies; the caller moves or deletes it.
-        sha256: Of the unpacked tar stream, so that it names the content and not the compressor.
-        size: Bytes of the archive.
-        unpacked: Bytes of the tar stream.
+        path: The archive file; the caller moves or deletes it.
+        sha256: Hash of the unpacked tar stream, so it does not depend on the compressor.
+        size: Size of the archive, bytes.
+        unpacked: Size of the tar stream, bytes.
         files: Number of files and links.
     """
 
@@ -101,11 +102,11 @@ def pack_workdir(
 ) -> Archive:
     """Pack *folder* into a new file in *scratch* (the system's temporary folder when None).
 
-    *store*: the folder of the run store. It is not part of the code: each run changes it.
+    *store* is the folder of the run store. It is skipped, because each run changes it.
 
     Raises:
         SpecError: *folder* does not exist, cannot be read, is larger than *max_bytes*, is the store itself,
-            or holds a link that leads outside.
+            or contains a link that leads outside.
     """
     if not folder.is_dir():
         raise SpecError(f"workdir: {folder} is no folder")
@@ -142,7 +143,7 @@ def _packed(folder: Path, store: Path | None, *, max_bytes: int, scratch: Path |
 
 
 class _ChangedError(SpecError):
-    """A file vanished or shrank between the look at the folder and its packing."""
+    """A file vanished or shrank between listing the folder and packing it."""
 
 
 def _unreadable(path: Path, err: OSError) -> SpecError:
@@ -163,7 +164,7 @@ def _too_large(folder: Path, entries: list[_Entry], total: int, max_bytes: int) 
 
 
 class _Hashing:
-    """A stream that hashes and counts what passes through it."""
+    """A stream that hashes and counts the bytes written through it."""
 
     def __init__(self, out: IO[bytes]) -> None:
         self.out = out
@@ -195,7 +196,7 @@ def _add(tar: tarfile.TarFile, root: Root, item: _Entry) -> None:
         tar.addfile(info)
         return
     try:
-        opened = root.open_file(item.path)  # a link that took its place is not followed
+        opened = root.open_file(item.path)  # does not follow a link that replaced the file
     except CheckpointError as err:
         raise SpecError(f"workdir: {err}") from err
     except OSError as err:
@@ -210,12 +211,12 @@ def _add(tar: tarfile.TarFile, root: Root, item: _Entry) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What git leaves out and keeps in a folder.
+    """Which files of a folder git ignores and tracks.
 
     Attributes:
-        files: Ignore files of the folder and those above, outermost first, each with its own folder.
+        files: Ignore files of the folder and its parents, outermost first, each with its own folder.
         repository: Root of the git repository; None outside of one.
-        tracked: Paths in its index, which git keeps whatever the files say.
+        tracked: Paths in its index; git tracks these even if an ignore file matches them.
     """
 
     files: tuple[tuple[Path, IgnoreFile], ...] = ()
@@ -223,12 +224,12 @@ class _Rules:
     tracked: frozenset[bytes] = frozenset()
 
     def within(self, folder: Path) -> _Rules:
-        """The same with the folder's own file."""
+        """Return these rules plus the ignore file of *folder*."""
         found = read_ignore_file(folder / ".gitignore")
         return self if found is None else replace(self, files=(*self.files, (folder, found)))
 
     def leaves_out(self, path: Path, *, is_folder: bool) -> bool:
-        """The deepest file that says anything about *path* decides."""
+        """Return whether *path* is ignored; the deepest ignore file that matches it decides."""
         for folder, file in reversed(self.files):
             verdict = file.verdict(path.relative_to(folder).as_posix(), is_folder=is_folder)
             if verdict is not None:
@@ -236,14 +237,14 @@ class _Rules:
         return False
 
     def keeps(self, path: Path, *, is_folder: bool) -> bool:
-        """True for what the index holds."""
+        """True for a path in the index, or a folder of one."""
         if self.repository is None or not self.tracked:
             return False
         return is_tracked(self.tracked, path.relative_to(self.repository).as_posix(), is_folder=is_folder)
 
 
 def _rules_above(root: Path) -> _Rules:
-    """Rules of the folders above *root* when it lies in a git repository, and of the repository itself."""
+    """Rules of the folders above *root*, if it is in a git repository, and of the repository itself."""
     chain = [root, *root.parents]
     at = next((index for index, folder in enumerate(chain) if (folder / ".git").exists()), None)
     if at is None:
@@ -256,7 +257,7 @@ def _rules_above(root: Path) -> _Rules:
     for folder, below in pairwise(reversed(chain[: at + 1])):
         rules = rules.within(folder)
         if rules.leaves_out(below, is_folder=True):
-            # A workdir that is itself ignored (build/experiment) is shipped all the same.
+            # A workdir that git itself ignores (build/experiment) is still shipped.
             return _Rules()
     return rules
 
@@ -264,7 +265,7 @@ def _rules_above(root: Path) -> _Rules:
 def _below(
     here: Path, prefix: str, rules: _Rules, store: Path | None, *, is_left_out: bool = False
 ) -> Iterator[_Entry]:
-    """Files below *here*, without *store*; of a folder left out those alone that the index lists."""
+    """Files below *here*, without *store*; in an ignored folder, only the files that the index lists."""
     rules = rules.within(here)
     with os.scandir(here) as found:
         entries = list(found)
@@ -315,14 +316,14 @@ def _stays_inside(name: str, target: str) -> bool:
 def unpack(
     archive: Path, target: Path, *, sha256: str, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES
 ) -> None:
-    """Lay the content of *archive* out in the existing, empty folder *target*.
+    """Unpack *archive* into the existing, empty folder *target*.
 
-    The hash is checked over the whole stream before anything is written. Nothing is written through
-    a link: links are made last.
+    It checks the hash of the whole stream before it writes anything. It creates links last, so that it never
+    writes through one.
 
     Raises:
-        CheckpointError: Wrong hash, torn, more than *max_bytes* or *max_files*, or an entry that leads
-            outside, is a device, or appears twice.
+        CheckpointError: The hash is wrong, the archive is torn or larger than *max_bytes* or *max_files*, or
+            an entry leads outside, is a device, or appears twice.
     """
     bound = 2 * max_bytes + (max_files << 11)
     with archive.open("rb") as raw, _torn(archive):
@@ -347,7 +348,7 @@ def _torn(archive: Path) -> Iterator[None]:
 
 
 class _Bounded:
-    """A decompressed stream that refuses to grow beyond a bound."""
+    """A decompressed stream that raises beyond a bound."""
 
     def __init__(self, stream: IO[bytes], bound: int, where: str) -> None:
         self.stream, self.left, self.where = stream, bound, where
@@ -362,7 +363,7 @@ class _Bounded:
 
 @contextmanager
 def _opened(raw: BinaryIO, bound: int, where: str) -> Iterator[IO[bytes]]:
-    """What *raw* unpacks to, from its first byte: what was hashed and what is laid out are one open file."""
+    """The decompressed stream of *raw*, from its first byte. Hashing and unpacking use the same open file."""
     raw.seek(0)
     with zstandard.ZstdDecompressor().stream_reader(raw, closefd=False) as stream:
         yield cast("IO[bytes]", _Bounded(stream, bound, where))  # tarfile only reads
@@ -400,7 +401,7 @@ def _make_links(links: dict[str, str], target: Root, where: str) -> None:
         for name, link in links.items():
             target.symlink(name, link)
             made.append(name)
-        for name in made:  # a chain of links can lead outside although each of them looks harmless
+        for name in made:  # links can chain to lead outside although each looks harmless
             _check_inside(name, target)
     except (CheckpointError, OSError) as err:
         for name in made:

@@ -1,7 +1,7 @@
-"""What a run store is, and how one is opened and checked.
+"""The run store's interface, and how to open and check a store.
 
-Synchronous: what runs in an event loop calls it in threads. Three stores, one contract
-(``tests/contract/test_store_contract.py``): a folder, an S3 bucket, and whatever fsspec knows.
+The interface is synchronous: code in an event loop calls it in threads. There are three implementations with
+one contract (``tests/contract/test_store_contract.py``): a folder, an S3 bucket, and any fsspec filesystem.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.names import MAX_BYTES, check_name, check_prefix, check_tree, join
 
 DEPLOYMENT = "deployment.json"
-"""Holds the deployment's uuid of a store in a folder. No run's folder has a dot in its name."""
+"""File with the deployment's uuid, for a store in a folder. No run's folder has a dot in its name."""
 
 _FILE = "file://"
 _USERINFO = re.compile(r"[^/@]*:[^/@]*@")
@@ -30,60 +30,59 @@ _SAME_STORE = (
 
 
 class Store(Protocol):
-    """Bytes by name, below one root.
+    """Named objects below one root.
 
     Names are relative (``events/000001.json``); a name that is absolute or has a ``..`` part is a
-    :class:`ProtocolError`, and so is a symbolic link on the way. What cannot be told, whatever the
-    reason, is a :class:`StoreError`; it is never "absent". Safe to use from several threads.
+    :class:`ProtocolError`, and so is a symbolic link on the way. If the store cannot answer, for any reason,
+    the call raises :class:`StoreError`; it never returns "absent". Thread-safe.
     """
 
     @property
     def url(self) -> str:
-        """URL of the root, which :func:`open_store` opens again with the same options."""
+        """URL of the root. :func:`open_store` with the same options opens it again."""
 
     @property
     def at_once(self) -> int:
-        """Calls that it answers faster side by side than one after another."""
+        """Number of calls that the store answers faster concurrently than one after another."""
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """Bytes of *name*; None when it is absent.
 
         Raises:
-            StoreError: It cannot be told.
-            ProtocolError: Larger than *max_bytes*.
+            StoreError: The store does not answer.
+            ProtocolError: The object is larger than *max_bytes*.
         """
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
-        """Bytes of *name* and when it was written by the store's clock, seconds since the epoch.
+        """Bytes of *name* and its write time by the store's clock, seconds since the epoch.
 
-        None when it is absent; the date alone is None where the store does not report it. Raises as
-        :meth:`read`.
+        None when it is absent; only the date is None if the store does not report it. Raises as :meth:`read`.
         """
 
     def now(self) -> float:
-        """The store's time, seconds since the epoch: the date of its last answer, and what has passed since.
+        """The store's time, seconds since the epoch: the date of its last response plus the time since then.
 
-        Asks the store where no answer had a date yet. Where none has one at all, this machine's time.
+        Sends a request if no response had a date yet. If no response has one, returns this machine's time.
         """
 
     def write(self, name: str, data: bytes) -> None:
-        """Put *data* at *name*, atomically, over what was there."""
+        """Write *data* to *name*, atomically; replaces an existing object."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put *data* at *name* unless something is there: True when this call did.
+        """Write *data* to *name* unless it exists; return True if this call created it.
 
         Raises:
-            StoreError: It cannot be told whether this call did; the caller reads it back.
+            StoreError: It is unknown whether this call created it; the caller reads it back.
         """
 
     def delete(self, name: str) -> None:
-        """Delete *name*; nothing happens when it is absent."""
+        """Delete *name*; do nothing if it is absent."""
 
     def delete_tree(self, prefix: str) -> None:
         """Delete everything below *prefix*, manifests first; never the whole store."""
 
     def names(self, prefix: str) -> list[str]:
-        """Every name below the folder *prefix* (``""``: all), relative to the root, sorted."""
+        """Every name below the folder *prefix* (``""`` for all), relative to the root, sorted."""
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*: its files and folders, sorted."""
@@ -92,20 +91,20 @@ class Store(Protocol):
         """Bytes of *name*; None when it is absent."""
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Bytes of every name below the folder *prefix*, by few requests however many they are."""
+        """Sizes in bytes of every name below the folder *prefix*, in few requests even for many names."""
 
     def put_file(self, name: str, source: Path | BinaryIO) -> None:
-        """Copy a local file to *name*, streaming; not visible before it is complete.
+        """Copy a local file to *name* as a stream; the object becomes visible when it is complete.
 
-        An open file is sent itself, from its first byte, and stays open: nothing is opened by a path that
-        another process may change.
+        An open file is read from its first byte and stays open. It is not reopened by path, because another
+        process may change what the path names.
         """
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
-        """Copy *name* to a local file, streaming: to a path atomically, or into an open file.
+        """Copy *name* to a local file as a stream: atomically to a path, or into an open file.
 
         Raises:
-            StoreError: It is absent or cannot be read.
+            StoreError: *name* is absent or cannot be read.
         """
 
     def uri(self, name: str) -> str:
@@ -114,14 +113,14 @@ class Store(Protocol):
 
 @runtime_checkable
 class TellsVersions(Protocol):
-    """A store that can tell whether an object is still the same without reading it."""
+    """A store that can detect a changed object without reading it."""
 
     def version(self, name: str) -> str | None:
-        """What changes when *name* is written anew; None when it is absent. Raises StoreError."""
+        """A value that changes when *name* is written again; None when it is absent. Raises StoreError."""
 
 
 class StoreView:
-    """One folder of a store, as a store of its own."""
+    """One folder of a store, used as a store."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         """See *store* from *prefix*."""
@@ -198,29 +197,28 @@ class StoreView:
         return self._store.uri(join(self._prefix, check_prefix(name)))
 
     def _name(self, name: str) -> str:
-        # Checked here too: joined to the folder, an empty name would be the folder itself.
+        # Check here too: joined to the folder, an empty name would be the folder itself.
         return join(self._prefix, check_name(name))
 
 
 def for_run(store: Store, prefix: str) -> Store:
-    """*store* as seen from a run's folder: names are relative to it, and cannot leave it."""
+    """*store* restricted to a run's folder: names are relative to it and cannot leave it."""
     return StoreView(store, prefix)
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None, *, must_exist: bool = False) -> Store:
-    """Open ``file:///path``, ``/path``, ``s3://bucket/path`` or any URL that fsspec knows.
+    """Open ``file:///path``, ``/path``, ``s3://bucket/path`` or any URL that fsspec supports.
 
-    Nothing is read or written yet, see :func:`check_store`. Paths are taken as they stand, without
-    percent-decoding.
+    Opening neither reads nor writes; see :func:`check_store`. Paths are not percent-decoded.
 
     Args:
-        url: Where the store is.
-        options: For the store: see :class:`~envscaler_airflow.store.s3.S3Store` for ``s3://``; what the
-            filesystem takes for fsspec's; none for a folder.
-        must_exist: A folder that is not there gives no answer also to a write, which else makes it.
+        url: URL of the store.
+        options: Options of the store: see :class:`~envscaler_airflow.store.s3.S3Store` for ``s3://``; the
+            filesystem's own options for fsspec; a folder has none.
+        must_exist: If the folder is missing, writes fail too; without this a write creates it.
 
     Raises:
-        SpecError: The URL or an option cannot be used, or a package is missing.
+        SpecError: The URL or an option is invalid, or a package is missing.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -261,10 +259,10 @@ def _open_filesystem(url: str, options: Mapping[str, Any] | None) -> Store:
 
 
 def check_store(store: Store, prefix: str = "") -> None:
-    """Create, refuse to create again, overwrite, read and delete one small file below *prefix*.
+    """Create one small file below *prefix*, try to create it again, then overwrite, read and delete it.
 
     Raises:
-        StoreError: One of these did not do what it says; the message names who must see this store.
+        StoreError: One of these steps failed; the message names the processes that need access to this store.
     """
     name = join(check_prefix(prefix), f".check-{uuid.uuid4().hex}")
     try:
@@ -291,13 +289,13 @@ def _probe(store: Store, name: str) -> str | None:
 
 
 def deployment_of(store: Store, configured: str | None) -> str:
-    """Name of this Airflow deployment: *configured*, or for a folder a uuid that is kept in it.
+    """Name of this Airflow deployment: *configured*, or a uuid stored in the folder.
 
     Raises:
-        SpecError: None is configured and the store is not a folder: two deployments that share a
-            bucket would take each other's runs for their own.
+        SpecError: No name is configured and the store is not a folder. Two deployments that share a bucket
+            would mistake each other's runs for their own.
         StoreError: The folder cannot be read or written.
-        ProtocolError: Its ``deployment.json`` is not ours.
+        ProtocolError: Its ``deployment.json`` is not one of ours.
     """
     if configured and configured.strip():
         return configured.strip()
@@ -316,7 +314,7 @@ def deployment_of(store: Store, configured: str | None) -> str:
 
 
 def folder_of(store: Store) -> Path | None:
-    """The folder of this machine in which *store* lies; None for any other store."""
+    """The folder on this machine that contains *store*; None for any other store."""
     return Path(store.url.removeprefix(_FILE)) if store.url.startswith(_FILE) else None
 
 

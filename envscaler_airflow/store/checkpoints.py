@@ -1,10 +1,10 @@
-"""Checkpoints of a run: which count, which to resume from, which to let go.
+"""Checkpoints of a run: which count, which an attempt may resume from, and which to delete.
 
 A checkpoint is a folder ``checkpoints/g1-step-00004200-a3`` below the run with a part for each node and claim
-(``n0-c2/``) and a manifest that was written last (``manifest-c2.json``, under claim 2 to node 0). Only names
-that the owner lists as candidates, and those of the asking attempt itself, are ever chosen or counted: what
-an older attempt saves after a newer one began is void. So is the manifest of a lower claim that the pod which
-claimed node 0 later did not find (:func:`accept_manifests`).
+(``n0-c2/``) and a manifest (``manifest-c2.json``, under claim 2 to node 0), which is written last. Only two
+kinds of names count: candidates that the owner lists, and checkpoints of the attempt itself. A checkpoint
+that an older attempt saves after a newer one began is void. A manifest of a lower claim is void too, unless
+the pod that claimed node 0 later found it (:func:`accept_manifests`).
 
 All functions take the store of the run (``for_run``).
 """
@@ -33,12 +33,12 @@ from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
 
 FOLDER = "checkpoints"
-"""Where they lie, below the run."""
+"""Folder of the checkpoints, below the run's."""
 NEVER_DELETED = 2
-"""Newest good checkpoints that stay whatever ``keep`` says. Chosen: one deletion may be on its way while the
-owner lists what the next attempt may resume from."""
+"""Number of newest good checkpoints that are never deleted, even if ``keep`` is lower. Chosen: one deletion
+may be in flight while the owner lists the candidates of the next attempt."""
 Fence = Literal["open", "held", "over"]
-"""What the controls of later attempts say to an attempt: nothing, publish nothing, end."""
+"""What the controls of later attempts require of an attempt: nothing, publish nothing, or end."""
 _CONTROL = re.compile(r"g(\d{1,9})-a(\d{1,9})\.json\Z")
 
 
@@ -46,7 +46,7 @@ def checkpoint_prefix(name: str) -> str:
     """Store name of the folder of checkpoint *name*.
 
     Raises:
-        CheckpointError: *name* is no checkpoint name.
+        CheckpointError: *name* is not a checkpoint name.
     """
     if parse_checkpoint_name(name) is None:
         raise CheckpointError(f"{name!r:.200} is no checkpoint name")
@@ -54,13 +54,13 @@ def checkpoint_prefix(name: str) -> str:
 
 
 def words(name: str) -> str:
-    """``checkpoint 440`` for a person; *name* itself when it is not a checkpoint's."""
+    """``checkpoint 440`` for display; *name* itself when it is not a checkpoint name."""
     key = parse_checkpoint_name(name)
     return name if key is None else f"checkpoint {key[1]}"
 
 
 def is_complete(store: Store, name: str) -> bool:
-    """True when a valid manifest of it is in the store.
+    """True when the store has a valid manifest of *name*.
 
     Raises:
         StoreError: The store does not answer.
@@ -71,8 +71,8 @@ def is_complete(store: Store, name: str) -> bool:
 def complete_checkpoints(store: Store, generation: int) -> tuple[str, ...]:
     """Names of a generation's checkpoints that have a valid manifest, newest first.
 
-    Newest by attempt, then by step: an attempt goes on from what it restored, so a later attempt
-    at a smaller step (one that found the newest torn) is the truth.
+    Sorted by attempt, then by step. An attempt continues from what it restored, so a later attempt at a
+    smaller step (which found the newest checkpoint torn) takes precedence.
 
     Raises:
         StoreError: The store does not answer.
@@ -113,7 +113,7 @@ def _valid_claim(store: Store, name: str, accepted: _Accepted) -> int | None:
 
 
 def _is_file(store: Store, name: str, claim: int) -> bool:
-    """False for a link or a pipe in a manifest's place."""
+    """False for a link or a pipe in place of a manifest."""
     try:
         return store.size(f"{checkpoint_prefix(name)}/{manifest_name(claim)}") is not None
     except ProtocolError:
@@ -122,7 +122,7 @@ def _is_file(store: Store, name: str, claim: int) -> bool:
 
 @dataclass(frozen=True)
 class Accepted(Message):
-    """Manifests of lower claims that count, as the pod that claimed node 0 listed them before it restored.
+    """Manifests of lower claims that count. The pod that claimed node 0 lists them before it restores.
 
     Attributes:
         manifests: ``g1-step-00004200-a3/manifest-c1.json``, ...
@@ -134,7 +134,7 @@ class Accepted(Message):
 
 
 class _Accepted:
-    """Which manifests of one attempt count: read once, when it is first asked."""
+    """Which manifests of one attempt count; read on first use and cached."""
 
     def __init__(self, store: Store, generation: int, attempt: int) -> None:
         self._store, self._attempt = store, (generation, attempt)
@@ -142,7 +142,7 @@ class _Accepted:
         self._names: frozenset[str] = frozenset()
 
     def has(self, name: str, claim: int) -> bool:
-        """True for a manifest of the newest claim with a list, of one after it, and for those in the list."""
+        """True for a manifest that is in the list, of the newest claim with a list, or of a later claim."""
         if self._least is None:
             self._read()
         assert self._least is not None
@@ -163,13 +163,13 @@ def _accepted_in(body: bytes, where: str) -> frozenset[str]:
     try:
         return frozenset(Accepted.from_json(body, where=where).manifests)
     except ProtocolError:
-        return frozenset()  # torn: nothing below this claim counts
+        return frozenset()  # torn: no manifest of a lower claim counts
 
 
 def accept_manifests(store: Store, *, generation: int, attempt: int, claim: int) -> None:
-    """List, once and for all, which manifests of lower claims to node 0 count; what comes later is void.
+    """Record which manifests of lower claims to node 0 count; any that are written later are void.
 
-    Called under *claim* before the first restore. A repeated call changes nothing.
+    The pod of *claim* calls this before its first restore. A repeated call changes nothing.
 
     Raises:
         StoreError: The store does not answer; repeat the call.
@@ -196,8 +196,8 @@ def resume_order(
 ) -> tuple[str, ...]:
     """Checkpoints that *attempt* may resume from, best first. Pure.
 
-    Its own complete ones, newest first, then the owner's *candidates* in their order. Names of
-    another generation or of a later attempt are never among them, nor are own ones without a manifest.
+    These are its own complete checkpoints, newest first, then the owner's *candidates* in their order. The
+    result excludes other generations, later attempts, and its own checkpoints without a manifest.
     """
     own = [
         (key[1], name)
@@ -213,15 +213,15 @@ def resume_order(
 
 
 def read_checkpoint(store: Store, name: str, *, claim: int | None = None) -> Manifest:
-    """Manifest of a checkpoint, which must be one of its folder's generation and attempt.
+    """Return a checkpoint's manifest, which must match the generation and attempt of its folder.
 
     Args:
-        store: Of the run.
-        name: The checkpoint's.
-        claim: Which manifest of its folder; None: the one that counts.
+        store: Store of the run.
+        name: Name of the checkpoint.
+        claim: Claim of the manifest to read; None for the one that counts.
 
     Raises:
-        CheckpointError: Absent, torn, or another's.
+        CheckpointError: The manifest is absent, torn, or of another attempt.
         StoreError: The store does not answer.
     """
     prefix = checkpoint_prefix(name)
@@ -243,11 +243,11 @@ def read_checkpoint(store: Store, name: str, *, claim: int | None = None) -> Man
 
 
 def fence_of(store: Store, generation: int, attempt: int) -> Fence:
-    """What the owner's controls of later attempts mean for this one.
+    """Return what the owner's controls of later attempts require of this one.
 
-    ``held``: the owner prepares a later attempt, so this one publishes and deletes nothing, and trains on.
-    ``over``: a later attempt runs, so this one is void and ends. A later control that cannot be read counts
-    as ``held``.
+    ``held``: the owner prepares a later attempt. This one keeps training, but publishes and deletes nothing.
+    ``over``: a later attempt runs. This one is void and ends. A later control that cannot be read counts as
+    ``held``.
 
     Raises:
         StoreError: The store does not answer.
@@ -265,7 +265,7 @@ def _has_begun(store: Store, name: str) -> bool:
 
 
 def read_control(store: Store, name: str) -> Control | None:
-    """The control *name*; None when it is absent, or cannot be read by this version.
+    """Read the control *name*; None when it is absent or this version cannot parse it.
 
     Raises:
         StoreError: The store does not answer.
@@ -288,20 +288,21 @@ def prune(
     rejected: Collection[str] = (),
     spare: str | None = None,
 ) -> tuple[str, ...]:
-    """Delete what lies beyond the *keep* newest good checkpoints; returns the names deleted.
+    """Delete checkpoints older than the *keep* newest good ones; return the deleted names.
 
-    Good: manifest readable, every file there with its size, and not among *rejected*. Counted are
-    this attempt's own and the owner's candidates. Never deleted: the :data:`NEVER_DELETED` newest good ones,
-    whatever *keep* says; *spare*; one without a manifest of this attempt (it is being written); anything
-    when a later attempt is prepared or has begun, when another pod than that of *claim* speaks for node 0, or
-    when no good one is found. One of an older attempt that is not a candidate is deleted when it is
-    incomplete, or older than all that are kept where these are as many as are wanted.
+    A checkpoint is good if its manifest is readable, every file exists with its size, and it is not in
+    *rejected*. This attempt's own checkpoints and the owner's candidates count. Never deleted are the
+    :data:`NEVER_DELETED` newest good ones, even if *keep* is lower; *spare*; and a checkpoint of this attempt
+    without a manifest, because it is still being written. Nothing is deleted if a later attempt is prepared
+    or has begun, if another pod than that of *claim* represents node 0, or if there is no good checkpoint. A
+    checkpoint of an older attempt that is not a candidate is deleted if it is incomplete. It is also deleted
+    if *keep* checkpoints are kept and it is older than all of these.
 
-    Controls and claims are read after the list is made and before anything is deleted. So once a later
-    control is in the store no deletion begins, and one that was on its way spares the newest.
+    This reads controls and claims after it lists the checkpoints and before it deletes any. So no deletion
+    begins once the store has a later control, and one in flight spares the newest.
 
     Raises:
-        StoreError: The store does not answer; nothing more is deleted.
+        StoreError: The store does not answer; no further checkpoint is deleted.
     """
     names = _names(store, generation)
     complete = [name for name in names if is_complete(store, name)]
@@ -318,7 +319,7 @@ def prune(
     if newest_claim(store, generation=generation, attempt=attempt, node=0, known=claim) > claim:
         return ()
     for name in gone:
-        # Manifests go first: from then on no reader takes the rest for a checkpoint.
+        # Delete manifests first: without one, no reader treats the rest as a checkpoint.
         for part in store.children(checkpoint_prefix(name)):
             if parse_manifest_name(part) is not None:
                 store.delete(f"{checkpoint_prefix(name)}/{part}")
@@ -342,10 +343,10 @@ def _split(
 
 
 def looks_good(store: Store, name: str) -> bool:
-    """True when its manifest can be read and every file is there with its size.
+    """True when the manifest of *name* is readable and every file exists with its size.
 
     Raises:
-        StoreError: Cannot be told.
+        StoreError: The store does not answer.
     """
     try:
         folders.check_sizes(store, checkpoint_prefix(name), read_checkpoint(store, name))

@@ -1,9 +1,9 @@
-"""Which pod, or node process, speaks for a node of an attempt: the one with the highest claim.
+"""Which pod or node process represents a node of an attempt: the one with the highest claim.
 
-A pod claims its node before anything else that it writes: ``claims/g1-a3-n0-000002.json``, create-only, with
+A pod claims its node before it writes anything else: ``claims/g1-a3-n0-000002.json``, create-only, with
 its uid and the boot id of its machine. Numbers have no gaps. A uid claims once: a restarted sidecar finds its
-own claim and keeps it. What a lower claim writes is void; its sidecar ends the training as soon as it reads
-of a higher one.
+own claim and keeps it. Everything that a pod with a lower claim writes is void. Its sidecar ends the training
+as soon as it reads a higher claim.
 
 All functions take the store of the run (``for_run``).
 """
@@ -22,8 +22,8 @@ class Claim(Message):
     """One pod's claim to a node.
 
     Attributes:
-        uid: Of the pod or node process; no two have the same.
-        boot_id: Of the machine that it runs on, to be shown; "" when unknown.
+        uid: Unique id of the pod or node process.
+        boot_id: Boot id of its machine, for display; "" when unknown.
     """
 
     uid: str = ""
@@ -31,12 +31,12 @@ class Claim(Message):
 
 
 def creates_exclusively(store: Store) -> bool:
-    """True where of two creators of one name one wins: without that two pods could have one claim."""
+    """True if exactly one of two creators of a name wins. Without that, two pods could have one claim."""
     return bool(getattr(store, "create_is_atomic", True))
 
 
 def newest_claim(store: Store, *, generation: int, attempt: int, node: int, known: int = 0) -> int:
-    """Number of the claim that is valid, 0 before the first; one look more than there are claims.
+    """Number of the valid claim, 0 before the first; reads one name more than there are claims.
 
     *known* is the number of a claim that is known to exist.
 
@@ -50,12 +50,12 @@ def newest_claim(store: Store, *, generation: int, attempt: int, node: int, know
 
 
 def take_claim(store: Store, claim: Claim, *, generation: int, attempt: int, node: int) -> int:
-    """Number of *claim*: that which its uid already has, else a new one above all others.
+    """Take *claim* and return its number: the one that its uid already has, otherwise the next free one.
 
-    The caller looks with :func:`newest_claim` whether it is still the valid one.
+    The caller checks with :func:`newest_claim` that it is still valid.
 
     Raises:
-        StoreError: The store does not answer, or does not say whether the claim is there; repeat the call.
+        StoreError: The store does not answer, or it is unknown whether the claim exists; repeat the call.
     """
     number = 1
     while True:
@@ -67,7 +67,7 @@ def take_claim(store: Store, claim: Claim, *, generation: int, attempt: int, nod
 
 
 def _create(store: Store, name: str, claim: Claim) -> bool:
-    """True when *claim* stands at *name*: another pod may have been quicker."""
+    """True when *claim* is stored at *name*. Another pod may have been faster."""
     return store.create(name, claim.to_json()) or _uid_of(store, name) == claim.uid
 
 
@@ -76,4 +76,4 @@ def _uid_of(store: Store, name: str) -> str | None:
     try:
         return None if body is None else Claim.from_json(body, where=name).uid
     except ProtocolError:
-        return ""  # of a later version, or torn: another pod's in any case
+        return ""  # of a later version, or torn: in either case another pod's

@@ -1,8 +1,8 @@
 """Recorded scaling checks, in closed chunks: ``decisions/<writer>-000003.jsonl``.
 
-A chunk is closed after 10 minutes or 256 KiB, and at once when a move was decided, so that a
-request is never without its reasons. "keep" for the same reason and in the same phase as before, its
-numbers aside, is a counter on the line before, which holds the first and the last of them in full.
+A chunk is closed after 10 minutes or 256 KiB. A decision to move closes it at once, so that every request
+comes with its reasons. A "keep" with the same phase and the same reason (ignoring numbers) as the line before
+only increments a counter on that line. The line contains the first and the last of them in full.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_CHUNK_BYTES = 1 << 22
 """Largest chunk read, bytes. Chosen: sixteen times the largest that is written."""
 READERS = 8
 """Chunks read at a time. Chosen: below the ten connections that botocore keeps. A training of three weeks has
-3,000 chunks: two minutes when one request follows the other and each takes 40 ms."""
+3,000 chunks: two minutes if read one after another at 40 ms each."""
 
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
 class DecisionLog:
-    """Writes the checks of one observer; any number of observers may write beside each other."""
+    """Writes the checks of one observer. Several observers may write concurrently."""
 
     def __init__(self, store: Store, prefix: str, *, writer: str, monotonic: Callable[[], float]) -> None:
-        """Go on after the last chunk that *writer* left in the run *prefix*."""
+        """Continue after the last chunk that *writer* left in the run *prefix*."""
         self._store = store
         self._folder = join(prefix, "decisions")
         self._writer = writer
@@ -47,10 +47,10 @@ class DecisionLog:
         self._opened = monotonic()
 
     def add(self, check: Check) -> None:
-        """Record *check*; written when its chunk is closed.
+        """Record *check*; it is written when its chunk is closed.
 
         Raises:
-            StoreError: The chunk could not be written; it is tried again with the next check.
+            StoreError: The chunk could not be written; the next check retries it.
         """
         decision, last = check.decision, self._lines[-1] if self._lines else None
         if decision.action == "keep" and last is not None and _is_same_keep(last, check):
@@ -58,13 +58,13 @@ class DecisionLog:
             last["last"] = check.to_dict()
         else:
             self._lines.append({"schema": SCHEMA, "times": 1, "check": check.to_dict()})
-            self._bytes += 2 * len(json.dumps(self._lines[-1]))  # room for its last one too
+            self._bytes += 2 * len(json.dumps(self._lines[-1]))  # the last repetition needs space too
         age = self._monotonic() - self._opened
         if decision.action != "keep" or age >= CHUNK_S or self._bytes >= CHUNK_BYTES:
             self.close()
 
     def close(self) -> None:
-        """Write the open chunk, if it holds anything."""
+        """Write the open chunk, unless it is empty."""
         if not self._lines:
             return
         text = "".join(
@@ -79,15 +79,15 @@ class DecisionLog:
 def read_decisions(
     store: Store, prefix: str, *, newest_chunks: int | None = None
 ) -> Iterator[tuple[Check, int]]:
-    """Recorded checks with how often each was repeated, oldest first.
+    """Yield recorded checks, oldest first, each with its number of repetitions.
 
-    Chunks of other major versions, too large ones and torn lines are left out: they explain, they do not
-    decide.
+    Chunks of other major versions, oversized chunks and torn lines are skipped: checks only explain
+    decisions.
 
     Args:
         store: Run store.
         prefix: The run's folder.
-        newest_chunks: Read no more than so many; all if not given.
+        newest_chunks: Largest number of chunks to read; all if not given.
     """
     checks: list[tuple[tuple[int, float], Check, int]] = []
     folder = join(prefix, "decisions")
@@ -133,7 +133,7 @@ def _is_same_keep(line: dict[str, Any], check: Check) -> bool:
 
 
 def _kind(reason: str) -> str:
-    """*reason* without its numbers: what is the same from check to check."""
+    """*reason* without its numbers, which is equal for repeated checks."""
     return _NUMBERS.sub("#", reason)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: the fold of a run's first events in one file. They save time and decide nothing."""
+"""Snapshots: the fold of a run's first events in one file. They only save time; the events decide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
 
 
 def pack(state: RunState, *, event: bytes) -> bytes:
-    """Write down *state*, whose last event is stored as *event*."""
+    """Serialize *state*, whose last event is stored as *event*."""
     body = {
         "schema": SCHEMA,
         "fold": __version__,
@@ -29,10 +29,11 @@ def pack(state: RunState, *, event: bytes) -> bytes:
 
 
 def unpack(text: bytes, *, number: int, event: bytes) -> RunState:
-    """Read what :meth:`pack` of this very version wrote for this run.
+    """Read what :meth:`pack` of this same version wrote for this run.
 
     Raises:
-        ProtocolError: Torn, changed, of another number, run or version: fold the events instead.
+        ProtocolError: The snapshot is torn, changed, or of another number, run or version. Fold the events
+            instead.
     """
     try:
         body = json.loads(text)

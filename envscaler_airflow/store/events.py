@@ -16,13 +16,13 @@ from envscaler_airflow.store.names import check_prefix, join
 SNAPSHOT_EVERY = 500
 """Events between two snapshots. Chosen: a run has tens of events, and 500 fold in milliseconds."""
 MAX_SNAPSHOT_BYTES = 1 << 26
-"""Largest snapshot written or read, bytes. Chosen: 8,000 events of 8 KiB; beyond it events are read."""
+"""Largest snapshot written or read, bytes. Chosen: 8,000 events of 8 KiB; above it the events are read."""
 _REQUEST_TRIES = 100
-"""Races that a request may lose before its writer gives up. Chosen: an owner appends one event a second."""
+"""Races that a request may lose before its writer raises. Chosen: an owner appends one event a second."""
 
 
 def event_name(number: int) -> str:
-    """Store name, relative to the run's folder, of event *number*."""
+    """Store name of event *number*, relative to the run's folder."""
     return f"events/{number:06d}.json"
 
 
@@ -32,10 +32,10 @@ def snapshot_name(number: int) -> str:
 
 
 class EventLog:
-    """The events of one run, for one writer.
+    """The events of one run, as one writer sees them.
 
-    Two writers never both have a number: it is created exclusively. When the store's answer was lost
-    or said "exists", the number is read back; the writer's own event there means that it won.
+    Two writers never share a number, because each event is created exclusively. If the store's response is
+    lost or reports "exists", the writer reads the number back. If it finds its own event there, it won.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class EventLog:
         writer: str | None = None,
         snapshots: bool = True,
     ) -> None:
-        """Open the events below *prefix*; nothing is read yet.
+        """Open the events below *prefix* without reading.
 
         Args:
             store: The run store, or a view of the run's folder.
             prefix: The run's folder; ``""`` for a view of it.
             clock: The run's clock, seconds since the epoch; the store's when None.
             writer: uuid of this writer; a new one when None. Never share one between writers.
-            snapshots: False for a reader that must write nothing.
+            snapshots: False for a reader that must not write.
         """
         self._store = store
         self._prefix = check_prefix(prefix)
@@ -68,13 +68,13 @@ class EventLog:
         """Events from *after* + 1 on, up to the first number that is absent.
 
         Raises:
-            StoreError: An event cannot be read, which is not the same as absent.
+            StoreError: An event cannot be read, which differs from absent.
             ProtocolError: An event is not of this major version, or not an event.
         """
         return [event for event, _ in self._following(after)]
 
     def load(self) -> RunState:
-        """State after all events. Reads only those that came since the last call or snapshot.
+        """Return the state after all events. Reads only the events since the last call or snapshot.
 
         Raises:
             StoreError: An event cannot be read.
@@ -94,12 +94,12 @@ class EventLog:
     def append(
         self, after: int, event_type: str, body: Mapping[str, Any], /, *, actor: Actor | None = None
     ) -> Event | None:
-        """Try to make this event number *after* + 1; None when another event has that number.
+        """Try to append this event as number *after* + 1; None when another event has that number.
 
-        After None the caller folds the new events and decides anew.
+        After None the caller folds the new events and decides again.
 
         Raises:
-            StoreError: It cannot be told whether the event is there.
+            StoreError: It is unknown whether the event was stored.
             ProtocolError: Event *after* does not exist, or this one is too large.
         """
         if after > self._known and self._text(after) is None:
@@ -112,10 +112,10 @@ class EventLog:
     def append_request(
         self, event_type: str, body: Mapping[str, Any], /, *, actor: Actor | None = None
     ) -> Event:
-        """Append what needs no decision, at whatever number is free.
+        """Append an event that needs no decision, at the next free number.
 
         Raises:
-            StoreError: It cannot be told whether the event is there, or others always came first.
+            StoreError: It is unknown whether the event was stored, or other writers won every race.
         """
         for _ in range(_REQUEST_TRIES):
             event = self.append(self._last(), event_type, body, actor=actor)
@@ -130,7 +130,7 @@ class EventLog:
         while (found := self._dated(number)) is not None:
             (text, date), where = found, self._where(number)
             event = Event.from_json(text, where=where)
-            if date is not None and date + STEP_S < event.at:  # no writer's clock goes before the store's
+            if date is not None and date + STEP_S < event.at:  # no event is later than the store's clock
                 event = replace(event, at=date)
             if event.number != number:
                 raise ProtocolError(f"{where}: says that it is event {event.number}")
@@ -146,7 +146,7 @@ class EventLog:
         return None if found is None else found[0]
 
     def _last(self) -> int:
-        """Highest number that exists, found in few looks: numbers have no gaps."""
+        """Highest number that exists; needs few reads because numbers have no gaps."""
         low, step = self._known, 1
         while self._exists(event_name(low + step)):
             low, step = low + step, step * 2
@@ -158,7 +158,7 @@ class EventLog:
         return low
 
     def _settle(self, name: str, text: bytes) -> bool:
-        """True when *text* is what stands at *name*, whatever the store answered."""
+        """True when *name* contains *text*, regardless of the store's response."""
         for _ in range(2):
             failure: StoreError | None = None
             try:
@@ -184,7 +184,7 @@ class EventLog:
             raise failure or err from err
 
     def _newest_snapshot(self) -> RunState | None:
-        """State of the newest snapshot that can be trusted, None when none can."""
+        """State of the newest valid snapshot; None when there is none."""
         try:
             count = self._count_snapshots()
             for index in range(count, max(0, count - 3), -1):
@@ -192,7 +192,7 @@ class EventLog:
                 if state is not None:
                     return state
         except StoreError:
-            return None  # the events themselves tell whether the store can be read
+            return None  # reading the events shows whether the store is readable
         return None
 
     def _count_snapshots(self) -> int:
@@ -218,7 +218,7 @@ class EventLog:
             return None
 
     def _keep(self, state: RunState, event: bytes) -> None:
-        """Write a snapshot of *state*, whose last event is *event*; over one that cannot be trusted."""
+        """Write a snapshot of *state*, whose last event is *event*; replaces an invalid one."""
         if not self._snapshots:
             return
         from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs

@@ -34,10 +34,10 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp\Z")
 _TRIES = 16
-"""How often a write meets a folder that a delete is just removing. Chosen: each try needs another delete."""
+"""Retries of a write whose folder a concurrent delete removes. Chosen: each retry needs another delete."""
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
 _ASK_EVERY_S = 3600.0
-"""How old the last date may be, seconds. Chosen: a monotonic clock stands still while a machine sleeps."""
+"""Largest age of the last date, seconds. Chosen: a monotonic clock stops while a machine sleeps."""
 _COPY_BYTES = 1 << 20  # chosen: few calls, little memory
 _LASTING = frozenset(
     {
@@ -51,25 +51,25 @@ _LASTING = frozenset(
         errno.EROFS,
     }
 )
-"""Errors that the same call meets again; all others (full or stale disks, too many files) may pass."""
+"""Errors that a retry does not fix; all others (full or stale disks, too many files) may pass."""
 
 
 class FileStore:
     """Files below one folder.
 
-    ``write`` goes through a temporary file, fsync and rename, ``create`` through a temporary file,
-    fsync and link, so a reader sees a whole file or none, and of two creators one wins. Every part of
-    a name is opened without following symbolic links, so nothing in the tree can lead outside; the
-    root itself may be a link. Folders that became empty are removed, as an object store has none.
+    ``write`` uses a temporary file, fsync and rename; ``create`` uses a temporary file, fsync and link. So a
+    reader sees a complete file or none, and exactly one of two creators wins. Every part of a name is opened
+    without following symbolic links, so nothing in the tree can lead outside; the root itself may be a link.
+    Empty folders are removed, because an object store has none.
 
-    Once seen, the root must stay the same folder (its inode). A store that is unmounted, renamed or
-    replaced for a while gives no answer; it is never an empty one, nor one that a write makes anew.
+    Once seen, the root must stay the same folder (its inode). While a store is unmounted, renamed or
+    replaced, calls raise; it never looks empty, and a write does not recreate it.
 
     The folder must be on a filesystem with hard links (ext4, xfs, btrfs, NFS, EFS, ...).
     """
 
     def __init__(self, root: Path, *, must_exist: bool = False) -> None:
-        """Use *root*, which the first write makes, unless it *must_exist*.
+        """Use *root*. The first write creates it, unless *must_exist*.
 
         Raises:
             ProtocolError: *root* is not absolute.
@@ -105,10 +105,10 @@ class FileStore:
         return data, facts.st_mtime
 
     def now(self) -> float:
-        """The time of the filesystem, which on NFS is the server's: by what this process last wrote there.
+        """The filesystem's time (on NFS the server's), based on this process's last write there.
 
-        A process that wrote nothing yet asks by a file without a name, or one that it removes at once; one
-        that may not write at all takes this machine's time.
+        Before its first write, a process creates an unnamed file, or one that it removes at once, to read the
+        time. A process without write permission uses this machine's time.
         """
         known = self._dates.now(max_age_s=_ASK_EVERY_S)
         if known is None:
@@ -125,11 +125,11 @@ class FileStore:
             os.close(folder)
 
     def write(self, name: str, data: bytes) -> None:
-        """Put *data* at *name*, atomically, over what was there."""
+        """Write *data* to *name*, atomically; replaces an existing file."""
         self._put(name, lambda file: file.write(data), exclusive=False)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put *data* at *name* unless something is there: True when this call did."""
+        """Write *data* to *name* unless it exists; return True if this call created it."""
         return self._put(name, lambda file: file.write(data), exclusive=True)
 
     def put_file(self, name: str, source: Path | BinaryIO) -> None:
@@ -143,7 +143,7 @@ class FileStore:
             self._put(name, fill, exclusive=False)
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
-        """Copy *name* to a local file, a path atomically."""
+        """Copy *name* to a local file; atomically if the target is a path."""
         with self._told(name):
             file = self._open(name)
         if file is None:
@@ -162,18 +162,18 @@ class FileStore:
                 return os.fstat(file.fileno()).st_size
 
     def delete(self, name: str) -> None:
-        """Delete *name*; nothing happens when it is absent."""
+        """Delete *name*; do nothing if it is absent."""
         *folders, last = check_name(name).split("/")
         with self._told(name), self._folder(folders) as folder:
             if folder is None:
                 return
-            # A folder is nothing that could be deleted by its name, as in an object store.
+            # A name cannot delete a folder, as in an object store.
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(last, dir_fd=folder)
         self._prune(folders)
 
     def delete_tree(self, prefix: str) -> None:
-        """Delete everything below *prefix*, manifests first; of a link, the link."""
+        """Delete everything below *prefix*, manifests first; if it is a link, delete the link."""
         *folders, last = check_tree(prefix).split("/")
         with self._told(prefix), self._folder(folders) as folder:
             if folder is not None:
@@ -212,7 +212,8 @@ class FileStore:
             raise ProtocolError(f"name {name!r} has the form of this store's temporary files: use another")
         with self._told(name):
             for _ in range(_TRIES):
-                # A delete may remove the empty folder between our making it and our first file in it.
+                # A delete may remove the empty folder after we create it and before we create our first file
+                # in it.
                 with suppress(FileNotFoundError), self._folder(folders, make=True) as folder:
                     assert folder is not None
                     placed, date = _place(folder, last, fill, exclusive=exclusive)
@@ -246,7 +247,7 @@ class FileStore:
 
     @contextmanager
     def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int | None]:
-        """Descriptor of the folder; None when it is absent and not to be made."""
+        """Descriptor of the folder; None when it is absent and *make* is False."""
         descriptor: int | None = self._open_root(make=make)
         try:
             for part in parts:
@@ -266,7 +267,7 @@ class FileStore:
             descriptor = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
         except FileNotFoundError:
             if not make or self._must_exist or self._inode is not None:
-                # A folder that is not mounted must not look like a store without runs.
+                # An unmounted folder must not look like a store without runs.
                 raise StoreError(
                     f"store folder {self.root} does not exist: nothing was written yet, or it is not mounted "
                     "here; mount it, or name the store that the runs are in",
@@ -312,7 +313,7 @@ class FileStore:
 
 
 def _enter(folder: int, part: str, *, make: bool) -> int | None:
-    """Open the folder *part* of *folder*; None when it is absent or a file, and not to be made."""
+    """Open the folder *part* of *folder*; None when it is a file, or absent and *make* is False."""
     try:
         return os.open(part, _FOLDER, dir_fd=folder)
     except FileNotFoundError:
@@ -329,10 +330,10 @@ def _enter(folder: int, part: str, *, make: bool) -> int | None:
 
 
 def _refuse_link(part: str, folder: int) -> None:
-    """Say what is wrong when opening *part* failed because it is a symbolic link.
+    """Raise a clear error if opening *part* failed because it is a symbolic link.
 
     Raises:
-        ProtocolError: It is one.
+        ProtocolError: It is a symbolic link.
     """
     with suppress(FileNotFoundError):
         if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -340,9 +341,9 @@ def _refuse_link(part: str, folder: int) -> None:
 
 
 def _date_in(folder: int) -> float:
-    """What a file gets as its time that is written in *folder* now."""
+    """The modification time that a file written in *folder* now gets."""
     if _NAMELESS:
-        with suppress(OSError):  # NFS and some others have no files without a name
+        with suppress(OSError):  # NFS and some others have no unnamed files
             return _written(os.open(f"/proc/self/fd/{folder}", os.O_WRONLY | _NAMELESS | os.O_CLOEXEC, 0o600))
     temporary = f".{uuid.uuid4().hex}.tmp"
     try:
@@ -363,7 +364,7 @@ def _written(descriptor: int) -> float:
 def _place(
     folder: int, last: str, fill: Callable[[BinaryIO], object], *, exclusive: bool
 ) -> tuple[bool, float]:
-    """Whether it is there by this call, and when it was written by the filesystem's clock."""
+    """Return whether this call created the file, and its write time by the filesystem's clock."""
     temporary = f".{uuid.uuid4().hex}.tmp"
     try:
         with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
@@ -387,7 +388,7 @@ def _link(temporary: str, last: str, folder: int) -> bool:
     try:
         os.link(temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost, and then says "exists" of our own link.
+        # NFS repeats a request whose response was lost, and then reports "exists" for our own link.
         return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1
     return True
 
@@ -405,7 +406,7 @@ def _remove_tree(last: str, folder: int) -> None:
 
 
 def _walk_sizes(folder: int) -> Iterator[tuple[str, int]]:
-    """Names and sizes of the plain files below *folder*, links not followed."""
+    """Names and sizes of the regular files below *folder*; links are not followed."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:
@@ -423,7 +424,7 @@ def _walk_into(folder: int, part: str) -> Iterator[tuple[str, int]]:
         inner = os.open(part, _FOLDER, dir_fd=folder)
     except OSError as err:
         if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return  # gone, or a file or link by now
+            return  # deleted, or replaced by a file or link
         raise
     try:
         for name, size in _walk_sizes(inner):

@@ -1,4 +1,4 @@
-"""The run store on any other filesystem that fsspec knows: ``gs://``, ``abfs://``, ``oss://``, ``memory://``."""
+"""The run store on any other fsspec filesystem: ``gs://``, ``abfs://``, ``oss://``, ``memory://``."""
 
 from __future__ import annotations
 
@@ -32,42 +32,41 @@ from envscaler_airflow.store.names import (
 )
 
 ATOMIC_CREATE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory"})
-"""Protocols whose ``pipe_file(mode="create")`` leaves the choice of the winner to the service.
+"""Protocols for which the service decides which ``pipe_file(mode="create")`` wins.
 
 Source: gcsfs 2026.10 (``ifGenerationMatch=0``), adlfs 2026.8 (``overwrite=False``, which is
-``If-None-Match: *``), fsspec 2026.9 (memory, one process). Older versions that take the mode and ignore
-it are found by :func:`~envscaler_airflow.store.base.check_store`.
+``If-None-Match: *``), fsspec 2026.9 (memory, one process). :func:`~envscaler_airflow.store.base.check_store`
+detects older versions that accept the mode and ignore it.
 """
 
 _ASK_EVERY_S = 3600.0
-"""How old the last date may be, seconds. Chosen: three requests an hour, and clocks drift by milliseconds."""
+"""Largest age of the last date, seconds. Chosen: three requests an hour, and clocks drift by milliseconds."""
 
 
 _PAGES = frozenset({"http", "https"})
-"""Schemes that fsspec reads pages by; nothing can be written there."""
+"""Schemes with which fsspec reads web pages; they are read-only."""
 
 
 class FilesystemStore:
-    """Objects below a URL that fsspec knows.
+    """Objects below a URL that fsspec supports.
 
-    How strong ``create`` is depends on the filesystem, see :attr:`create_is_atomic`:
+    The guarantee of ``create`` depends on the filesystem, see :attr:`create_is_atomic`:
 
-    - ``gs://`` (gcsfs), ``abfs://``, ``az://`` (adlfs): the service lets one of two creators win.
-    - ``memory://``: likewise, within one process; for tests.
-    - all others (``oss://``, ``sftp://``, ``hdfs://``, ...): asked whether it exists, written, read back.
-      Two creators within the same moment can both believe that they won. Give such a store one
-      owner: one Airflow, and no ``envscaler submit`` beside it.
+    - ``gs://`` (gcsfs), ``abfs://``, ``az://`` (adlfs): the service lets exactly one of two creators win.
+    - ``memory://``: the same, within one process; for tests.
+    - all others (``oss://``, ``sftp://``, ``hdfs://``, ...): check for existence, write, read back. Two
+      simultaneous creators can both believe that they won. Use such a store from one Airflow only, without a
+      concurrent ``envscaler submit``.
 
-    ``write`` and ``put_file`` are atomic where the filesystem makes an object visible when it is
-    complete, as object stores do.
+    ``write`` and ``put_file`` are atomic if the filesystem shows only complete objects, as object stores do.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """Open *url* with fsspec; *options* go to the filesystem.
+        """Open *url* with fsspec and pass *options* to the filesystem.
 
         Raises:
-            SpecError: fsspec does not know the protocol, or its package is missing.
-            StoreError: The filesystem connects at once, and cannot.
+            SpecError: fsspec does not support the protocol, or its package is missing.
+            StoreError: The filesystem connects when opened, and that failed.
         """
         scheme = url.partition("://")[0]
         if scheme in _PAGES:
@@ -89,7 +88,8 @@ class FilesystemStore:
         self._dates = StoreDates()
         self.url = url.rstrip("/") if not url.endswith("://") else url
         protocol = self._fs.protocol
-        # Clients made for many calls at a time are so marked; of others, such as SFTP's, nothing is known.
+        # ``async_impl`` marks clients that support concurrent calls. Of others, such as SFTP's, this is
+        # unknown.
         self.at_once = AT_ONCE if getattr(self._fs, "async_impl", False) else 1
         self.create_is_atomic = bool(
             ATOMIC_CREATE & set((protocol,) if isinstance(protocol, str) else protocol)
@@ -101,10 +101,10 @@ class FilesystemStore:
         return None if found is None else found[0]
 
     def now(self) -> float:
-        """By what an object got as its time that was written there within the hour.
+        """The time of the filesystem, based on the write time of an object written within the last hour.
 
-        fsspec hands out no dates of answers: one is written and removed. A filesystem that reports no times,
-        or does not answer, leaves this machine's.
+        fsspec does not expose the dates of responses, so this writes and removes an object. If the filesystem
+        reports no times or does not answer, this returns this machine's time.
         """
         known = self._dates.now(max_age_s=_ASK_EVERY_S)
         if known is None:
@@ -123,7 +123,7 @@ class FilesystemStore:
             self.delete(name)
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
-        """Bytes of *name* and when the filesystem says that it was written; None when it is absent."""
+        """Bytes of *name* and its write time by the filesystem; None when it is absent."""
         path = self._path(name)
         with self._told(name):
             facts = self._info(path)
@@ -140,13 +140,13 @@ class FilesystemStore:
         return bytes(data), written_at(facts)
 
     def write(self, name: str, data: bytes) -> None:
-        """Put *data* at *name* over what was there."""
+        """Write *data* to *name*; replaces an existing object."""
         path = self._path(name)
         with self._told(name):
             self._pipe(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put *data* at *name* unless something is there: True when this call did."""
+        """Write *data* to *name* unless it exists; return True if this call created it."""
         path = self._path(name)
         with self._told(name):
             if not self.create_is_atomic:
@@ -168,7 +168,7 @@ class FilesystemStore:
             raise StoreError(f"{self.uri(name)}: {stored} of {size} bytes arrived", transient=True)
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
-        """Copy *name* to a local file, a path atomically."""
+        """Copy *name* to a local file; atomically if the target is a path."""
         if not isinstance(target, Path):
             with arriving(target) as stream:
                 self._get(name, descriptor_path(stream))
@@ -194,13 +194,13 @@ class FilesystemStore:
             return self._size(path)
 
     def version(self, name: str) -> str | None:
-        """What the filesystem tells of *name*, such as its ETag or times; None when it is absent."""
+        """What the filesystem reports for *name*, such as its ETag or times; None when it is absent."""
         path = self._path(name)
         with self._told(name):
             return None if self._size(path) is None else str(self._fs.ukey(path))
 
     def delete(self, name: str) -> None:
-        """Delete *name*; nothing happens when it is absent."""
+        """Delete *name*; do nothing if it is absent."""
         path = self._path(name)
         with self._told(name):
             if self._size(path) is None:
@@ -211,7 +211,7 @@ class FilesystemStore:
                 return
 
     def delete_tree(self, prefix: str) -> None:
-        """Delete everything below *prefix*, manifests first, many of the others at once."""
+        """Delete everything below *prefix*: manifests first, then the rest concurrently."""
         names = self.names(check_tree(prefix))
         for name in filter(is_manifest, names):
             self.delete(name)
@@ -224,7 +224,7 @@ class FilesystemStore:
         return sorted(self._found(check_prefix(prefix)))
 
     def _found(self, bare: str) -> dict[str, Any]:
-        """What the filesystem says of each name below *bare*."""
+        """What the filesystem reports for each name below *bare*."""
         with self._told(bare):
             self._fs.invalidate_cache()
             try:
@@ -237,10 +237,10 @@ class FilesystemStore:
         return {name: facts for name, facts in named.items() if is_name(name) and name.startswith(within)}
 
     def _find(self, path: str) -> dict[str, Any]:
-        """What the filesystem says of each file below *path*; what cannot be listed is an error.
+        """What the filesystem reports for each file below *path*; raises if a folder cannot be listed.
 
-        fsspec's own walk leaves out folders that it cannot list, so that a host which does not answer looks
-        empty; filesystems with a listing of their own raise.
+        fsspec's own walk skips folders that it cannot list, so an unreachable host looks empty. Filesystems
+        that implement their own listing raise.
         """
         fs = self._fs
         walks = [AbstractFileSystem.find]
@@ -284,7 +284,7 @@ class FilesystemStore:
         try:
             self._fs.pipe_file(path, data, **mode)
         except FileNotFoundError:
-            # Object stores have no folders; where there are some, they are made on demand.
+            # Object stores have no folders; other filesystems get them on demand.
             self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
             self._fs.pipe_file(path, data, **mode)
 
@@ -293,7 +293,7 @@ class FilesystemStore:
         return None if facts is None else int(facts["size"])
 
     def _info(self, path: str) -> Mapping[str, Any] | None:
-        """What the filesystem reports of the file *path*; None when there is none."""
+        """What the filesystem reports for the file *path*; None when it is absent."""
         self._fs.invalidate_cache()
         try:
             facts: Mapping[str, Any] = self._fs.info(path)
@@ -315,11 +315,11 @@ class FilesystemStore:
             raise
         except PermissionError as err:
             raise StoreError(f"{self.uri(name)}: {err}") from err
-        except Exception as err:  # filesystems of many makers, each with errors of its own
+        except Exception as err:  # each filesystem has its own error types
             raise StoreError(f"{self.uri(name)}: {type(err).__name__}: {err}", transient=True) from err
 
 
 def _install(scheme: str) -> str:
-    """What brings the filesystem of *scheme*, as fsspec names its class."""
+    """How to install the filesystem of *scheme*, based on the class that fsspec names."""
     package = str(known_implementations.get(scheme, {}).get("class", "fsspec")).partition(".")[0]
     return "install what it names" if package == "fsspec" else f"run `pip install {package}`"

@@ -1,8 +1,8 @@
-"""Which files git would keep: the rules of ``.gitignore``, one pattern at a time, and the names in the index.
+"""Which files git tracks or ignores: the patterns of ``.gitignore``, and the names in the index.
 
-A pattern is matched against one path and never against what is below it, as git does: a folder that is
-left out is not entered, and ``!*/`` takes folders back without what is in them. (pathspec's matcher, which
-sees whole paths alone, answers otherwise for ``*``, ``!*/``, ``!*.py``.)
+As in git, a pattern matches a path but never the paths below it. An ignored folder is not entered, and
+``!*/`` re-includes folders without their content. (pathspec's matcher, which only sees complete paths, gives
+a different result for ``*``, ``!*/``, ``!*.py``.)
 
 Source: git 2.39, gitignore(5), wildmatch.c, and gitformat-index(5).
 """
@@ -44,7 +44,7 @@ class IgnoreFile:
     patterns: tuple[_Pattern, ...]
 
     def verdict(self, path: str, *, is_folder: bool) -> bool | None:
-        """True where *path* is left out, False where it is taken back, None where no pattern matches it."""
+        """True if *path* is ignored, False if it is re-included, None if no pattern matches it."""
         name = os.fsencode(path)
         last = name.rpartition(b"/")[2]
         for pattern in reversed(self.patterns):
@@ -56,7 +56,7 @@ class IgnoreFile:
 
 
 def read_ignore_file(path: Path) -> IgnoreFile | None:
-    """The rules in *path*; None unless it is a plain file: like git, this follows no link.
+    """The patterns in *path*; None unless it is a regular file. Like git, this does not follow links.
 
     Raises:
         OSError: It cannot be read.
@@ -66,7 +66,7 @@ def read_ignore_file(path: Path) -> IgnoreFile | None:
 
 
 def parse(data: bytes) -> IgnoreFile:
-    """The rules of a file's content; what git takes for no pattern is none here."""
+    """Parse the content of an ignore file; lines that git skips are skipped."""
     lines = data.removeprefix(_BOM).split(b"\n")
     found = (_pattern(line.removesuffix(b"\r")) for line in lines)
     return IgnoreFile(tuple(pattern for pattern in found if pattern is not None))
@@ -89,7 +89,7 @@ def _pattern(line: bytes) -> _Pattern | None:
 
 
 class _NeverMatchesError(Exception):
-    """A bracket that does not close, or a backslash before nothing."""
+    """The pattern has an unclosed bracket or a trailing backslash."""
 
 
 def _translate(text: bytes, *, is_of_name: bool) -> bytes:
@@ -115,7 +115,7 @@ def _translate(text: bytes, *, is_of_name: bool) -> bytes:
 
 
 def _stars(text: bytes, at: int, stars: int, *, is_of_name: bool) -> tuple[bytes, int]:
-    """``**`` between slashes crosses folders; any other stars stay within one."""
+    """Translate stars: ``**`` between slashes matches across folders, other stars within one path part."""
     after = text[at + stars : at + stars + 1]
     begins = at == 0 or text[at - 1 : at] == b"/"
     if is_of_name or stars == 1 or not begins or after not in (b"", b"/"):
@@ -126,7 +126,7 @@ def _stars(text: bytes, at: int, stars: int, *, is_of_name: bool) -> tuple[bytes
 
 
 def _bracket(text: bytes, at: int) -> tuple[bytes, int]:
-    """A set of characters, which a slash is never in."""
+    """Translate a bracket expression, which never matches a slash."""
     start, at = at, at + 1
     is_negated = text[at : at + 1] in (b"!", b"^")
     at += is_negated
@@ -162,7 +162,7 @@ def _member(text: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _read(path: Path, most: int) -> bytes | None:
-    """Bytes of the plain file *path*; None where there is none or it is larger than *most*."""
+    """Bytes of the regular file *path*; None if it is absent or larger than *most*."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -179,9 +179,9 @@ def _read(path: Path, most: int) -> bytes | None:
 
 
 def tracked_names(repository: Path) -> frozenset[bytes]:
-    """Paths in the index of *repository*: files that git keeps although a pattern names them.
+    """Paths in the index of *repository*: git tracks these files even if a pattern matches them.
 
-    Empty where there is no index, or one that this cannot read (split, sparse, or of a newer version).
+    Empty if there is no index, or its format is not supported (split, sparse, or a newer version).
     """
     folder = _git_folder(repository)
     try:
@@ -192,12 +192,12 @@ def tracked_names(repository: Path) -> frozenset[bytes]:
 
 
 def info_exclude(repository: Path) -> Path:
-    """The rules of a repository outside its commits: ``.git/info/exclude``."""
+    """The ignore file of a repository that is never committed: ``.git/info/exclude``."""
     return (_git_folder(repository) or repository / ".git") / "info" / "exclude"
 
 
 def _git_folder(repository: Path) -> Path | None:
-    """``.git``, or where its text ``gitdir: PATH`` of a worktree or submodule points."""
+    """``.git``, or the folder that its text ``gitdir: PATH`` names in a worktree or submodule."""
     path = repository / ".git"
     if path.is_dir():
         return path
@@ -247,6 +247,6 @@ def _folders_of(names: frozenset[bytes]) -> frozenset[bytes]:
 
 
 def is_tracked(names: frozenset[bytes], path: str, *, is_folder: bool) -> bool:
-    """True when *path* is in the index, or a folder of a file that is."""
+    """True when *path* is in the index, or is a folder of a file in it."""
     name = os.fsencode(path)
     return name in (_folders_of(names) if is_folder else names)

@@ -13,17 +13,17 @@ from envscaler_airflow.errors import ProtocolError
 SHELL_DAG = "shell"
 """``dag_id`` of runs that are started without Airflow. Chosen."""
 MAX_PART_BYTES = 80
-"""Longest part of a run's folder, bytes. Chosen: six of them and what lies below stay under a path's 1024."""
+"""Longest part of a run's folder, bytes. Chosen: six of them and the names below fit into a path's 1024."""
 _HASH_DIGITS = 10  # chosen: 40 bits, for names that already agree in 69 bytes
 _PLAIN = frozenset((string.ascii_letters + string.digits + "_-").encode())
 _CUT = "~"
-"""Stands before the hash of a part that was cut: no encoded part holds it, so none looks like a cut one."""
+"""Precedes the hash of a shortened part. No encoded part contains it, so none looks like a shortened one."""
 
 
 def encode_part(text: str) -> str:
     """One part of a run's folder: percent-encoded outside ``[A-Za-z0-9_-]``, at most 80 bytes.
 
-    A longer one is cut and ends with ``~`` and 10 hex digits of the sha256 of *text*, so different
+    A longer one is shortened and ends with ``~`` and 10 hex digits of the sha256 of *text*, so different
     texts give different parts. ``..`` is a legal dag_id and becomes ``%2E%2E``.
 
     Raises:
@@ -44,13 +44,13 @@ def encode_part(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """Which run: one execution of a stage in a DAG run, the try number left out.
+    """Identity of a run: one execution of a stage in a DAG run, over all its try numbers.
 
     Attributes:
         deployment: ``[envscaler] deployment``, see :func:`~envscaler_airflow.store.base.deployment_of`.
-        dag_id, run_id, task_id: Airflow's; outside Airflow chosen by who submits.
-        map_index: Of a mapped task; -1 when it is not mapped, as Airflow says it.
-        team: Airflow's team, None where it has none.
+        dag_id, run_id, task_id: Airflow's; outside Airflow the user who submits chooses them.
+        map_index: Index of a mapped task; -1 when it is not mapped, as in Airflow.
+        team: Airflow's team, None if Airflow has no teams.
     """
 
     deployment: str
@@ -61,7 +61,7 @@ class RunKey:
     team: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a key without a name."""
+        """Reject a key with an empty name."""
         for name in ("deployment", "dag_id", "run_id", "task_id"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty")
@@ -70,7 +70,7 @@ class RunKey:
 
     @property
     def prefix(self) -> str:
-        """Folder of the run: ``deployment[.team]/dag/run/task/map``; no part holds a dot but that one."""
+        """Folder of the run: ``deployment[.team]/dag/run/task/map``; no other part contains a dot."""
         first = encode_part(self.deployment)
         if self.team is not None:
             first = f"{first}.{encode_part(self.team)}"
@@ -78,7 +78,7 @@ class RunKey:
         return "/".join([first, *(encode_part(part) for part in rest)])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in ``run.json`` and in triggers."""
+        """JSON form, as in ``run.json`` and in triggers."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
     @classmethod

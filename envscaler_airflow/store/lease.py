@@ -1,4 +1,4 @@
-"""The owner's lease: a counter that somebody must keep raising, or the sidecar ends the attempt."""
+"""The owner's lease: a counter. If the owner stops raising it, the sidecar ends the attempt."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0
 """Seconds between renewals. Chosen: a thirtieth of the default ``orphan_after``."""
 MAX_AGE_S = 30 * 86400.0
-"""Longest age believed, seconds. Chosen: no machine of ours lives longer."""
+"""Longest age accepted, seconds. Chosen: no machine of ours runs longer."""
 MOST_RENEWALS = 2**53
-"""Counters below are believed. Source: beyond it JSON readers skip whole numbers."""
+"""Only counters below it are accepted. Source: above it JSON readers do not represent every integer."""
 MOST_TEXT = 4096
-"""Longest text read, characters. Chosen: what a pod waits for is one line."""
+"""Longest text read, characters. Chosen: the reason why a pod waits is one line."""
 MAX_LEASE_BYTES = 1 << 20
 """Largest lease read, bytes. Chosen: the longest reason for a wait fits many times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What the owner's side last wrote.
+    """What the owner (a trigger or an execution) last wrote.
 
     Attributes:
-        counter: Grows with every renewal; the only thing that ages are told by.
-        holder: Who renewed it: a trigger or a slice. For people.
-        waits: What nodes of the live attempt were last seen to wait for; "" for nothing. For people.
-        ages: Seconds that watchers saw something last, each by its own clock, so that the next one goes on:
-            ``stopping-g1-a3`` since an attempt was asked to go, ``silent-g1-a3`` since it was heard.
+        counter: Grows with every renewal; the lease's age is measured only by its changes.
+        holder: The trigger or execution that renewed it. For display.
+        waits: What nodes of the running attempt last waited for; "" for nothing. For display.
+        ages: Durations in seconds that watchers measured, each by its own clock, so that the next watcher
+            continues them: ``stopping-g1-a3`` since an attempt was asked to stop, ``silent-g1-a3`` since it
+            last reported.
     """
 
     counter: int
@@ -44,11 +45,11 @@ class Lease:
 
 
 def read_lease(store: Store, prefix: str = "") -> Lease | None:
-    """The lease of the run at *prefix*; None when none was ever written.
+    """The lease of the run at *prefix*; None if it was never written.
 
     Raises:
-        StoreError: It cannot be told.
-        ProtocolError: It is not a lease of this major version.
+        StoreError: The store does not answer.
+        ProtocolError: The lease is not of this major version.
     """
     name = join(prefix, LEASE)
     text = store.read(name, max_bytes=MAX_LEASE_BYTES)
@@ -72,10 +73,10 @@ def _text(value: object) -> str:
 
 
 def waits_of(store: Store, prefix: str = "") -> str:
-    """What nodes of the live attempt were last seen to wait for; "" when nothing is known.
+    """What nodes of the running attempt last waited for; "" when unknown.
 
     Raises:
-        StoreError: It cannot be told.
+        StoreError: The store does not answer.
     """
     try:
         lease = read_lease(store, prefix)
@@ -85,10 +86,10 @@ def waits_of(store: Store, prefix: str = "") -> str:
 
 
 def ages_of(store: Store, prefix: str = "") -> Mapping[str, float]:
-    """How long what is watched had lasted when the lease was last renewed; {} when nothing is known.
+    """Durations of the watched conditions when the lease was last renewed; {} when unknown.
 
     Raises:
-        StoreError: It cannot be told.
+        StoreError: The store does not answer.
     """
     try:
         lease = read_lease(store, prefix)
@@ -105,12 +106,12 @@ def renew_lease(
     waits: str | None = None,
     ages: Mapping[str, float] | None = None,
 ) -> Lease:
-    """Raise the counter by one, and write what else is given; None keeps the value before.
+    """Raise the counter by one and write the other given values; None keeps the previous value.
 
-    A lease that cannot be understood is begun anew: to renew it is this side's job alone.
+    A lease that cannot be parsed is replaced, because only the owner writes it.
 
     Raises:
-        StoreError: It cannot be read or written.
+        StoreError: The lease cannot be read or written.
     """
     try:
         last = read_lease(store, prefix)
@@ -133,17 +134,16 @@ def renew_lease(
 
 
 class LeaseWatch:
-    """How long the lease has stood still, by the watcher's own monotonic clock.
+    """How long the lease has not changed, by the watcher's own monotonic clock.
 
-    Only time between two readings that showed the same lease counts, and of a longer gap only
-    *max_gap_s*: neither an unreadable store nor a suspended machine is an expiry, since the owner
-    may have been as cut off as the watcher.
+    Only time between two reads of the same lease counts, and at most *max_gap_s* of each gap. So an
+    unreadable store or a suspended machine does not expire the lease: the owner may have been cut off too.
     """
 
     def __init__(
         self, monotonic: Callable[[], float] = time.monotonic, *, max_gap_s: float = 2 * RENEW_EVERY_S
     ) -> None:
-        """Watch with the clock *monotonic*; look at least every *max_gap_s* seconds."""
+        """Watch with the clock *monotonic*; read at least every *max_gap_s* seconds."""
         self._monotonic = monotonic
         self._max_gap_s = max_gap_s
         self._last: tuple[int, str] | None = None
@@ -151,7 +151,7 @@ class LeaseWatch:
         self._unchanged_s = 0.0
 
     def seen(self, lease: Lease | None) -> None:
-        """The store was read and showed *lease* (None: proven absent). Call nothing when it was not."""
+        """Record a read of *lease* (None: proven absent). Do not call it if the read failed."""
         now = self._monotonic()
         shown = (lease.counter, lease.holder) if lease else None
         if self._seen_at is None or shown != self._last:
@@ -162,7 +162,7 @@ class LeaseWatch:
 
     @property
     def unchanged_s(self) -> float:
-        """Seconds for which the lease was seen to stand still, up to the last reading; 0 before the first."""
+        """Seconds for which the lease did not change, up to the last read; 0 before the first."""
         return self._unchanged_s
 
 
@@ -177,14 +177,14 @@ BEGIN: Cursor = (1, 0)
 
 @dataclass(frozen=True, slots=True)
 class TaskLog:
-    """What the task's log shows already.
+    """What the task's log already shows.
 
     Attributes:
-        shown: How far the newest trigger, or an execution after it, shows what each node printed; keys are
-            those of :func:`log_key`.
-        kept: How far an execution's log has it.
-        host: Machine of the trigger that wrote last; "" before one did.
-        event: Number of the newest event that an execution described; 0 before.
+        shown: Position up to which the newest trigger, or an execution after it, showed the output of each
+            node; keys are those of :func:`log_key`.
+        kept: Position up to which an execution logged it.
+        host: Machine of the trigger that wrote last; "" before the first write.
+        event: Number of the newest event that an execution logged; 0 before the first.
     """
 
     shown: Mapping[str, Cursor] = field(default_factory=dict)
@@ -199,9 +199,9 @@ def log_key(attempt: tuple[int, int], node: int) -> str:
 
 
 def read_task_log(store: Store, prefix: str) -> TaskLog:
-    """What the run at *prefix* has; an empty one where none was written or what is there is not readable.
+    """Read the log positions of the run at *prefix*; empty if absent or not parseable.
 
-    A position that is lost costs lines that appear twice, never a stage.
+    A lost position only makes lines appear twice; the stage does not fail.
 
     Raises:
         StoreError: The store cannot be read.
@@ -223,7 +223,7 @@ def read_task_log(store: Store, prefix: str) -> TaskLog:
 
 
 def write_task_log(store: Store, prefix: str, log: TaskLog) -> None:
-    """Replace what was there. Raises StoreError."""
+    """Replace the stored log positions. Raises StoreError."""
     body = {
         "schema": SCHEMA,
         "shown": dict(log.shown),

@@ -1,4 +1,4 @@
-"""Read what the nodes of an attempt printed, from closed chunks in the store."""
+"""Read the output of an attempt's nodes from closed chunks in the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envscaler_airflow.store.names import join
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""
 CLAIM_CHUNKS = 10**9
-"""Positions that a cursor keeps for the chunks of one claim. Chosen: one each 10 s for 300 years."""
+"""Positions that a cursor reserves for the chunks of one claim. Chosen: one each 10 s for 300 years."""
 
 
 def read_logs(
@@ -23,19 +23,19 @@ def read_logs(
     cursor: tuple[int, int] = (1, 0),
     budget: int = 1 << 18,
 ) -> tuple[bytes, tuple[int, int]]:
-    """What *node* printed from *cursor* on, at most *budget* bytes, and the cursor after it.
+    """Return the output of *node* from *cursor* on, at most *budget* bytes, and the cursor after it.
 
-    A chunk that is not there yet ends the reading: chunks are numbered without gaps from 1. Where another pod
-    has claimed the node since, its chunks follow.
+    Reading stops at the first absent chunk: chunks are numbered without gaps from 1. If another pod has
+    claimed the node since, its chunks follow.
 
     Args:
         store: Run store.
         prefix: The run's folder.
         attempt: ``(generation, attempt)``.
-        node: Index.
-        cursor: ``(position, byte offset in it)`` of the first byte wanted. Positions are the chunks of the
+        node: Index of the node.
+        cursor: ``(position, byte offset in it)`` of the first byte to return. Positions are the chunks of the
             first claim, from 1; those of claim 2 begin at :data:`CLAIM_CHUNKS` + 1.
-        budget: Most bytes returned, > 0.
+        budget: Largest number of bytes to return, > 0.
     """
     position, offset = cursor
     parts: list[bytes] = []
@@ -44,7 +44,7 @@ def read_logs(
         name = join(prefix, protocol.log_name(*attempt, node, chunk, before + 1))
         try:
             data = store.read(name, max_bytes=MAX_CHUNK_BYTES)
-        except ProtocolError as err:  # the training's side wrote it: whatever it is, the rest is shown
+        except ProtocolError as err:  # the training side wrote it: skip what cannot be read and show the rest
             data = f"[chunk {chunk} of the log is left out: {err}]\n".encode()
         if data is None:
             if not _is_replaced(store, prefix, attempt, node, before + 1):

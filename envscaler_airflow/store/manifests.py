@@ -1,14 +1,14 @@
-"""Folders in the store that count only with their manifest, which is written last.
+"""Folders in the store that are valid only with a manifest, which is written last.
 
-Checkpoints and outputs are such folders. A file keeps its relative path as its name in the
-store, save that what would meet our own names gets ``.file`` appended (:func:`stored_path`).
+Checkpoints and outputs are such folders. A file keeps its relative path as its name in the store. A path that
+would collide with our own names gets ``.file`` appended (:func:`stored_path`).
 
-Symbolic links are followed while they stay inside the folder (the copy holds what they point
-to); one that leads outside is refused, since the reader of the link is not the training.
-Sockets, pipes and devices are left out. Empty folders are not kept.
+Symbolic links are followed while they stay inside the folder; the copy contains the file that they point to.
+A link that leads outside is refused, because the process that reads it has other rights than the training.
+Sockets, pipes and devices are skipped. Empty folders are not stored.
 
-The training may change its folders at any moment. A file is opened once, below the folder's own
-descriptor (:class:`~envscaler_airflow.store.root.Root`); that very file is checked, hashed and sent.
+The training may change its folders at any moment. A file is opened once, below the folder's own descriptor
+(:class:`~envscaler_airflow.store.root.Root`), and this same open file is checked, hashed and sent.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ from envscaler_airflow.store.root import Place, Root
 from envscaler_airflow.store.transfer_progress import Moved
 
 _NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
-"""Errors of names that no disk can have: a file and a folder of one name, too long; and of a link."""
+"""Errors of names that no disk can store (a file and a folder of one name, too long), and of a link."""
 
 
 SMALL_BYTES = 4 << 20
-"""Files up to this size are moved side by side, larger ones in parts. Chosen: below, each file's round trip
-takes longer than its bytes at 1 Gbit/s."""
+"""Files up to this size are transferred concurrently, larger ones in parts. Chosen: below it, each file's
+round trip takes longer than its bytes at 1 Gbit/s."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _SWAPPED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-"""What opening meets where a link or a file took the place of a folder or file, by O_NOFOLLOW."""
+"""Errors of opening with O_NOFOLLOW after a link or a file replaced a folder or file."""
 _ENTRY_BYTES = len('{"path":"","size":,"sha256":"","node":0,"claim":0},') + 64
-"""Bytes of JSON for each file in a manifest beside its path and size, at least."""
+"""Smallest JSON size of a manifest's entry for a file, bytes, besides its path and size."""
 
 
 def _no_pause() -> None:
-    """Between two files: nothing to wait for."""
+    """Do nothing between two files."""
 
 
 class ChangedError(CheckpointError):
-    """Another file lies there than a moment before."""
+    """The path now names another file than a moment before."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeFile:
-    """One regular file below a folder, as seen at one moment.
+    """One regular file below a folder, at one moment.
 
     Attributes:
         path: Relative to the folder, with ``/``.
         root: The folder.
         real: The same as *path* with every link resolved.
-        size, mtime_ns, inode: What the file system says; any change makes another fingerprint.
-        ctime_ns: When the file or a fact of it last changed, by the file system's clock.
-        names: How many names of it lie in the folder.
+        size, mtime_ns, inode: As the file system reports them; any change gives another fingerprint.
+        ctime_ns: When the file or its metadata last changed, by the file system's clock.
+        names: Number of its names (hard links) in the folder.
     """
 
     path: str
@@ -88,15 +88,15 @@ class TreeFile:
     names: int = 1
 
     def open(self, *, shares_names: bool = False) -> BufferedReader:
-        """Open the very file that was seen, for reading.
+        """Open for reading the same file that was listed.
 
         Args:
-            shares_names: The sidecar itself made hard links to it.
+            shares_names: True if the sidecar itself made hard links to it.
 
         Raises:
-            CheckpointError: Another file lies there by now, or a hard link makes a file outside of the
-                folder look like one of its own.
-            OSError: It is gone, or cannot be read.
+            CheckpointError: The path names another file by now, or a hard link makes a file from outside look
+                like one of the folder's own.
+            OSError: The file is gone or cannot be read.
         """
         try:
             stream = self.root.open_file(self.real)
@@ -118,7 +118,7 @@ class TreeFile:
 
 
 def stored_path(path: str) -> str:
-    """Name in the store of the file *path*: itself, unless its first part is one of ours.
+    """Name in the store of the file *path*: *path* itself, unless its first part is one of our names.
 
     ``manifest.json`` -> ``manifest.json.file``; ``manifest.json.file`` -> ``manifest.json.file.file``.
     """
@@ -127,12 +127,12 @@ def stored_path(path: str) -> str:
 
 
 def node_list(node: int, claim: int) -> str:
-    """Name of the list of what *node* uploaded under *claim*, from which node 0 makes the manifest."""
+    """Name of the list of files that *node* uploaded under *claim*; node 0 merges the lists."""
     return f"node-n{node}-c{claim}.json"
 
 
 def for_node(manifest: Manifest, node: int) -> Manifest:
-    """*manifest* with one file for each path: that of *node*, else that of the first node which saved it."""
+    """*manifest* with one file per path: that of *node*, otherwise that of the first node that saved it."""
     found: dict[str, ManifestFile] = {}
     for item in sorted(manifest.files, key=lambda item: (item.node != node, item.node)):
         found.setdefault(item.path, item)
@@ -140,32 +140,32 @@ def for_node(manifest: Manifest, node: int) -> Manifest:
 
 
 def walk(folder: Path, *, parent: Place | None = None) -> tuple[TreeFile, ...]:
-    """All regular files below *folder*, by path. What vanishes meanwhile is left out.
+    """All regular files below *folder*, sorted by path. Files that vanish meanwhile are skipped.
 
     Args:
-        folder: It may itself be a link to its neighbour.
-        parent: The folder above, when that is known from before the training ran.
+        folder: May itself be a link to a sibling folder.
+        parent: The parent folder, if it is known from before the training ran.
 
     Raises:
-        CheckpointError: A link leads outside, or a name cannot be kept (backslash, too long).
-        FileNotFoundError: *folder* itself is not there.
+        CheckpointError: A link leads outside, or a name cannot be stored (backslash, too long).
+        FileNotFoundError: *folder* itself is absent.
     """
     return files_of(Root.of(folder, parent=parent))
 
 
 def files_of(root: Root) -> tuple[TreeFile, ...]:
-    """All regular files below *root*, by path, see :func:`walk`."""
+    """All regular files below *root*, sorted by path, see :func:`walk`."""
     found = sorted(_walk(root, "", "", ("",)), key=lambda item: item.path)
     names = Counter(inode for _, inode in {(item.real, item.inode) for item in found})
     return tuple(item if (many := names[item.inode]) == 1 else replace(item, names=many) for item in found)
 
 
 def one_file(path: Path, *, parent: Place | None = None) -> TreeFile:
-    """The file *path*, or the one beside or below it in its folder that it is a link to.
+    """The file *path*, or the file in the same folder, or below it, that the link *path* points to.
 
     Raises:
-        CheckpointError: The link leads outside its folder, or to what is not a regular file.
-        OSError: It is not there any more.
+        CheckpointError: The link leads outside its folder, or to something other than a regular file.
+        OSError: The file is gone.
     """
     root = Root.above(path, parent)
     real = root.resolve(path.name)
@@ -178,10 +178,10 @@ def one_file(path: Path, *, parent: Place | None = None) -> TreeFile:
 
 
 def entries(root: Root, here: str) -> list[tuple[str, os.stat_result]]:
-    """Entries of the folder *here* below *root*: none when it vanished meanwhile.
+    """Entries of the folder *here* below *root*: empty if it vanished meanwhile.
 
     Raises:
-        OSError: It cannot be read, or *root* itself is gone.
+        OSError: The folder cannot be read, or *root* itself is gone.
     """
     try:
         return root.scan(here)
@@ -192,19 +192,19 @@ def entries(root: Root, here: str) -> list[tuple[str, os.stat_result]]:
 
 
 def tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFile:
-    """The file *path*, found as *real*, with the facts of *seen*."""
+    """The file *path*, found as *real*, with the metadata *seen*."""
     return TreeFile(path, root, real, seen.st_size, seen.st_mtime_ns, seen.st_ino, seen.st_ctime_ns)
 
 
 def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterator[TreeFile]:
-    """Files below the folder *here* of *root*, called *prefix*; *above* are those on the way."""
+    """Files below the folder *here* of *root*, called *prefix*; *above* are its parent folders."""
     for name, facts in entries(root, here):
         found = _landed(root, join(here, name), facts)
         if found is None:
             continue
         real, seen = found
         if stat.S_ISDIR(seen.st_mode):
-            if real not in above:  # a link to a folder above would never end
+            if real not in above:  # a link to a parent folder would loop forever
                 yield from _walk(root, real, f"{prefix}{name}/", (*above, real))
         elif stat.S_ISREG(seen.st_mode):
             path = prefix + name
@@ -214,7 +214,7 @@ def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterato
 
 
 def _landed(root: Root, path: str, facts: os.stat_result) -> tuple[str, os.stat_result] | None:
-    """Name and facts of *path*, of a link where it leads; None when that is nowhere."""
+    """Name and metadata of *path*, or of its target if it is a link; None when the target is missing."""
     if not stat.S_ISLNK(facts.st_mode):
         return path, facts
     real = root.resolve(path)
@@ -241,17 +241,17 @@ def upload(
     shares_names: bool = False,
     moved: Moved | None = None,
 ) -> tuple[ManifestFile, ...]:
-    """Put *files* below *prefix*, without a manifest; *between* runs before each file and may raise.
+    """Put *files* below *prefix*, without a manifest; *between* is called before each file and may raise.
 
-    With a *claim* to the *node* they get a part of the folder for themselves, so that two pods of one node,
-    and two nodes whose files have one name, never overwrite each other's.
+    With a *claim* to the *node* they go into a separate part of the folder. So two pods of one node, or two
+    nodes with files of the same name, never overwrite each other's files.
 
-    Small files go up side by side. *shares_names*: the sidecar itself made hard links to them. *moved* counts
-    the bytes.
+    Small files are uploaded concurrently. *shares_names* means that the sidecar itself made hard links to
+    them. *moved* counts the bytes.
 
     Raises:
         CheckpointError: A file changed while it was read.
-        StoreError: The store did not take one; the call can be repeated.
+        StoreError: The store did not accept a file; the call can be repeated.
     """
     _check_count(prefix, files)
     counted = moved or Moved()
@@ -272,7 +272,7 @@ def _put_one(
     node, claim = by
     with item.open(shares_names=shares_names) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        mtime_ns = max(item.mtime_ns, 0)  # one before 1970 is unknown
+        mtime_ns = max(item.mtime_ns, 0)  # a time before 1970 counts as unknown
         found = ManifestFile(item.path, item.size, digest, node=node, claim=claim, mtime_ns=mtime_ns)
         with moved.sending(stream, item.size):
             store.put_file(_name(prefix, found), stream)
@@ -290,9 +290,9 @@ def side_by_side(
     size: Callable[[_Item], int],
     between: Callable[[], None] = _no_pause,
 ) -> list[_Result]:
-    """Results of *act*, in the order of *items*; small ones run *at_once* at a time, large ones alone.
+    """Results of *act*, in the order of *items*; small items run *at_once* at a time, large ones alone.
 
-    *between* runs in the caller's thread before each one. After the first error no other one is begun.
+    *between* is called in the caller's thread before each item. After the first error no further item starts.
     """
     large = [index for index, item in enumerate(items) if at_once == 1 or size(item) > SMALL_BYTES]
     small = [index for index, item in enumerate(items) if at_once > 1 and size(item) <= SMALL_BYTES]
@@ -318,7 +318,7 @@ def side_by_side(
 
 
 def _check_count(prefix: str, files: Sequence[TreeFile]) -> None:
-    """Refuse before the first byte goes up what no manifest could name."""
+    """Raise before uploading if a manifest could not list all *files*."""
     least = sum(len(item.path) + len(str(item.size)) + _ENTRY_BYTES for item in files)
     if least > MAX_MANIFEST_BYTES:
         raise CheckpointError(
@@ -328,10 +328,10 @@ def _check_count(prefix: str, files: Sequence[TreeFile]) -> None:
 
 
 def write_manifest(store: Store, prefix: str, manifest: Manifest, *, name: str = MANIFEST) -> None:
-    """Make the folder count.
+    """Write the manifest, which makes the folder valid.
 
     Raises:
-        CheckpointError: It would be larger than readers take.
+        CheckpointError: The manifest would be larger than readers accept.
         StoreError: Not written; the call can be repeated.
     """
     body = manifest.to_json()
@@ -347,8 +347,8 @@ def read_manifest(store: Store, prefix: str, *, name: str = MANIFEST) -> Manifes
     """The manifest of a folder.
 
     Raises:
-        CheckpointError: Absent (never completed) or torn.
-        StoreError: Cannot be told.
+        CheckpointError: The manifest is absent (never completed) or torn.
+        StoreError: The store does not answer.
     """
     try:
         body = store.read(join(prefix, name), max_bytes=MAX_MANIFEST_BYTES)
@@ -360,10 +360,10 @@ def read_manifest(store: Store, prefix: str, *, name: str = MANIFEST) -> Manifes
 
 
 def newest_manifest(store: Store, prefix: str) -> Manifest:
-    """The manifest of a folder that is known by its URI alone: of a checkpoint that of the highest claim.
+    """The manifest of a folder of which only the URI is known; for a checkpoint that of the highest claim.
 
     Raises:
-        CheckpointError: Absent (never completed) or torn.
+        CheckpointError: The manifest is absent (never completed) or torn.
         StoreError: The store does not answer.
     """
     claims = [claim for part in store.children(prefix) if (claim := parse_manifest_name(part)) is not None]
@@ -371,11 +371,11 @@ def newest_manifest(store: Store, prefix: str) -> Manifest:
 
 
 def check_sizes(store: Store, prefix: str, manifest: Manifest) -> None:
-    """Find missing and truncated files without reading any: by listing, not by asking for each.
+    """Find missing and truncated files from one listing, without a request per file.
 
     Raises:
-        CheckpointError: Names the first one.
-        StoreError: Cannot be told.
+        CheckpointError: A file is missing or truncated; names the first one.
+        StoreError: The store does not answer.
     """
     sizes = store.sizes(prefix)
     for item in manifest.files:
@@ -398,15 +398,16 @@ def fetch(
     between: Callable[[], None] = _no_pause,
     moved: Moved | None = None,
 ) -> None:
-    """Lay the files of *manifest* out below *target*, as *node* gets them, each checked by size and sha256.
+    """Download the files of *manifest* for *node* to *target*; check each file's size and sha256.
 
-    Files that lie there already with the right hash are not fetched again, so a call that was cut
-    short can be repeated. They keep the order in which they were modified. *between* runs before each file
-    and may raise. Nothing is written through a link below *target*. *moved* counts the bytes.
+    Files that exist with the right hash are not fetched again, so an interrupted call can be repeated.
+    Modification times keep their order. *between* is called before each file and may raise. Nothing is
+    written through a link below *target*. *moved* counts the bytes.
 
     Raises:
-        CheckpointError: Missing, truncated, or of another hash; what was laid out is of no use.
-        StoreError: Cannot be told; the call can be repeated.
+        CheckpointError: A file is missing, truncated, or has another hash; discard the files that were
+            written.
+        StoreError: The store does not answer; the call can be repeated.
     """
     manifest = for_node(manifest, node)
     check_sizes(store, prefix, manifest)
@@ -415,7 +416,7 @@ def fetch(
     counted = moved or Moved()
     counted.begin(sum(item.size for item in manifest.files))
 
-    # Of a machine whose clock is ahead of this one's, all are moved back: what is saved next is newer.
+    # If the other machine's clock is ahead, shift all times back, so that the next saved file is newer.
     newest_ns = max((item.mtime_ns for item in manifest.files), default=0)
     ahead_ns = max(0, newest_ns - time.time_ns())
 
@@ -440,10 +441,10 @@ def fetch(
 
 
 def lay_links(manifest: Manifest, root: Root) -> None:
-    """Make the symbolic links of *manifest* below *root*, after its files: none is written through one.
+    """Create the symbolic links of *manifest* below *root*, after its files: none is written through one.
 
     Raises:
-        OSError: The disk does not take one.
+        OSError: The disk does not accept a link.
     """
     for path, target in sorted(manifest.links.items()):
         with suppress(OSError):
@@ -469,11 +470,12 @@ def _fetch_one(
 def verify(
     store: Store, prefix: str, *, manifest: Manifest | None = None, scratch: Path | None = None
 ) -> Manifest:
-    """Read every byte of a folder against *manifest* (None: its own), one file at a time on the local disk.
+    """Check every byte of a folder against *manifest* (None: its own), one file at a time on the local disk.
 
     Raises:
-        CheckpointError: Missing, torn, truncated, or of another hash.
-        StoreError: Cannot be told.
+        CheckpointError: The manifest is missing or torn, or a file is missing, truncated, or has another
+            hash.
+        StoreError: The store does not answer.
     """
     manifest = manifest or read_manifest(store, prefix)
     check_sizes(store, prefix, manifest)
@@ -485,7 +487,7 @@ def verify(
 
 
 def _name(prefix: str, item: ManifestFile) -> str:
-    """In the part of the node and claim that uploaded it; of an output below its own path."""
+    """Store name of a file: in the part of its node and claim; of an output, its own path."""
     if item.claim:
         return join(prefix, f"n{item.node}-c{item.claim}/{item.path}")
     return join(prefix, stored_path(item.path))
@@ -499,7 +501,7 @@ def _is_good(root: Root, item: ManifestFile) -> bool:
         return False
     except OSError as err:
         if err.errno in _SWAPPED:
-            return False  # a link in its place is replaced, one on the way is refused by what writes
+            return False  # the writer replaces a link at *path*, and refuses one on the way
         raise
 
 

@@ -13,14 +13,14 @@ from envscaler_agent.protocol import parse_manifest_name
 from envscaler_airflow.errors import ProtocolError
 
 MAX_BYTES = 1 << 24
-"""Largest object that :meth:`Store.read` returns unless told otherwise, bytes. Chosen: 16 manifests."""
+"""Largest object that :meth:`Store.read` returns by default, bytes. Chosen: 16 manifests."""
 
 MAX_NAME_BYTES = 1024
-"""Longest name with its root, bytes. Source: Amazon S3 user guide, "Creating object key names"."""
+"""Longest name including its root, bytes. Source: Amazon S3 user guide, "Creating object key names"."""
 
 AT_ONCE = 16
-"""Small files that are moved at once. Chosen: an object store answers in some 50 ms, so 300 files a second;
-16 files of 4 MiB fit beside the sidecar's own memory."""
+"""Small files that are transferred concurrently. Chosen: an object store answers in some 50 ms, so 300 files
+a second; 16 files of 4 MiB fit into memory next to the sidecar's own use."""
 
 MANIFEST = "manifest.json"
 """Written last and deleted first, so that a half-written or half-deleted folder never looks complete."""
@@ -30,8 +30,8 @@ def check_name(name: str) -> str:
     """Return *name* when it stays below the root: ``a/b.json``, without empty, ``.`` or ``..`` parts.
 
     Raises:
-        ProtocolError: It is absolute, leaves the root, is too long or holds NUL, backslash or
-            what UTF-8 cannot say.
+        ProtocolError: It is absolute, leaves the root, is too long, or contains NUL, a backslash, or
+            characters that cannot be encoded as UTF-8.
     """
     if not is_name(name):
         raise ProtocolError(
@@ -51,7 +51,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_tree(prefix: str) -> str:
-    """Return *prefix* when a tree below it may be deleted: never the whole store.
+    """Return *prefix* when the tree below it may be deleted, which excludes the whole store.
 
     Raises:
         ProtocolError: As :func:`check_name`, and for ``""``.
@@ -77,14 +77,14 @@ def join(prefix: str, name: str) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """True for the file that makes its folder count, which therefore is deleted first."""
+    """True for a manifest, without which its folder is not valid. It is deleted first."""
     last = name.rsplit("/", 1)[-1]
     return last == MANIFEST or parse_manifest_name(last) is not None
 
 
 @contextmanager
 def landing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside *path*, which becomes *path* when nothing was raised."""
+    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -97,7 +97,7 @@ def landing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def reading(source: Path | BinaryIO) -> Iterator[BinaryIO]:
-    """*source* from its first byte; a stream stays open whatever is done with what is yielded."""
+    """Yield *source* from its first byte; a stream stays open even if the block closes what is yielded."""
     if isinstance(source, Path):
         with source.open("rb") as stream:
             yield stream
@@ -109,7 +109,7 @@ def reading(source: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 @contextmanager
 def arriving(target: Path | BinaryIO) -> Iterator[BinaryIO]:
-    """A stream to write *target* through: a path lands when nothing was raised, a stream is emptied first."""
+    """Yield a stream to write *target*: a path is replaced on success, a stream is truncated first."""
     if isinstance(target, Path):
         with landing(target) as temporary, temporary.open("wb") as stream:
             yield stream
@@ -121,5 +121,5 @@ def arriving(target: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def descriptor_path(stream: BinaryIO) -> str:
-    """A path that opens the very file of *stream*, for libraries that take nothing else."""
+    """A path that opens the same file as *stream*, for libraries that only accept paths."""
     return f"/dev/fd/{stream.fileno()}"

@@ -1,7 +1,7 @@
-"""What a run hands over: a folder or one file, with a manifest written last.
+"""The outputs of a run: a folder or one file each, with a manifest written last.
 
-The URI of an output is that of its folder, ``<run>/outputs/g1-a3-c2/model``: each claim to node 0 has its
-own, and the run's events name the one that counts. A reader opens the folder as a store of its own and checks
+The URI of an output is that of its folder, ``<run>/outputs/g1-a3-c2/model``. Each claim to node 0 has its own
+folder, and the run's events name the valid one. A reader opens the folder as a separate store and checks
 every file against the manifest.
 """
 
@@ -27,11 +27,11 @@ _CHECKPOINT_URI = re.compile(r"(.+)/(checkpoints/[^/]+)/?\Z")
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the caller does while an output goes up.
+    """Callbacks while an output is uploaded.
 
     Attributes:
-        between: Runs before each file, and may raise.
-        check: Runs before the upload and before the output counts, and may raise.
+        between: Called before each file; may raise.
+        check: Called before the upload and before the manifest is written; may raise.
         moved: Counts the bytes.
     """
 
@@ -41,15 +41,15 @@ class Hooks:
 
 
 def output_prefix(name: str, *, attempt: tuple[int, int], claim: int) -> str:
-    """Store name, below the run, of the folder into which the pod of that claim to node 0 puts an output.
+    """Store name, below the run, of an output's folder for the pod with that claim to node 0.
 
     Args:
-        name: Of the output.
+        name: Name of the output.
         attempt: Generation and number.
-        claim: To node 0.
+        claim: The pod's claim to node 0.
 
     Raises:
-        CheckpointError: *name* cannot be a folder's.
+        CheckpointError: *name* is not a valid folder name.
     """
     if not is_safe_name(name):
         raise CheckpointError(f"output {name!r:.200}: use letters, digits, '.', '_' and '-'")
@@ -58,18 +58,18 @@ def output_prefix(name: str, *, attempt: tuple[int, int], claim: int) -> str:
 
 
 def is_output_uri(uri: str) -> bool:
-    """True for the URI of a run's output, which counts only with its manifest."""
+    """True for the URI of a run's output, which is valid only with its manifest."""
     return bool(_OUTPUT_URI.match(uri))
 
 
 def open_folder(uri: str, options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """The store of the run that *uri* names an output or checkpoint of, and the folder's prefix in it.
+    """Open the run's store of an output or checkpoint URI; return it and the folder's prefix in it.
 
-    Any other URI is a store of its own, with the prefix ``""``. So an output that was never written is
-    absent, and not a store that cannot be read.
+    Any other URI is opened as a store, with the prefix ``""``. So an output that was never written reads as
+    absent, not as an unreadable store.
 
     Raises:
-        SpecError: No such store can be opened.
+        SpecError: The store cannot be opened.
     """
     match = _OUTPUT_URI.match(uri) or _CHECKPOINT_URI.match(uri)
     return (open_store(match[1], options), match[2]) if match else (open_store(uri, options), "")
@@ -85,16 +85,17 @@ def put_output(
     parent: Place | None = None,
     hooks: Hooks | None = None,
 ) -> str:
-    """Upload the folder or file at *path* as output *name* of the run; returns its URI.
+    """Upload the folder or file at *path* as output *name* of the run; return its URI.
 
-    *parent*: the folder above, when that is known from before the training ran.
+    *parent* is the parent folder, if it is known from before the training ran.
 
-    No other pod writes below it, so one that wakes late destroys nothing of a newer one. What an earlier try
-    of this pod left stops counting first: a reader sees the old output, none, or the new one, no mixture.
+    No other pod writes to this output's folder, so a pod that resumes late cannot damage a newer pod's
+    output. The manifest of this pod's earlier try is deleted first. So a reader sees the old output, none, or
+    the new one, never a mixture.
 
     Raises:
-        CheckpointError: *path* does not exist, or changes meanwhile, or holds a link that leads outside.
-        StoreError: Not uploaded; the call can be repeated.
+        CheckpointError: *path* does not exist, or changes meanwhile, or contains a link that leads outside.
+        StoreError: The output was not uploaded; the call can be repeated.
     """
     prefix, during = output_prefix(name, attempt=attempt, claim=claim), hooks or Hooks()
     if path.is_file():

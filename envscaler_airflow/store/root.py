@@ -1,9 +1,9 @@
-"""A folder that other processes write to, read and written without ever leaving it.
+"""Safe access to a folder that other processes write to: no path leads outside of it.
 
-The same idea as ``os.Root`` of Go 1.24. The folder is an open descriptor; every part of a name is
-opened below the part before it with O_NOFOLLOW; symbolic links are resolved here, part by part, and
-only while they stay inside. So no link that the training swaps in, at whatever moment, leads a
-process with more rights than its own to a file outside.
+This works like ``os.Root`` of Go 1.24. The folder is an open descriptor. Every part of a name is opened below
+the previous part with O_NOFOLLOW. This module resolves symbolic links itself, part by part, and only while
+they stay inside. So even if the training swaps in a link at any moment, it cannot lead a process with more
+rights to a file outside.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-"""How a system refuses to open a link: ELOOP, with O_DIRECTORY ENOTDIR; FreeBSD says EMLINK."""
+"""Errors with which systems refuse to open a link: ELOOP, with O_DIRECTORY ENOTDIR; on FreeBSD EMLINK."""
 COPY_BYTES = 1 << 20
 """Bytes copied at a time. Chosen: few calls, little memory."""
 _MAX_LINKS = 40
-"""Links on the way to one file. Source: Linux, MAXSYMLINKS."""
+"""Most links on the way to one file. Source: Linux, MAXSYMLINKS."""
 
 
 class Found(NamedTuple):
@@ -47,11 +47,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A folder as it was before the training ran.
+    """A folder before the training ran.
 
     Attributes:
-        path: Where it really is, every link resolved.
-        seen_as: Another absolute path under which the training sees it; None: none.
+        path: Its path with every link resolved.
+        seen_as: Another absolute path under which the training sees it; None if there is none.
     """
 
     path: Path
@@ -59,17 +59,17 @@ class Place:
 
 
 class Root:
-    """One folder, held open until the last reference to this object is gone.
+    """One folder, kept open until this object is garbage-collected.
 
     Attributes:
-        path: Where the folder was when it was opened; for messages and for absolute links.
+        path: Path of the folder when it was opened; for messages and for absolute links.
         aliases: Other absolute paths under which the training sees the same folder.
     """
 
     __slots__ = ("__weakref__", "_close", "_descriptor", "aliases", "path")
 
     def __init__(self, descriptor: int, path: Path, *, aliases: tuple[Path, ...] = ()) -> None:
-        """Own the folder's *descriptor*."""
+        """Take ownership of the folder's *descriptor*."""
         self.path = path
         self.aliases = aliases
         self._descriptor = descriptor
@@ -77,10 +77,10 @@ class Root:
 
     @classmethod
     def real(cls, path: Path) -> Root:
-        """Open the absolute *path*, no part of which may be a link.
+        """Open the absolute *path*; no part of it may be a link.
 
         Raises:
-            OSError: A part is absent, a link (ELOOP or ENOTDIR), or may not be read.
+            OSError: A part is absent, is a link (ELOOP or ENOTDIR), or may not be read.
         """
         here = os.open("/", _FOLDER)
         parts = [part for part in path.parts[1:] if part]
@@ -97,15 +97,15 @@ class Root:
 
     @classmethod
     def of(cls, folder: Path, *, parent: Place | None = None) -> Root:
-        """Open *folder*, which itself may be a link to a folder beside it.
+        """Open *folder*, which may itself be a link to a sibling folder.
 
         Args:
             folder: Absolute, or relative to the working directory.
-            parent: The folder that holds it; without it the links above are followed once.
+            parent: Its parent folder; without it the links in the parent path are resolved once.
 
         Raises:
             CheckpointError: *folder* is a link that leads out of its parent, or in a circle.
-            OSError: Absent, or a link was swapped in on the way.
+            OSError: The folder is absent, or a part of its path was replaced by a link.
         """
         whole = Path(os.path.abspath(folder))  # noqa: PTH100  # resolve() would follow the last link
         if not whole.name:
@@ -114,7 +114,7 @@ class Root:
 
     @classmethod
     def above(cls, path: Path, parent: Place | None) -> Root:
-        """The folder that holds *path*, with the paths under which it is known. Raises as :meth:`real`."""
+        """The parent folder of *path*, with all known paths of it. Raises as :meth:`real`."""
         known = parent or Place(Path(os.path.realpath(path.parent, strict=True)))
         root = cls.real(known.path)
         named = Path(os.path.abspath(path.parent))  # noqa: PTH100  # as given, links and all
@@ -124,7 +124,7 @@ class Root:
     # -- reading
 
     def enter(self, path: str) -> Root:
-        """The folder *path* below, as a root of its own; links inside are followed."""
+        """The folder *path* below, as a separate root; links inside are followed."""
         found = self._walk_to(path, _FOLDER)
         aliases = tuple(alias / found.real for alias in self.aliases)
         return Root(found.descriptor, self.path / found.real, aliases=aliases)
@@ -133,8 +133,8 @@ class Root:
         """Open the regular file *path* for reading.
 
         Raises:
-            CheckpointError: It is a folder, pipe, socket or device, or a link on the way leads outside.
-            OSError: It is absent; without *follow* also: a part of *path* is a link.
+            CheckpointError: *path* is a folder, pipe, socket or device, or a link on the way leads outside.
+            OSError: *path* is absent; without *follow* also if a part of *path* is a link.
         """
         found = self._walk_to(path, _READ, follow=follow)
         if not stat.S_ISREG(os.fstat(found.descriptor).st_mode):
@@ -143,10 +143,10 @@ class Root:
         return os.fdopen(found.descriptor, "rb")
 
     def resolve(self, path: str) -> str | None:
-        """The name of *path* with every link resolved; None when it leads nowhere, or in a circle.
+        """The name of *path* with every link resolved; None if the target is missing or the links loop.
 
         Raises:
-            CheckpointError: It leads outside.
+            CheckpointError: *path* leads outside.
         """
         flags = getattr(os, "O_PATH", _READ) | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -157,22 +157,22 @@ class Root:
         return found.real
 
     def read_link(self, path: str) -> str:
-        """Where the link *path* points, as it stands there. Raises OSError: absent, or no link."""
+        """Target of the link *path*, unresolved. Raises OSError if it is absent or not a link."""
         with self._parent(path) as (folder, last):
             return os.readlink(last, dir_fd=folder)
 
     def stat(self, path: str) -> os.stat_result:
-        """Facts of *path* itself, not of what it links to; ``""`` is the root."""
+        """Metadata of *path* itself, not of a link's target; ``""`` is the root."""
         if not path:
             return os.fstat(self._descriptor)
         with self._parent(path) as (folder, last):
             return os.stat(last, dir_fd=folder, follow_symlinks=False)
 
     def scan(self, path: str = "") -> list[tuple[str, os.stat_result]]:
-        """Names and facts (of a link: its own) of the entries of the folder *path*, which is not a link.
+        """Names and metadata (links are not followed) of the entries of the folder *path*, itself not a link.
 
         Raises:
-            OSError: Absent, no folder, or a part of *path* is a link.
+            OSError: *path* is absent or not a folder, or a part of it is a link.
         """
         descriptor = self._walk_to(path, _FOLDER, follow=False).descriptor
         try:
@@ -188,7 +188,7 @@ class Root:
     # -- writing
 
     def make_folder(self, path: str) -> None:
-        """Make the folder *path* and those above it; what is there already stays.
+        """Create the folder *path* and its parents; existing folders stay.
 
         Raises:
             OSError: A part is a link or a file.
@@ -208,9 +208,9 @@ class Root:
     def landing(
         self, path: str, *, temporary: str | None = None, mode: int = 0o666
     ) -> Iterator[BufferedRandom]:
-        """Yield a new file, which becomes *path* when nothing was raised; the folders above are made.
+        """Yield a new file, which is renamed to *path* if the block does not raise; creates parent folders.
 
-        *temporary* is its name until then, which a caller may fix to find what an earlier one left.
+        *temporary* is its name until then. A caller may set it to find the leftover of an earlier call.
 
         Raises:
             OSError: A folder on the way is a link or a file, or *path* is a folder.
@@ -235,24 +235,25 @@ class Root:
                 raise
 
     def link(self, path: str, stream: BufferedReader) -> None:
-        """Let *path* be another name of the very file that *stream* has open.
+        """Create *path* as a hard link to the same file that *stream* has open.
 
         Raises:
-            OSError: Another file system, or one without hard links.
+            OSError: *path* is on another file system, or the file system has no hard links.
         """
         above = path.rpartition("/")[0]
         if above:
             self.make_folder(above)
-        # Source: open(2), O_TMPFILE: a link through /proc links the open file, whatever its name holds now.
+        # Source: open(2), O_TMPFILE: linking through /proc links the open file, even if its name was
+        # replaced.
         with self._parent(path) as (folder, last):
             os.link(f"/proc/self/fd/{stream.fileno()}", last, dst_dir_fd=folder, follow_symlinks=True)
 
     def take(self, path: str, source: Root) -> None:
-        """Move the file *path* of *source* here, under the same name.
+        """Move the file *path* of *source* into this folder, under the same name.
 
         Raises:
             OSError: A folder on the way is a link or a file, or the disk is full.
-            CheckpointError: It is not a regular file.
+            CheckpointError: *path* is not a regular file.
         """
         above = path.rpartition("/")[0]
         if above:
@@ -270,12 +271,12 @@ class Root:
             source.remove(path)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
-        """Let the file *path* have been modified then. Raises OSError, CheckpointError."""
+        """Set the modification time of the file *path*. Raises OSError, CheckpointError."""
         with self.open_file(path) as stream:
             os.utime(stream.fileno(), ns=(mtime_ns, mtime_ns))
 
     def symlink(self, path: str, target: str) -> None:
-        """Make the new link *path*. Raises OSError."""
+        """Create the link *path*. Raises OSError."""
         above = path.rpartition("/")[0]
         if above:
             self.make_folder(above)
@@ -283,15 +284,15 @@ class Root:
             os.symlink(target, last, dir_fd=folder)
 
     def rename(self, old: str, new: str) -> None:
-        """Give *old* the name *new*, over a file that has it."""
+        """Rename *old* to *new*; replaces an existing file."""
         with self._parent(old) as (there, first), self._parent(new) as (here, last):
             os.replace(first, last, src_dir_fd=there, dst_dir_fd=here)
 
     def remove(self, path: str) -> None:
-        """Remove *path* with all that lies below it; of a link, the link. Nothing happens when it is absent.
+        """Remove *path* and everything below it; if it is a link, only the link. Do nothing if it is absent.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: *path* cannot be removed.
         """
         with suppress(FileNotFoundError), self._parent(path) as (folder, last):
             if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -300,7 +301,7 @@ class Root:
                 os.unlink(last, dir_fd=folder)
 
     def empty(self) -> None:
-        """Remove what lies in the folder, but not the folder, which may be a mount."""
+        """Remove the content of the folder, but not the folder, which may be a mount."""
         for name, _ in self.scan():
             self.remove(name)
 
@@ -328,14 +329,14 @@ class Root:
 
 
 class _Walk:
-    """One way from the root to a file: the folders that are open, and the parts still to go."""
+    """One walk from the root to a file: the open folders, and the parts still to open."""
 
     def __init__(self, root: Root, path: str) -> None:
         self.root, self.path = root, path
         self.open = [os.dup(root._descriptor)]  # noqa: SLF001  # the other half of Root
         self.names: list[str] = []
         self.left = _parts(path)[::-1]
-        self.above = 0  # folders above the root, where ".." of a link led; it may come back
+        self.above = 0  # folders above the root after ".." of a link; later parts may lead back
         self.links = 0
 
     def close(self) -> None:
@@ -370,11 +371,11 @@ class _Walk:
 
     @staticmethod
     def _is_link(descriptor: int) -> bool:
-        """True where O_PATH opened the link itself."""
+        """True if O_PATH opened the link itself."""
         return stat.S_ISLNK(os.fstat(descriptor).st_mode)
 
     def _climb(self, part: str) -> None:
-        """A step out of the root is allowed as long as the next ones lead back into it."""
+        """Step up. Leaving the root is allowed if the next parts lead back into it."""
         if part == "..":
             if self.names:
                 self.names.pop()
@@ -387,7 +388,7 @@ class _Walk:
             raise self._outside(part)
 
     def _turn(self, part: str) -> bool:
-        """Go where the link *part* leads; False when it is not a link."""
+        """Follow the link *part*; False when it is not a link."""
         try:
             target = os.readlink(part, dir_fd=self.open[-1])
         except OSError:

@@ -1,4 +1,4 @@
-"""The run store in a bucket: ``s3://`` URLs, by boto3."""
+"""The run store in a bucket: ``s3://`` URLs, using boto3."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SESSION_OPTIONS = frozenset(
 _CLIENT_OPTIONS = frozenset({"endpoint_url", "verify"})
 _OPTIONS = _SESSION_OPTIONS | _CLIENT_OPTIONS | {"session", "client", "config", "extra_args"}
 _ONE_REQUEST_BYTES = 8 << 20
-"""Files up to this size go up by one PUT, without threads. Source: boto3, multipart_threshold."""
+"""Files up to this size are uploaded in one PUT, without threads. Source: boto3, multipart_threshold."""
 _BATCH = 1000
 """Keys deleted by one request. Source: Amazon S3 API reference, DeleteObjects."""
 _TRANSIENT = frozenset(
@@ -59,11 +59,11 @@ _TRANSIENT = frozenset(
 _CUT = tuple(
     getattr(transfers, name)
     for name in ("RetriesExceededError", "S3DownloadFailedError", "S3ValidationError")
-    if hasattr(transfers, name)  # the last is younger than the oldest boto3 that we take
+    if hasattr(transfers, name)  # the last is newer than the oldest boto3 that we support
 )
-"""What a download raises that broke off again and again, or whose object was written anew meanwhile."""
+"""Errors of a download that failed repeatedly, or whose object was replaced meanwhile."""
 _CONFIG: dict[str, Any] = {
-    # Chosen: a trigger's thread must come back within a minute or so, whatever the network does.
+    # Chosen: a trigger's thread must return within about a minute even if the network fails.
     "connect_timeout": 10,
     "read_timeout": 30,
     "max_pool_connections": 32,  # chosen: many small files go up at once, beside parts of large ones
@@ -74,13 +74,13 @@ _CONFIG: dict[str, Any] = {
 class S3Store:
     """Objects below ``s3://bucket/prefix``.
 
-    ``create`` is a PUT with ``If-None-Match: *``: of two creators one wins. S3 says 412 to the other,
-    or 409 while both are under way. A store behind *endpoint_url* must know this header too
-    (MinIO, Ceph, Cloudflare R2 do); :func:`check_store` finds out. Failed requests are repeated by
-    botocore, so an answer "exists" can be about our own object: who must know reads it back.
+    ``create`` is a PUT with ``If-None-Match: *``: exactly one of two creators wins. S3 returns 412 to the
+    other, or 409 while both are in progress. A store behind *endpoint_url* must support this header too
+    (MinIO, Ceph, Cloudflare R2 do); :func:`check_store` checks it. botocore repeats failed requests, so
+    "exists" can refer to our own object: a caller that must know reads it back.
 
-    The identity needs GetObject, PutObject, DeleteObject and, on the bucket, ListBucket; without the
-    last S3 says 403 where it should say 404.
+    The identity needs GetObject, PutObject, DeleteObject and, on the bucket, ListBucket; without ListBucket,
+    S3 returns 403 instead of 404.
     """
 
     def __init__(self, bucket: str, prefix: str = "", options: Mapping[str, Any] | None = None) -> None:
@@ -115,7 +115,7 @@ class S3Store:
         return None if found is None else found[0]
 
     def now(self) -> float:
-        """The date of the last answer of S3, and what has passed since."""
+        """The date of the last response of S3 plus the time since then."""
         if self._dates.now() is None:
             with suppress(StoreError), self._told(""):
                 self._client.head_bucket(Bucket=self._bucket)
@@ -129,7 +129,7 @@ class S3Store:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
             except self._client.exceptions.NoSuchKey:
                 return None
-            # Its own "with" hands out the stream below it, whose errors are those of urllib3.
+            # The body's own "with" returns the underlying stream, whose errors are those of urllib3.
             with closing(answer["Body"]) as body:
                 size = answer["ContentLength"]
                 data = body.read() if size <= max_bytes else b""
@@ -138,12 +138,12 @@ class S3Store:
         return data, date_of(answer.get("LastModified"))
 
     def write(self, name: str, data: bytes) -> None:
-        """Put *data* at *name*, atomically, over what was there."""
+        """Write *data* to *name*, atomically; replaces an existing object."""
         with self._told(name):
             self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=data, **self._extra)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put *data* at *name* unless something is there: True when this call did."""
+        """Write *data* to *name* unless it exists; return True if this call created it."""
         key = self._key(name)
         with self._told(name):
             try:
@@ -157,7 +157,7 @@ class S3Store:
         return True
 
     def put_file(self, name: str, source: Path | BinaryIO) -> None:
-        """Upload a local file to *name*, in parts when large; visible when complete."""
+        """Upload a local file to *name*, in parts when large; it becomes visible when complete."""
         key = self._key(name)
         with reading(source) as stream, self._told(name):
             if os.fstat(stream.fileno()).st_size <= _ONE_REQUEST_BYTES:
@@ -166,7 +166,7 @@ class S3Store:
                 self._client.upload_fileobj(stream, self._bucket, key, ExtraArgs=self._extra or None)
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
-        """Download *name* to a local file, a path atomically."""
+        """Download *name* to a local file; atomically if the target is a path."""
         key = self._key(name)
         with arriving(target) as stream, self._told(name):
             self._client.download_fileobj(self._bucket, key, stream)
@@ -180,7 +180,7 @@ class S3Store:
             except refusals.ClientError as err:
                 if _status(err) != 404:
                     raise
-            # HEAD has no body, so a missing bucket looks like a missing object.
+            # A HEAD response has no body, so a missing bucket looks like a missing object.
             self._client.head_bucket(Bucket=self._bucket)
         return None
 
@@ -196,7 +196,7 @@ class S3Store:
         return None
 
     def delete(self, name: str) -> None:
-        """Delete *name*; nothing happens when it is absent."""
+        """Delete *name*; do nothing if it is absent."""
         with self._told(name):
             self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
 
@@ -206,7 +206,7 @@ class S3Store:
         with self._told(bare):
             keys = self._keys(self._below(bare))
             manifests = [key for key in keys if is_manifest(key)]
-            # Within one request S3 promises no order.
+            # Within one request S3 does not guarantee an order.
             for batch in (*_batches(manifests), *_batches([key for key in keys if not is_manifest(key)])):
                 self._delete_batch(batch)
 
@@ -216,11 +216,11 @@ class S3Store:
         skip = len(self._below(""))
         with self._told(bare):
             names = [key[skip:] for key in self._keys(self._below(bare))]
-        # Consoles make "folders" by empty objects that end with a slash; those are no names.
+        # Consoles create "folders" as empty objects whose keys end with a slash; skip them.
         return sorted(name for name in names if is_name(name))
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Bytes of every name below *prefix*: a thousand by each request."""
+        """Bytes of every name below *prefix*, a thousand per request."""
         bare = check_prefix(prefix)
         skip = len(self._below(""))
         with self._told(bare):
@@ -303,7 +303,7 @@ class S3Store:
 
 
 def _tells(dates: StoreDates) -> Callable[..., None]:
-    """Takes the date of every answer of a client, refusals too."""
+    """Return a hook that records the date of every response of a client, including errors."""
 
     def take(http_response: Any = None, **_more: object) -> None:
         headers = getattr(http_response, "headers", None) or {}
@@ -337,7 +337,7 @@ def _client(options: Mapping[str, Any]) -> S3Client:
     chosen = {name: value for name, value in options.items() if value is not None}
     try:
         return _made_client(chosen)
-    except (refusals.BotoCoreError, ValueError, TypeError) as err:  # names alone, no values
+    except (refusals.BotoCoreError, ValueError, TypeError) as err:  # names only, no values
         names = ", ".join(chosen) or "no options"
         raise SpecError(
             f"store s3://: cannot be opened with {names}: {err}: set the store connection's options, "

@@ -1,7 +1,7 @@
 """Stock-outs that runs met, shared by all runs on a store: ``stockouts.v1/<offer>.json``.
 
-Advice, not state: two writers may overwrite each other, and a memory that cannot be read is none. Ages are by
-the clocks of those who write and read; a clock that is wrong costs at most what a stock-out lasts.
+They are advice, not state: two writers may overwrite each other, and an unreadable record counts as absent.
+Ages use the clocks of the writers and readers. A wrong clock costs at most the duration of a stock-out.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from envscaler_airflow.store.base import Store
 FOLDER = "stockouts.v1"
 """Folder in the store. No run's folder has a dot in its name."""
 MAX_BYTES = 1 << 14
-"""Largest memory read, bytes. Chosen: ten times what one takes."""
+"""Largest record read, bytes. Chosen: ten times the size of one."""
 
 
 def remember(store: Store, offer: Offer, code: str, message: str = "", *, now: float) -> StockOut | None:
-    """Keep that *offer* was refused; None when the refusal says nothing of capacity or quota.
+    """Record that *offer* was refused; None when the refusal is not about capacity or quota.
 
     Raises:
-        StoreError: It cannot be read or written.
+        StoreError: The record cannot be read or written.
     """
     name = _name(offer)
     found = met(offer, code, message, refusals=refusals(), now=now, before=_read(store, name))
@@ -38,16 +38,16 @@ def remember(store: Store, offer: Offer, code: str, message: str = "", *, now: f
 
 
 def forget(store: Store, offer: Offer) -> None:
-    """*offer* was had: what was kept against it is over.
+    """Delete the stock-out of *offer*, because it was allocated.
 
     Raises:
-        StoreError: It cannot be written.
+        StoreError: The record cannot be written.
     """
     store.delete(_name(offer))
 
 
 def stockouts(store: Store, *, now: float) -> list[StockOut]:
-    """Those that still count, and none that cannot be understood; those that are over are removed.
+    """Return the stock-outs that still apply; skip unreadable records and delete expired ones.
 
     Raises:
         StoreError: The store cannot be read.
@@ -59,7 +59,7 @@ def stockouts(store: Store, *, now: float) -> list[StockOut]:
             continue
         if item.left_s(now) > 0:
             found.append(item)
-        elif item.left_s(now) < -item.lasts_s:  # kept for as long again, so that times in a row are known
+        elif item.left_s(now) < -item.lasts_s:  # kept twice as long, to count repeated ones
             store.delete(name)
     return found
 

@@ -1,4 +1,4 @@
-"""How many bytes a transfer has moved, files under way included."""
+"""How many bytes a transfer has moved, including files in progress."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import BinaryIO
 
 
 class Moved:
-    """Bytes of one transfer; safe between the threads that move and the one that looks.
+    """Bytes of one transfer; the transferring threads and a reader may use it concurrently.
 
-    A file under way counts by its descriptor, so no store needs to report anything: what is read goes by the
-    position in it, what is written by its length. A store that opens the file anew counts it at its end.
+    A file in progress is counted through its descriptor, so no store has to report progress: by the position
+    in a file that is read, by the length of a file that is written. If a store reopens the file, it counts
+    when it is complete.
 
     Attributes:
-        total: Bytes in all; None before that is known.
-        files: Whole files that were moved, over all tries.
+        total: Total bytes; None before that is known.
+        files: Number of complete files moved, over all tries.
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without a total."""
         self.total: int | None = None
         self.files = 0
         self._lock = threading.Lock()
@@ -29,18 +30,18 @@ class Moved:
         self._under_way: dict[BinaryIO, tuple[int, Callable[[int], int]]] = {}
 
     def begin(self, total: int) -> None:
-        """*total* bytes are to be moved, none are moved yet; also when it is tried again."""
+        """Start a transfer of *total* bytes with none moved; also for a retry."""
         with self._lock:
             self.total, self._whole = total, 0
 
     def add(self, size: int) -> None:
-        """So many more bytes are moved, or need not be."""
+        """Count *size* bytes as moved, including those that need no transfer."""
         with self._lock:
             self._whole += size
 
     @contextmanager
     def sending(self, stream: BinaryIO, size: int) -> Iterator[None]:
-        """Count a file of *size* that the block reads from its beginning."""
+        """Count a file of *size* that the block reads from its start."""
         stream.seek(0)
         with self._following(stream, size, _position):
             yield
@@ -67,7 +68,7 @@ class Moved:
             yield
             is_whole = True
         finally:
-            with self._lock:  # before the block's owner closes it: its number may then be another file's
+            with self._lock:  # before the caller closes it, after which its number may be another file's
                 del self._under_way[stream]
                 if is_whole:
                     self._whole += size
